@@ -20,6 +20,7 @@ if __name__ == "__main__":
 import torch
 
 from conf.errors import InputError
+from data.embedded import TARGET, is_embedded
 from eval.parity.gate import check_parity
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
@@ -42,6 +43,8 @@ def main(config: ExportRun) -> None:
     provenance = read_json(folder / PROVENANCE) or {}
     provenance.pop("export", None)  # of an earlier one
     path = config.target.path or head.config.target
+    if is_embedded(path):
+        path = TARGET
     if path == UNKNOWN:
         raise InputError(
             f"target.path is unset, and head.path={head_path} does not name its target: set "

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from conf.errors import InputError
 from conf.settings.export import Layout
-from data.embedded import TARGET
+from data.embedded import is_embedded
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
 from heads.kinds import load_head
@@ -171,7 +171,7 @@ def _target_settings(provenance: dict[str, Any]) -> dict[str, Any]:
 
 def _target_name(provenance: dict[str, Any], target: str) -> str | None:
     """The target as others can name it, or None for the embedded default."""
-    if _target_settings(provenance).get("path") == TARGET:
+    if is_embedded(_target_settings(provenance).get("path") or ""):
         return None
     return target if is_hub_id(target) else Path(target).name
 

@@ -8,10 +8,18 @@ from pathlib import Path
 from conf.settings.data import DataRun
 
 _FOLDER = Path(__file__).parent
-TARGET = str(_FOLDER / "target")
+TARGET = str(_FOLDER / "model")
 CONVERSATIONS = str(_FOLDER / "train.jsonl")
 PROMPTS = str(_FOLDER / "prompts.jsonl")
 """Held out: from files that the target was not trained on."""
+
+
+def is_embedded(path: str) -> bool:
+    """Whether a head's record names the embedded target, in whichever checkout made the head.
+
+    Its folder was called `target` until November 2026.
+    """
+    return Path(path).parts[-3:] in (("data", "embedded", name) for name in ("model", "target"))
 
 
 def fill_unset(run: DataRun, *, prompts: bool = False) -> None:

@@ -37,7 +37,7 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
         [p for text in side.items() for p in corpus.cut_chats(*text, recipe.max_piece_chars)]
         for side in (texts, corpus.read_source(library, library.held_out))
     )
-    trained, place = folder / "trained", folder / "target"
+    trained, place = folder / "trained", folder / "model"
     if not trained.is_dir():
         packages = corpus.find_packages(recipe.num_files)
         others = corpus.read_source(packages, packages.train).items()
@@ -70,7 +70,7 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
         for i, p in enumerate(prompts)
     ]
     write_jsonl(folder / "prompts.jsonl", asked)
-    paths = [folder / "train.jsonl", folder / "prompts.jsonl", *sorted(folder.glob("target/*"))]
+    paths = [folder / "train.jsonl", folder / "prompts.jsonl", *sorted(folder.glob("model/*"))]
     facts = {
         "recipe": asdict(recipe),
         "python": sys.version.split()[0],

@@ -2,11 +2,12 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.settings.data import DataRun
-from data.embedded import CONVERSATIONS, PROMPTS, TARGET, fill_unset
+from data.embedded import CONVERSATIONS, PROMPTS, TARGET, fill_unset, is_embedded
 
 FOLDER = Path(TARGET).parent
 
@@ -19,7 +20,7 @@ def test_files_are_those_that_the_script_wrote():
     made = json.loads((FOLDER / "recipe.json").read_text())["sha256"]
     found = {name: hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() for name in made}
     assert found == made
-    lying = {p.relative_to(FOLDER).as_posix() for p in FOLDER.glob("target/*")}
+    lying = {p.relative_to(FOLDER).as_posix() for p in FOLDER.glob("model/*")}
     assert lying | {"train.jsonl", "prompts.jsonl"} == set(made)
     assert sum((FOLDER / name).stat().st_size for name in made) < 10e6
 
@@ -51,3 +52,18 @@ def test_what_is_unset_is_filled():
     run.target.path = "own/target"
     fill_unset(run, prompts=True)
     assert (run.target.path, run.data.path) == ("own/target", PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "embedded"),
+    [
+        (TARGET, True),
+        ("/another/checkout/data/embedded/model", True),
+        ("/a/checkout/of/2026/data/embedded/target", True),
+        ("/another/checkout/data/embedded", False),
+        ("/my/data/target", False),
+        ("Qwen/Qwen3-8B", False),
+    ],
+)
+def test_embedded_target_is_known_in_any_checkout(path: str, embedded: bool):
+    assert is_embedded(path) == embedded

@@ -15,6 +15,7 @@ from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
+from data.embedded import TARGET
 from heads.folders import PROVENANCE
 from heads.kinds import load_head
 from heads.target_model.identity import identify
@@ -67,6 +68,17 @@ def test_a_head_of_another_target_is_told_of(
         run(copy.parent, copy.name, "vllm", tmp_path / f"{weights}-out")
         said = capsys.readouterr().err
         assert ("for another target (target.weights was 000000000000, is" in said) == told
+
+
+def test_a_head_of_another_checkouts_embedded_target_finds_it(
+    tmp_path: Path, verified: list[Path]
+) -> None:
+    target = load_target(TargetConfig(path=TARGET), torch.device("cpu"))
+    head = noisy_head(target, num_heads=2)
+    head.config = replace(head.config, target="/elsewhere/data/embedded/target")
+    head.save(tmp_path / "medusa")
+    run(tmp_path, "medusa", "vllm", tmp_path / "out")
+    assert verified == [tmp_path / "out"]
 
 
 def test_a_head_is_written_verified_and_its_serve_command_printed(

@@ -29,13 +29,13 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_target_loads_as_any_hugging_face_model(made):
-    target = AutoModelForCausalLM.from_pretrained(made / "target")
-    tokenizer = AutoTokenizer.from_pretrained(made / "target")
+    target = AutoModelForCausalLM.from_pretrained(made / "model")
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
     assert type(target).__name__ == "LlamaForCausalLM"
     assert target.config.head_dim == 32
     assert target.dtype == torch.bfloat16
     assert len(tokenizer) == target.config.vocab_size == 320
-    generation = GenerationConfig.from_pretrained(made / "target")
+    generation = GenerationConfig.from_pretrained(made / "model")
     assert tokenizer.convert_ids_to_tokens([generation.eos_token_id, generation.pad_token_id]) == [
         "<|end|>",
         "<|pad|>",
@@ -43,7 +43,7 @@ def test_target_loads_as_any_hugging_face_model(made):
 
 
 def test_assistant_mask_marks_the_answer_and_its_end(made):
-    tokenizer = AutoTokenizer.from_pretrained(made / "target")
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
     messages = [
         {"role": "user", "content": "def f(a):"},
         {"role": "assistant", "content": "    return  a\n"},
@@ -59,7 +59,7 @@ def test_assistant_mask_marks_the_answer_and_its_end(made):
 
 
 def test_training_text_is_what_the_template_renders(made):
-    tokenizer = AutoTokenizer.from_pretrained(made / "target")
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
     piece = CodeChat("function", "a.py", "def f():\n    x = 1", "    return x")
     messages = [
         {"role": "user", "content": piece.prompt},

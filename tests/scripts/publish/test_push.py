@@ -11,7 +11,6 @@ from huggingface_hub import constants
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, PushRun
-from data.embedded import TARGET
 from heads.export.writer import readme
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
@@ -284,7 +283,7 @@ def test_scrubbed(text: str, expected: str) -> None:
 def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> None:
     for name in ("acceptance.json", "speedup.json", "acceptance.png"):
         (run_dir / name).unlink()
-    embedded = {**PROVENANCE, "config": {"target": {"path": TARGET}}}
+    embedded = {**PROVENANCE, "config": {"target": {"path": "/elsewhere/data/embedded/target"}}}
     (run_dir / "head" / "headsmith.json").write_text(json.dumps(embedded))
     card = (dry(run_dir, tmp_path) / "README.md").read_text()
     assert "Nothing was measured" in card
