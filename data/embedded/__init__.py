@@ -19,7 +19,8 @@ def is_embedded(path: str) -> bool:
 
     Its folder was called `target` until November 2026.
     """
-    return Path(path).parts[-3:] in (("data", "embedded", name) for name in ("model", "target"))
+    *_, data, embedded, name = ("", "", *Path(path).parts)
+    return (data, embedded) == ("data", "embedded") and name in ("model", "target")
 
 
 def fill_unset(run: DataRun, *, prompts: bool = False) -> None:
