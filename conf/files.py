@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,11 +87,15 @@ def make_folder(folder: Path) -> None:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from error
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file so that a reader, or a crash, sees the old one or the new one."""
+def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
+    """Writes a file, at once or piece by piece.
+
+    A reader, or a crash, sees the old one or the new one.
+    """
+    encoded = content.encode() if isinstance(content, str) else content
     partial = path.with_name(path.name + ".tmp")
     with partial.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.writelines([encoded] if isinstance(encoded, bytes) else encoded)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

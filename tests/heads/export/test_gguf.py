@@ -1,0 +1,166 @@
+"""GGUF files: the bytes themselves, and what a target's file and a head's share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from conf.errors import InputError
+from heads.export.gguf import GgufFile, Kind, Value, write_gguf
+from heads.export.llamacpp import halved, interleaved, rope_divisors, rope_metadata, vocabulary
+
+METADATA = {
+    "a": Value.of("é"),
+    "b": Value.of(7),
+    "c": Value.of(0.5),
+    "d": Value.of(True),
+    "e": Value.of([2, -1]),
+    "f": Value.of(["x"]),
+    "g": Value(Kind.u8, [1, 255]),
+}
+TENSORS = {
+    "m": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+    "h": torch.tensor([1.5], dtype=torch.float16),
+    "n": torch.tensor([-2.5], dtype=torch.bfloat16),
+    "i": torch.tensor([3, -1]),
+}
+# fmt: off
+BYTES = b"".join((
+    b"GGUF", b"\3\0\0\0", b"\4\0\0\0\0\0\0\0", b"\7\0\0\0\0\0\0\0",
+    # A key, the type, the value.
+    b"\1\0\0\0\0\0\0\0a", b"\x08\0\0\0", b"\2\0\0\0\0\0\0\0\xc3\xa9",
+    b"\1\0\0\0\0\0\0\0b", b"\4\0\0\0", b"\7\0\0\0",
+    b"\1\0\0\0\0\0\0\0c", b"\6\0\0\0", b"\0\0\0\x3f",
+    b"\1\0\0\0\0\0\0\0d", b"\7\0\0\0", b"\1",
+    # A list: its type, that of the elements, their number.
+    b"\1\0\0\0\0\0\0\0e", b"\x09\0\0\0", b"\5\0\0\0", b"\2\0\0\0\0\0\0\0",
+    b"\2\0\0\0\xff\xff\xff\xff",
+    b"\1\0\0\0\0\0\0\0f", b"\x09\0\0\0", b"\x08\0\0\0", b"\1\0\0\0\0\0\0\0", b"\1\0\0\0\0\0\0\0x",
+    b"\1\0\0\0\0\0\0\0g", b"\x09\0\0\0", b"\0\0\0\0", b"\2\0\0\0\0\0\0\0", b"\1\xff",
+    # A name, the number of dimensions, these from the fastest on, the type, where the data begin.
+    b"\1\0\0\0\0\0\0\0m", b"\2\0\0\0", b"\3\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0", b"\0\0\0\0",
+    b"\0\0\0\0\0\0\0\0",
+    b"\1\0\0\0\0\0\0\0h", b"\1\0\0\0", b"\1\0\0\0\0\0\0\0", b"\1\0\0\0", b"\x20\0\0\0\0\0\0\0",
+    b"\1\0\0\0\0\0\0\0n", b"\1\0\0\0", b"\1\0\0\0\0\0\0\0", b"\x1e\0\0\0", b"\x40\0\0\0\0\0\0\0",
+    b"\1\0\0\0\0\0\0\0i", b"\1\0\0\0", b"\2\0\0\0\0\0\0\0", b"\x1b\0\0\0", b"\x60\0\0\0\0\0\0\0",
+    bytes(23),  # 329 bytes so far, to a multiple of 32
+    b"\0\0\x80\x3f\0\0\0\x40\0\0\x40\x40\0\0\x80\x40\0\0\xa0\x40\0\0\xc0\x40", bytes(8),
+    b"\0\x3e", bytes(30),
+    b"\x20\xc0", bytes(30),
+    b"\3\0\0\0\0\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff", bytes(16),
+))
+# fmt: on
+
+
+def test_a_file_is_these_bytes(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", METADATA, TENSORS)
+    assert (tmp_path / "a.gguf").read_bytes() == BYTES
+
+
+def test_a_file_is_read_back(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(BYTES)
+    found = GgufFile(tmp_path / "a.gguf", "head.path")
+    assert found.metadata == METADATA
+    tensors = found.tensors()
+    assert list(tensors) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype is tensor.dtype
+        assert tensors[name].equal(tensor)
+
+
+def test_a_tensor_is_written_as_it_looks_not_as_it_lies(tmp_path: Path) -> None:
+    turned = torch.arange(6.0).reshape(2, 3).T
+    write_gguf(tmp_path / "a.gguf", {}, {"t": turned, "scalar": torch.tensor(1.0)})
+    assert GgufFile(tmp_path / "a.gguf", "x").tensors()["t"].equal(turned)
+
+
+def test_an_empty_list_is_refused_and_what_was_there_stays(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"old")
+    with pytest.raises(InputError, match=r"eagle3\.target_layers=\[\]: a GGUF has no empty list"):
+        write_gguf(file, {"eagle3.target_layers": Value.of([])}, {})
+    assert file.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not a whole GGUF file"),
+        (b"PK\3\4" + BYTES[4:], "it begins with b'PK"),
+        (b"GGUF\1" + BYTES[5:], "version 1"),
+        (BYTES[:100], "not a whole GGUF file"),
+        (BYTES[:-20], "cut off: i lies beyond its end"),
+        (BYTES.replace(b"\x1e\0\0\0\x40", b"\x0c\0\0\0\x40"), "n is of GGUF type 12, .*quantised"),
+    ],
+    ids=["empty", "zip", "old", "header", "data", "quantised"],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(InputError, match=rf"head\.path=.*a\.gguf: .*{said}"):
+        GgufFile(tmp_path / "a.gguf", "head.path").tensors()
+
+
+def test_a_vocabulary_without_a_tokenizer_has_names_for_ids() -> None:
+    assert vocabulary(2, mask_token_id=1) == {
+        "tokenizer.ggml.model": Value(Kind.string, "gpt2"),
+        "tokenizer.ggml.pre": Value(Kind.string, "default"),
+        "tokenizer.ggml.tokens": Value(Kind.string, ["<0>", "<1>"]),
+        "tokenizer.ggml.token_type": Value(Kind.i32, [1, 1]),
+        "tokenizer.ggml.merges": Value(Kind.string, ["a b"]),
+        "tokenizer.ggml.mask_token_id": Value(Kind.u32, 1),
+    }
+
+
+def test_a_vocabulary_is_copied_from_a_target_type_by_type(tmp_path: Path) -> None:
+    kept = {"tokenizer.x": Value(Kind.u8, [1]), "tokenizer.ggml.eos_token_id": Value.of(3)}
+    write_gguf(tmp_path / "t.gguf", {"general.name": Value.of("t")} | kept, {})
+    found = vocabulary(2, tmp_path / "t.gguf", mask_token_id=4)
+    assert found == kept | {"tokenizer.ggml.mask_token_id": Value.of(4)}
+
+
+def test_rows_of_a_head_become_neighbours_and_come_back() -> None:
+    rows = torch.arange(12).reshape(12, 1)  # 2 heads of 6
+    assert interleaved(rows, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert halved(interleaved(rows, 2), 2).equal(rows)
+
+
+def test_llama3_divides_frequencies_as_transformers_does() -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = LlamaConfig(hidden_size=32, num_attention_heads=1, head_dim=32, rope_parameters=rope)
+    divisors = rope_divisors(rope, 32)
+    assert divisors is not None
+    assert divisors[0] == 1
+    assert divisors[-1] == 8
+    plain = 1 / 10000 ** (torch.arange(0, 32, 2) / 32)
+    torch.testing.assert_close(plain / divisors, LlamaRotaryEmbedding(config).inv_freq)
+    assert rope_metadata(rope, "eagle3") == {"eagle3.rope.freq_base": Value(Kind.f32, 10000.0)}
+
+
+def test_other_rope_is_metadata() -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 500000,
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+    }
+    assert rope_divisors(rope, 32) is None
+    assert rope_metadata(rope, "dflash") == {
+        "dflash.rope.freq_base": Value(Kind.f32, 500000),
+        "dflash.rope.scaling.type": Value(Kind.string, "yarn"),
+        "dflash.rope.scaling.factor": Value(Kind.f32, 4),
+        "dflash.rope.scaling.original_context_length": Value(Kind.u32, 64),
+    }
+    linear = rope_metadata({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "dflash")
+    assert [key.removeprefix("dflash.rope.") for key in linear] == [
+        "freq_base", "scaling.type", "scaling.factor",
+    ]  # fmt: skip
