@@ -142,6 +142,7 @@ METRICS = """\
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="toy"}} {drafts:.1f}
 # TYPE vllm:spec_decode_num_drafts_created gauge
 vllm:spec_decode_num_drafts_created{{engine="0",model_name="toy"}} 1.7952553050919838e+09
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="toy"}} {proposed:.1f}
 vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="toy"}} {total:.1f}
 {positions}
 """
@@ -202,7 +203,8 @@ class DraftServer(ChatServer):
         if not self.depth:
             return "vllm:num_requests_running 0.0\n"
         lines = [POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
-        values = {"drafts": self.drafts, "total": sum(self.accepted)}
+        proposed = self.depth * self.drafts
+        values = {"drafts": self.drafts, "proposed": proposed, "total": sum(self.accepted)}
         return METRICS.format(**values, positions="\n".join(lines))
 
 

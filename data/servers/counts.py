@@ -30,18 +30,46 @@ class DraftCounts:
     Attributes:
         text: token ids, a stop token included.
         drafts: passes that checked draft tokens.
+        proposed: draft tokens that they checked.
         accepted: per depth, how many of them accepted a token there.
     """
 
     text: list[int]
     drafts: int
+    proposed: int
     accepted: list[int]
 
     @classmethod
     def of(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
-        """Counts by the number of tokens that each pass accepted."""
+        """Counts by the number of tokens that each pass accepted, beyond the text's end as well."""
         accepted = [sum(length > place for length in lengths) for place in range(depth)]
-        return cls(text, len(lengths), accepted)
+        return cls(text, len(lengths), depth * len(lengths), accepted)
+
+    @classmethod
+    def within(
+        cls, text: list[int], lengths: list[int], depth: int, room: int, stop_ids: list[int]
+    ) -> "DraftCounts":
+        """Counts of an engine whose drafts end with the text at the latest.
+
+        A pass also emits a bonus token, so one that has room for no more makes no draft. A stop
+        token that is accepted counts as the bonus token, unless it was the draft's last.
+
+        Args:
+            text: token ids.
+            lengths: tokens that each pass accepted, beyond the text's end as well.
+            depth: draft tokens of a pass at most.
+            room: tokens that the text may have.
+            stop_ids: which end a text.
+        """
+        proposed, kept, emitted = 0, list[int](), 1
+        for length in lengths:
+            size, left = min(depth, room - emitted - 1), len(text) - emitted
+            if size > 0:
+                proposed += size
+                stopped = text[-1] in stop_ids and left <= length
+                kept.append(left - (left != size) if stopped else min(length, size))
+            emitted += length + 1
+        return replace(cls.of(text, kept, depth), proposed=proposed)
 
 
 class _Protocol(ABC):
@@ -133,7 +161,7 @@ class _Vllm(_Protocol):
 
     async def start(self) -> None:
         self.counts = await self._counts()
-        self.depth = len(self.counts) - 1
+        self.depth = len(self.counts) - 2
 
     async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
         body = {
@@ -149,21 +177,23 @@ class _Vllm(_Protocol):
         except (KeyError, IndexError, TypeError) as error:
             raise ReplyError("the reply has no choices[0].token_ids: vLLM is too old") from error
         before, self.counts = self.counts, await self._counts()
-        drafts, *accepted = (new - old for new, old in zip(self.counts, before, strict=True))
-        return DraftCounts(text, drafts, accepted)
+        drafts, proposed, *accepted = (
+            new - old for new, old in zip(self.counts, before, strict=True)
+        )
+        return DraftCounts(text, drafts, proposed, accepted)
 
     async def _counts(self) -> list[int]:
-        """Drafts, and tokens accepted at each position, since the server's start."""
-        drafts, accepted = 0, dict[int, int]()
+        """Drafts, their tokens, and those accepted at each position, since the server's start."""
+        totals, accepted = {"num_drafts": 0, "num_draft_tokens": 0}, dict[int, int]()
         for name, labels, value in COUNTER.findall(await self.client.page("metrics")):
-            if name == "num_drafts":
-                drafts += int(float(value))
+            if name in totals:
+                totals[name] += int(float(value))
             elif name == "num_accepted_tokens_per_pos":
                 position = int(POSITION.findall(labels)[0])
                 accepted[position] = accepted.get(position, 0) + int(float(value))
         if not accepted:
             raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
-        return [drafts, *(accepted[position] for position in sorted(accepted))]
+        return [*totals.values(), *(accepted[position] for position in sorted(accepted))]
 
 
 class _Sglang(_Protocol):

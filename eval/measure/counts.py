@@ -9,7 +9,12 @@ from heads.target_model.model import Target
 
 
 def drafted(
-    target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int, depth: int
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    depth: int,
+    within: bool = False,
 ) -> DraftCounts:
     """Decodes a greedy text with our engine, its drafts counted as serving engines count them.
 
@@ -21,10 +26,14 @@ def drafted(
         prompt_ids: the rendered prompt.
         max_new_tokens: tokens of the text at most.
         depth: draft tokens of a chain.
+        within: count as engines do whose drafts end with the text at the latest: llama.cpp.
     """
     generation = decode(target, drafter, prompt_ids, max_new_tokens)
     lengths = [len(path) for path in generation.paths]
-    return DraftCounts.of(generation.token_ids, lengths, depth)
+    text = generation.token_ids
+    if within:
+        return DraftCounts.within(text, lengths, depth, max_new_tokens, target.stop_ids)
+    return DraftCounts.of(text, lengths, depth)
 
 
 @dataclass(frozen=True)
@@ -32,13 +41,18 @@ class Totals:
     """Sums over all texts; `accepted` per depth."""
 
     drafts: int
+    proposed: int
     accepted: list[int]
 
     @classmethod
     def of(cls, texts: list[DraftCounts]) -> "Totals":
         """The sums."""
         columns = zip(*(text.accepted for text in texts), strict=True)
-        return cls(sum(text.drafts for text in texts), [sum(column) for column in columns])
+        return cls(
+            sum(text.drafts for text in texts),
+            sum(text.proposed for text in texts),
+            [sum(column) for column in columns],
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: floa
         ours: texts by `drafted`.
         engine: those of the same prompts by a running serving engine.
         tolerance: share of the texts that may differ, and share of the greater count by which
-            drafts, and accepted tokens of a depth, may.
+            drafts, draft tokens, and accepted tokens of a depth, may.
     """
     lines, different = [], divergences(ours, engine)
     if len(different) > tolerance * len(ours):
@@ -79,7 +93,10 @@ def problems(ours: list[DraftCounts], engine: list[DraftCounts], tolerance: floa
             f"{at.token}: {at.ours} by us, {at.engine} by the engine"
         )
     mine, theirs = Totals.of(ours), Totals.of(engine)
-    counts = {"drafts": (mine.drafts, theirs.drafts)}
+    counts = {
+        "drafts": (mine.drafts, theirs.drafts),
+        "draft tokens": (mine.proposed, theirs.proposed),
+    }
     for depth, pair in enumerate(zip(mine.accepted, theirs.accepted, strict=True), start=1):
         counts[f"accepted at depth {depth}"] = pair
     lines += [

@@ -114,8 +114,7 @@ def test_vllm_serves_an_export_with_our_counts(
     theirs = counts_of_vllm(tmp_path, target, prompts, NUM_TOKENS, settings)
 
     head = load_head(str(saved)).attach(target).eval()
-    texts = [drafted(target, chain(head), prompt, NUM_TOKENS, DEPTH) for prompt in prompts]
-    ours = [{"proposed": DEPTH * each.drafts, **asdict(each)} for each in texts]
+    ours = [asdict(drafted(target, chain(head), prompt, NUM_TOKENS, DEPTH)) for prompt in prompts]
     for engine, counts in zip(engines, theirs, strict=True):
         assert counts == ours, engine
     accepted = [sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)]

@@ -107,7 +107,7 @@ def counted_here(target: Target, head: EagleHead, prompt: list[int]) -> dict[str
     """By decoding and by replay, which must agree."""
     found = drafted(target, EagleChain(head, DEPTH), prompt, NUM_TOKENS, DEPTH)
     assert found == DraftCounts.of(found.text, accepted_per_pass(target, head, prompt), DEPTH)
-    return {"proposed": DEPTH * found.drafts, **asdict(found)}
+    return asdict(found)
 
 
 class Recorded:

@@ -118,6 +118,7 @@ def test_one_draft_more_is_told_and_exits_with_1(setting, tmp_path: Path, kind, 
     drafts, accepted = ours["drafts"], ours["accepted"][0]
     assert result["problems"] == [
         f"drafts: {drafts} by us, {drafts + 1} by the engine",
+        f"draft tokens: {3 * drafts} by us, {3 * drafts + 3} by the engine",
         f"accepted at depth 1: {accepted} by us, {accepted + 1} by the engine",
     ]
     assert f"differs: drafts: {drafts} by us" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""Counts of a text by hand: 1 is the first token, which the prompt's pass gives; 9 ends a text."""
+
+import pytest
+
+from data.servers.counts import DraftCounts
+
+
+def test_whole_drafts_count_beyond_the_text() -> None:
+    """Two passes of 3 draft tokens: 2 and a bonus token, then 3, of which the text holds one."""
+    text = [1, 5, 6, 7, 5]
+    assert DraftCounts.of(text, [2, 3], depth=3) == DraftCounts(text, 2, 6, [2, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths", "room", "drafts", "proposed", "accepted"),
+    [
+        pytest.param([1, 5, 6, 7, 5], [2, 3], 9, 2, 6, [2, 2, 1], id="much room"),
+        # Behind 1 5 6 7 the text has room for one draft token and a bonus token.
+        pytest.param([1, 5, 6, 7, 5, 6], [2, 3], 6, 2, 4, [2, 1, 0], id="room for one"),
+        pytest.param([1, 5, 6, 7, 5], [2, 3], 5, 1, 3, [1, 1, 0], id="a pass without room"),
+        pytest.param([1, 5], [0], 2, 0, 0, [0, 0, 0], id="no room at all"),
+        pytest.param([9], [], 8, 0, 0, [0, 0, 0], id="nothing to draft"),
+        # 5 9 x: the stop token counts as the bonus token.
+        pytest.param([1, 5, 9], [3], 8, 1, 3, [1, 0, 0], id="a stop token inside"),
+        pytest.param([1, 9], [3], 8, 1, 3, [0, 0, 0], id="a stop token first"),
+        pytest.param([1, 5, 6, 9], [3], 8, 1, 3, [1, 1, 1], id="a stop token last"),
+        pytest.param([1, 5, 6, 7, 9], [3], 8, 1, 3, [1, 1, 1], id="a stop token as bonus token"),
+        pytest.param([1, 5, 9], [1], 8, 1, 3, [1, 0, 0], id="a stop token in place of a draft's"),
+        # Two draft tokens fit, and the stop token is the second; then one that lies behind both.
+        pytest.param([1, 5, 9], [3], 4, 1, 2, [1, 1, 0], id="a stop token last, little room"),
+        pytest.param([1, 5, 6, 9], [3], 4, 1, 2, [1, 1, 0], id="a stop token where room ends"),
+    ],
+)
+def test_drafts_that_end_with_the_text(
+    text: list[int], lengths: list[int], room: int, drafts: int, proposed: int, accepted: list[int]
+) -> None:
+    found = DraftCounts.within(text, lengths, depth=3, room=room, stop_ids=[9])
+    assert found == DraftCounts(text, drafts, proposed, accepted)
