@@ -58,8 +58,9 @@ mutants: .venv-mutants/.done  ## does a test fail where a line is wrong? hours; 
 	$(BIN)/python -c "$$site" > "$$($(@D)/bin/python -c "$$site")/headsmith.pth"
 	touch $@
 
-test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.done  ## against vLLM, speculators and modelopt, on a CPU
+test-engines: setup .venv-vllm/.done .venv-llamacpp/.done .venv-speculators/.done .venv-modelopt/.done  ## against vLLM, llama.cpp, speculators and modelopt, on a CPU
 	HEADSMITH_VLLM_PYTHON=.venv-vllm/bin/python \
+	HEADSMITH_LLAMACPP_PYTHON=.venv-llamacpp/bin/python \
 	HEADSMITH_SPECULATORS_PYTHON=.venv-speculators/bin/python \
 	HEADSMITH_MODELOPT_PYTHON=.venv-modelopt/bin/python \
 	$(BIN)/python -m pytest -m engine
@@ -77,6 +78,12 @@ test-engines: setup .venv-vllm/.done .venv-speculators/.done .venv-modelopt/.don
 	$(PIP) 'torch==$(TORCH)' $(PACKAGES)
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(if $(INTERPRETED),$(PIP) --no-deps --target $(@D)/triton $(INTERPRETED))
+	touch $@
+
+# llama.cpp's server, built for CPUs; it needs no other package.
+.venv-llamacpp/.done: Makefile
+	$(PYTHON) -m venv $(@D)
+	$(PIP) xllamacpp==2026.10.11549
 	touch $@
 
 # For a machine with a GPU and its own torch, transformers, accelerate and peft, but no registry: what
@@ -112,4 +119,4 @@ test-gpu: $(GPU_PATH)/.done  ## gpu tests, then every benchmark in one table wit
 	$(PYTHON) scripts/bench/gpu.py $(GPU_BENCHES) && exit $$tests
 
 clean:  ## remove the environments and caches, keep outputs
-	rm -rf .venv .venv-mutants .mutants .venv-vllm .venv-speculators .venv-modelopt .gpu-packages wheels .pytest_cache .ruff_cache
+	rm -rf .venv .venv-mutants .mutants .venv-vllm .venv-llamacpp .venv-speculators .venv-modelopt .gpu-packages wheels .pytest_cache .ruff_cache

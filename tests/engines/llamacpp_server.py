@@ -1,0 +1,50 @@
+"""llama.cpp's server inside this process, on a CPU, in float32 throughout.
+
+Run by the Python of its own environment, on settings {"target": GGUF file, "model": GGUF file of
+the head, "method": such as `draft-eagle3`, "num_speculative_tokens", "batch": prompt tokens of a
+pass}, prints its URL and serves until its input ends:
+
+    python llamacpp_server.py '{"target": "target.gguf", ...}'
+"""
+
+import json
+import sys
+from typing import Any
+
+import xllamacpp as llama
+
+CONTEXT = 2048
+
+
+def opened(
+    target: str,
+    model: str,
+    method: str,
+    num_speculative_tokens: int,
+    batch: int = CONTEXT,
+) -> Any:
+    """The server, one request at a time; its `listening_address` is the URL."""
+    settings = llama.CommonParams()
+    settings.model.path = target
+    settings.port = 0  # any that is free
+    settings.n_ctx, settings.n_parallel, settings.n_batch = CONTEXT, 1, batch
+    settings.n_ubatch = min(settings.n_ubatch, batch)
+    settings.endpoint_metrics, settings.verbosity = True, 1
+    # To fit the device's memory opens the head without its target.
+    settings.fit_params, settings.warmup = False, False
+    draft = settings.speculative.draft
+    draft.mparams.path, draft.n_max, draft.p_min = model, num_speculative_tokens, 0.0
+    kind = f"COMMON_SPECULATIVE_TYPE_{method.replace('-', '_').upper()}"
+    settings.speculative.types = [getattr(llama.common_speculative_type, kind)]
+    # Flash attention casts keys and values to float16, whatever the type of the cache.
+    settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    for part in (settings, draft):
+        part.cpuparams.n_threads = part.cpuparams_batch.n_threads = 1
+        part.cache_type_k = part.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    return llama.Server(settings)
+
+
+if __name__ == "__main__":
+    server = opened(**json.loads(sys.argv[1]))
+    print(server.listening_address, flush=True)
+    sys.stdin.read()
