@@ -16,11 +16,12 @@ from torch import Tensor
 from conf.command.clock import PartClock, Times
 from eval.decode.generation_config import Processors, Stops
 from eval.decode.verify_pass import ContextLimits, HostStep, Nodes, read_trees
-from heads.decoding.cache import Kept, TreeCache, upload
+from heads.decoding.cache import Kept, TreeCache
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling, sample_tokens
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target, prefill_parts
+from heads.upload import upload
 
 ROOT_ALONE = Tree.chain(0)
 Make = Callable[[list[int]], Drafter]

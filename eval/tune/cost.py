@@ -19,11 +19,12 @@ from conf.errors import InputError
 from eval.decode.accept import verify
 from eval.decode.captured import CaptureError, Graph, obstacle, slots_for
 from eval.measure.heads import device_name
-from heads.decoding.cache import TreeCache, upload
+from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target, prefill
+from heads.upload import upload
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tokens of a pass that are timed besides 1; between them a straight line is drawn."""

@@ -10,24 +10,16 @@ Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K hea
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-if TYPE_CHECKING:
-    from heads.decoding.recurrent_states import RecurrentStates
+from heads.decoding.recurrent_states import RecurrentStates
+from heads.upload import upload
 
 ROUND_TO = 64  # slots
-
-
-def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
-    """Numbers of the CPU as a tensor on a device; the host does not wait for it to arrive."""
-    tensor = torch.as_tensor(values)
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def rounded(num_slots: int) -> int:
@@ -333,7 +325,7 @@ class TreeCache(Cache):
         device: torch.device,
         num_layers: int,
         capacity: int | None = None,
-        states: "RecurrentStates | None" = None,
+        states: RecurrentStates | None = None,
         mover: Callable[..., None] = move,
     ) -> None:
         self.capacity, self.mover, self.states = capacity, mover, states

@@ -10,9 +10,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import TreeCache, upload
+from heads.decoding.cache import TreeCache
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, TargetOutput
+from heads.upload import upload
 
 PAD = -1
 """A node that is not there: trees of a batch are filled up with it to the same size."""

@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import SlotBuffer, Slots, upload
+from heads.decoding.cache import SlotBuffer, Slots
 from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, rerank
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DynamicShape, Shape, Tree
+from heads.upload import upload
 
 
 class HeadDrafter(ABC):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
-from heads.decoding.cache import upload
+from heads.upload import upload
 
 CONV, RECURRENT = "conv_states", "recurrent_states"  # transformers' names
 State = dict[tuple[str, int], Tensor]  # of one mixer, [b, ...] by kind and number

@@ -13,12 +13,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import rounded, upload
+from heads.decoding.cache import rounded
 from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
 from heads.decoding.head_drafter import HeadChain, HeadDrafter, HeadTree, TextCache
 from heads.eagle.branches import Branches, Stretch
 from heads.eagle.network import EagleNetwork, Text
+from heads.upload import upload
 
 
 class EagleMemory(HeadDrafter):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import upload
+from heads.upload import upload
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256

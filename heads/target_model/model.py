@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import InputError
-from heads.decoding.cache import Kept, TreeCache, move, upload
+from heads.decoding.cache import Kept, TreeCache, move
 from heads.decoding.recurrent_states import RecurrentStates
 from heads.layers.documents import Documents
 from heads.target_model.attention import (
@@ -41,6 +41,7 @@ from heads.target_model.decoder import (
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead, on_embedding_device
 from heads.target_model.positions import LongRope, scale_by_position
 from heads.target_model.recurrent import MIXERS, wrap_mixers
+from heads.upload import upload
 
 MOST_GRAPHS = 64  # of one target
 

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache, DynamicCache
 
 from conf.errors import InputError
-from heads.decoding.cache import TreeCache, upload
+from heads.decoding.cache import TreeCache
 from heads.decoding.recurrent_states import RecurrentStates
 from heads.target_model.attention import DocumentPass, current_pass
 from heads.target_model.decoder import EVERY_WAY, call_decoder
+from heads.upload import upload
 
 MIXERS = "recurrent layers, document by document"
 WASTE = 1.25  # tokens run to tokens read, where documents are filled up to one length

@@ -24,7 +24,6 @@ from eval.decode.generate import hf_generate
 from eval.decode.generation_config import Stops
 from eval.measure.replay import replay
 from eval.measure.stats import PromptSteps, tau
-from heads.decoding.cache import upload
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
@@ -34,6 +33,7 @@ from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
 from heads.target_model.load import load_model, load_target, load_tokenizer
 from heads.target_model.model import Target
+from heads.upload import upload
 from heads.vocab import DraftVocab
 from scripts.embedded.corpus import SPECIAL_TOKENS
 from scripts.zoo.tiny import MADE, NUM_TOKENS, PAD

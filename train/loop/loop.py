@@ -24,7 +24,7 @@ from conf.command.clock import Stopwatch
 from conf.errors import InputError
 from conf.files import make_folder
 from conf.settings.training import LogConfig, TrainConfig
-from heads.decoding.cache import upload
+from heads.upload import upload
 from train import schedule
 from train.batch.prefetch import Dataset, Prefetcher, on_device, stacked
 from train.batch.supervision import NOISE_SEEDS, Batch

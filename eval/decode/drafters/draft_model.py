@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.cache import Kept, TreeCache, upload
+from heads.decoding.cache import Kept, TreeCache
 from heads.decoding.drafting import PAD, Committed, Draft, Roots, tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target, last_states
+from heads.upload import upload
 
 
 @dataclass(frozen=True)

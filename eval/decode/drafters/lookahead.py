@@ -18,9 +18,9 @@ from collections import OrderedDict
 
 import torch
 
-from heads.decoding.cache import upload
 from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.target_model.model import Taps
+from heads.upload import upload
 
 Ngram = tuple[int, ...]
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.cache import upload
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps
+from heads.upload import upload
 
 
 class Oracle:

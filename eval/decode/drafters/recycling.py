@@ -11,10 +11,10 @@ Letters: B texts, N tree nodes (root included), V vocabulary.
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import upload
 from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps
+from heads.upload import upload
 
 NUM_SUCCESSORS = 8
 CPU_NODES, GPU_NODES = 8, 80

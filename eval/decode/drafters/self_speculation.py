@@ -15,13 +15,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import TreeCache, upload
+from heads.decoding.cache import TreeCache
 from heads.decoding.chains import chain_nodes
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, Target
+from heads.upload import upload
 
 
 def early_exit(target: Target, num_layers: int) -> tuple[int, ...]:

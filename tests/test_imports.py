@@ -1,0 +1,12 @@
+from graphlib import TopologicalSorter
+
+import grimp
+
+FOLDERS = ("conf", "data", "heads", "eval", "train", "scripts")
+
+
+def test_no_module_imports_itself_by_way_of_others_not_even_for_types():
+    graph = grimp.build_graph(*FOLDERS, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
