@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.settings.export import ExportFormat
 from heads.blocks import export, golden
@@ -17,10 +16,6 @@ from heads.blocks.export import BlockLayout
 from heads.blocks.formats import names_kind
 from heads.blocks.network import BlockNetwork
 from heads.blocks.readings import readings
-from heads.decoding.chains import Calibration
-from heads.decoding.drafting import Drafter
-from heads.decoding.sampling import Sampling, drafter_seeds
-from heads.decoding.tree import DynamicShape, Shape
 from heads.head import Export, Files, Golden, HeadFacts
 from heads.readings import Readings
 from heads.target_model.model import Target
@@ -41,8 +36,8 @@ class BlockHead(BlockNetwork):
     method: ClassVar[str]
     paper: ClassVar[str]
     words: ClassVar[str] = ""
-    output_rows = (r"lm_head\.weight",)
-    compiled = (LlamaMLP,)
+    chain = BlockChain
+    tree = BlockTree
     doubts: ClassVar[tuple[Callable[[Any], Readings], ...]] = (readings,)
     prunable = "heads trained with head.own_output_head=true"
 
@@ -57,18 +52,6 @@ class BlockHead(BlockNetwork):
     @abstractmethod
     def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
         """`load` of a folder that holds such a head."""
-
-    def drafter(
-        self,
-        shape: Shape,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        calibration: Calibration | None = None,
-    ) -> Drafter:
-        """Chains draw when the target does; trees are ranked."""
-        if isinstance(shape, DynamicShape):
-            return BlockTree(self, shape)
-        return BlockChain(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     def files(self) -> Files:
         """The authors' names and keys."""

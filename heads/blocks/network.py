@@ -14,18 +14,17 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from conf.errors import InputError
 from heads.blocks.attention import Sight
 from heads.blocks.config import BlockHeadConfig, check_layers
 from heads.blocks.layer import BlockLayer
 from heads.decoding.drafting import PAD
-from heads.head import UNKNOWN, DraftHead, check_fits
+from heads.feature_head import FeatureHead
+from heads.head import check_fits
 from heads.layers.llama import RmsNorm
-from heads.layers.projection import Projection
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 1024
@@ -34,7 +33,7 @@ TextKeys = list[tuple[Tensor, Tensor]]
 """Keys, rotated, and values [T, S, K, d] of texts, for each layer."""
 
 
-class BlockNetwork(DraftHead):
+class BlockNetwork(FeatureHead):
     """The network of a block drafter; `attach` it to its target before use.
 
     Args:
@@ -43,7 +42,6 @@ class BlockNetwork(DraftHead):
     """
 
     config: BlockHeadConfig
-    window: int
 
     def __init__(self, config: BlockHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -54,12 +52,7 @@ class BlockNetwork(DraftHead):
         self.hidden_norm = RmsNorm(hidden, eps)
         self.layers = nn.ModuleList(self.make_layer() for _ in range(llama.num_hidden_layers))
         self.norm = RmsNorm(hidden, eps)
-        own_head = config.own_output_head
-        self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
-        self.embed_tokens: nn.Embedding | None = None
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
-        self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
+        self._make_ends(config.own_output_head)
 
     def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
         """Fresh weights, alike for a seed, and rows of the target's embedding and head; attached.
@@ -94,30 +87,14 @@ class BlockNetwork(DraftHead):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """See `DraftHead.attach`; borrows the target's embedding and, without one, output head."""
+    def fitted(self, target: EmbeddingsAndHead) -> BlockHeadConfig:
+        """See `FeatureHead.fitted`; without an embedding of its own, of the target's width."""
         config = self.config
         check_fits(self, target, config.target_hidden_size, "feature_size")
         if config.llama.hidden_size != target.hidden_size and not config.own_embedding:
             check_fits(self, target, config.llama.hidden_size)
         check_layers(config.layers, target)
-        name = target.name if config.target == UNKNOWN else config.target
-        self.config = replace(config, target=name, num_target_layers=target.num_layers)
-        if isinstance(target, Target):
-            assert target.blocks  # found, or refused before any work
-        self._target = (target,)
-        self.vocab = self.vocab.to(target.device)
-        return self.to(target.device, dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
-        return self.fc.weight.dtype
-
-    def features(self, output: TargetOutput) -> Tensor:
-        """[..., F] what the head reads of a target pass, in the head's dtype."""
-        layers = [output.layers[index] for index in self.config.layers]
-        return torch.cat(layers, dim=-1).to(self.dtype)
+        return replace(config, num_target_layers=target.num_layers)
 
     def read(self, features: Tensor, position_ids: Tensor) -> TextKeys:
         """Keys and values of texts, one layer's after another's, as one text of S tokens.
@@ -161,26 +138,6 @@ class BlockNetwork(DraftHead):
         """The sight of blocks that draft `depth` tokens; the rest as of `Sight`."""
         size = self.config.num_rows(depth)
         return Sight(first, end, size, self.config.causal, self.config.window, host)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[..., H] embeddings, the target's unless the head has its own."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens(token_ids)
-        weight = self._target[0].embedding.weight
-        return functional.embedding(token_ids, weight).to(self.dtype)
-
-    def projection(self) -> Projection:
-        """The projection from normed outputs to draft logits: the head's own, or the target's."""
-        if self.lm_head is not None:
-            return Projection(self.lm_head.weight)
-        return self._target[0].projection
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """[..., W] logits of normed outputs [..., H], each slot by itself."""
-        if self.lm_head is not None:
-            return self.lm_head(outputs)
-        target = self._target[0]
-        return target.logits(outputs.to(target.output_head.weight.dtype)).to(outputs.dtype)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Logits [..., W] of the output head's rows alone, as the head's file says it scales them.

@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.settings.eagle import EagleConfig, EagleForm, FeatureHeadConfig, OutputHead
 from conf.settings.export import ExportFormat
-from heads.decoding.chains import Calibration
-from heads.decoding.drafting import Drafter
-from heads.decoding.sampling import Sampling, drafter_seeds
-from heads.decoding.tree import DynamicShape, Shape
+from heads.decoding.head_drafter import HeadChain, HeadTree
 from heads.eagle import export, golden, layouts
 from heads.eagle.config import config_json, default_layers, eagle_config
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -59,8 +55,8 @@ class EagleHead(EagleNetwork):
         for form, title in layouts.TITLES.items()
     }
     phrase = "an EAGLE head"
-    output_rows = (r"lm_head\.weight",)
-    compiled = (LlamaMLP,)
+    chain: ClassVar[type[HeadChain]] = EagleChain
+    tree: ClassVar[type[HeadTree]] = EagleTree
     default_layers = staticmethod(default_layers)
     doubts = (feature_doubts, output_doubts)
     prunable = "heads that project onto the ids by weights of their own"
@@ -84,18 +80,6 @@ class EagleHead(EagleNetwork):
         if settings.form is EagleForm.eagle1:
             vocab = DraftVocab.everything(vocab.size)
         return cls(eagle_config(settings, target), vocab).begin(target, settings.output_head, seed)
-
-    def drafter(
-        self,
-        shape: Shape,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        calibration: Calibration | None = None,
-    ) -> Drafter:
-        """Chains draw when the target does; trees are ranked."""
-        if isinstance(shape, DynamicShape):
-            return EagleTree(self, shape)
-        return EagleChain(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     def files(self) -> Files:
         """The names of the original layout, and the keys that vLLM and SGLang read."""

@@ -14,7 +14,6 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, OutputHead
@@ -22,12 +21,12 @@ from heads.decoding.drafting import PAD
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.config import EagleHeadConfig, default_layers
 from heads.eagle.layer import EagleLayer
-from heads.head import UNKNOWN, DraftHead, check_fits
+from heads.feature_head import FeatureHead
+from heads.head import check_fits
 from heads.layers.documents import Documents
 from heads.layers.llama import RmsNorm, normed
-from heads.layers.projection import Projection
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 ROWS_PER_CHUNK = 256
@@ -54,15 +53,13 @@ class Text:
     values: Tensor
 
 
-class EagleNetwork(DraftHead):
+class EagleNetwork(FeatureHead):
     """The network of an EAGLE-1/2 or EAGLE-3 head; `attach` it to its target before use.
 
     Args:
         config: the architecture.
         vocab: the ids it can draft.
     """
-
-    window: int
 
     def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -77,12 +74,7 @@ class EagleNetwork(DraftHead):
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         whole = num_features * width
         self.input_norm = RmsNorm(whole, eps) if config.norm_before_fc else None
-        own_head = eagle3 and config.own_output_head
-        self.lm_head = nn.Linear(hidden, len(vocab.ids), bias=False) if own_head else None
-        self.embed_tokens: nn.Embedding | None = None
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(llama.vocab_size, hidden).requires_grad_(False)
-        self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
+        self._make_ends(eagle3 and config.own_output_head)
         self.variant, self.layer_prefix = config.form.value, LAYER_NAMES[config.form]
 
     def begin(self, target: EmbeddingsAndHead, start: OutputHead, seed: int) -> Self:
@@ -110,47 +102,27 @@ class EagleNetwork(DraftHead):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """Checks that the head fits a target, borrows its embedding and moves to its device.
-
-        Args:
-            target: the frozen target.
-            dtype: of the head's parameters; unset leaves them.
-
-        Raises:
-            InputError: with both sizes.
-        """
+    def fitted(self, target: EmbeddingsAndHead) -> EagleHeadConfig:
+        """See `FeatureHead.fitted`; sizes must agree, and the target have the layers."""
         config = self.config
-        which = "feature_size" if config.form is EagleForm.eagle3 else "hidden_size"
+        eagle3 = config.form is EagleForm.eagle3
+        which = "feature_size" if eagle3 else "hidden_size"
         check_fits(self, target, config.target_hidden_size, which)
-        if config.form is EagleForm.eagle3 and not config.layers:
-            self.config = replace(self.config, layers=default_layers(target.num_layers))
-        if config.target == UNKNOWN:
-            self.config = replace(self.config, target=target.name)
-        outside = [i for i in self.config.layers if not 0 <= i <= target.num_layers]
+        if eagle3 and not config.layers:
+            config = replace(config, layers=default_layers(target.num_layers))
+        outside = [i for i in config.layers if not 0 <= i <= target.num_layers]
         if outside:
             raise InputError(
                 f"head.layers: {outside}, but target.path={target.name} has hidden states "
                 f"0..{target.num_layers}"
             )
-        self.taps = Taps(self.config.layers)
-        if self.taps.layers and isinstance(target, Target):
-            assert target.blocks  # found, or refused before any work
-        self._target = (target,)
-        self.vocab = self.vocab.to(target.device)
-        return self.to(target.device, dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
-        return self.fc.weight.dtype
+        return config
 
     def features(self, output: TargetOutput) -> Tensor:
-        """[..., F] what the head reads of a target pass, in the head's dtype."""
+        """[..., F] features; EAGLE-1's is the last hidden state."""
         if self.config.form is EagleForm.eagle1:
             return output.hidden_states.to(self.fc.weight)
-        layers = [output.layers[index] for index in self.config.layers]
-        return torch.cat(layers, dim=-1).to(self.fc.weight)
+        return super().features(output)
 
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H] one feature of [..., F]; EAGLE-1 reads a single one, which stays."""
@@ -177,19 +149,13 @@ class EagleNetwork(DraftHead):
 
     def inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The input of the layer [S, I], and its residual [S, H]; arguments as of `read`."""
-        embeds, layer = self._embed(token_ids), self.layer
+        embeds, layer = self.embed(token_ids), self.layer
         if layer.input_layernorm is None or layer.hidden_norm is None:
             both = self.fc(torch.cat([embeds, fused], dim=-1))
             return both, both
         states = layer.hidden_norm(fused)
         inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
         return inputs, states if self.config.norm_before_residual else fused
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        if self.embed_tokens is not None:
-            return self.embed_tokens(token_ids)
-        weight = self._target[0].embedding.weight
-        return functional.embedding(token_ids, weight).to(self.dtype)
 
     def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
         """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
@@ -242,19 +208,9 @@ class EagleNetwork(DraftHead):
         """[..., H] outputs after the last norm, which EAGLE-1 has not."""
         return outputs if self.norm is None else self.norm(outputs)
 
-    def projection(self) -> Projection:
-        """The projection from normed outputs to draft logits: the head's own, or the target's."""
-        if self.lm_head is not None:
-            return Projection(self.lm_head.weight)
-        return self._target[0].projection
-
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., W] draft logits of outputs [..., H]."""
-        states = self.normed(outputs)
-        if self.lm_head is not None:
-            return self.lm_head(states)
-        target = self._target[0]
-        return target.logits(states.to(target.output_head.weight.dtype)).to(states.dtype)
+        return super().logits(self.normed(outputs))
 
     @torch.no_grad()
     def candidates(

@@ -10,10 +10,6 @@ from torch import Tensor
 from conf.settings.eagle import EagleForm, FeatureHeadConfig, PEagleConfig
 from conf.settings.export import ExportFormat
 from heads.blocks.readings import masks
-from heads.decoding.chains import Calibration
-from heads.decoding.drafting import Drafter
-from heads.decoding.sampling import Sampling, drafter_seeds
-from heads.decoding.tree import DynamicShape, Shape
 from heads.eagle import export
 from heads.eagle.formats import filled
 from heads.eagle.head import EagleHead, feature_doubts
@@ -42,6 +38,8 @@ class PEagleHead(PEagleNetwork, EagleHead):
 
     variants: ClassVar = {"peagle": Variant("P-EAGLE heads", PEagleConfig)}
     phrase = "a P-EAGLE head"
+    chain = PEagleChain
+    tree = PEagleTree
     doubts = (feature_doubts, masks)
     layouts: ClassVar = {
         ExportFormat.vllm: {EagleForm.eagle3: VLLM},
@@ -63,18 +61,6 @@ class PEagleHead(PEagleNetwork, EagleHead):
         """An untrained head with layers of the target's sizes."""
         config = peagle_config(settings, target)
         return cls(config, vocab).begin(target, settings.output_head, seed)
-
-    def drafter(
-        self,
-        shape: Shape,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        calibration: Calibration | None = None,
-    ) -> Drafter:
-        """Chains draw when the target does; trees are ranked."""
-        if isinstance(shape, DynamicShape):
-            return PEagleTree(self, shape)
-        return PEagleChain(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     def files(self) -> Files:
         """EAGLE-3's keys, and what speculators and vLLM call the rest."""
