@@ -1,11 +1,12 @@
-r"""Holds a running vLLM or SGLang server against our own decoder: texts, drafts, accepted tokens.
+r"""Holds a running vLLM, SGLang or llama.cpp server against our own decoder: texts, drafts.
 
     python scripts/serve_check.py endpoint=http://localhost:8000 head.path=outputs/eagle/head \
         target.path=Qwen/Qwen3-8B target.dtype=float32 data.path=prompts.jsonl
 
 Every prompt goes to the server as token ids, greedily and one at a time. Exits with 1 if anything
-falls apart by more than `tolerance`. In float32 on both sides nothing may; in bfloat16 the first
-near-tie makes another text of it.
+falls apart by more than `tolerance`. In float32 on both sides nothing may (llama.cpp: `-fa off -ctk
+f32 -ctv f32 -ctkd f32 -ctvd f32`, as it casts keys and values to float16 otherwise); in bfloat16
+the first near-tie makes another text of it.
 """
 
 import os
@@ -54,7 +55,9 @@ def main(config: ServeCheckRun) -> None:
     depth, ours = bench.head.chain.depth, []
     for prompt in tqdm(bench.prompts, desc="our own decoder", unit="prompt"):
         drafter = bench.head.drafter("chain", bench.sampling, [seed_of(prompt, config.seed)])
-        counts = drafted(bench.target, drafter, prompt.token_ids, config.max_new_tokens, depth)
+        counts = drafted(
+            bench.target, drafter, prompt.token_ids, config.max_new_tokens, depth, engine.within
+        )
         ours.append(counts)
     differences = problems(ours, theirs, config.tolerance)
     result = {
@@ -102,7 +105,8 @@ def check_room(config: ServeCheckRun, bench: Bench, engine: DraftingServer) -> N
         raise InputError(
             f"max_new_tokens={config.max_new_tokens}: with the longest prompt of {longest} tokens "
             f"and drafts of {engine.depth} that is {needed}, and {config.endpoint} takes "
-            f"{engine.max_model_len}; lower it, or start the server with --max-model-len {needed}"
+            f"{engine.max_model_len}; lower it, or start the server with --max-model-len {needed} "
+            f"(llama.cpp: -c {needed})"
         )
 
 
@@ -114,7 +118,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{equal} of {num_texts} texts equal, {result['engine']} and ours")
     for column in ("", result["engine"], "ours", f"rate {result['engine']}", "rate ours"):
         table.add_column(column, justify="right" if column else "left")
-    table.add_row("drafts", str(theirs["drafts"]), str(ours["drafts"]), "", "")
+    for name, key in (("drafts", "drafts"), ("draft tokens", "proposed")):
+        table.add_row(name, str(theirs[key]), str(ours[key]), "", "")
     pairs = zip(theirs["accepted"], ours["accepted"], strict=True)
     for depth, (their_count, our_count) in enumerate(pairs, start=1):
         rates = (

@@ -151,14 +151,27 @@ POSITION = (
     'position="{place}"}} {count:.1f}'
 )
 
+# As llama.cpp b11549 writes it; the positions are not there before a first draft.
+LLAMACPP_METRICS = """\
+# HELP llamacpp:spec_decode_num_draft_tokens_total Speculative: Total draft tokens generated
+# TYPE llamacpp:spec_decode_num_draft_tokens_total counter
+llamacpp:spec_decode_num_draft_tokens_total {proposed}
+llamacpp:spec_decode_num_accepted_tokens_total {total}
+llamacpp:spec_decode_num_drafts_total {drafts}
+llamacpp:requests_processing 0
+"""
+LLAMACPP_POSITION = (
+    'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
+)
+
 Answers = Callable[[list[int], int], tuple[list[int], list[int]]]
 
 
 class DraftServer(ChatServer):
-    """Answers and counts as vLLM or SGLang do, as told; `root` is the URL without `/v1`.
+    """Answers and counts as vLLM, SGLang or llama.cpp do, as told; `root` is the URL without `/v1`.
 
     Attributes:
-        kind: `vllm` or `sglang`.
+        kind: `vllm`, `sglang` or `llamacpp`.
         depth: draft tokens of a pass; 0 is a server without a head.
         answers: the text after a prompt, of so many tokens at most, and what each pass accepted.
         server_info: changes to what SGLang says of its start.
@@ -167,16 +180,24 @@ class DraftServer(ChatServer):
     def __init__(self, kind: str, depth: int, answers: Answers) -> None:
         super().__init__()
         self.kind, self.depth, self.answers = kind, depth, answers
-        self.models = ({"id": "toy", "owned_by": kind, "max_model_len": 256},)
-        self.path = {"vllm": "/v1/completions", "sglang": "/generate"}[kind]
+        window = {"meta": {"n_ctx": 256}} if kind == "llamacpp" else {"max_model_len": 256}
+        self.models = ({"id": "toy", "owned_by": kind, **window},)
+        self.path = {
+            "vllm": "/v1/completions",
+            "sglang": "/generate",
+            "llamacpp": "/completion",
+        }[kind]
         self.root = self.url.removesuffix("/v1")
         self.server_info: dict = {}
         # Other people's, from before.
         self.drafts, self.accepted = 7, [depth - place for place in range(depth)]
+        self.proposed = depth * self.drafts
+        if kind == "llamacpp":
+            self.drafts, self.proposed, self.accepted = 0, 0, [0] * depth
 
     def page(self, path: str) -> dict | str | None:
-        if path == "/metrics" and self.kind == "vllm":
-            return self._metrics()
+        if path == "/metrics" and self.kind != "sglang":
+            return self._llamacpp_metrics() if self.kind == "llamacpp" else self._metrics()
         if path == "/get_server_info" and self.kind == "sglang":
             algorithm = "EAGLE3" if self.depth else None
             steps = {"speculative_num_steps": self.depth, "speculative_eagle_topk": 1}
@@ -191,20 +212,43 @@ class DraftServer(ChatServer):
             histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
             meta = {"spec_correct_drafts_histogram": histogram} if histogram else {}
             return {"text": "", "output_ids": text, "meta_info": meta}
+        if self.kind == "llamacpp":
+            return self._llamacpp_answer(body)
         assert (body["temperature"], body["repetition_penalty"]) == (0, 1.0)
         assert body["return_token_ids"]
         text, lengths = self.answers(body["prompt"], body["max_tokens"])
         self.drafts += len(lengths)
+        self.proposed += self.depth * len(lengths)
         for place in range(self.depth):
             self.accepted[place] += sum(length > place for length in lengths)
         return {"choices": [{"text": "", "token_ids": text}]}
+
+    def _llamacpp_answer(self, body: dict) -> dict:
+        assert (body["temperature"], body["repeat_penalty"]) == (0, 1.0)
+        assert body["return_tokens"]
+        assert not body["cache_prompt"]
+        text, lengths = self.answers(body["prompt"], body["n_predict"])
+        left = body["n_predict"] - 1
+        for length in lengths:
+            # The last token is the bonus token of a pass.
+            size = min(self.depth, left - 1)
+            if size > 0:
+                self.drafts, self.proposed = self.drafts + 1, self.proposed + size
+                for place in range(min(length, size)):
+                    self.accepted[place] += 1
+            left -= length + 1
+        return {"content": "", "tokens": text}
+
+    def _llamacpp_metrics(self) -> str:
+        lines = [LLAMACPP_POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
+        values = {"drafts": self.drafts, "proposed": self.proposed, "total": sum(self.accepted)}
+        return LLAMACPP_METRICS.format(**values) + "".join(lines if self.drafts else [])
 
     def _metrics(self) -> str:
         if not self.depth:
             return "vllm:num_requests_running 0.0\n"
         lines = [POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
-        proposed = self.depth * self.drafts
-        values = {"drafts": self.drafts, "proposed": proposed, "total": sum(self.accepted)}
+        values = {"drafts": self.drafts, "proposed": self.proposed, "total": sum(self.accepted)}
         return METRICS.format(**values, positions="\n".join(lines))
 
 

@@ -150,7 +150,7 @@ class ServeCheckRun(ChainSettings, MeasureRun):
     plain = True  # the server is told so
 
     endpoint: str = "???"
-    """Base URL of a vLLM or SGLang server that serves the target with the head, e.g.
+    """Base URL of a vLLM, SGLang or llama.cpp server that serves the target with the head, e.g.
     http://localhost:8000; nobody else may use it meanwhile."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the endpoint's key, if it needs one."""

@@ -1,11 +1,12 @@
 """Greedy texts of a serving engine, and its counts of draft tokens.
 
-vLLM counts in `/metrics`, over all requests; SGLang in the reply to each. Both start to draft
-behind the first token of a text, and count what the last pass accepts beyond the text's end.
+vLLM and llama.cpp count in `/metrics`, over all requests; SGLang in the reply to each. All start to
+draft behind the first token of a text. vLLM and SGLang count what the last pass accepts beyond the
+text's end; llama.cpp's drafts end with the text.
 
 Sources: vLLM 0.32 `v1/spec_decode/metrics.py` and `v1/core/sched/scheduler.py`; SGLang
 `srt/managers/schedule_batch.py`, `update_spec_correct_drafts_histogram`, and
-`srt/managers/tokenizer_manager.py`.
+`srt/managers/tokenizer_manager.py`; llama.cpp b11434 `tools/server/server-context.cpp`.
 """
 
 import re
@@ -16,10 +17,14 @@ from typing import Any
 from conf.errors import InputError
 from data.servers.endpoint import Client, Connection, Endpoint, RowFailed, RowRefused
 
-COUNTER = re.compile(r"^vllm:spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+COUNTER = re.compile(
+    r"^(?:vllm|llamacpp):spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE
+)
 POSITION = re.compile(r'position="(\d+)"')
 # A model's generation_config.json can ask for a penalty, which servers take over.
 GREEDY = {"temperature": 0, "repetition_penalty": 1.0}
+# Room for a draft of one token, between the prompt's token and a bonus token.
+FIRST_TOKENS = 3
 NO_HEAD = "it drafts nothing: start it with a draft head (the README of an export has the command)"
 
 
@@ -75,6 +80,8 @@ class DraftCounts:
 class _Protocol(ABC):
     """The requests to one serving engine; each may raise what `Client.request` does."""
 
+    within = False
+
     def __init__(self, client: Client, model: str) -> None:
         self.client, self.model = client, model
         self.depth = 0
@@ -92,12 +99,13 @@ class _Protocol(ABC):
 class DraftingServer(Connection):
     """A server that decodes with a draft head; a context manager.
 
-    Nobody else may ask it anything meanwhile: vLLM counts over all requests.
+    Nobody else may ask it anything meanwhile: vLLM and llama.cpp count over all requests.
 
     Attributes:
-        name: `vllm` or `sglang`.
+        name: `vllm`, `sglang` or `llamacpp`.
         model: that it serves.
         depth: draft tokens of a pass.
+        within: drafts end with the text at the latest, see `DraftCounts.within`.
         max_model_len: tokens that it takes, its answer included; None if it does not tell.
     """
 
@@ -110,12 +118,12 @@ class DraftingServer(Connection):
         root = endpoint.url.rstrip("/").removesuffix("/v1")
         # What is sent again is counted again.
         super().__init__(replace(endpoint, url=root, max_retries=0), concurrency=1)
-        self.name, self.model, self.depth = "", "", 0
+        self.name, self.model, self.depth, self.within = "", "", 0, False
         self.max_model_len: int | None = None
         self._protocol: _Protocol | None = None
 
     def start(self) -> None:
-        """Raises InputError unless this is vLLM or SGLang, with a draft head."""
+        """Raises InputError unless this is vLLM, SGLang or llama.cpp, with a draft head."""
         self._call(self._start)
 
     def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
@@ -142,45 +150,34 @@ class DraftingServer(Connection):
         try:
             served = reply["data"][0]
             self.name, self.model = str(served["owned_by"]), str(served["id"])
-            self.max_model_len = served.get("max_model_len")
+            self.max_model_len = served.get("max_model_len") or served.get("meta", {}).get("n_ctx")
             self._protocol = PROTOCOLS[self.name](self.client, self.model)
         except (KeyError, IndexError, TypeError) as error:
             raise ReplyError(
                 f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
             ) from error
         await self._protocol.start()
-        self.depth = self._protocol.depth
+        self.depth, self.within = self._protocol.depth, self._protocol.within
 
 
 class ReplyError(Exception):
     """An answer that cannot be used."""
 
 
-class _Vllm(_Protocol):
+class _Metered(_Protocol):
     """Counters before a request, and after."""
 
-    async def start(self) -> None:
-        self.counts = await self._counts()
-        self.depth = len(self.counts) - 2
-
     async def answer(self, prompt_ids: list[int], max_new_tokens: int) -> DraftCounts:
-        body = {
-            "model": self.model,
-            "prompt": prompt_ids,
-            "max_tokens": max_new_tokens,
-            "return_token_ids": True,
-            **GREEDY,
-        }
-        reply = await self.client.request("POST", "v1/completions", body)
-        try:
-            text = list(reply["choices"][0]["token_ids"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise ReplyError("the reply has no choices[0].token_ids: vLLM is too old") from error
+        text = await self.text(prompt_ids, max_new_tokens)
         before, self.counts = self.counts, await self._counts()
         drafts, proposed, *accepted = (
             new - old for new, old in zip(self.counts, before, strict=True)
         )
         return DraftCounts(text, drafts, proposed, accepted)
+
+    @abstractmethod
+    async def text(self, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+        """One greedy text."""
 
     async def _counts(self) -> list[int]:
         """Drafts, their tokens, and those accepted at each position, since the server's start."""
@@ -191,9 +188,59 @@ class _Vllm(_Protocol):
             elif name == "num_accepted_tokens_per_pos":
                 position = int(POSITION.findall(labels)[0])
                 accepted[position] = accepted.get(position, 0) + int(float(value))
-        if not accepted:
-            raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
+        self.depth = len(accepted)
         return [*totals.values(), *(accepted[position] for position in sorted(accepted))]
+
+
+class _Vllm(_Metered):
+    async def start(self) -> None:
+        self.counts = await self._counts()
+        if not self.depth:
+            raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
+
+    async def text(self, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+        body = {
+            "model": self.model,
+            "prompt": prompt_ids,
+            "max_tokens": max_new_tokens,
+            "return_token_ids": True,
+            **GREEDY,
+        }
+        reply = await self.client.request("POST", "v1/completions", body)
+        try:
+            return list(reply["choices"][0]["token_ids"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ReplyError("the reply has no choices[0].token_ids: vLLM is too old") from error
+
+
+class _LlamaCpp(_Metered):
+    within = True
+
+    async def start(self) -> None:
+        """Has something drafted: before that no position is counted."""
+        await self.text([0], FIRST_TOKENS, ignore_eos=True)
+        try:
+            self.counts = await self._counts()
+        except InputError as error:
+            raise ReplyError(f"counts nothing: start it with --metrics ({error})") from error
+        if not self.depth:
+            raise ReplyError(f"{NO_HEAD}, and without --spec-draft-p-min")
+
+    async def text(self, prompt_ids: list[int], max_new_tokens: int, **more: bool) -> list[int]:
+        body = {
+            "prompt": prompt_ids,
+            "n_predict": max_new_tokens,
+            "temperature": 0,
+            "repeat_penalty": 1.0,
+            "return_tokens": True,
+            # Behind a prompt that it has read before, a head misses a feature.
+            "cache_prompt": False,
+        }
+        reply = await self.client.request("POST", "completion", body | more)
+        try:
+            return list(reply["tokens"])
+        except (KeyError, TypeError) as error:
+            raise ReplyError("the reply has no tokens: llama.cpp is too old") from error
 
 
 class _Sglang(_Protocol):
@@ -228,4 +275,8 @@ class _Sglang(_Protocol):
         return DraftCounts.of(text, lengths, self.depth)
 
 
-PROTOCOLS: dict[str, type[_Protocol]] = {"vllm": _Vllm, "sglang": _Sglang}
+PROTOCOLS: dict[str, type[_Protocol]] = {
+    "vllm": _Vllm,
+    "sglang": _Sglang,
+    "llamacpp": _LlamaCpp,
+}

@@ -19,7 +19,7 @@ from eval.measure.replay import accepted_lengths, ranked_drafts
 from heads.decoding.tree import Tree
 from heads.target_model.load import load_target
 from scripts import serve_check
-from tests.servers import DraftServer
+from tests.servers import LLAMACPP_METRICS, DraftServer
 
 DEPTH, NUM_TOKENS = 3, 24
 
@@ -77,7 +77,7 @@ def checked(setting: dict[str, Any], server: DraftServer, out_dir: Path, **more:
     return json.loads((out_dir / "serve_check.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
 def test_a_server_that_drafts_what_we_do_agrees(setting, tmp_path: Path, kind: str, capsys) -> None:
     with DraftServer(kind, DEPTH, setting["answers"]) as server:
         result = checked(setting, server, tmp_path)
@@ -87,7 +87,9 @@ def test_a_server_that_drafts_what_we_do_agrees(setting, tmp_path: Path, kind: s
     assert len(result["ours"]["accepted"]) == DEPTH
     assert result["ours"]["drafts"] > result["ours"]["accepted"][0] > 0
     # One after the other, each as it is rendered for the target.
-    assert [len(body) for body in server.bodies] == [6 if kind == "vllm" else 2] * 3
+    sizes = {"vllm": [6] * 3, "sglang": [2] * 3, "llamacpp": [7, 6, 6, 6]}[kind]
+    assert [len(body) for body in server.bodies] == sizes
+    assert all(body["ignore_eos"] for body in server.bodies if len(body) == 7)
     assert server.most_at_once == 1
     shown = capsys.readouterr().out
     assert f"3 of 3 texts equal, {kind} and ours" in shown
@@ -99,7 +101,8 @@ def wrong(change: Callable[[list[int], list[int]], object], answers):
 
     def changed(prompt: list[int], num_tokens: int) -> tuple[list[int], list[int]]:
         text, lengths = answers(prompt, num_tokens)
-        seen.append(len(text))
+        # A first request may only be there to learn the depth.
+        seen.extend([len(text)] if num_tokens == NUM_TOKENS else [])
         if len(seen) == 2:
             change(text, lengths)
         return text, lengths
@@ -124,7 +127,7 @@ def test_one_draft_more_is_told_and_exits_with_1(setting, tmp_path: Path, kind, 
     assert f"differs: drafts: {drafts} by us" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
 def test_another_text_is_told_with_its_place(setting, tmp_path: Path, kind: str) -> None:
     answers = wrong(lambda text, _: text.__delitem__(slice(20, None)), setting["answers"])
     with DraftServer(kind, DEPTH, answers) as server, pytest.raises(SystemExit):
@@ -169,10 +172,28 @@ def test_a_server_without_chains_is_refused(
     assert server.bodies == []
 
 
+@pytest.mark.parametrize(
+    ("depth", "page", "message"),
+    [
+        (0, LLAMACPP_METRICS.format(drafts=0, proposed=0, total=0), r"it drafts nothing: start it"),
+        (DEPTH, None, r"counts nothing: start it with --metrics \(.*HTTP 404"),
+    ],
+)
+def test_llamacpp_without_a_head_or_counters_is_refused(
+    setting, tmp_path: Path, depth: int, page: str | None, message: str
+) -> None:
+    with DraftServer("llamacpp", depth, setting["answers"]) as server:
+        models = server.page
+        server.page = lambda path: page if path == "/metrics" else models(path)  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=message):
+            checked(setting, server, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_engine_is_refused(setting, tmp_path: Path) -> None:
     with DraftServer("vllm", DEPTH, setting["answers"]) as server:
-        server.models = ({"id": "toy", "owned_by": "llamacpp"},)
-        with pytest.raises(InputError, match=r"must be one of vllm, sglang; .*llamacpp"):
+        server.models = ({"id": "toy", "owned_by": "tabby"},)
+        with pytest.raises(InputError, match=r"must be one of vllm, sglang, llamacpp; .*tabby"):
             checked(setting, server, tmp_path)
 
 

@@ -22,6 +22,7 @@ def test_whole_drafts_count_beyond_the_text() -> None:
         pytest.param([9], [], 8, 0, 0, [0, 0, 0], id="nothing to draft"),
         # 5 9 x: the stop token counts as the bonus token.
         pytest.param([1, 5, 9], [3], 8, 1, 3, [1, 0, 0], id="a stop token inside"),
+        pytest.param([1, 5, 9], [2], 8, 1, 3, [1, 0, 0], id="a wrong token behind the stop token"),
         pytest.param([1, 9], [3], 8, 1, 3, [0, 0, 0], id="a stop token first"),
         pytest.param([1, 5, 6, 9], [3], 8, 1, 3, [1, 1, 1], id="a stop token last"),
         pytest.param([1, 5, 6, 7, 9], [3], 8, 1, 3, [1, 1, 1], id="a stop token as bonus token"),
