@@ -16,6 +16,7 @@ from conf.errors import InputError
 
 HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
 """`name` or `owner/name`, as the Hub has them."""
+_GGUF_ON_HUB = re.compile(r"(\b[\w.-]+\b/\b[\w.-]{1,96}\b)/(.+\.gguf)")
 LEAST_FREE = 50e6
 """Bytes; the smallest results need some of them."""
 
@@ -43,10 +44,25 @@ def here(key: str, path: str, endings: tuple[str, ...] = ()) -> Path | None:
         return local
     if path.endswith(endings):
         raise InputError(f"{key}={path}: no such file or folder")
-    if not HUB_ID.fullmatch(path):
+    if not (HUB_ID.fullmatch(path) or _GGUF_ON_HUB.fullmatch(path)):
         what = "file or folder" if endings else "folder"
         raise InputError(f"{key}={path}: no such {what}, and not a Hub id (name or owner/name)")
     return None
+
+
+def gguf_parts(path: str) -> tuple[str, str] | None:
+    """The place and the name of a GGUF file; None of a path that names none.
+
+    The place is a folder, or the id of a Hub repository where no such folder is here. In a
+    repository the name may have folders of its own.
+    """
+    if not path.endswith(".gguf") or Path(path).is_dir():
+        return None
+    folder, name = os.path.split(path)
+    on_hub = _GGUF_ON_HUB.fullmatch(path)
+    if on_hub is None or Path(folder).exists():
+        return folder or ".", name
+    return on_hub[1], on_hub[2]
 
 
 def check_room(out_dir: str) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from conf.errors import InputError
-from conf.files import here
+from conf.files import gguf_parts, here
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
@@ -31,6 +31,8 @@ def check_target(config: TargetConfig) -> None:
         if path is None:
             continue
         content = _config(key, path, revision, name)
+        if gguf_parts(path):
+            continue
         folder = here(key, path)
         if folder is not None:
             _check_weights(f"{key}={path}", folder)
@@ -93,16 +95,22 @@ def folder_with(key: str, path: str, folder: Path, *names: str) -> Path:
 def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, Any] | None:
     """A config that can be read without asking the Hub; None where that has to be asked.
 
+    That of a GGUF file is its header.
+
     Raises:
         InputError: it is not there, not in the Hub's cache and cannot be asked for, or no JSON.
     """
-    folder = here(key, path)
+    parts = gguf_parts(path)
+    place, name = parts or (path, name)
+    folder = here(key, place)
     if folder is not None:
-        file = folder_with(key, path, folder, name) / name
+        if parts is None:
+            folder_with(key, path, folder, name)
+        file = folder / name
     else:
         from huggingface_hub import constants, try_to_load_from_cache
 
-        cached = try_to_load_from_cache(path, name, revision=revision)
+        cached = try_to_load_from_cache(place, name, revision=revision)
         if not isinstance(cached, str):
             lacking = f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
             if constants.HF_HUB_OFFLINE:
@@ -114,6 +122,10 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
                 )
             return None
         file = Path(cached)
+    if parts is not None:
+        from heads.gguf import find_gguf
+
+        return find_gguf(path, revision, key).sizes
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

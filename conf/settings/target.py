@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from conf.errors import InputError
+from conf.files import gguf_parts
 from conf.settings.checks import positive
 
 
@@ -29,9 +31,11 @@ class TargetConfig:
     """The frozen language model that drafts are made for."""
 
     path: str | None = None
-    """Hub id or folder; unset means the embedded default."""
+    """Hub id, folder or GGUF file; unset means the embedded default."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
+    gguf_file: str | None = None
+    """Name of a GGUF file in the folder or Hub repository `path`; the same as `path/gguf_file`."""
     dtype: Dtype = Dtype.auto
     quantization: Quantization = Quantization.none
     adapter: str | None = None
@@ -51,3 +55,21 @@ class TargetConfig:
         for name in ("path", "adapter"):  # transformers knows no ~
             if (path := getattr(self, name)) is not None and path.startswith("~"):
                 setattr(self, name, str(Path(path).expanduser()))
+        if self.gguf_file is not None:
+            self._join_gguf_file(self.gguf_file)
+        if self.path is not None and gguf_parts(self.path) and self.quantization.value != "none":
+            raise InputError(
+                f"target.quantization={self.quantization.value}: the weights of target.path="
+                f"{self.path} are what llama.cpp serves, quantised as they are; leave it unset"
+            )
+
+    def _join_gguf_file(self, name: str) -> None:
+        """Makes one path of both, by which everything names the target from here on."""
+        if self.path is None or gguf_parts(self.path):
+            raise InputError(
+                f"target.gguf_file={name}: target.path={self.path} must be the folder or Hub id "
+                "that holds the file"
+            )
+        if not name.endswith(".gguf"):
+            raise InputError(f"target.gguf_file={name}: must end with .gguf")
+        self.path, self.gguf_file = f"{self.path.rstrip('/')}/{name}", None

@@ -283,7 +283,7 @@ class MethodBuilder:
 
     def _with_draft_model(self, path: str, single: bool) -> dict[str, Callable[[], Method]]:
         settings = self.config.draft
-        reference = TargetConfig(path, settings.revision, self.config.target.dtype)
+        reference = TargetConfig(path, settings.revision, dtype=self.config.target.dtype)
         model = load_target(reference, self.target.device)
         pack(model.model, model.output_head)
         model.output_head = self._drafting(model).output_head

@@ -135,12 +135,14 @@ class GgufFile:
 
     Attributes:
         metadata: by key.
+        table: number of the type, shape and place of each tensor; places count from `start`.
+        start: of the tensors, in bytes.
     """
 
     def __init__(self, file: Path, key: str) -> None:
         self.file, self._what = file, f"{key}={file}"
         self.metadata: dict[str, Value] = {}
-        self._table: dict[str, tuple[int, tuple[int, ...], int]] = {}
+        self.table: dict[str, tuple[int, tuple[int, ...], int]] = {}
         try:
             with file.open("rb") as opened:
                 self._read_header(opened)
@@ -173,9 +175,9 @@ class GgufFile:
         for _ in range(num_tensors):
             name, (rank,) = string(), read("I")
             *dims, number, start = read(f"{rank}QIQ")
-            self._table[name] = number, tuple(reversed(dims)), start
+            self.table[name] = number, tuple(reversed(dims)), start
         alignment = self.metadata.get("general.alignment", Value.of(ALIGNMENT)).content
-        self._start = opened.tell() + -opened.tell() % alignment
+        self.start = opened.tell() + -opened.tell() % alignment
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, on the CPU.
@@ -183,7 +185,7 @@ class GgufFile:
         Raises:
             InputError: one is quantised, or lies beyond the end of the file.
         """
-        return {name: self._tensor(name, *entry) for name, entry in self._table.items()}
+        return {name: self._tensor(name, *entry) for name, entry in self.table.items()}
 
     def _tensor(self, name: str, number: int, shape: tuple[int, ...], start: int) -> Tensor:
         dtype = DTYPES.get(number)
@@ -192,7 +194,7 @@ class GgufFile:
                 f"{self._what}: {name} is of GGUF type {number}, which is quantised or unknown; "
                 "allowed: F32, F16 and BF16, as `convert_hf_to_gguf.py --outtype f32` writes"
             )
-        begin, count = self._start + start, math.prod(shape)
+        begin, count = self.start + start, math.prod(shape)
         if begin + count * dtype.itemsize > self.file.stat().st_size:
             raise InputError(f"{self._what}: cut off: {name} lies beyond its end")
         with self.file.open("rb") as opened:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from transformers.utils.hub import extract_commit_hash
 
 from conf.command.statement import changed, differences, stated
 from conf.errors import InputError
+from conf.files import gguf_parts
 from conf.settings.target import TargetConfig
 from heads.folders import PROVENANCE
+from heads.gguf import find_gguf
 from heads.storage import locate
-from heads.target_model.weight_files import tensors, weight_files
-
-SAMPLE_BYTES = 2048
+from heads.target_model.dequantise import described, read_config, weights_of
+from heads.target_model.weight_files import checksum, tensors, weight_files
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,16 @@ class Identity:
     """A target and how it is changed; checksums are SHA-256.
 
     Attributes:
-        name: Hub id or folder.
+        name: Hub id, folder or GGUF file.
         revision: commit of a Hub id.
-        config: checksum of `config.json`.
+        config: checksum of `config.json`, or of what a GGUF file says of its architecture.
         tokenizer: checksum of the tokenizer.
         template: checksum of its chat template; None without one.
         weights: checksum of the names, shapes, dtypes and some bytes of the tensors in the weight
             files, in however many; None if they are not on this machine.
         adapter: Hub id or folder.
         adapter_weights: like `weights`.
-        quantization: of the weights.
+        quantization: of the weights: `none`, bitsandbytes' as set, or the type of a GGUF file.
         dtype: of what is computed, e.g. `float32`.
     """
 
@@ -58,9 +59,22 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
         InputError: there is no config at `config.path` or `config.adapter`.
     """
     assert config.path is not None
-    file = _resolved("target.path", config.path, "config.json", config.revision)
-    stored = json.loads(file.read_text())
-    stored.pop("transformers_version", None)  # of whoever saved it last
+    own: Mapping[str, Any]
+    if gguf_parts(config.path):
+        gguf = find_gguf(config.path, config.revision)
+        own = {
+            "config": _sha256(described(gguf)),
+            "weights": weights_of(gguf),
+            "quantization": gguf.quantization,
+        }
+        file = gguf.file
+    else:
+        file = _resolved("target.path", config.path, "config.json", config.revision)
+        own = {
+            "config": _sha256(read_config(file)),
+            "weights": weights_checksum(file.parent, "model"),
+            "quantization": config.quantization.value,
+        }
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = sorted(tokenizer.get_vocab().items())
@@ -73,14 +87,12 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
     return Identity(
         name=config.path,
         revision=extract_commit_hash(file.as_posix(), None),
-        config=_sha256(stored),
         tokenizer=_sha256(rules),
         template=None if template is None else _sha256(template),
-        weights=weights_checksum(file.parent, "model"),
         adapter=config.adapter,
         adapter_weights=weights_checksum(adapter.parent, "adapter_model") if adapter else None,
-        quantization=config.quantization.value,
         dtype=str(dtype).removeprefix("torch."),
+        **own,
     )
 
 
@@ -119,23 +131,7 @@ def weights_checksum(folder: Path, name: str) -> str | None:
     The name is `model` or `adapter_model`.
     """
     files = weight_files(folder, name)
-    if files is None:
-        return None
-    samples = sorted(sample for file in files for sample in _samples(file))
-    return hashlib.sha256(b"".join(samples)).hexdigest()
-
-
-def _samples(file: Path) -> Iterator[bytes]:
-    """Name, dtype, shape and some bytes of three places of every tensor."""
-    with file.open("rb") as stream:
-        for name, tensor in tensors(file).items():
-            begin, end = tensor["data_offsets"]
-            parts = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
-            last = max(begin, end - SAMPLE_BYTES)
-            for place in sorted({begin, (begin + last) // 2, last}):
-                stream.seek(place)
-                parts.append(stream.read(min(SAMPLE_BYTES, end - begin)))
-            yield b"".join(parts)
+    return None if files is None else checksum((file, tensors(file)) for file in files)
 
 
 def _sha256(content: Any) -> str:

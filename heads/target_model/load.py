@@ -2,16 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
@@ -21,12 +16,11 @@ from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.processor import tell_if_slow
 from heads.target_model.adapter import with_adapter
 from heads.target_model.check import check_once
-from heads.target_model.decoder import EVERY_WAY
+from heads.target_model.dequantise import folder_of
+from heads.target_model.errors import naming_target
 from heads.target_model.language import language_class
 from heads.target_model.model import Target
-from heads.target_model.weight_files import check_codes, check_used, reads_codes
-
-LONGEST_REASON = 300
+from heads.target_model.weight_files import check_codes, check_used, complete, reads_codes
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
@@ -93,7 +87,7 @@ def load_config(config: TargetConfig) -> Any:
     """
     assert config.path is not None
     with naming_target(config):
-        whole = AutoConfig.from_pretrained(config.path, **hub_options(config))
+        whole = AutoConfig.from_pretrained(folder_of(config), **hub_options(config))
         # Of a model that also speaks, what thinks; its class finds its weights among the others.
         model_config = getattr(whole, "thinker_config", whole)
         model_config.architectures = whole.architectures
@@ -113,10 +107,10 @@ def tokenizer_of(config: TargetConfig) -> Any:
     if config.adapter is not None:
         return _adapter_tokenizer(config, config.adapter)
     with naming_target(config):
-        tokenizer = AutoTokenizer.from_pretrained(config.path, **hub_options(config))
+        tokenizer = AutoTokenizer.from_pretrained(folder_of(config), **hub_options(config))
         if tokenizer.chat_template is None:
             name = LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
-            file = _file_if_there(config.path, name, config.revision)
+            file = _file_if_there(folder_of(config), name, config.revision)
             if file is not None:
                 tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
     return tokenizer
@@ -130,7 +124,7 @@ def generation_config(config: TargetConfig) -> dict[str, Any] | None:
     """
     assert config.path is not None
     with naming_target(config):
-        file = _file_if_there(config.path, "generation_config.json", config.revision)
+        file = _file_if_there(folder_of(config), "generation_config.json", config.revision)
     if file is None:
         return None
     stored: dict[str, Any] = json.loads(Path(file).read_text())
@@ -153,7 +147,7 @@ def _adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
         tokenizer = tokenizer_of(base)
     else:
         with naming_target(config):
-            model_config = AutoConfig.from_pretrained(config.path, **hub_options(config))
+            model_config = AutoConfig.from_pretrained(folder_of(config), **hub_options(config))
         with naming_target(config, "adapter"):
             tokenizer = AutoTokenizer.from_pretrained(
                 adapter, config=model_config, trust_remote_code=config.trust_remote_code
@@ -178,19 +172,6 @@ def attentions_for(model_config: Any) -> list[str]:
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     fits = getattr(language_class(model_config), "_supports_sdpa", True)
     return ["sdpa", "eager"] if fits and not capped else ["eager"]
-
-
-@contextmanager
-def naming_target(config: TargetConfig, setting: str = "path") -> Iterator[None]:
-    """Inside, errors of files or of their content are an `InputError` with the setting's name."""
-    try:
-        yield
-    except (OSError, ImportError, SafetensorError, StrictDataclassError, *EVERY_WAY) as error:
-        # Some say all that transformers knows.
-        said = shorten(str(error), LONGEST_REASON, placeholder=" ...")
-        raise InputError(
-            f"target.{setting}={getattr(config, setting)}: cannot load it: {said}"
-        ) from error
 
 
 def hub_options(config: TargetConfig) -> dict[str, Any]:
@@ -232,7 +213,7 @@ def load_model(
     knows_codes = reads_codes(model_config)
     with naming_target(config):
         loaded: Any = language_class(model_config, towers).from_pretrained(
-            config.path,
+            folder_of(config),
             config=model_config,
             use_safetensors=True,
             output_loading_info=True,
@@ -246,25 +227,13 @@ def load_model(
     else:
         # Old masks of 0 and 1 are among what the model itself ignores.
         ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or "(?!)"
-        check_codes(config, lambda name: name not in unexpected and not re.search(ignored, name))
+        check_codes(
+            config,
+            folder_of(config),
+            lambda name: name not in unexpected and not re.search(ignored, name),
+        )
     check_used(config, model, unexpected)
     return complete(config, model, info)
-
-
-def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
-    """A model for all of whose parameters there were weights.
-
-    Raises:
-        InputError: with those for which there were none; transformers draws them.
-    """
-    lacking = sorted(info["missing_keys"])
-    if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise InputError(
-            f"target.path={config.path}: its files lack weights of {type(model).__name__}: "
-            f"{lacking[0]}{more}"
-        )
-    return model
 
 
 def _quantization(quantization: Quantization, dtype: torch.dtype | str) -> Any:

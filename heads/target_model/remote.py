@@ -11,17 +11,12 @@ from transformers.utils import logging
 from conf.errors import InputError
 from conf.settings.target import Quantization, TargetConfig
 from heads.target_model.decoder import decoder_of
+from heads.target_model.dequantise import folder_of
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.errors import naming_target
 from heads.target_model.language import language_class
-from heads.target_model.load import (
-    complete,
-    hub_options,
-    load_config,
-    naming_target,
-    resolve_dtype,
-    tokenizer_of,
-)
-from heads.target_model.weight_files import check_codes, check_used
+from heads.target_model.load import hub_options, load_config, resolve_dtype, tokenizer_of
+from heads.target_model.weight_files import check_codes, check_used, complete
 
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
@@ -84,7 +79,7 @@ def load_remote(config: TargetConfig, device: torch.device) -> Any:
     _empty(bare)
     with naming_target(config), _quiet():
         loaded: Any = language_class(bare).from_pretrained(
-            config.path,
+            folder_of(config),
             config=bare,
             dtype=resolve_dtype(config.dtype, device),
             use_safetensors=True,
@@ -97,7 +92,7 @@ def load_remote(config: TargetConfig, device: torch.device) -> Any:
     unexpected = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
     check_used(config, model, unexpected)
     parameters = {_last(name) for name, _ in model.named_parameters()}
-    check_codes(config, lambda name: _last(name) in parameters)
+    check_codes(config, folder_of(config), lambda name: _last(name) in parameters)
     complete(config, model, info)
     _check_shapes(config, model, info["mismatched_keys"])
     model.config = whole

@@ -3,9 +3,10 @@
 Format: safetensors, https://github.com/huggingface/safetensors.
 """
 
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ MAX_HEADER_BYTES = 100_000_000
 """Most bytes of a header, as the reader of the safetensors format has it."""
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Dtypes of quantised weights, as safetensors calls them."""
+SAMPLE_BYTES = 2048
 OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
 CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
 """Constants that older versions of transformers kept among the weights."""
@@ -58,6 +60,45 @@ def tensors(file: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{file}: not a safetensors file ({error!r})") from error
     return header
+
+
+def checksum(files: Iterable[tuple[Path, dict[str, dict[str, Any]]]]) -> str:
+    """Checksum of a sample of every tensor: its name, dtype, shape, and bytes of three places.
+
+    Args:
+        files: each with its tensors, as `tensors` has them; which file holds a tensor, and in
+            which order, makes no difference.
+    """
+    samples = sorted(sample for file, held in files for sample in _samples(file, held))
+    return hashlib.sha256(b"".join(samples)).hexdigest()
+
+
+def _samples(file: Path, held: dict[str, dict[str, Any]]) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        for name, tensor in held.items():
+            begin, end = tensor["data_offsets"]
+            parts = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
+            last = max(begin, end - SAMPLE_BYTES)
+            for place in sorted({begin, (begin + last) // 2, last}):
+                stream.seek(place)
+                parts.append(stream.read(min(SAMPLE_BYTES, end - begin)))
+            yield b"".join(parts)
+
+
+def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
+    """A model for all of whose parameters there were weights.
+
+    Raises:
+        InputError: with those for which there were none; transformers draws them.
+    """
+    lacking = sorted(info["missing_keys"])
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise InputError(
+            f"target.path={config.path}: its files lack weights of {type(model).__name__}: "
+            f"{lacking[0]}{more}"
+        )
+    return model
 
 
 def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
@@ -121,15 +162,19 @@ def reads_codes(model_config: Any) -> bool:
     return method in AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
-def check_codes(config: TargetConfig, is_read: Callable[[str], bool]) -> None:
+def check_codes(config: TargetConfig, place: str, is_read: Callable[[str], bool]) -> None:
     """Refuses one-byte weights of files that `is_read` into the model as if they were numbers.
+
+    Args:
+        config: of the target, for the message.
+        place: folder or Hub id that its files are read from.
+        is_read: of the name of a tensor.
 
     Raises:
         InputError: naming the first of them.
     """
-    assert config.path is not None
     config_file = cached_file(
-        config.path, "config.json", revision=config.revision, local_files_only=True,
+        place, "config.json", revision=config.revision, local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
     )  # fmt: skip
     files = config_file and weight_files(Path(str(config_file)).parent, "model")

@@ -24,6 +24,7 @@ from data.servers.endpoint import Endpoint
 from eval.decode.generation_config import follow, follow_or_tell
 from heads.head import DraftHead
 from heads.kinds import load_head, name_of
+from heads.target_model.dequantise import folder_of
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.identity import Identity, identify, other_target_notice
 from heads.target_model.kernels import kernel_notice
@@ -180,6 +181,8 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     """
     out_dir = Path(config.out_dir)
     check_training(config)
+    if config.data.features is None and config.target.path is not None:
+        folder_of(config.target)  # here, as under ZeRO-3 weights are divided while they are read
     store = None if config.data.features is None else open_store(config.data, config.target)
     accelerator = processes.start(config.train)
     check_compile("train.compile", config.train.compile, accelerator.device.type)

@@ -1,0 +1,304 @@
+"""Targets in GGUF files: their weights, what is recorded of them, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ggufs import about, names, save_gguf
+from toys import random_model, tokenizer
+
+from conf.command.statement import changed, stated
+from conf.errors import InputError
+from conf.settings.target import Quantization, TargetConfig
+from heads.export.gguf import Value, write_gguf
+from heads.export.llamacpp import interleaved
+from heads.folders import check_target
+from heads.target_model import dequantise
+from heads.target_model.identity import Identity, identify
+from heads.target_model.load import generation_config, load_target
+from heads.target_model.model import Target
+from heads.target_model.remote import RemoteTarget
+
+CPU = torch.device("cpu")
+IDS = torch.randint(4, 300, (1, 40), generator=torch.Generator().manual_seed(0))
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def load(path: Path | str, **settings: Any) -> Target:
+    config = TargetConfig(path=str(path), **settings)
+    check_target(config)
+    return load_target(config, CPU)
+
+
+def identity(path: Path) -> Identity:
+    return identify(TargetConfig(path=str(path)), load(path).tokenizer, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_weights_are_those_of_the_file_to_the_bit(tmp_path: Path, kind: str) -> None:
+    model = save_gguf(tmp_path / "a.gguf", kind)
+    target = load(tmp_path / "a.gguf")
+    for name, parameter in target.model.named_parameters():
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    # The same weights as safetensors give the same logits.
+    model.save_pretrained(tmp_path / "plain")
+    tokenizer().save_pretrained(tmp_path / "plain")
+    plain = load(tmp_path / "plain")
+    assert torch.equal(target.model(IDS).logits, plain.model(IDS).logits)
+    assert identity(tmp_path / "a.gguf").quantization == kind
+    assert identity(tmp_path / "plain").quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "values"),
+    [
+        # A scale of 0.5 (0x3800), and 16 bytes: 32 times a number less 8.
+        ("Q4_0", b"\x00\x38" + bytes([0x0F, 0x28] + [0x88] * 14),
+         {0: 3.5, 1: 0.0, 2: 0.0, 16: -4.0, 17: -3.0, 18: 0.0}),
+        # A scale of 0.5 and a lowest value of -1 (0xBC00).
+        ("Q4_1", b"\x00\x38\x00\xbc" + bytes([0x0F, 0x28] + [0x00] * 14),
+         {0: 6.5, 1: 3.0, 2: -1.0, 16: -1.0, 17: 0.0, 18: -1.0}),
+        # A scale of 0.5, and 32 signed bytes.
+        ("Q8_0", b"\x00\x38" + bytes([127, 0x81, 1] + [0] * 29),
+         {0: 63.5, 1: -63.5, 2: 0.5, 31: 0}),
+    ],
+)  # fmt: skip
+def test_a_block_by_hand(tmp_path: Path, kind: str, block: bytes, values: dict[int, float]) -> None:
+    save_gguf(tmp_path / "a.gguf", kind)
+    header = dequantise.find_gguf(str(tmp_path / "a.gguf"))
+    begin = header.tensors["token_embd.weight"]["data_offsets"][0]
+    content = bytearray((tmp_path / "a.gguf").read_bytes())
+    content[begin : begin + len(block)] = block
+    (tmp_path / "a.gguf").write_bytes(content)
+    row = load(tmp_path / "a.gguf").embedding.weight[0]
+    assert {place: row[place].item() for place in values} == values
+
+
+def test_text_goes_in_and_out_as_beside_safetensors(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "a.gguf")
+    target, text = load(tmp_path / "a.gguf"), "hello there,<|im_end|>\n how  are you? 3.14 ünï"
+    plain = tokenizer()
+    assert target.tokenizer.encode(text) == plain.encode(text)
+    assert target.tokenizer.decode(plain.encode(text)) == text
+    assert target.tokenizer.chat_template == plain.chat_template
+    assert target.stop_ids == [2]
+    assert target.special_ids == [0, 1, 2, 3]
+    assert target.name == str(tmp_path / "a.gguf")
+    assert target.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_file_of_our_own_writer_is_read(tmp_path: Path) -> None:
+    model = random_model("llama", vocab_size=300)
+    tensors = {}
+    for ours, theirs, num_heads in names(model):
+        weight = model.get_submodule(ours).weight.detach()
+        tensors[f"{theirs}.weight"] = (
+            weight if num_heads is None else interleaved(weight, num_heads)
+        )
+    metadata = {"general.architecture": "llama"} | about(model, "F32")
+    write_gguf(tmp_path / "a.gguf", {k: Value.of(v) for k, v in metadata.items()}, tensors)
+    assert torch.equal(load(tmp_path / "a.gguf").model(IDS).logits, model(IDS).logits)
+
+
+def test_it_is_dequantised_once_and_anew_when_the_file_changes(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.gguf"
+    save_gguf(file, "Q4_1")
+    load(file)
+    assert "a.gguf: dequantising Q4_1 to" in capsys.readouterr().err
+    load(file)
+    shutil.copy(file, tmp_path / "b.gguf")
+    (tmp_path / "b.gguf").rename(file)
+    load(file)
+    assert "dequantising" not in capsys.readouterr().err
+    assert len([*(cache / "gguf").glob("a-*/model.safetensors")]) == 1
+    save_gguf(file, "Q4_1", seed=1)
+    load(file)
+    assert "dequantising" in capsys.readouterr().err
+
+
+def test_weights_are_kept_in_the_narrowest_dtype_that_holds_them(
+    tmp_path: Path, cache: Path
+) -> None:
+    for kind, size in (("F32", 4), ("BF16", 2), ("F16", 2)):
+        model = save_gguf(tmp_path / f"{kind}.gguf", kind)
+        load(tmp_path / f"{kind}.gguf")
+        (made,) = (cache / "gguf").glob(f"{kind}-*/model.safetensors")
+        values = sum(parameter.numel() for parameter in model.parameters())
+        assert made.stat().st_size == pytest.approx(size * values, rel=0.05)
+
+
+def test_a_name_says_as_much_as_a_folder_and_a_file(tmp_path: Path) -> None:
+    joined = TargetConfig(path="a/b/c.gguf")
+    assert TargetConfig(path="a/b", gguf_file="c.gguf") == joined
+    assert TargetConfig(path="a/b/", gguf_file="c.gguf") == joined
+    save_gguf(tmp_path / "a.gguf")
+    load(tmp_path, gguf_file="a.gguf")
+
+
+def test_what_identifies_it_is_the_content_and_not_the_place(tmp_path: Path) -> None:
+    def of(name: str) -> dict[str, Any]:
+        return stated(target=identity(tmp_path / name))
+
+    save_gguf(tmp_path / "a.gguf", "Q4_1")
+    shutil.copy(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    assert of("a.gguf")["target.name"].endswith("a.gguf")
+    assert changed(of("a.gguf"), of("b.gguf")) == []
+    save_gguf(tmp_path / "c.gguf", "Q8_0")
+    assert changed(of("a.gguf"), of("c.gguf")) == ["target.weights", "target.quantization"]
+    save_gguf(tmp_path / "d.gguf", "Q4_1", {"llama.rope.freq_base": 20000.0})
+    assert changed(of("a.gguf"), of("d.gguf")) == ["target.config"]
+    save_gguf(tmp_path / "e.gguf", "Q4_1", {"tokenizer.chat_template": "other"})
+    assert changed(of("a.gguf"), of("e.gguf")) == ["target.template"]
+
+
+def test_what_lies_beside_it_comes_before_what_it_says(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    divisors = torch.ones(16)
+    save_gguf(file, tensors={"rope_freqs.weight": divisors})
+    model = random_model("llama", vocab_size=300, rope_parameters=LLAMA3)
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    tokenizer("{{ 'own' }}").save_pretrained(tmp_path)
+    target = load(file)
+    assert target.config.rope_parameters["rope_type"] == "llama3"
+    assert torch.equal(target.model(IDS).logits, model(IDS).logits)
+    assert target.stop_ids == [2, 7]
+    assert target.tokenizer.chat_template == "{{ 'own' }}"
+    stored = generation_config(TargetConfig(path=str(file)))
+    assert stored is not None
+    assert stored["eos_token_id"] == [2, 7]
+
+
+def test_a_config_that_names_a_type_alone_says_nothing(tmp_path: Path) -> None:
+    model = save_gguf(tmp_path / "a.gguf")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert torch.equal(load(tmp_path / "a.gguf").model(IDS).logits, model(IDS).logits)
+
+
+def test_texts_end_where_they_end_in_llama_cpp(tmp_path: Path) -> None:
+    more = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2}
+    save_gguf(tmp_path / "a.gguf", metadata=more)
+    assert load(tmp_path / "a.gguf").stop_ids == [2, 9]
+
+
+def test_layers_may_run_in_an_engine(tmp_path: Path) -> None:
+    model = save_gguf(tmp_path / "a.gguf", "Q4_0")
+    remote = RemoteTarget.of(TargetConfig(path=str(tmp_path / "a.gguf")), CPU)
+    assert torch.equal(remote.output_head.weight, model.lm_head.weight)
+    assert torch.equal(remote.final_norm.weight, model.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"metadata": {"split.count": 3}}, r"one of 3 parts, .*: llama-gguf-split --merge"),
+        ({"metadata": {"general.architecture": "eagle3"}}, r"draft head \(eagle3\), .*head\.path"),
+        ({"metadata": {"general.type": "adapter"}}, r"holds no model .*'adapter'"),
+        (
+            {"metadata": {"general.architecture": "wavtokenizer"}},
+            r"architecture wavtokenizer, which transformers does not dequantise \(it does .*llama, "
+            r".*\): name the model that the file was made of",
+        ),
+        (
+            {"tensors": {"rope_freqs.weight": torch.ones(16)}},
+            r"scales RoPE \(rope_freqs\.weight\), .*put the config\.json of the model",
+        ),
+        (
+            {"metadata": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}},
+            r"scales RoPE \(rope\.scaling\.type=yarn\)",
+        ),
+        (
+            {"tensors": {"blk.0.attn_q.bias": torch.ones(64)}},
+            r"transformers leaves out blk\.0\.attn_q\.bias and 0 more of .*: name the model",
+        ),
+        ({"metadata": {"llama.attention.key_length": 16}}, r"says attention\.key_length=16, .* 32"),
+        ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, r"cannot load it: .*'rwkv'"),
+    ],
+    ids=["split", "head", "adapter", "architecture", "rope", "yarn", "bias", "fact", "words"],
+)  # fmt: skip
+def test_files_that_are_refused(
+    tmp_path: Path, cache: Path, written: dict[str, Any], message: str
+) -> None:
+    save_gguf(tmp_path / "a.gguf", **written)
+    with pytest.raises(InputError, match=rf"^target\.path=.*a\.gguf: .*{message}"):
+        load(tmp_path / "a.gguf")
+    assert not [*cache.glob("gguf/*/")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": 1e-3}, r"says attention\.layer_norm_rms_epsilon=1e-06, .*config 0\.001"),
+        ({"rope_parameters": LLAMA3}, r"does not scale RoPE, and its config does \(llama3\)"),
+        ({"num_hidden_layers": 1}, r"says block_count=2, and its config 1"),
+    ],
+)
+def test_a_config_of_another_model_beside_it_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    save_gguf(tmp_path / "a.gguf")
+    config = random_model("llama", vocab_size=300, **changes).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=message):
+        load(tmp_path / "a.gguf")
+
+
+def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    save_gguf(file, "Q4_1")
+    with pytest.raises(InputError, match=r"b\.gguf: no such file; GGUF files there: a\.gguf$"):
+        load(tmp_path / "b.gguf")
+    with pytest.raises(InputError, match=r"target\.path=.*nowhere: no such folder"):
+        load(tmp_path / "nowhere" / "a.gguf")
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    with pytest.raises(InputError, match=r"a\.gguf: cut off: .* lies beyond its end"):
+        load(file)
+    file.write_bytes(b"PK" + content)
+    with pytest.raises(InputError, match=r"a\.gguf: not a whole GGUF file"):
+        load(file)
+
+
+def test_a_disk_without_room_is_said_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_gguf(tmp_path / "a.gguf")
+    monkeypatch.setattr(
+        dequantise.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0)
+    )
+    with pytest.raises(InputError, match=r"dequantised it takes 0\.0 GB, .*HEADSMITH_CACHE"):
+        load(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gguf_file": "a.gguf"}, r"target\.gguf_file=a\.gguf: target\.path=None must be the fold"),
+        ({"path": "x.gguf", "gguf_file": "a.gguf"}, r"target\.path=x\.gguf must be the folder"),
+        ({"path": "x", "gguf_file": "a.bin"}, r"target\.gguf_file=a\.bin: must end with \.gguf"),
+        (
+            {"path": "x.gguf", "quantization": Quantization.nf4},
+            r"target\.quantization=nf4: .*x\.gguf .*leave it unset",
+        ),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TargetConfig(**settings)
