@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import block_head
-from peagle_heads import peagle_head
+from feature_heads import feature_head
 from toys import eagle_head, noisy_head, random_model, random_target, tokenizer
 
 from conf.settings.eagle import EagleForm
@@ -74,7 +73,7 @@ def medusa() -> MedusaHead:
 @cache
 def blocks(name: str) -> BlockHead:
     """Block drafters that are sometimes right."""
-    head = block_head(small_target(), name, num_updates=25)
+    head = feature_head(small_target(), name, num_updates=25)
     head.window = SHORT_WINDOW
     return head
 
@@ -82,7 +81,7 @@ def blocks(name: str) -> BlockHead:
 @cache
 def peagle() -> PEagleHead:
     """A head that is sometimes right."""
-    head = peagle_head(small_target(), num_updates=25)
+    head = feature_head(small_target(), "peagle", num_updates=25)
     head.window = SHORT_WINDOW
     return head
 

@@ -18,7 +18,6 @@ from heads.medusa.head import MedusaHead
 from heads.target_model.load import attentions_for
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.batch.supervision import SUPERVISION
 from train.eagle import EagleObjective
 
 VOCAB_SIZE = 96
@@ -161,11 +160,18 @@ def eagle_head(
     head = EagleHead.untrained(
         target, config, DraftVocab.choose(counts, num_draft_ids, [0, 1, 2]), seed=0
     )
-    objective = EagleObjective(head, target, config)
+    return trained(EagleObjective(head, target, config), texts(target, 6, 40), num_updates)
+
+
+def trained(
+    objective: Any, documents: list[list[int]], num_updates: int, num_prompt_tokens: int = 4
+) -> Any:
+    """The head of an objective after some steps on documents."""
+    head = objective.head
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
-    batch = objective.indexed(packed(texts(target, 6, 40)))
-    scale = objective.weights / batch[SUPERVISION].counts[1:].clamp_min(1)
-    batch = objective.prepare(objective.indexed(batch))
+    batch = objective.indexed(packed(documents, num_prompt_tokens))
+    scale = objective.weights / objective.counts(batch).clamp_min(1)
+    batch = objective.prepare(batch)
     for _ in range(num_updates):
         optimizer.zero_grad()
         objective(batch, scale).total.backward()

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import block_heads
-import peagle_heads
+import feature_heads
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
@@ -27,7 +26,6 @@ from train.loop import loop
 from train.loop.loop import Job
 from train.medusa import MedusaObjective
 from train.parallel import processes
-from train.peagle import PEagleObjective
 
 KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn", "peagle")
 GROUPED = {
@@ -42,13 +40,11 @@ def objective_of(kind: str, target: Target) -> Any:
     if kind == "medusa":
         head: Any = MedusaHead.from_target(target, 3, 1)
         return MedusaObjective(head, target, MedusaConfig(num_heads=3))
-    if kind.startswith(("dflash", "dspark")):
-        settings = block_heads.settings_of(kind)
-        head = block_heads.fresh(target, settings)
-        return block_heads.objective_of(head, target, settings)
-    if kind == "peagle":
-        behind = peagle_heads.settings_of(num_steps=3)
-        return PEagleObjective(peagle_heads.fresh(target, behind), target, behind)
+    if kind not in ("eagle1", "eagle3"):
+        more = {"num_steps": 3} if kind == "peagle" else {}
+        settings = feature_heads.settings_of(kind, **more)
+        head = feature_heads.fresh(target, settings)
+        return feature_heads.objective_of(head, target, settings)
     eagle1 = kind == "eagle1"
     config = EagleConfig(
         form=EagleForm(kind), num_steps=3, draft_vocab_size=None if eagle1 else 48,

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import peagle_heads
 import pytest
 import torch
-from block_heads import block_head, fresh, settings_of
 from emulated import graphs
 from emulated.device import Counts, counted, off
 from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
+from feature_heads import feature_head, fresh, settings_of
 from torch import Tensor
-from toys import eagle_head, texts
+from toys import texts
 
-from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from eval.compare.methods import Decoding
 from eval.decode import captured
 from eval.decode.captured import Captured, CaptureError, Graph, PassBatch, obstacle
@@ -24,17 +22,12 @@ from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
-from heads.blocks.drafter import BlockChain, BlockTree
 from heads.decoding import cache as tree_cache
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import DynamicShape
-from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.head import EagleHead
 from heads.head import DraftHead
-from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.target_model.model import Target
-from heads.vocab import DraftVocab
 
 LENGTHS = [7, 4, 5, 12, 4]
 WITHOUT_HEADS = ("vanilla", "medusa_chain", "medusa_tree", "recycling", "early_exit", "skip_layers")
@@ -52,45 +45,30 @@ class Learnt:
     drafter: Callable[[Any, list[int]], Drafter]
 
 
-def eagle_chain(head: Any, seeds: list[int]) -> Drafter:
-    return EagleChain(head, 3, GREEDY, seeds)
+def chain(head: Any, seeds: list[int]) -> Drafter:
+    return head.chain(head, 3, GREEDY, seeds)
 
 
-def eagle(form: EagleForm, drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
-    settings = EAGLE if form is EagleForm.eagle3 else {}
-
-    def untrained(target: Target) -> DraftHead:
-        config = EagleConfig(form=form, output_head=OutputHead.copy, **settings)
-        vocab = DraftVocab.everything(target.vocab_size)
-        return EagleHead.untrained(target, config, vocab, seed=0)
-
-    return Learnt(lambda target: eagle_head(target, form, None, 40, **settings), untrained, drafter)
+def tree(head: Any, _seeds: list[int]) -> Drafter:
+    return head.tree(head, SHAPE)
 
 
-def blocks(name: str, drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
+def learnt(name: str, drafter: Callable[[Any, list[int]], Drafter], **settings: Any) -> Learnt:
     return Learnt(
-        lambda target: block_head(target, name, 40, 5, **FEATURES),
-        lambda target: fresh(target, settings_of(name, **FEATURES)),
-        drafter,
-    )
-
-
-def peagle(drafter: Callable[[Any, list[int]], Drafter]) -> Learnt:
-    return Learnt(
-        lambda target: peagle_heads.peagle_head(target, 40, **FEATURES),
-        lambda target: peagle_heads.fresh(target, peagle_heads.settings_of(**FEATURES)),
+        lambda target: feature_head(target, name, 40, 5, **settings),
+        lambda target: fresh(target, settings_of(name, **settings)),
         drafter,
     )
 
 
 LEARNT = {
-    "eagle_chain, EAGLE-1": eagle(EagleForm.eagle1, eagle_chain),
-    "eagle_tree, EAGLE-3": eagle(EagleForm.eagle3, lambda head, _: EagleTree(head, SHAPE)),
-    "dflash_tree": blocks("dflash", lambda head, _: BlockTree(head, SHAPE)),
-    "dflash2_chain": blocks("dflash2", lambda head, seeds: BlockChain(head, 3, GREEDY, seeds)),
-    "dspark_chain": blocks("dspark, rnn", lambda head, seeds: BlockChain(head, 3, GREEDY, seeds)),
-    "peagle_chain": peagle(lambda head, seeds: PEagleChain(head, 3, GREEDY, seeds)),
-    "peagle_tree": peagle(lambda head, _: PEagleTree(head, SHAPE)),
+    "eagle_chain, EAGLE-1": learnt("eagle1", chain),
+    "eagle_tree, EAGLE-3": learnt("eagle3", tree, **EAGLE),
+    "dflash_tree": learnt("dflash", tree, **FEATURES),
+    "dflash2_chain": learnt("dflash2", chain, **FEATURES),
+    "dspark_chain": learnt("dspark, rnn", chain, **FEATURES),
+    "peagle_chain": learnt("peagle", chain, **FEATURES),
+    "peagle_tree": learnt("peagle", tree, **FEATURES),
 }
 STATIC = [*WITHOUT_HEADS, *LEARNT]
 

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import peagle_heads
 import pytest
 import torch
-from block_heads import fresh, settings_of
 from emulated.device import Counts, counted, off
+from feature_heads import fresh, settings_of
 from toys import noisy_head, random_model, tokenizer
 
-from conf.settings.eagle import EagleConfig, EagleForm
 from eval.compare.names import known_methods
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.hybrid import Hybrid
@@ -23,20 +21,13 @@ from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, stream
-from heads.blocks.drafter import BlockChain, BlockTree
-from heads.blocks.head import BlockHead
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical
 from heads.decoding.tree import DynamicShape, Tree, default_tree
-from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.head import EagleHead
 from heads.head import DraftHead
 from heads.medusa.drafter import MedusaDrafter
-from heads.peagle.drafter import PEagleChain, PEagleTree
-from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target
-from heads.vocab import DraftVocab
 from tests.eval.decode.test_other_tokenizer import permuted
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
@@ -48,7 +39,7 @@ NUM_TOKENS = 14
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.0, top_k=40, top_p=0.9)}
 
 
-BlockMaker = Callable[[Target], BlockHead]
+HeadMaker = Callable[[Target], Any]
 
 
 @dataclass(frozen=True)
@@ -61,45 +52,22 @@ class Kind:
     typical: Typical | None = None
 
 
-def eagle_head(target: Target, form: EagleForm) -> EagleHead:
-    size = 120 if form is EagleForm.eagle3 else None
-    vocab = DraftVocab.choose(torch.arange(target.vocab_size), size, [0, 1, 2])
-    layers = [0, 1, 2] if form is EagleForm.eagle3 else None
-    return EagleHead.untrained(target, EagleConfig(form=form, layers=layers), vocab, seed=0)
+def untrained(name: str) -> HeadMaker:
+    """Makes an untrained head of a kind, on features of few layers."""
+    settings: dict[str, Any] = {"layers": [0, 1], "num_layers": 2 if name == "peagle" else 1}
+    if name == "eagle1":
+        settings = {}
+    if name == "eagle3":
+        settings = {"layers": [0, 1, 2], "draft_vocab_size": 120}
+    return lambda target: fresh(target, settings_of(name, **settings))
 
 
-def chain(form: EagleForm) -> Callable[..., Drafter]:
-    return lambda target, how: EagleChain(eagle_head(target, form), 3, how, [7, 8, 9])
+def chain(name: str) -> Callable[..., Drafter]:
+    return lambda target, how: (made := untrained(name)(target)).chain(made, 3, how, [7, 8, 9])
 
 
-def tree(form: EagleForm) -> Callable[..., Drafter]:
-    return lambda target, _how: EagleTree(eagle_head(target, form), DynamicShape(3, 3, 8))
-
-
-def block(name: str) -> BlockMaker:
-    """A head of a kind, on features of two layers."""
-    return lambda target: fresh(target, settings_of(name, layers=[0, 1], num_layers=1))
-
-
-def block_chain(make: BlockMaker) -> Callable[..., Drafter]:
-    return lambda target, how: BlockChain(make(target), 3, how, [7, 8, 9])
-
-
-def block_tree(make: BlockMaker) -> Callable[..., Drafter]:
-    return lambda target, _how: BlockTree(make(target), DynamicShape(3, 3, 8))
-
-
-def peagle(target: Target) -> PEagleHead:
-    settings = peagle_heads.settings_of(layers=[0, 1], num_layers=2, num_steps=3)
-    return peagle_heads.fresh(target, settings)
-
-
-def peagle_chain(target: Target, how: Sampling) -> Drafter:
-    return PEagleChain(peagle(target), 3, how, [7, 8, 9])
-
-
-def peagle_tree(target: Target, _how: Sampling) -> Drafter:
-    return PEagleTree(peagle(target), DynamicShape(3, 3, 8))
+def tree(name: str) -> Callable[..., Drafter]:
+    return lambda target, _how: (made := untrained(name)(target)).tree(made, DynamicShape(3, 3, 8))
 
 
 def cut(make: Callable[[Target], DraftHead]) -> Callable[..., Drafter]:
@@ -145,38 +113,37 @@ def hybrid(make: Callable[..., Drafter]) -> Callable[..., Drafter]:
 
 
 CHAIN, BUSHY = Tree.chain(3), default_tree(3, 16)
-EAGLE_1, EAGLE_3 = EagleForm.eagle1, EagleForm.eagle3
 # What is more than one copy each way says why.
 KINDS = {
     "vanilla": Kind(lambda _target, _how: NoDraft(), 0),
     # Whether a chain goes on comes down, before its second and third token; and how long all are.
     "medusa_cut": Kind(cut(noisy_head), 0, 4),
-    "eagle_cut": Kind(cut(lambda target: eagle_head(target, EAGLE_3)), 0, 4),
-    "dflash_cut": Kind(cut(block("dflash")), 0, 4),
-    "dflash2_cut": Kind(cut(block("dflash2")), 0, 4),
-    "dspark_cut": Kind(cut(block("dspark, rnn")), 0, 4),
-    "peagle_cut": Kind(cut(peagle), 0, 2),
+    "eagle_cut": Kind(cut(untrained("eagle3")), 0, 4),
+    "dflash_cut": Kind(cut(untrained("dflash")), 0, 4),
+    "dflash2_cut": Kind(cut(untrained("dflash2")), 0, 4),
+    "dspark_cut": Kind(cut(untrained("dspark, rnn")), 0, 4),
+    "peagle_cut": Kind(cut(untrained("peagle")), 0, 2),
     "medusa_chain": Kind(medusa(CHAIN), 0),
     "medusa_tree": Kind(medusa(BUSHY), 0),
     "medusa_typical": Kind(medusa(BUSHY), 0, typical=Typical()),
     "medusa_suffix": Kind(hybrid(medusa(BUSHY)), 1),
-    "eagle_chain, EAGLE-1": Kind(chain(EAGLE_1), 0),
-    "eagle_chain, EAGLE-3": Kind(chain(EAGLE_3), 0),
-    "eagle_tree, EAGLE-1": Kind(tree(EAGLE_1), 0),
-    "eagle_tree, EAGLE-3": Kind(tree(EAGLE_3), 0),
-    "eagle_suffix": Kind(hybrid(tree(EAGLE_3)), 1),
-    "dflash_chain": Kind(block_chain(block("dflash")), 0),
-    "dflash_tree": Kind(block_tree(block("dflash, causal in a window")), 0),
-    "dflash_suffix": Kind(hybrid(block_tree(block("dflash"))), 1),
-    "dflash2_chain": Kind(block_chain(block("dflash2")), 0),
-    "dflash2_tree": Kind(block_tree(block("dflash2")), 0),
-    "dflash2_suffix": Kind(hybrid(block_tree(block("dflash2"))), 1),
-    "dspark_chain": Kind(block_chain(block("dspark, rnn")), 0),
-    "dspark_tree": Kind(block_tree(block("dspark, rnn")), 0),
-    "dspark_suffix": Kind(hybrid(block_tree(block("dspark"))), 1),
-    "peagle_chain": Kind(peagle_chain, 0),
-    "peagle_tree": Kind(peagle_tree, 0),
-    "peagle_suffix": Kind(hybrid(peagle_tree), 1),
+    "eagle_chain, EAGLE-1": Kind(chain("eagle1"), 0),
+    "eagle_chain, EAGLE-3": Kind(chain("eagle3"), 0),
+    "eagle_tree, EAGLE-1": Kind(tree("eagle1"), 0),
+    "eagle_tree, EAGLE-3": Kind(tree("eagle3"), 0),
+    "eagle_suffix": Kind(hybrid(tree("eagle3")), 1),
+    "dflash_chain": Kind(chain("dflash"), 0),
+    "dflash_tree": Kind(tree("dflash, causal in a window"), 0),
+    "dflash_suffix": Kind(hybrid(tree("dflash")), 1),
+    "dflash2_chain": Kind(chain("dflash2"), 0),
+    "dflash2_tree": Kind(tree("dflash2"), 0),
+    "dflash2_suffix": Kind(hybrid(tree("dflash2")), 1),
+    "dspark_chain": Kind(chain("dspark, rnn"), 0),
+    "dspark_tree": Kind(tree("dspark, rnn"), 0),
+    "dspark_suffix": Kind(hybrid(tree("dspark")), 1),
+    "peagle_chain": Kind(chain("peagle"), 0),
+    "peagle_tree": Kind(tree("peagle"), 0),
+    "peagle_suffix": Kind(hybrid(tree("peagle")), 1),
     "draft_chain": Kind(draft_model(CHAIN), 1),
     "draft_chain, by what was accepted": Kind(draft_model(CHAIN, DraftLength(2)), 2),
     # How sure each of three tokens was comes down; where the chains end goes up.

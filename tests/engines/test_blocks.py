@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import block_head
 from environments import VLLM, counts_of_vllm, needs, opened
-from peagle_heads import peagle_head
+from feature_heads import feature_head
 from toys import save_target, texts
 
 from conf.settings.export import ExportFormat
@@ -64,7 +63,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
 ) -> None:
     """A saved head in vLLM: our texts token for token, our counts to the unit."""
     torch.manual_seed(0)
-    block_head(target, "dflash", **settings).save(tmp_path / "head")
+    feature_head(target, "dflash", **settings).save(tmp_path / "head")
     model = str(tmp_path / "head")
     theirs = counted(tmp_path, target, prompts, DEPTH, method="dflash", model=model)
 
@@ -87,7 +86,7 @@ def test_vllm_drafts_in_parallel_what_we_do(
 ) -> None:
     """The same of P-EAGLE."""
     torch.manual_seed(0)
-    peagle_head(target, **{"draft_vocab_size": 150, **settings}).save(tmp_path / "head")
+    feature_head(target, "peagle", **{"draft_vocab_size": 150, **settings}).save(tmp_path / "head")
     model = str(tmp_path / "head")
     how = {"method": "eagle3", "parallel_drafting": True}
     theirs = counted(tmp_path, target, prompts, DEPTH, model=model, **how)
@@ -114,7 +113,7 @@ def test_vllm_on_interpreted_kernels_drafts_what_we_do(
 ) -> None:
     """The check of the GPU, on fewer and shorter texts; also in speculators' layout."""
     torch.manual_seed(0)
-    trained = block_head(target, kind, **settings)
+    trained = feature_head(target, kind, **settings)
     trained.config = replace(trained.config, **changes)
     trained.save(tmp_path / "head")
     engine = ExportFormat.vllm if changes else ExportFormat.speculators

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from block_heads import fresh, settings_of
 from environments import MODELOPT, SPECULATORS, needs, opened, run, unrolled
 from exports import eagle, exported, toy_target
+from feature_heads import fresh, settings_of
 from safetensors.torch import load_file, save_file
 from toys import save_target
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import block_head, fresh, settings_of
-from peagle_heads import peagle_head
+from feature_heads import feature_head, fresh, settings_of
 from toys import eagle_head, noisy_head, random_target, save_target
 
 from conf.errors import InputError
@@ -124,10 +123,10 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
 
 
 MADE = {
-    "dflash": lambda target: partial(BlockTree, block_head(target, "dflash", 40)),
-    "dflash2": lambda target: partial(BlockTree, block_head(target, "dflash2", 40)),
-    "dspark": lambda target: partial(BlockTree, block_head(target, "dspark, rnn", 20)),
-    "peagle": lambda target: partial(PEagleTree, peagle_head(target, 40)),
+    "dflash": lambda target: partial(BlockTree, feature_head(target, "dflash", 40)),
+    "dflash2": lambda target: partial(BlockTree, feature_head(target, "dflash2", 40)),
+    "dspark": lambda target: partial(BlockTree, feature_head(target, "dspark, rnn", 20)),
+    "peagle": lambda target: partial(PEagleTree, feature_head(target, "peagle", 40)),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "dflash2", "peagle")]
 

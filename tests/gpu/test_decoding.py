@@ -3,27 +3,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import block_heads
-import peagle_heads
 import pytest
 import torch
+from feature_heads import fresh, settings_of
 from toys import noisy_head, random_model
 from transformers import GenerationConfig
 
-from conf.settings.eagle import EagleConfig, EagleForm
+from conf.settings.eagle import EagleConfig
 from data.features.writer import Copies
 from eval.decode.captured import Captured, CaptureError, Graph, slots_for
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream
 from eval.measure.replay import replay
-from heads.blocks.drafter import BlockChain, BlockTree
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import DynamicShape, Tree, default_tree
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
-from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.target_model.check import check_served
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -52,49 +49,23 @@ def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
         assert replay(target, head, tree, PROMPT, expected) == drafted.steps
 
 
-@pytest.mark.parametrize("form", list(EagleForm))
-def test_eagle_on_cuda_is_lossless_and_replayed_exactly(form: EagleForm) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["eagle1", "eagle3", "dflash, causal in a window", "dflash2", "dspark, rnn", "peagle"],
+)
+def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
     target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
     target.model.generation_config.eos_token_id = None
-    vocab = DraftVocab.everything(target.vocab_size)
-    head = EagleHead.untrained(target, EagleConfig(form=form), vocab, seed=0)
+    head = fresh(target, settings_of(name)).eval()
     expected = decode(target, NoDraft(), PROMPT, 40).token_ids
-    chain = decode(target, EagleChain(head, 4), PROMPT, 40)
+    chain = decode(target, head.chain(head, 4), PROMPT, 40)
     assert chain.token_ids == expected
     assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
-    tree = EagleTree(head, DynamicShape(4, 4, 16))
+    tree = head.tree(head, DynamicShape(4, 4, 16))
     assert decode(target, tree, PROMPT, 40).token_ids == expected
     sampling = Sampling(temperature=1.0, top_k=1)
-    sampled = decode(target, EagleChain(head, 4, sampling), PROMPT, 40, sampling)
+    sampled = decode(target, head.chain(head, 4, sampling), PROMPT, 40, sampling)
     assert sampled.token_ids == expected
-
-
-@pytest.mark.parametrize("name", ["dflash, causal in a window", "dflash2", "dspark, rnn"])
-def test_block_drafters_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
-    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
-    target.model.generation_config.eos_token_id = None
-    head = block_heads.fresh(target, block_heads.settings_of(name)).eval()
-    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
-    chain = decode(target, BlockChain(head, 4), PROMPT, 40)
-    assert chain.token_ids == expected
-    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
-    tree = BlockTree(head, DynamicShape(4, 4, 16))
-    assert decode(target, tree, PROMPT, 40).token_ids == expected
-    sampling = Sampling(temperature=1.0, top_k=1)
-    sampled = decode(target, BlockChain(head, 4, sampling), PROMPT, 40, sampling)
-    assert sampled.token_ids == expected
-
-
-def test_peagle_on_cuda_is_lossless_and_replayed_exactly() -> None:
-    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
-    target.model.generation_config.eos_token_id = None
-    head = peagle_heads.fresh(target, peagle_heads.settings_of()).eval()
-    expected = decode(target, NoDraft(), PROMPT, 40).token_ids
-    chain = decode(target, PEagleChain(head, 4), PROMPT, 40)
-    assert chain.token_ids == expected
-    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
-    tree = PEagleTree(head, DynamicShape(4, 4, 16))
-    assert decode(target, tree, PROMPT, 40).token_ids == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
@@ -120,40 +91,24 @@ def test_a_batch_on_cuda_compiled_or_not_equals_its_texts_alone() -> None:
 def captured_kinds() -> list[Any]:
     """Ways to draft whose steps are captured: a head of a target, and its drafter."""
 
-    def eagle(form: EagleForm) -> Callable[[Target], Any]:
-        vocab = DraftVocab.everything
-        return lambda target: EagleHead.untrained(
-            target, EagleConfig(form=form), vocab(target.vocab_size), seed=0
-        )
+    def untrained(name: str) -> Callable[[Target], Any]:
+        return lambda target: fresh(target, settings_of(name)).eval()
 
-    def block(name: str) -> Callable[[Target], Any]:
-        return lambda target: block_heads.fresh(target, block_heads.settings_of(name)).eval()
+    def chain(head: Any, seeds: list[int]) -> Drafter:
+        return head.chain(head, 4, GREEDY, seeds)
 
-    def peagle(target: Target) -> Any:
-        return peagle_heads.fresh(target, peagle_heads.settings_of()).eval()
+    def tree(head: Any, _seeds: list[int]) -> Drafter:
+        return head.tree(head, DynamicShape(4, 4, 16))
 
-    def eagle_chain(head: Any, seeds: list[int]) -> Drafter:
-        return EagleChain(head, 4, GREEDY, seeds)
-
-    def block_chain(head: Any, seeds: list[int]) -> Drafter:
-        return BlockChain(head, 4, GREEDY, seeds)
-
-    shape = DynamicShape(4, 4, 16)
     kinds: dict[str, tuple[Callable[[Target], Any], Callable[[Any, list[int]], Drafter]]] = {
         "vanilla": (lambda _: None, lambda _, __: NoDraft()),
         "prompt_lookup": (lambda _: None, lambda _, __: PromptLookup(4)),
         "medusa_tree": (noisy_head, lambda head, _: MedusaDrafter(head, default_tree(3, 32))),
-        "eagle_chain": (
-            eagle(EagleForm.eagle1),
-            eagle_chain,
-        ),
-        "eagle_tree": (eagle(EagleForm.eagle3), lambda head, _: EagleTree(head, shape)),
-        "dflash_tree": (block("dflash"), lambda head, _: BlockTree(head, shape)),
-        "dspark_chain": (
-            block("dspark, rnn"),
-            block_chain,
-        ),
-        "peagle_tree": (peagle, lambda head, _: PEagleTree(head, shape)),
+        "eagle_chain": (untrained("eagle1"), chain),
+        "eagle_tree": (untrained("eagle3"), tree),
+        "dflash_tree": (untrained("dflash"), tree),
+        "dspark_chain": (untrained("dspark, rnn"), chain),
+        "peagle_tree": (untrained("peagle"), tree),
     }
     return [pytest.param(*kind, id=name) for name, kind in kinds.items()]
 

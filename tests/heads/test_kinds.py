@@ -11,11 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import peagle_heads
 import pytest
 import torch
 import yaml
-from block_heads import KINDS, fresh, settings_of
+from feature_heads import BLOCKS, fresh, settings_of
 from peft import LoraConfig, get_peft_model
 from stores import captured, save_inputs, settings
 from torch import Tensor
@@ -59,9 +58,7 @@ OWN = {"own_output_head": True, "draft_vocab_size": 64}
 
 def head_of(target: Target, name: str, **changes: Any) -> DraftHead:
     """An untrained head, of fewer ids where its kind may have fewer."""
-    if name == "peagle":
-        return peagle_heads.fresh(target, peagle_heads.settings_of(**changes)).eval()
-    own = {} if name == "dflash2" else OWN
+    own = {} if name in ("dflash2", "peagle") else OWN
     return fresh(target, settings_of(name, **{**own, **changes})).eval()
 
 
@@ -117,7 +114,7 @@ def test_bytes_that_a_draft_reads_are_of_all_that_is_multiplied(target: Target) 
     assert whole - low == 4 * (96 * 64 - 4 * (96 + 64) - 32 * 64)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "peagle"])
+@pytest.mark.parametrize("name", [*BLOCKS, "peagle"])
 def test_matrices_with_a_row_per_id_are_told_from_hidden_ones(name: str) -> None:
     """Muon is for the hidden ones."""
     target = random_target(vocab_size=77, num_hidden_layers=4)
@@ -201,11 +198,8 @@ def trained(name: str, out_dir: Path, target: TargetConfig, data: DataConfig) ->
         max_steps=4, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
         num_replay_prompts=1, learning_rate=1e-2,
     )  # fmt: skip
-    reduced = {} if name == "dflash2" else OWN
-    if name == "peagle":
-        head = peagle_heads.settings_of(mask_token_id=0)
-    else:
-        head = settings_of(name, mask_token_id=0, **reduced)
+    reduced = {} if name in ("dflash2", "peagle") else OWN
+    head = settings_of(name, mask_token_id=0, **reduced)
     entry.main(run(head=head, train=train, target=target, data=data, out_dir=str(out_dir)))
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 5

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import block_heads
 import pytest
 import torch
+from feature_heads import fresh, settings_of
 from toys import eagle_head, random_target
 
 from conf.settings.eagle import EagleForm
@@ -50,9 +50,7 @@ def test_rows_that_hold_the_feature_first(target: Target) -> None:
 
 def test_ids_that_were_taken_for_offsets(target: Target) -> None:
     """Draft ids 0, 1, 2 of target ids 5, 6, 9, read as 0 + 5, 1 + 6, 2 + 9."""
-    head = block_heads.fresh(
-        target, block_heads.settings_of("dflash", own_output_head=True, draft_vocab_size=3)
-    )
+    head = fresh(target, settings_of("dflash", own_output_head=True, draft_vocab_size=3))
     head.vocab = DraftVocab(torch.tensor([5, 7, 11]), target.vocab_size)
     assert of(head, "d2t holds target ids, not offsets").vocab.ids.tolist() == [5, 6, 9]
     head.vocab = DraftVocab(torch.tensor([5, 6, 9]), target.vocab_size)
@@ -60,7 +58,7 @@ def test_ids_that_were_taken_for_offsets(target: Target) -> None:
 
 
 def test_windows_masks_and_rotations_that_readers_would_take(target: Target) -> None:
-    head = block_heads.fresh(target, block_heads.settings_of("dspark", causal=True, window=24))
+    head = fresh(target, settings_of("dspark", causal=True, window=24))
     target.config.sliding_window = 40
     names = list(dict(head.readings()))
     assert names[0] == "sample_from_anchor=false"

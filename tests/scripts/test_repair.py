@@ -7,29 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import block_heads
-import peagle_heads
 import pytest
 import torch
 from chats import assistant, user, write_rows
-from toys import noisy_head, packed, save_target
+from feature_heads import fresh, objective_of, settings_of
+from toys import noisy_head, save_target, trained
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
-from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.scripts import RepairRun
 from conf.settings.target import TargetConfig
 from data.templates.encoder import Encoder
 from eval.decode.engine import NoDraft, decode
-from heads.eagle.head import EagleHead
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
-from heads.vocab import DraftVocab
 from scripts import repair
-from train.eagle import EagleObjective
-from train.peagle import PEagleObjective
 
 QUESTIONS = [f"{word}, how are you {n} today?" for n, word in enumerate(("hello", "there", "you"))]
 TOKENS = 24
@@ -52,50 +46,26 @@ def target(folder: Path) -> Target:
     return load_target(TargetConfig(path=str(folder / "target")), torch.device("cpu"))
 
 
-def trained(target: Target, objective: Any, num_updates: int = 80) -> Any:
-    """On the very answers that are replayed."""
-    encoder = Encoder(target.tokenizer, None)
-    prompts = [encoder.prompt([user(each)], None, {}) for each in QUESTIONS]
-    documents = [each + decode(target, NoDraft(), each, TOKENS).token_ids for each in prompts]
-    batch = objective.indexed(packed(documents, min(map(len, prompts))))
-    scale = objective.weights / objective.counts(batch).clamp_min(1)
-    batch = objective.prepare(batch)
-    parameters = [each for each in objective.head.parameters() if each.requires_grad]
-    optimizer = torch.optim.Adam(parameters, 3e-3)
-    for _ in range(num_updates):
-        optimizer.zero_grad()
-        objective(batch, scale).total.backward()
-        optimizer.step()
-    return objective.head.eval()
+def maker(name: str, **changes: Any) -> Callable[[Target], Any]:
+    """Makes a head that has learnt the very answers that are replayed."""
 
-
-def block(name: str) -> Callable[[Target], Any]:
     def made(target: Target) -> Any:
-        config = block_heads.settings_of(name, layers=[2, 4])
-        head = block_heads.fresh(target, config)
-        return trained(target, block_heads.objective_of(head, target, config))
+        config = settings_of(name, layers=[2, 4], draft_vocab_size=None, **changes)
+        objective = objective_of(fresh(target, config), target, config)
+        encoder = Encoder(target.tokenizer, None)
+        prompts = [encoder.prompt([user(each)], None, {}) for each in QUESTIONS]
+        documents = [each + decode(target, NoDraft(), each, TOKENS).token_ids for each in prompts]
+        return trained(objective, documents, 80, min(map(len, prompts)))
 
     return made
 
 
-def eagle(target: Target) -> Any:
-    config = EagleConfig(form=EagleForm.eagle3, num_steps=3, layers=[2, 4], norm_output=True)
-    head = EagleHead.untrained(target, config, DraftVocab.everything(target.vocab_size), seed=0)
-    return trained(target, EagleObjective(head, target, config))
-
-
-def peagle(target: Target) -> Any:
-    config = peagle_heads.settings_of(layers=[2, 4], draft_vocab_size=None)
-    head = peagle_heads.fresh(target, config)
-    return trained(target, PEagleObjective(head, target, config))
-
-
 MAKERS = {
-    "dflash": block("dflash"),
-    "dflash2": block("dflash2"),
-    "dspark": block("dspark"),
-    "eagle3": eagle,
-    "peagle": peagle,
+    "dflash": maker("dflash"),
+    "dflash2": maker("dflash2"),
+    "dspark": maker("dspark"),
+    "eagle3": maker("eagle3", norm_output=True),
+    "peagle": maker("peagle"),
 }
 
 

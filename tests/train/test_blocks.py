@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed.utils as moving
 import torch.nn.functional as F  # noqa: N812
-from block_heads import KINDS, block_head, fresh, objective_of, settings_of
 from exports import config_of
+from feature_heads import BLOCKS, feature_head, fresh, objective_of, settings_of
 from torch import Tensor
 from toys import packed, random_target, texts, tokenizer
 
@@ -274,7 +274,7 @@ def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
 
 def test_a_head_learns_what_it_measures(target: Target) -> None:
     """alpha, which the confidence is to say, and its own words of it."""
-    head = block_head(target, "dspark", num_updates=40)
+    head = feature_head(target, "dspark", num_updates=40)
     config = settings_of("dspark")
     objective = objective_of(head, target, config).eval()
     batch = objective.prepare(objective.indexed(packed(texts(target, 6, 40))))
@@ -361,7 +361,7 @@ def test_settings_that_make_no_head_are_refused(changes: dict[str, Any], message
         DFlashConfig(**changes, divergence=Divergence.kl)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_fresh_weights_are_alike_for_a_seed(target: Target, name: str) -> None:
     """Whatever else has been drawn, in this process or another."""
     first, second = (fresh(target, settings_of(name)).state_dict() for _ in range(2))

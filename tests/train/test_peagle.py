@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peagle_heads import MASK, fresh, settings_of
+from feature_heads import MASK, fresh, settings_of
 from safetensors.torch import load_file, save_file
 from toys import packed, random_target, texts
 
@@ -32,7 +32,7 @@ def prepared(objective: PEagleObjective, target: Target) -> Batch:
 @pytest.mark.parametrize("off_path_weight", [1.0, 0.25])
 def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: float) -> None:
     config = settings_of(
-        draft_vocab_size=None, teacher_temperature=1.0, off_path_weight=off_path_weight
+        "peagle", draft_vocab_size=None, teacher_temperature=1.0, off_path_weight=off_path_weight
     )
     head = fresh(target, config)
     objective = PEagleObjective(head, target, config)
@@ -75,19 +75,20 @@ def test_settings_that_are_refused(change: dict[str, Any], message: str) -> None
 
 def test_no_head_is_trained_through_a_quantised_output_head(tmp_path) -> None:
     target = random_target(num_hidden_layers=4)
-    fresh(target, settings_of(draft_vocab_size=None)).save(tmp_path)
+    fresh(target, settings_of("peagle", draft_vocab_size=None)).save(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     save_file({n: each for n, each in load_file(file).items() if n != "lm_head.weight"}, file)
     whole = target.output_head.weight
     whole.requires_grad_(False).data = whole.to(torch.int8)
     unused = torch.zeros(target.vocab_size, dtype=torch.int64)
-    config = PEagleRun(head=settings_of(path=str(tmp_path), layers=None, draft_vocab_size=None))
+    more = {"path": str(tmp_path), "layers": None, "draft_vocab_size": None}
+    config = PEagleRun(head=settings_of("peagle", **more))
     with pytest.raises(InputError, match="its output head is quantised"):
         main.make_head(config, target, data(unused))
 
 
 def test_rows_and_noise_are_drawn_by_the_seeds_of_a_batch(target: Target) -> None:
-    config = settings_of(num_anchors=4, noise=0.5)
+    config = settings_of("peagle", num_anchors=4, noise=0.5)
     objective = PEagleObjective(fresh(target, config), target, config)
 
     def drawn(seed: int) -> tuple[list[int], torch.Tensor]:
@@ -104,7 +105,7 @@ def test_rows_and_noise_are_drawn_by_the_seeds_of_a_batch(target: Target) -> Non
 
 
 def test_every_layer_is_compiled(target: Target) -> None:
-    head = fresh(target, settings_of(num_layers=3))
+    head = fresh(target, settings_of("peagle", num_layers=3))
     head.compile_layers()
     assert all(each.mlp._compiled_call_impl for each in (head.layer, *head.layers.values()))
 
@@ -116,7 +117,7 @@ def data(counts: torch.Tensor) -> Any:
 def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> None:
     unused = torch.ones(target.vocab_size, dtype=torch.int64)
     unused[MASK] = 0
-    config = PEagleRun(head=settings_of(draft_vocab_size=40))
+    config = PEagleRun(head=settings_of("peagle", draft_vocab_size=40))
     objective, lines = main.build(config, target, data(unused))
     head = objective.head
     assert "P-EAGLE, 2 layers over hidden states [1, 2], 4 draft tokens, mask token 3" in lines[-1]
@@ -126,7 +127,11 @@ def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> 
     assert len(head.vocab.ids) == 40
     head.save(tmp_path / "head")
     more = settings_of(
-        path=str(tmp_path / "head"), num_steps=6, layers=None, output_head=OutputHead.frozen
+        "peagle",
+        path=str(tmp_path / "head"),
+        num_steps=6,
+        layers=None,
+        output_head=OutputHead.frozen,
     )
     again = main.build(PEagleRun(head=more), target, data(unused))[0].head
     assert again.config.num_draft_tokens == 6

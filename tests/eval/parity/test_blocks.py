@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import KINDS, fresh, settings_of
 from exports import config_of, toy_target
+from feature_heads import BLOCKS, fresh, settings_of
 from safetensors.torch import load_file, save_file
 
 from conf.errors import InputError
@@ -38,7 +38,7 @@ SCALED = {"input_embedding_scale": 1.5, "output_multiplier": 0.25, "final_logit_
 
 def made(target: Target, name: str) -> BlockHead:
     """A random head, none of whose weights is a one or a zero."""
-    changes = {**KINDS.get(name, {}), **MORE.get(name, {})}
+    changes = {**BLOCKS.get(name, {}), **MORE.get(name, {})}
     head = fresh(target, settings_of(name.split(",", maxsplit=1)[0], **changes))
     if "mixed" in name:
         head.config = replace(head.config, full_layers=(0,))
@@ -57,7 +57,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def heads(target: Target) -> dict[str, BlockHead]:
-    return {name: made(target, name) for name in (*KINDS, *MORE)}
+    return {name: made(target, name) for name in (*BLOCKS, *MORE)}
 
 
 def exported(head: BlockHead, target: Target, engine: str, folder: Path) -> Path:
@@ -101,7 +101,7 @@ def test_which_engine_takes_which_head(heads) -> None:
         check_format(heads["dflash"], ExportFormat.trtllm)
 
 
-@pytest.mark.parametrize("name", [*KINDS, *MORE])
+@pytest.mark.parametrize("name", [*BLOCKS, *MORE])
 def test_every_export_is_the_trained_head_and_reads_back(
     target: Target, heads, name: str, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import layouts
 import pytest
 import torch
 from exports import config_of, toy_target
-from peagle_heads import MASK, fresh, settings_of
+from feature_heads import MASK, fresh, settings_of
 from safetensors.torch import load_file, save_file
 
 from conf.errors import InputError
@@ -30,7 +30,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 def made(target: Target, name: str) -> PEagleHead:
     """A random head, none of whose weights is a one or a zero."""
-    head = fresh(target, settings_of(**KINDS[name]))
+    head = fresh(target, settings_of("peagle", **KINDS[name]))
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -163,7 +163,7 @@ def test_files_that_are_not_read(target: Target, heads, change, message, tmp_pat
 
 
 def test_a_head_that_names_no_layers_is_not_read(target: Target, tmp_path: Path) -> None:
-    fresh(target, settings_of(layers=[0, 1, 2])).save(tmp_path / "head")
+    fresh(target, settings_of("peagle", layers=[0, 1, 2])).save(tmp_path / "head")
     file = tmp_path / "head" / "config.json"
     content = json.loads(file.read_text())
     del content[IDS], content["eagle_config"]

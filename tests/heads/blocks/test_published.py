@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import fresh, settings_of
 from exports import toy_target
+from feature_heads import fresh, settings_of
 from torch import Tensor
 
 from conf.settings.export import ExportFormat

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_heads import block_head
 from drafters import blocks, medusa, peagle, small_models, small_target
-from peagle_heads import peagle_head
+from feature_heads import feature_head
 from torch import Tensor
 from toys import eagle_head, noisy_head, random_target, texts
 
@@ -264,9 +263,9 @@ def test_sampled_texts_of_real_heads_keep_the_distribution(name: str) -> None:
     target.model.generation_config.eos_token_id = None
     made = {
         "eagle": lambda: eagle_head(target, EagleForm.eagle3),
-        "dspark": lambda: block_head(target, "dspark", num_updates=40),
-        "dflash2": lambda: block_head(target, "dflash2", num_updates=40),
-        "peagle": lambda: peagle_head(target, num_updates=40),
+        "dspark": lambda: feature_head(target, "dspark", num_updates=40),
+        "dflash2": lambda: feature_head(target, "dflash2", num_updates=40),
+        "peagle": lambda: feature_head(target, "peagle", num_updates=40),
         "medusa": lambda: noisy_head(target),
     }[name]
     with torch.enable_grad():

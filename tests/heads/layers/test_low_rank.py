@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from block_heads import block_head
-from peagle_heads import peagle_head
+from feature_heads import feature_head
 from toys import eagle_head, noisy_head, random_target, texts
 
 from conf.errors import InputError
@@ -51,8 +50,8 @@ HEADS: dict[str, Callable[[Target], DraftHead]] = {
     "medusa": noisy_head,
     "eagle1": partial(eagle_head, form=EagleForm.eagle1, num_updates=4),
     "eagle3": partial(eagle_head, form=EagleForm.eagle3, num_updates=4),
-    "dspark": partial(block_head, name="dspark", num_updates=4),
-    "peagle": partial(peagle_head, num_updates=4),
+    "dspark": partial(feature_head, name="dspark", num_updates=4),
+    "peagle": partial(feature_head, name="peagle", num_updates=4),
 }
 
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import peagle_heads
 import pytest
 import torch
-from block_heads import fresh, objective_of, settings_of
+from feature_heads import fresh, objective_of, settings_of
 from torch.profiler import ProfilerActivity, profile
 from toys import random_target
 
@@ -20,14 +19,12 @@ from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
 from heads.vocab import DraftVocab
 from scripts.bench import memory as bench_memory
-from train.blocks.objective import BlockObjective
 from train.eagle import EagleObjective
 from train.loop import memory
 from train.loss import fused
 from train.loss.sizes import LaunchSizes
 from train.medusa import MedusaObjective
 from train.objective import Objective
-from train.peagle import PEagleObjective
 
 ONE = LaunchSizes(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
 V, H = 96, 64  # of the toy target
@@ -55,21 +52,15 @@ def eagle(**sizes: int) -> EagleObjective:
     return EagleObjective(EagleHead.untrained(target, settings, vocab, 0), target, settings)
 
 
-def blocks(kind: str) -> Callable[..., BlockObjective]:
-    def make(**sizes: int) -> BlockObjective:
+def untrained(kind: str, num_anchors: int = 64) -> Callable[..., Any]:
+    def make(**sizes: int) -> Any:
         target, settings = random_target(num_hidden_layers=4, **sizes), settings_of(kind)
-        settings.num_anchors = 64
+        settings.num_anchors = num_anchors
         if settings.draft_vocab_size is not None:
             settings.draft_vocab_size = target.vocab_size // 3
         return objective_of(fresh(target, settings), target, settings)
 
     return make
-
-
-def peagle(**sizes: int) -> PEagleObjective:
-    target, settings = random_target(num_hidden_layers=4, **sizes), peagle_heads.settings_of()
-    settings.draft_vocab_size, settings.num_anchors = target.vocab_size // 3, 200
-    return PEagleObjective(peagle_heads.fresh(target, settings), target, settings)
 
 
 def parts_of(objective: Objective, setting: LaunchSizes = ONE, **changes: Any) -> dict[str, int]:
@@ -138,9 +129,11 @@ RELATED = ("dflash", "dflash2", "dspark, gated")
         partial(medusa, Labels.hard),
         medusa,
         eagle,
-        peagle,
+        pytest.param(untrained("peagle", 200), id="peagle"),
         *(
-            pytest.param(blocks(kind), marks=pytest.mark.slow if kind in RELATED else [], id=kind)
+            pytest.param(
+                untrained(kind), marks=pytest.mark.slow if kind in RELATED else [], id=kind
+            )
             for kind in BLOCKS
         ),
     ],

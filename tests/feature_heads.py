@@ -1,0 +1,124 @@
+"""Small heads over features that are often right."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from toys import random_target, texts, trained
+
+from conf.settings.blocks import DFlash2Config, DFlashConfig, DSparkConfig, Markov
+from conf.settings.eagle import Divergence, EagleConfig, EagleForm, OutputHead, PEagleConfig
+from heads.decoding.drafting import Committed, Drafter
+from heads.dflash.head import DFlashHead
+from heads.dflash2.head import DFlash2Head
+from heads.dspark.head import DSparkHead
+from heads.eagle.head import EagleHead
+from heads.peagle.head import PEagleHead
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from train.dflash import DFlashObjective
+from train.dflash2 import DFlash2Objective
+from train.dspark import DSparkObjective
+from train.eagle import EagleObjective
+from train.peagle import PEagleObjective
+
+MASK = 3
+EAGLES: dict[str, dict[str, Any]] = {
+    "eagle1": {"form": EagleForm.eagle1, "regression_weight": 1.0},
+    "eagle3": {},
+    "eagle3, reduced": {"draft_vocab_size": 64},
+    "eagle3.1": {"fc_norm": True, "norm_output": True},
+}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash, causal in a window": {"causal": True, "window": 9},
+    "dflash, reduced": {"own_output_head": True, "draft_vocab_size": 64},
+    "dflash2": {},
+    "dspark": {"markov_head_type": Markov.vanilla},
+    "dspark, gated": {"markov_head_type": Markov.gated, "confidence_head_with_markov": False},
+    "dspark, rnn": {
+        "markov_head_type": Markov.rnn,
+        "own_output_head": True,
+        "draft_vocab_size": 64,
+    },
+}
+CLASSES: dict[type, tuple[Any, Any]] = {
+    EagleConfig: (EagleHead, EagleObjective),
+    PEagleConfig: (PEagleHead, PEagleObjective),
+    DFlashConfig: (DFlashHead, DFlashObjective),
+    DFlash2Config: (DFlash2Head, DFlash2Objective),
+    DSparkConfig: (DSparkHead, DSparkObjective),
+}
+
+
+def settings_of(name: str, **changes: Any) -> Any:
+    """Small settings of a head: a name of `EAGLES` or `BLOCKS`, or `peagle`."""
+    if name in EAGLES:
+        usual = {"num_steps": 3, "output_head": OutputHead.copy}
+        return EagleConfig(**{**usual, **EAGLES[name], **changes})
+    common = {"num_layers": 2, "layers": [1, 2], "mask_token_id": MASK}
+    if name == "peagle":
+        return PEagleConfig(**{**common, "num_steps": 4, "draft_vocab_size": 64, **changes})
+    blocks = {"block_size": 5, "text_weight": 0.5, "divergence_weight": 1.0}
+    chosen = {**common, **blocks, **BLOCKS[name], **changes}
+    if name == "dflash2":
+        small = {"conv_group_size": 8, "conv_kernel_size": 3, "selector_rank": 4}
+        return DFlash2Config(**chosen, **small, selector_top_k=9)
+    if name.startswith("dflash"):
+        return DFlashConfig(**chosen)
+    return DSparkConfig(divergence=Divergence.kl, markov_rank=8, **chosen)
+
+
+def fresh(target: Target, config: Any) -> Any:
+    """An untrained head."""
+    # The commonest ids lie scattered, so that draft ids and target ids differ.
+    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
+    vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0, 1, 2])
+    return CLASSES[type(config)][0].untrained(target, config, vocab, seed=0)
+
+
+def objective_of(head: Any, target: Target, config: Any) -> Any:
+    """The objective that trains a head."""
+    return CLASSES[type(config)][1](head, target, config)
+
+
+def feature_head(
+    target: Target, name: str, num_updates: int = 60, num_texts: int = 6, **changes: Any
+) -> Any:
+    """A head trained for some steps on the target's own texts."""
+    config = settings_of(name, **changes)
+    objective = objective_of(fresh(target, config), target, config)
+    return trained(objective, texts(target, num_texts, 40), num_updates)
+
+
+@cache
+def endless_target() -> Target:
+    """A target of four layers that never stops by itself."""
+    target = random_target(num_hidden_layers=4)
+    target.model.generation_config.eos_token_id = None
+    return target
+
+
+@cache
+def texts_of_target(num_texts: int, num_tokens: int) -> list[list[int]]:
+    """Texts of that target, from prompts of four tokens."""
+    return texts(endless_target(), num_texts, num_tokens)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Two that heads have learnt from, and one that they have not."""
+    return [*(text[:4] for text in texts_of_target(2, 1)), [61, 23, 77]]
+
+
+@cache
+def learnt(name: str) -> Any:
+    """A head of that target that has learnt its first two texts."""
+    with torch.inference_mode(mode=False):
+        return feature_head(endless_target(), name, num_updates=40, num_texts=2)
+
+
+def observed(drafter: Drafter, text: list[int]) -> None:
+    """Gives a drafter a text, whose last token is the root of what it drafts next."""
+    output = endless_target().read_response(text[:1], text[1:], drafter.taps)
+    drafter.observe(Committed([text[:-1]], output, endless_target().new_cache(1)))
