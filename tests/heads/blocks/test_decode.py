@@ -1,5 +1,6 @@
 """Block drafters: what trains is what drafts, nothing leaks, texts stay the target's own."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from feature_heads import (
     observed,
     settings_of,
     texts_of_target,
-)  # fmt: skip
+)
 from torch import Tensor
 from toys import packed
 
@@ -106,3 +107,23 @@ def test_masks_are_embedded_as_the_mask_token() -> None:
         observed(drafter, text)
         drawn.append(drafter._slots(Roots.of(text[-1:]))[1])
     assert not torch.allclose(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dspark, rnn"])
+@torch.inference_mode()
+def test_a_chain_takes_the_best_token_after_the_one_before(name: str) -> None:
+    head, text = copy.deepcopy(learnt(name)), texts_of_target(1, 12)[0]
+    for matrix in head.embeddings():  # so that the token before decides
+        matrix.copy_(torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
+    drafter = BlockChain(head, 4)
+    observed(drafter, text)
+    tokens = drafter.propose(Roots.of(text[-1:])).tokens[0].tolist()
+    before, outputs, base = drafter._slots(Roots.of(text[-1:]))
+    expected: list[int] = []
+    state: Tensor | None = None
+    for slot in range(4):
+        logits, state = head.step(base[:, slot], outputs[:, slot], before, state)
+        before = head.vocab.to_target(logits.argmax(-1))
+        expected.append(int(before))
+    assert tokens == expected
+    assert tokens != head.vocab.to_target(base[0, :4].argmax(-1)).tolist()

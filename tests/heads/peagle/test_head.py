@@ -9,7 +9,7 @@ from feature_heads import (
     observed,
     settings_of,
     texts_of_target,
-)  # fmt: skip
+)
 from toys import packed
 
 from heads.decoding.drafting import Roots
