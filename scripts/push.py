@@ -27,7 +27,7 @@ from data.embedded import is_embedded
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
 from heads.kinds import load_head
-from scripts.publish.card import CardFacts, copied_weights, is_hub_id, model_card
+from scripts.publish.card import CardFacts, copied_weights, is_hub_id, model_card, repository
 from scripts.publish.exports import check_same, open_exports, stage_export, verified
 from scripts.publish.hub import Terms, ask_terms, files_of, upload
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
@@ -102,7 +102,7 @@ def ask(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]
     adapter = _target_settings(provenance).get("adapter")
     terms = []
     for name in filter(None, (_target_name(provenance, target), adapter)):
-        asked = ask_terms(name) if is_hub_id(name) else "not a Hub id"
+        asked = ask_terms(repository(name)) if is_hub_id(name) else "not a Hub id"
         if isinstance(asked, str):
             print(f"{name}: {asked}. Its licence and terms are unknown here: look before you push")
             continue

@@ -31,8 +31,9 @@ def save_inputs(folder: Path, family: str = "llama") -> Path:
 
 
 def settings(inputs: Path, out_dir: Path, **changes: Any) -> CaptureRun:
-    """A capture of these inputs in float32."""
-    target = TargetConfig(path=str(inputs / "target"), dtype=changes.pop("dtype", Dtype.float32))
+    """A capture of these inputs in float32; `target` is the path of another target."""
+    path, dtype = changes.pop("target", inputs / "target"), changes.pop("dtype", Dtype.float32)
+    target = TargetConfig(path=str(path), dtype=dtype)
     data = DataConfig(path=str(inputs / "chat.jsonl"), max_length=128, eval_fraction=0.2)
     given: dict[str, Any] = {"micro_batch_size": 2, "num_replay_prompts": 2, **changes}
     return CaptureRun(target=target, data=data, out_dir=str(out_dir), **given)

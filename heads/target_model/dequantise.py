@@ -44,6 +44,15 @@ FORMAT = 1
 BYTES_PER_VALUE = 4
 STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Tokens of a GGUF's vocabulary at which llama.cpp ends a text."""
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+"""What a GGUF calls a tokenizer's special tokens."""
+VOCABULARIES = ("gpt2", "llama", "gemma4", "t5")
+"""Types of vocabularies of which transformers makes a tokenizer."""
 SCALED = {"linear", "dynamic", "yarn", "llama3", "longrope"}
 """Types of RoPE that a GGUF tells by metadata or tensors."""
 STATED = {
@@ -251,13 +260,23 @@ def _save_tokenizer(gguf: GgufTarget, staging: Path) -> None:
     """Writes that beside the file, or else the file's own."""
     own = not {"tokenizer.json", "tokenizer_config.json"} & set(gguf.beside)
     of_file = {"gguf_file": gguf.name} if own else {}
+    tokens, kind = gguf.fact("tokenizer.ggml.tokens"), gguf.fact("tokenizer.ggml.model")
+    if own and (kind not in VOCABULARIES or not tokens):
+        raise InputError(
+            f"{gguf.what}: its vocabulary is of type {kind}, and transformers reads "
+            f"{', '.join(VOCABULARIES)}: put the tokenizer.json of the model that it was made of "
+            f"into {gguf.folder}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(gguf.folder, **of_file)
+    if own:  # in whose place transformers 5.17 has its own
+        for name, key in SPECIAL.items():
+            number = gguf.fact(f"tokenizer.ggml.{key}")
+            setattr(tokenizer, name, None if number is None else tokens[number])
     if tokenizer.chat_template is None:
         tokenizer.chat_template = gguf.fact("tokenizer.chat_template")
     tokenizer.save_pretrained(staging)
     if own:
         # transformers adds GPT-2's special token where a vocabulary has none, behind its end.
         rules = json.loads((staging / "tokenizer.json").read_text())
-        size = len(gguf.fact("tokenizer.ggml.tokens"))
-        rules["added_tokens"] = [each for each in rules["added_tokens"] if each["id"] < size]
+        rules["added_tokens"] = [each for each in rules["added_tokens"] if each["id"] < len(tokens)]
         (staging / "tokenizer.json").write_text(json.dumps(rules, ensure_ascii=False))

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from conf.errors import InputError
-from conf.files import here
+from conf.files import gguf_parts, here
 from data.rows.files import SUFFIXES
 from eval.measure.stats import shown
 from heads.export.engines import template_note, vllm_command
@@ -89,6 +89,12 @@ def is_hub_id(name: str) -> bool:
         return False
 
 
+def repository(name: str) -> str:
+    """The id of a Hub repository, of which a name may name a GGUF file."""
+    parts = gguf_parts(name)
+    return name if parts is None else parts[0]
+
+
 def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]:
     """The target's weights that a head and its exports hold copies of, in words."""
     of_exports = [words for export in exports for words in export.target_weights]
@@ -111,7 +117,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
         # The Hub refuses a base_model that is not an id, and calls every unnamed relation a
         # finetune. It knows adapter, finetune, merge and quantized; an adapter is what adds to a
         # base model without changing it. No pipeline_tag: a head alone generates nothing.
-        base_model=facts.target if on_hub else None,
+        base_model=repository(str(facts.target)) if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
         datasets=[data_path] if is_hub_id(data_path) else None,
         library_name="headsmith",
@@ -150,13 +156,19 @@ def _introduction(facts: CardFacts) -> str:
     head = facts.head
     target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
     if facts.target and is_hub_id(facts.target):
-        target = f"[{facts.target}](https://huggingface.co/{facts.target})"
+        target = f"[{facts.target}](https://huggingface.co/{repository(facts.target)})"
     paper = f" ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper}))" if head.paper else ""
     trained = "on a frozen target. The head works with this target only."
     if "adapter" in facts.provenance:
         trained = (
             "together with an adapter of the target. The head works with the target so adapted, "
             "or merged with the adapter, only."
+        )
+    identity = facts.provenance.get("target_identity") or {}
+    if gguf_parts(str(identity.get("name"))):
+        trained += (
+            f" It was trained on the weights in `{Path(identity['name']).name}`, of type "
+            f"{identity['quantization']}: those that llama.cpp serves."
         )
     elsewhere = ""
     if facts.head_repo is not None:

@@ -86,7 +86,8 @@ def test_the_page_of_a_command_has_defaults_words_and_choices() -> None:
     assert said.startswith(
         "What it does.\n\n"
         "target: The frozen language model that drafts are made for.\n"
-        "  target.path=null                Hub id, folder or GGUF file; unset means the embedded default.\n"
+        "  target.path=null                Hub id, folder or GGUF file; unset means the embedded "
+        "default.\n"
     )
     assert (
         "\n  train.optimizer=auto            Optimizers of a head.\n"

@@ -1,0 +1,136 @@
+"""A head for a target in a GGUF file: trained, gone on with, measured and published."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import doors
+import pytest
+from ggufs import save_gguf
+from omegaconf import OmegaConf
+from stores import captured
+
+from conf.errors import InputError
+from conf.settings.data import DataConfig
+from conf.settings.target import TargetConfig
+from eval import acceptance
+from scripts import push
+from train import medusa
+from train.loop.stored import open_store
+
+RUN = [
+    "data.max_length=64", "data.eval_fraction=0.2", "head.num_heads=2", "train.batch_size=4",
+    "train.warmup_steps=1", "train.save_steps=2", "train.log_steps=1", "train.schedule=constant",
+    "train.num_replay_prompts=2",
+]  # fmt: skip
+
+
+def start(script: str, main: Any, *given: str) -> None:
+    """A command in this process."""
+    main(OmegaConf.to_object(doors.COMMANDS[script].composed(list(given))))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two quantisations of a target, and what is said to it."""
+    made = tmp_path_factory.mktemp("gguf")
+    for kind in ("Q4_1", "Q8_0"):
+        save_gguf(made / f"{kind}.gguf", kind)
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": "user", "content": f"hello number {n}"},
+                {"role": "assistant", "content": "fine, thanks. " * (1 + n % 4)},
+            ]
+        }
+        for n in range(40)
+    ]
+    (made / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADSMITH_CACHE", str(made / "cache"))
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        yield made
+
+
+def train(folder: Path, file: str, *more: str) -> None:
+    start(
+        "train/medusa.py", medusa.main, f"target.path={folder}", f"target.gguf_file={file}",
+        f"data.path={folder / 'chat.jsonl'}", f"out_dir={folder / 'run'}", *RUN, *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_dir(folder: Path) -> Path:
+    train(folder, "Q4_1.gguf", "train.max_steps=2")
+    train(folder, "Q4_1.gguf", "train.max_steps=4", "train.resume=auto")
+    return folder / "run"
+
+
+def test_a_run_goes_on_with_the_same_file_alone(run_dir: Path, folder: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [line["step"] for line in map(json.loads, lines) if "train/loss" in line] == [1, 2, 3, 4]
+    with pytest.raises(InputError, match=r"target\.quantization was 'Q4_1', is 'Q8_0'"):
+        train(folder, "Q8_0.gguf", "train.max_steps=6", "train.resume=auto")
+
+
+def test_a_head_says_which_weights_it_was_trained_on(run_dir: Path, folder: Path) -> None:
+    provenance = json.loads((run_dir / "head" / "headsmith.json").read_text())
+    assert provenance["target"] == str(folder / "Q4_1.gguf")
+    assert provenance["target_identity"]["quantization"] == "Q4_1"
+    assert len(provenance["target_identity"]["weights"]) == 64
+    start(
+        "scripts/push.py", push.main, f"head.path={run_dir / 'head'}", "repo_id=me/head",
+        "dry_run=true", f"out_dir={run_dir / 'staged'}",
+    )  # fmt: skip
+    card = (run_dir / "staged" / "README.md").read_text()
+    assert "speculative decoding of `Q4_1.gguf`" in card
+    assert "the weights in `Q4_1.gguf`, of type Q4_1: those that llama.cpp serves" in card
+    assert "base_model:" not in card
+    assert str(folder) not in card
+
+
+def test_a_card_links_the_repository_of_a_file(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir / "head", tmp_path / "head")
+    file = tmp_path / "head" / "headsmith.json"
+    of_hub = {"target_identity": {"name": "me/model-GGUF/model-Q4_1.gguf", "quantization": "Q4_1"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | of_hub))
+    config = tmp_path / "head" / "config.json"
+    settings = json.loads(config.read_text())
+    settings["base_model_name_or_path"] = "me/model-GGUF/model-Q4_1.gguf"
+    config.write_text(json.dumps(settings))
+    start(
+        "scripts/push.py", push.main, f"head.path={tmp_path / 'head'}", "repo_id=me/head",
+        "dry_run=true", f"out_dir={tmp_path / 'staged'}",
+    )  # fmt: skip
+    card = (tmp_path / "staged" / "README.md").read_text()
+    assert "base_model: me/model-GGUF\n" in card
+    assert "[me/model-GGUF/model-Q4_1.gguf](https://huggingface.co/me/model-GGUF)" in card
+    assert "target.path=me/model-GGUF/model-Q4_1.gguf" in card
+
+
+def test_it_is_measured_and_told_apart_from_another_quantisation(
+    run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for kind in ("Q4_1", "Q8_0"):
+        start(
+            "eval/acceptance.py", acceptance.main, f"target.path={folder / kind}.gguf",
+            f"head.path={run_dir / 'head'}", f"data.path={folder / 'chat.jsonl'}",
+            "data.num_prompts=2", "max_new_tokens=8", f"out_dir={run_dir / kind}",
+        )  # fmt: skip
+        said[kind] = " ".join(capsys.readouterr().err.split())
+    result = json.loads((run_dir / "Q4_1" / "acceptance.json").read_text())
+    assert result["target_identity"]["quantization"] == "Q4_1"
+    assert result["tau"] >= 1
+    assert "trained for another target" not in said["Q4_1"]
+    assert "trained for another target" in said["Q8_0"]
+
+
+def test_a_store_is_of_one_quantisation(folder: Path) -> None:
+    store = captured(folder, folder / "store", target=folder / "Q4_1.gguf", layers=[])
+    data = DataConfig(features=str(store))
+    open_store(data, TargetConfig(path=str(folder / "Q4_1.gguf")))
+    with pytest.raises(InputError, match=r"Q8_0\.gguf is not the target .*'Q4_1', is 'Q8_0'"):
+        open_store(data, TargetConfig(path=str(folder / "Q8_0.gguf")))
