@@ -13,7 +13,6 @@ from typing import Any
 
 from conf.errors import InputError
 from conf.files import gguf_parts, here
-from heads.export.gguf import GgufFile
 
 DRAFT_HEADS = ("eagle3", "dflash")
 """Architectures that llama.cpp knows draft heads by."""
@@ -42,6 +41,8 @@ class GgufTarget:
 
     def __init__(self, key: str, path: str, folder: Path, name: str) -> None:
         self.what, self.folder, self.name = f"{key}={path}", folder, name
+        from heads.export.gguf import GgufFile  # which brings torch, and that takes seconds
+
         self.file = folder / name
         self.content = GgufFile(self.file, key)
         self.architecture = str(self.fact("general.architecture"))

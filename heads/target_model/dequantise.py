@@ -172,7 +172,11 @@ def _fill(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
 
 def _check_stated(gguf: GgufTarget, config: Any) -> None:
     """Refuses a config by which transformers would compute otherwise than llama.cpp."""
-    found = {name: getattr(config, key, None) for name, key in STATED.items()}
+    by_layer = getattr(config, "per_layer_attributes", None) or ()
+    found = {
+        name: None if key in by_layer else getattr(config, key, None)
+        for name, key in STATED.items()
+    }
     found["block_count"] = sizes.num_layers(config) + (gguf.about("nextn_predict_layers") or 0)
     found["rope.freq_base"] = sizes.rope(config)["rope_theta"]
     for name, other in found.items():

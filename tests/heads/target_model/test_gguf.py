@@ -276,6 +276,27 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
         load(file)
 
 
+def test_a_file_of_the_hub_is_that_of_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=r"me/m/q4\.gguf: no such folder here, no q4\.gguf of it"):
+        load("me/m/q4.gguf")
+    commit = "c" * 40
+    snapshot = tmp_path / "models--me--m" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    save_gguf(snapshot / "q4.gguf", "Q4_1")
+    hub = "huggingface_hub."
+    monkeypatch.setattr(f"{hub}try_to_load_from_cache", lambda *_, **__: str(snapshot / "q4.gguf"))
+    monkeypatch.setattr(f"{hub}snapshot_download", lambda *_, **__: str(snapshot))
+    monkeypatch.setattr(f"{hub}list_repo_files", lambda *_, **__: ["README.md", "q4.gguf"])
+    target = load("me/m", gguf_file="q4.gguf")
+    assert target.name == "me/m/q4.gguf"
+    found = identify(TargetConfig(path="me/m/q4.gguf"), target.tokenizer, torch.float32)
+    assert (found.name, found.revision) == ("me/m/q4.gguf", commit)
+    with pytest.raises(InputError, match=r"q8\.gguf: no such file; GGUF files there: q4\.gguf$"):
+        load("me/m/q8.gguf")
+
+
 def test_a_disk_without_room_is_said_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
