@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from feature_heads import feature_head
-from toys import eagle_head, noisy_head, random_model, random_target, tokenizer
+from toys import eagle_head, endless_target, noisy_head, random_model, tokenizer
 
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
@@ -43,8 +43,7 @@ Make = Callable[[Sampling, Sequence[int]], Drafter]
 @cache
 def small_target() -> Target:
     """A target that never stops by itself, with a tokenizer."""
-    target = random_target(vocab_size=300, num_hidden_layers=3, max_position_embeddings=WINDOW)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(vocab_size=300, num_hidden_layers=3, max_position_embeddings=WINDOW)
     target.tokenizer = tokenizer()
     target.tokenizer.eos_token = None
     return target

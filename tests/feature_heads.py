@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from toys import random_target, texts, trained
+from toys import endless_target, texts, trained
 
 from conf.settings.blocks import DFlash2Config, DFlashConfig, DSparkConfig, Markov
 from conf.settings.eagle import Divergence, EagleConfig, EagleForm, OutputHead, PEagleConfig
@@ -92,17 +92,15 @@ def feature_head(
 
 
 @cache
-def endless_target() -> Target:
+def shared_target() -> Target:
     """A target of four layers that never stops by itself."""
-    target = random_target(num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
-    return target
+    return endless_target(num_hidden_layers=4)
 
 
 @cache
 def texts_of_target(num_texts: int, num_tokens: int) -> list[list[int]]:
     """Texts of that target, from prompts of four tokens."""
-    return texts(endless_target(), num_texts, num_tokens)
+    return texts(shared_target(), num_texts, num_tokens)
 
 
 @cache
@@ -115,10 +113,10 @@ def prompts() -> list[list[int]]:
 def learnt(name: str) -> Any:
     """A head of that target that has learnt its first two texts."""
     with torch.inference_mode(mode=False):
-        return feature_head(endless_target(), name, num_updates=40, num_texts=2)
+        return feature_head(shared_target(), name, num_updates=40, num_texts=2)
 
 
 def observed(drafter: Drafter, text: list[int]) -> None:
     """Gives a drafter a text, whose last token is the root of what it drafts next."""
-    output = endless_target().read_response(text[:1], text[1:], drafter.taps)
-    drafter.observe(Committed([text[:-1]], output, endless_target().new_cache(1)))
+    output = shared_target().read_response(text[:1], text[1:], drafter.taps)
+    drafter.observe(Committed([text[:-1]], output, shared_target().new_cache(1)))

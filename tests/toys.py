@@ -135,6 +135,13 @@ def random_target(family: str = "llama", seed: int = 0, **changes: Any) -> Targe
     return Target(random_model(family, seed, **changes), None, family)
 
 
+def endless_target(family: str = "llama", seed: int = 0, **changes: Any) -> Target:
+    """A random target whose texts no token ends."""
+    target = random_target(family, seed, **changes)
+    target.model.generation_config.eos_token_id = None
+    return target
+
+
 def noisy_head(target: Target, num_heads: int = 3, seed: int = 0) -> MedusaHead:
     """Heads whose drafts are sometimes right."""
     torch.manual_seed(seed)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from pytest import approx
-from toys import random_target, tokenizer
+from toys import endless_target, tokenizer
 
 from conf.command.clock import Times
 from conf.settings.measure import SpeedupRun
@@ -70,8 +70,7 @@ def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> No
 
 
 def test_where_texts_part_and_how_sure_the_target_was() -> None:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
+    target = endless_target()
     own = decode(target, NoDraft(), [5, 6], 6).token_ids
     other = [*own[:3], own[3] + 1, *own[4:]]
     texts = {"vanilla": [own, own], "tree": [own, other], "chain": [own, own[:4]]}

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from feature_heads import BLOCKS, EAGLES, endless_target, learnt, observed, prompts, texts_of_target
+from feature_heads import BLOCKS, EAGLES, learnt, observed, prompts, shared_target, texts_of_target
 
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
@@ -23,13 +23,13 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=slow) for name in E
 @cache
 def answers() -> list[list[int]]:
     """The target's own, without drafts."""
-    return [decode(endless_target(), NoDraft(), prompt, 40).token_ids for prompt in prompts()]
+    return [decode(shared_target(), NoDraft(), prompt, 40).token_ids for prompt in prompts()]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("depth", [4, pytest.param(2, marks=slow), pytest.param(1, marks=slow)])
 def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
-    head, target, num_accepted = learnt(name), endless_target(), 0
+    head, target, num_accepted = learnt(name), shared_target(), 0
     for prompt, text in zip(prompts(), answers(), strict=True):
         decoded = decode(target, head.chain(head, depth), prompt, 40)
         assert decoded.token_ids == text
@@ -43,7 +43,7 @@ def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
 def test_trees_are_lossless(name: str, shape: DynamicShape) -> None:
     head = learnt(name)
     for prompt, text in zip(prompts(), answers(), strict=True):
-        decoded = decode(endless_target(), head.tree(head, shape), prompt, 20)
+        decoded = decode(shared_target(), head.tree(head, shape), prompt, 20)
         assert decoded.token_ids == text[:20]
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts()[-1]
 
@@ -51,7 +51,7 @@ def test_trees_are_lossless(name: str, shape: DynamicShape) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", [pytest.param("chain", marks=slow), "tree", "sampled chain"])
 def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> None:
-    head, target = learnt(name), endless_target()
+    head, target = learnt(name), shared_target()
     warm = Sampling(temperature=0.7) if kind == "sampled chain" else Sampling()
 
     def drafter(*seeds: int) -> Drafter:
@@ -69,7 +69,7 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
 @pytest.mark.parametrize("name", ["dflash2", "dspark, rnn", "peagle"])
 def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
     head, text, number = learnt(name), texts_of_target(1, 10)[0], 3000
-    target, warm = endless_target(), Sampling(temperature=1.3)
+    target, warm = shared_target(), Sampling(temperature=1.3)
     drafter = head.chain(head, 2, warm, range(number))
     output = target.read_response(text[:1], text[1:], head.taps)
     many = TargetOutput(
@@ -104,7 +104,7 @@ def test_no_row_lies_beyond_the_window(name: str, monkeypatch) -> None:
     observed(drafter, text)
     tokens = drafter.propose(Roots.of(text[-1:])).tokens[0].tolist()
     assert [token == PAD for token in tokens] == [False, False, True, True]
-    output = endless_target().read_response(text[:4], text[4:], head.taps)
+    output = shared_target().read_response(text[:4], text[4:], head.taps)
     ranked = head.candidates(output, text, len(text) - 2, 4, 2)
     assert (ranked == PAD).all(-1).flatten().tolist() == [False, False, True, True]
     assert ranked[:2, 0, 0].tolist() == tokens[:2]

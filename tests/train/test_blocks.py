@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from exports import config_of
 from feature_heads import BLOCKS, feature_head, fresh, objective_of, settings_of
 from torch import Tensor
-from toys import packed, random_target, texts, tokenizer
+from toys import endless_target, packed, random_target, texts, tokenizer
 
 from conf.errors import InputError
 from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRun, SlotWeights
@@ -42,9 +42,7 @@ from train.loss.teachers import TextTeacher
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    target = random_target(num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
-    return target
+    return endless_target(num_hidden_layers=4)
 
 
 def test_weights_fall_with_depth() -> None:

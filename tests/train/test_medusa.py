@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import noisy_head, packed, random_target, texts
+from toys import endless_target, noisy_head, packed, texts
 
 from conf.errors import InputError
 from conf.settings.medusa import Labels, MedusaConfig, MedusaRun
@@ -20,9 +20,7 @@ from train.medusa import MedusaObjective
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
-    return target
+    return endless_target()
 
 
 def sums_of(objective: MedusaObjective, batch: dict) -> Sums:

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from toys import noisy_head, random_target, tree_of
+from toys import endless_target, noisy_head, tree_of
 
 from eval.decode import accept
 from eval.decode.accept import Accepted, verify
@@ -324,10 +324,8 @@ def drafter(kind: str, head: MedusaHead, sampling: Sampling, seeds: list[int]):
     return SampledMedusa(head, CHAIN if kind == "chain" else TREE, sampling, seeds)
 
 
-def endless_target(family: str = "llama") -> Target:
-    target = random_target(family, FAMILIES[family])
-    target.model.generation_config.eos_token_id = None
-    return target
+def shared_target(family: str = "llama") -> Target:
+    return endless_target(family, FAMILIES[family])
 
 
 def next_probs(target: Target, ids: list[int], sampling: Sampling) -> Tensor:
@@ -350,7 +348,7 @@ def text_probs(target: Target, sampling: Sampling) -> dict[tuple[int, ...], floa
 
 def keeps_what_is_said(family: str, kind: str) -> bool:
     """Says whether a target's texts with drafts have the distribution of those without."""
-    target, sampling = endless_target(family), Sampling(3.0, top_k=3)
+    target, sampling = shared_target(family), Sampling(3.0, top_k=3)
     seeds = list(range(NUM_DECODES))
     made = drafter(kind, noisy_head(target), sampling, seeds)
     found = decode_batch(target, made, [PROMPT] * NUM_DECODES, NUM_SAID, sampling, seeds)
@@ -392,7 +390,7 @@ def test_states_of_what_was_rejected_change_it(monkeypatch, family: str, kind: s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_a_seed_gives_one_text_alone_or_in_a_batch(family: str, kind: str) -> None:
-    target, sampling, seeds = endless_target(family), Sampling(1.0, top_p=0.9), [0, 1, 0, 7]
+    target, sampling, seeds = shared_target(family), Sampling(1.0, top_p=0.9), [0, 1, 0, 7]
     prompts, head = [PROMPT, PROMPT, PROMPT, PROMPT[:2]], noisy_head(target)
 
     def texts(rows: list[int]) -> list[list[int]]:
@@ -408,7 +406,7 @@ def test_a_seed_gives_one_text_alone_or_in_a_batch(family: str, kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_from_one_token_is_greedy(kind: str) -> None:
-    target, sampling = endless_target(), Sampling(1.0, top_k=1)
+    target, sampling = shared_target(), Sampling(1.0, top_k=1)
     expected = decode(target, NoDraft(), PROMPT, 40)
     assert decode(target, NoDraft(), PROMPT, 40, sampling).token_ids == expected.token_ids
     drafted = decode(target, drafter(kind, noisy_head(target), sampling, [0]), PROMPT, 40, sampling)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from toys import noisy_head, random_target
+from toys import endless_target, noisy_head
 
 from conf.settings.eagle import EagleConfig
 from eval.decode.drafters.lookup import PromptLookup
@@ -35,9 +35,7 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def target_of(family: str = "llama", num_layers: int = 2) -> Target:
-    target = random_target(family, num_hidden_layers=num_layers)
-    target.model.generation_config.eos_token_id = None
-    return target
+    return endless_target(family, num_hidden_layers=num_layers)
 
 
 def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:

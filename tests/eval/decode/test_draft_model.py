@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from toys import VOCAB_SIZE, random_target, tokenizer
+from toys import VOCAB_SIZE, endless_target, random_target, tokenizer
 from transformers import GenerationConfig
 
 from eval.decode.drafters.draft_model import (
@@ -39,9 +39,7 @@ WARM = Sampling(temperature=1.5, top_k=12)
 
 
 def endless(family: str = "llama") -> Target:
-    target = random_target(family)
-    target.model.generation_config.eos_token_id = None
-    return target
+    return endless_target(family)
 
 
 def noisy_copy(target: Target, noise: float = 0.1) -> Target:

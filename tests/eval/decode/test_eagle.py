@@ -2,8 +2,8 @@ from collections import Counter
 
 import pytest
 import torch
-from feature_heads import endless_target, learnt, prompts, texts_of_target
-from toys import random_target
+from feature_heads import learnt, prompts, shared_target, texts_of_target
+from toys import endless_target
 
 from conf.settings.eagle import EagleConfig
 from eval.decode.engine import NoDraft, decode, decode_batch
@@ -22,7 +22,7 @@ from tests.eval.decode.test_engine import OWN
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return endless_target()
+    return shared_target()
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -44,8 +44,7 @@ def test_drafts_read_texts_of_few_lengths(target, monkeypatch, kind: str) -> Non
 @pytest.mark.parametrize("family", OWN)
 def test_output_equals_the_targets_greedy_text(family: str) -> None:
     prompt = [5, 17, 40, 8, 77, 23, 61]
-    target = random_target(family, num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(family, num_hidden_layers=4)
     vocab = DraftVocab.everything(target.vocab_size)
     head = EagleHead.untrained(target, EagleConfig(), vocab, seed=0)
     text = decode(target, NoDraft(), prompt, 20).token_ids

@@ -9,7 +9,7 @@ from drafters import (
     small_models,
     small_target,
 )
-from toys import eagle_head, random_target, texts
+from toys import eagle_head, endless_target, texts
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
@@ -93,8 +93,7 @@ def test_a_window_is_filled_to_its_last_token() -> None:
 
 
 def test_replay_knows_the_window_of_a_head() -> None:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
+    target = endless_target()
     head, counts = eagle_head(target, EagleForm.eagle1), []
     for head.window in (20, 256):
         steps = []

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from toys import FAMILIES, Clock, noisy_head, random_target
+from toys import FAMILIES, Clock, endless_target, noisy_head, random_target
 from transformers import GenerationConfig
 
 from conf.command import clock as eval_clock
@@ -68,8 +68,7 @@ def greedy_by_generate(target, num_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("family", OWN)
 def test_output_equals_the_targets_greedy_text(family: str) -> None:
-    target = random_target(family)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(family)
     expected = greedy_by_generate(target, 40)
     assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
     head = noisy_head(target)
@@ -80,8 +79,7 @@ def test_output_equals_the_targets_greedy_text(family: str) -> None:
 @pytest.mark.parametrize("family", OWN)
 def test_accepted_branches_of_a_tree_keep_the_text(family: str) -> None:
     """The right tokens hang behind wrong siblings, so compaction really moves entries."""
-    target = random_target(family)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(family)
     text = decode(target, NoDraft(), PROMPT, 40).token_ids
     tree = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
     drafted = decode(target, Oracle([text], [PROMPT], tree), PROMPT, 40)
@@ -131,8 +129,7 @@ def test_every_second_is_booked_to_what_took_it(monkeypatch) -> None:
 
 
 def test_tokens_are_streamed_as_they_are_accepted() -> None:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
+    target = endless_target()
     prompts = [PROMPT, PROMPT[::-1]]
     texts = [decode(target, NoDraft(), prompt, 12).token_ids for prompt in prompts]
     tree = Tree.from_paths([[0], [1], [1, 1]])
@@ -143,8 +140,7 @@ def test_tokens_are_streamed_as_they_are_accepted() -> None:
 
 
 def test_the_text_ends_with_its_stop_token_inside_an_accepted_run() -> None:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
+    target = endless_target()
     text = decode(target, NoDraft(), PROMPT, 30).token_ids
     stop = next(t for i, t in enumerate(text) if i >= 6 and t not in text[:i])
     end = text.index(stop) + 1
@@ -222,8 +218,7 @@ class Waits(TorchFunctionMode):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.9)])
 @pytest.mark.parametrize("kind", ["none", "medusa", "eagle chain", "eagle tree", "lookup"])
 def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None:
-    target = random_target(num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(num_hidden_layers=4)
     vocab = DraftVocab.everything(target.vocab_size)
     eagle = EagleHead.untrained(target, EagleConfig(), vocab, seed=0)
     drafter = {

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from toys import random_target, texts
+from toys import endless_target, random_target, texts
 
 from conf.command.clock import Times
 from eval.decode.drafters.lookup import PromptLookup
@@ -18,9 +18,7 @@ from heads.target_model.model import Target
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
-    return target
+    return endless_target()
 
 
 def test_generate_takes_one_pass_a_token_after_the_prompts_own(target) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from drafters import seen
 from pytest import approx
-from toys import eagle_head, noisy_head, random_target, texts
+from toys import eagle_head, endless_target, noisy_head, texts
 
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.hybrid import Hybrid
@@ -116,8 +116,7 @@ def making(target: Target, kind: str) -> Callable[[], Drafter]:
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_batch_gives_the_targets_texts_by_both(kind: str) -> None:
-    target = random_target(num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(num_hidden_layers=4)
     long = texts(target, 1, 40)[0]
     prompts = [long[:4], long[4:] + long[:4], [61, 23, 77]]
     stop = decode(target, NoDraft(), prompts[0], 14).token_ids[-1]

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from toys import random_target
+from toys import endless_target
 
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.engine import NoDraft, decode
@@ -105,8 +105,7 @@ def test_the_texts_own_ngrams_are_guessed() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_guesses_are_accepted(seed: int) -> None:
-    target = random_target(seed=seed)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(seed=seed)
     text = decode(target, NoDraft(), PROMPT, 60).token_ids
     found = decode(target, Lookahead(), PROMPT + text[:-2], 40)
     assert found.token_ids == decode(target, NoDraft(), PROMPT + text[:-2], 40).token_ids

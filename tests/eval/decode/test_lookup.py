@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 import torch
 from drafters import ending_early, seen
-from toys import random_target
+from toys import endless_target, random_target
 
 from eval.decode.drafters.lookup import Ngram, PromptLookup
 from eval.decode.engine import NoDraft, decode
@@ -120,8 +120,7 @@ def test_reading_on_equals_reading_all_at_once(drafter: type[PromptLookup] | typ
 def test_a_text_that_repeats_itself_takes_few_passes(
     drafter: type[PromptLookup] | type[Ngram],
 ) -> None:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
+    target = endless_target()
     text = decode(target, NoDraft(), PROMPT, 60).token_ids
     # Its own text stands in the prompt, so that the copy begins where the text begins.
     found = decode(target, drafter(10), PROMPT + text[:-2], 30)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from toys import random_target
+from toys import endless_target
 
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import NoDraft, decode, decode_batch
@@ -68,8 +68,7 @@ def test_a_child_of_a_right_node_is_right_at_the_rate(tree: Tree) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
 def test_a_batch_gives_the_targets_texts(family: str) -> None:
-    target = random_target(family)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(family)
     first = decode(target, NoDraft(), PROMPTS[1], 40).token_ids
     target.model.generation_config.eos_token_id = [first[9]]
     texts = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in PROMPTS]
@@ -81,8 +80,7 @@ def test_a_batch_gives_the_targets_texts(family: str) -> None:
 
 
 def test_a_perfect_draft_takes_the_fewest_passes() -> None:
-    target = random_target()
-    target.model.generation_config.eos_token_id = None
+    target = endless_target()
     text = decode(target, NoDraft(), PROMPT, 41).token_ids
     found = decode(target, Oracle([text], Tree.chain(4), 1.0, 96), PROMPT, 41)
     assert [step.num_accepted for step in found.steps] == [4] * 8

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from toys import random_target, texts
+from toys import endless_target, random_target, texts
 
 from conf.errors import InputError
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
@@ -20,8 +20,7 @@ IDLE = (1, 3, 4)
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A target of six layers, three of which add nothing."""
-    target = random_target(num_hidden_layers=6)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(num_hidden_layers=6)
     for layer in IDLE:
         module = target.decoder.layers[layer]
         module.self_attn.o_proj.weight.data.zero_()

@@ -8,12 +8,12 @@ import torch
 from feature_heads import (
     BLOCKS,
     MASK,
-    endless_target,
     fresh,
     learnt,
     objective_of,
     observed,
     settings_of,
+    shared_target,
     texts_of_target,
 )
 from torch import Tensor
@@ -63,7 +63,7 @@ def test_a_tree_holds_the_likeliest_paths_of_all(name: str) -> None:
 def test_what_trains_is_what_drafts(name: str) -> None:
     """Packed documents, drawn anchors and no cache, against a text alone with one."""
     documents = texts_of_target(3, 14)
-    objective = objective_of(learnt(name), endless_target(), settings_of(name, num_anchors=9))
+    objective = objective_of(learnt(name), shared_target(), settings_of(name, num_anchors=9))
     batch = objective.prepare(objective.indexed(packed(documents)))
     anchors = batch[UNROLLED].drafts
     assert len(anchors) == 9
@@ -81,8 +81,8 @@ def test_what_trains_is_what_drafts(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_leaks_from_behind_the_anchor(name: str) -> None:
     config = settings_of(name)
-    head = fresh(endless_target(), config).eval()
-    objective = objective_of(head, endless_target(), config)
+    head = fresh(shared_target(), config).eval()
+    objective = objective_of(head, shared_target(), config)
     document = texts_of_target(1, 20)[0]
     other = [*document[:12], *(5 + token % 80 for token in document[12:])]
     found = []
@@ -96,9 +96,9 @@ def test_nothing_leaks_from_behind_the_anchor(name: str) -> None:
 
 @torch.inference_mode()
 def test_masks_are_embedded_as_the_mask_token() -> None:
-    head = fresh(endless_target(), settings_of("dflash"))
+    head = fresh(shared_target(), settings_of("dflash"))
     assert head.config.mask_token_id == MASK
-    other = fresh(endless_target(), settings_of("dflash"))
+    other = fresh(shared_target(), settings_of("dflash"))
     other.config = replace(head.config, mask_token_id=MASK + 1)
     text = texts_of_target(1, 8)[0]
     drawn = []

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from feature_heads import (
-    endless_target,
     fresh,
     learnt,
     observed,
     settings_of,
+    shared_target,
     texts_of_target,
 )
 from toys import packed
@@ -57,7 +57,7 @@ def test_what_trains_is_what_drafts(head, num_segments: int) -> None:
     """Packed documents, drawn rows and no cache, against a text alone with one."""
     documents = texts_of_target(3, 14)
     config = settings_of("peagle", num_anchors=9, num_segments=num_segments)
-    objective = PEagleObjective(head, endless_target(), config)
+    objective = PEagleObjective(head, shared_target(), config)
     batch = objective.prepare(objective.indexed(packed(documents)))
     steps = list(objective._unrolled(batch))
     drafts = lineages(batch[SUPERVISION], batch["input_ids"].numel(), config, (0,))
@@ -76,8 +76,8 @@ def test_what_trains_is_what_drafts(head, num_segments: int) -> None:
 
 def test_nothing_leaks_from_behind_the_text_that_a_row_sees() -> None:
     config = settings_of("peagle")
-    head = fresh(endless_target(), config).eval()
-    objective = PEagleObjective(head, endless_target(), config)
+    head = fresh(shared_target(), config).eval()
+    objective = PEagleObjective(head, shared_target(), config)
     document = texts_of_target(1, 20)[0]
     other = [*document[:12], *(5 + token % 80 for token in document[12:])]
     found = []
@@ -95,8 +95,8 @@ def test_segments_give_the_same_gradients() -> None:
     found = []
     for num_segments in (1, 3):
         config = settings_of("peagle", num_anchors=12, num_segments=num_segments, num_layers=3)
-        head = fresh(endless_target(), config)
-        objective = PEagleObjective(head, endless_target(), config)
+        head = fresh(shared_target(), config)
+        objective = PEagleObjective(head, shared_target(), config)
         batch = objective.prepare(objective.indexed(packed(texts_of_target(2, 16))))
         sums = objective(batch, objective.weights / objective.counts(batch))
         sums.total.backward()

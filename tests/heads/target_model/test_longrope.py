@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toys import eagle_head, noisy_head, random_model, random_target
+from toys import eagle_head, endless_target, noisy_head, random_model, random_target
 
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.lookup import PromptLookup
@@ -37,9 +37,7 @@ TREE = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    made = random_target("phi3", **LONGROPE)
-    made.model.generation_config.eos_token_id = None
-    return made
+    return endless_target("phi3", **LONGROPE)
 
 
 def ids(num_tokens: int, seed: int = 0) -> list[int]:
@@ -150,8 +148,7 @@ def test_replay_equals_decoding(target: Target, texts: list[list[int]], number: 
 
 
 def test_replay_of_features_equals_decoding() -> None:
-    target = random_target("phi3", **LONGROPE, num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target("phi3", **LONGROPE, num_hidden_layers=4)
     head = eagle_head(target, EagleForm.eagle3, num_updates=20)
     for prompt in PROMPTS:
         found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)

@@ -2,7 +2,7 @@ from math import exp, log
 
 import pytest
 import torch
-from toys import eagle_head, packed, random_target, texts
+from toys import eagle_head, endless_target, packed, random_target, texts
 
 from conf.errors import InputError
 from conf.settings.eagle import (
@@ -97,8 +97,7 @@ def test_settings_that_cannot_be_are_named(changes: dict, message: str) -> None:
 
 @pytest.fixture(scope="module")
 def setting():
-    target = random_target(num_hidden_layers=4)
-    target.model.generation_config.eos_token_id = None
+    target = endless_target(num_hidden_layers=4)
     batch = packed(texts(target, 3, 9))
     return target, batch
 
