@@ -16,6 +16,7 @@ PROVENANCE = "headsmith.json"
 """File beside a head that says how it was made."""
 SECONDS_TO_CONNECT = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
+GGUF = ".gguf"
 
 
 def check_target(config: TargetConfig) -> None:
@@ -51,7 +52,10 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
     Raises:
         InputError: what is missing, or both sizes.
     """
-    if head.path is None:
+    if head.path is None or gguf_parts(head.path):
+        return
+    place = here(key, head.path)
+    if place is not None and gguf_in(place) is not None:
         return
     mine = _config(key, head.path, head.revision, "config.json")
     folder = here(key, head.path)
@@ -75,6 +79,22 @@ def other_target(name: str, mine: object, told: str, path: str, theirs: object) 
         f"head.path: this head has {name}={mine} (trained for {told}) but target.path={path} has "
         f"{theirs}; use the head's own target"
     )
+
+
+def gguf_in(place: Path) -> Path | None:
+    """The GGUF file of a head: a path itself, or the one in a folder without a `config.json`.
+
+    Raises:
+        InputError: there are several.
+    """
+    if place.suffix == GGUF and place.is_file():
+        return place
+    if (place / "config.json").is_file():
+        return None
+    files = sorted(place.glob(f"*{GGUF}"))
+    if len(files) > 1:
+        raise InputError(f"head.path={place}: name one of {[file.name for file in files]}")
+    return files[0] if files else None
 
 
 def folder_with(key: str, path: str, folder: Path, *names: str) -> Path:

@@ -59,8 +59,8 @@ class Files:
     """A head's folder, but for words and golden values.
 
     Attributes:
-        config: content of `config.json`.
-        weights: name of the file of tensors.
+        config: content of `config.json`, or the metadata of a GGUF file.
+        weights: name of the file of tensors; a GGUF file's ends with `.gguf`.
         tensors: its content.
         added: names of tensors that are not the head's own, but the target's, or zeros.
         layers: target features that the head fuses, as `output_hidden_states` counts them.

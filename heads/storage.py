@@ -13,21 +13,28 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import here, retried
-from heads.folders import folder_with
+from conf.files import gguf_parts, here, retried
+from heads.folders import folder_with, gguf_in
 
 
 def locate(path: str, revision: str | None) -> Path:
-    """The local folder of a head with a `config.json`: itself, or a snapshot of a Hub repository.
+    """The local place of a head: its folder, with a `config.json` or a GGUF file, or such a file.
 
     Raises:
-        InputError: nothing there, or the file is missing.
+        InputError: nothing there, or no such file.
     """
-    folder = here("head.path", path) or _download(path, revision)
+    place, *names = gguf_parts(path) or (path,)
+    folder = here("head.path", place) or _download(place, revision, *names)
+    if names:
+        folder_with("head.path", path, folder, *names)
+        return folder / names[0]
+    if gguf_in(folder) is not None:
+        return folder
     return folder_with("head.path", path, folder, "config.json")
 
 
-def _download(path: str, revision: str | None) -> Path:
+def _download(path: str, revision: str | None, *names: str) -> Path:
+    """The snapshot of a Hub repository: the files of these names, or those of a head."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -36,8 +43,8 @@ def _download(path: str, revision: str | None) -> Path:
             snapshot_download(
                 path,
                 revision=revision,
-                allow_patterns=["*.json", "*.safetensors", "*.md"],
-                ignore_patterns=["*/*"],  # the head's exports
+                allow_patterns=list(names) or ["*.json", "*.safetensors", "*.gguf", "*.md"],
+                ignore_patterns=None if names else ["*/*"],  # the head's exports
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:

@@ -20,11 +20,13 @@ if __name__ == "__main__":
 import torch
 
 from conf.errors import InputError
+from conf.files import gguf_parts
 from data.embedded import TARGET, is_embedded
 from eval.parity.gate import check_parity
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
 from heads.folders import PROVENANCE
+from heads.gguf import find_gguf
 from heads.head import UNKNOWN
 from heads.kinds import read_head
 from heads.storage import locate
@@ -59,7 +61,11 @@ def main(config: ExportRun) -> None:
     head.attach(target, getattr(torch, config.dtype.value)).eval()
     head.config = replace(head.config, target=target.name)  # its name of today
     check_target(head, config.format)
-    export_head(head, config.format, golden(head, target), out_dir, provenance)
+    words = config.tokenizer_gguf
+    if words is None and gguf_parts(path):
+        words = str(find_gguf(path, where.revision).file)
+    source = None if words is None else Path(words).expanduser()
+    export_head(head, config.format, golden(head, target), out_dir, provenance, source)
     verify(out_dir)
     command = head.export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")

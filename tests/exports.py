@@ -27,7 +27,8 @@ CELLS = [
     (engine.value, kind)
     for engine in ExportFormat
     for kind in KINDS
-    if (kind.split(".")[0], engine) in LAYOUTS and (engine.value, kind) != ("original", "eagle3.1")
+    if (kind.split(".")[0], engine) in LAYOUTS
+    and (engine.value, kind) not in (("original", "eagle3.1"), ("llamacpp", "eagle3.1"))
 ]
 EAGLE31 = {"fc_norm": True, "norm_output": True}
 

@@ -63,7 +63,7 @@ def settings_of(name: str, **changes: Any) -> Any:
     chosen = {**common, **blocks, **BLOCKS[name], **changes}
     if name == "dflash2":
         small = {"conv_group_size": 8, "conv_kernel_size": 3, "selector_rank": 4}
-        return DFlash2Config(**chosen, **small, selector_top_k=9)
+        return DFlash2Config(**{**small, "selector_top_k": 9, **chosen})
     if name.startswith("dflash"):
         return DFlashConfig(**chosen)
     return DSparkConfig(divergence=Divergence.kl, markov_rank=8, **chosen)

@@ -20,12 +20,15 @@ class ExportFormat(Enum):
     """vllm-project/speculators, which vLLM opens without further settings."""
     original = "original"
     """The method's authors: FasterDecoding/Medusa, SafeAILab/EAGLE."""
+    llamacpp = "llamacpp"
+    """llama.cpp: a GGUF file."""
 
 
 class ExportDtype(Enum):
     """Dtypes of the exported weights."""
 
     float32 = "float32"
+    float16 = "float16"
     bfloat16 = "bfloat16"
 
 
@@ -38,6 +41,9 @@ class ExportRun:
     head: HeadRef = field(default_factory=HeadRef)
     format: ExportFormat = "???"  # type: ignore[assignment]
     dtype: ExportDtype = ExportDtype.float32
+    tokenizer_gguf: str | None = None
+    """GGUF file of the target whose vocabulary `format=llamacpp` copies; unset, that of a
+    `target.path` which is one, or else a placeholder, as llama.cpp reads text by the target's."""
     out_dir: str = "outputs/export"
     """Replaced if it holds an export; otherwise it must be empty."""
 

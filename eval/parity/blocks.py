@@ -22,6 +22,7 @@ TITLES = {
     "sglang": "SGLang",
     "speculators": "speculators",
     "original": "the authors' code",
+    "llamacpp": "llama.cpp",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -224,7 +225,7 @@ class ServedBlocks(ServedLayers):
         rows = "one after another" if shape.causal else "all at once"
         seen = "all of the text" if shape.window is None else f"{shape.window} tokens"
         return [
-            f"config.json: {self.title} reads hidden states {list(shape.layers)}, "
+            f"{self.export.config_name}: {self.title} reads hidden states {list(shape.layers)}, "
             f"{shape.block_size} rows that see {seen} and each other {rows}",
             self.tensor_line,
             self.vocabulary_line(OUTPUT in self.export.tensors),

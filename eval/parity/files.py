@@ -16,7 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.errors import InputError
+from eval.parity.gguf import parse
 
+GGUF = ".gguf"
+FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
+"""`general.file_type` of a GGUF file."""
 GOLDEN = Path("parity") / "parity.safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -32,7 +36,7 @@ class Export:
         kind: of the head.
         layers: target features that the head was trained on, as indices of
             `output_hidden_states`; None in a folder without `headsmith.json`.
-        config: `config.json`.
+        config: `config.json`; of a GGUF file, its `eval.parity.gguf.Entry`s by key.
         weights: the file of `tensors`.
         tensors: by the names in the file.
         dtype: of its floating-point tensors.
@@ -46,6 +50,11 @@ class Export:
     weights: Path
     tensors: dict[str, Tensor]
     dtype: str
+
+    @property
+    def config_name(self) -> str:
+        """The file that says what is built."""
+        return self.weights.name if self.weights.suffix == GGUF else "config.json"
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,10 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
     if pickled:
         raise InputError(f"{folder}: pickled files {pickled}: only safetensors and JSON are read")
-    config = read_json(folder / "config.json")
     note = _note(folder, engine, golden.kind)
+    if note["format"] == "llamacpp":
+        return _read_gguf(folder, note, golden.kind)
+    config = read_json(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise InputError(
@@ -121,6 +132,24 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
         folder, note["format"], golden.kind, note.get("layers"), config, weights, tensors,
         _dtype(weights, tensors, noted),
     )  # fmt: skip
+
+
+def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
+    """Reads an export that is one GGUF file, whose matrices have one dtype.
+
+    Raises:
+        InputError: as `read_export`.
+    """
+    files = sorted(folder.glob(f"*{GGUF}"))
+    if len(files) != 1:
+        raise InputError(f"{folder}: GGUF files {[p.name for p in files]}: must be exactly one")
+    entries, tensors = parse(files[0])
+    matrices = {n: t for n, t in tensors.items() if t.ndim > 1 and n.endswith(".weight")}
+    stated = entries.get("general.file_type")
+    noted = [note.get("dtype"), None if stated is None else FILE_TYPES.get(stated.value, "other")]
+    dtype = _dtype(files[0], matrices, noted)
+    layers = note.get("layers")
+    return Export(folder, note["format"], kind, layers, entries, files[0], tensors, dtype)
 
 
 def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
@@ -206,8 +235,8 @@ def _dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> s
     dtypes = {*counts, *(dtype for dtype in noted if dtype is not None)}
     if len(dtypes) != 1 or not dtypes <= set(FLOATS.values()):
         raise InputError(
-            f"{file}: dtypes of its floats {dict(counts)}, and noted in "
-            f"headsmith.json (export.dtype) and config.json (dtype, torch_dtype) {noted}: must "
-            f"be one of {list(FLOATS.values())} throughout"
+            f"{file}: dtypes of its floats {dict(counts)}, and noted in headsmith.json "
+            f"(export.dtype) and config.json (dtype, torch_dtype; general.file_type) {noted}: "
+            f"must be one of {list(FLOATS.values())} throughout"
         )
     return dtypes.pop()

@@ -20,7 +20,7 @@ from conf.errors import InputError
 from eval.parity import readers
 from eval.parity.files import Export, Golden, read_export, read_golden
 
-FORMATS = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original")
+FORMATS = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original", "llamacpp")
 TOLERANCE = 1e-4
 """Of the largest logit. On trained heads the two sides, which sum in different order, differ by
 1e-6 of it, by 4e-5 at most where random weights amplify that; rounding a single tensor to bfloat16
@@ -66,12 +66,13 @@ class Reader(Protocol):
         """
 
 
-def readers_by_kind() -> dict[str, Reader]:
-    """Every module in the folder of readers, by the kind of head that it reads."""
-    by_kind: dict[str, Reader] = {}
+def readers_by_kind() -> dict[str, dict[str, Reader]]:
+    """Every module in the folder of readers, by the kind of head and the format that it reads."""
+    by_kind: dict[str, dict[str, Reader]] = {}
     for module in pkgutil.iter_modules(readers.__path__, f"{readers.__name__}."):
         reader = cast(Reader, importlib.import_module(module.name))
-        by_kind |= dict.fromkeys(reader.FORMATS, reader)
+        for kind, formats in reader.FORMATS.items():
+            by_kind.setdefault(kind, {}).update(dict.fromkeys(formats, reader))
     return by_kind
 
 
@@ -90,11 +91,11 @@ def check_parity(folder: Path, engine: str | None = None) -> Verdict:
     by_kind = readers_by_kind()
     golden = read_golden(folder, list(by_kind))
     export = read_export(folder, engine, golden)
-    reader = by_kind[export.kind]
-    if export.format not in reader.FORMATS[export.kind]:
+    reader = by_kind[export.kind].get(export.format)
+    if reader is None:
         raise InputError(
             f"{folder}: format {export.format} has no heads of kind {export.kind}; allowed: "
-            f"{sorted(reader.FORMATS[export.kind])}"
+            f"{sorted(by_kind[export.kind])}"
         )
     served = reader.read(export, golden)
     difference, scale = _compare(golden, list(served.logits()))

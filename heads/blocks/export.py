@@ -2,7 +2,8 @@
 
 Read from the loaders themselves: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and
 `configs/speculators/`; SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9
-`models/{dflash,dflash2,dspark}`; z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`.
+`models/{dflash,dflash2,dspark}`; z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`;
+llama.cpp b11434 `src/models/dflash.cpp`.
 All but speculators take the authors' own layout, which is how heads are saved.
 """
 
@@ -12,9 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from conf.settings.export import ExportFormat
+from heads.blocks import gguf
 from heads.blocks.config import dflash_keys
 from heads.blocks.network import BlockNetwork
 from heads.export.engines import dtype_of, vllm_command
+from heads.export.llamacpp import rope_problem, weights_name
+from heads.export.llamacpp import serve_command as serve_llamacpp
 from heads.head import WEIGHTS, Files
 from heads.layers.llama import LLAMA_KEYS
 
@@ -27,7 +31,7 @@ class BlockLayout:
 
     Attributes:
         name: of the method, as speculators calls it.
-        vllm: the same in vLLM, and in SGLang in capitals.
+        vllm: the same in vLLM and llama.cpp, and in SGLang in capitals.
         title: of its heads, for sentences.
         speculators: the class that speculators gives them.
         with_ends: the authors' files hold the target's embedding and output head.
@@ -46,9 +50,11 @@ def problem(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> st
     if engine is ExportFormat.vllm:
         return None
     if engine is ExportFormat.speculators:
-        if config.causal and (config.window is None or config.full_layers):
-            return "lets rows see later ones wherever they see all of the text (head.causal=true)"
-        return None
+        limited = config.causal and (config.window is None or config.full_layers)
+        every = "lets rows see later ones wherever they see all of the text (head.causal=true)"
+        return every if limited else None
+    if engine is ExportFormat.llamacpp:
+        return _llamacpp_problem(head)
     if engine not in (ExportFormat.sglang, ExportFormat.original):
         return f"has no layout for {layout.title} that is written here"
     own = head.lm_head is not None or head.embed_tokens is not None
@@ -58,8 +64,26 @@ def problem(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> st
     return "lets rows see all of the text and of their block" if limited else None
 
 
+def _llamacpp_problem(head: BlockNetwork) -> str | None:
+    config = head.config
+    hidden, width = config.llama.hidden_size, config.target_hidden_size
+    if config.causal and config.full_layers:
+        return (
+            "makes rows causal in all layers or in none, and layers "
+            f"{list(config.full_layers)} of this head see all of the text"
+        )
+    if width != hidden:
+        return (
+            f"fuses features as wide as the head, and this head has {hidden} for features of "
+            f"{width}"
+        )
+    return rope_problem(config.llama.rope_parameters)
+
+
 def files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> Files:
     """The files that an engine reads which can serve the head."""
+    if engine is ExportFormat.llamacpp:
+        return gguf.files(head, layout.vllm)
     added = _ends(head) if engine is ExportFormat.original and layout.with_ends else {}
     own, dtype = head.files(), dtype_of(head)
     settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
@@ -138,6 +162,9 @@ def serve_command(
             f"--speculative-draft-model-path {folder} "
             f"--speculative-num-draft-tokens {tokens + 1}"
         )
+    if engine is ExportFormat.llamacpp:
+        file = f"{folder}/{weights_name(layout.vllm, target, head.dtype)}"
+        return serve_llamacpp(target, file, f"draft-{layout.vllm}", tokens)
     if layout.with_ends:
         return (
             "from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel\n"

@@ -67,7 +67,8 @@ class BlockHead(BlockNetwork):
         if problem is not None:
             return Export(problem)
         files = partial(export.files, self, engine, self.layout)
-        return Export(None, files, export.serve_command(self, engine, folder, self.layout))
+        command = export.serve_command(self, engine, folder, self.layout)
+        return Export(None, files, command)
 
     def export_problem(self, engine: ExportFormat) -> str | None:
         """The reason why an engine cannot serve the head, as the end of a sentence, or None."""

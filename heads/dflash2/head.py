@@ -198,9 +198,15 @@ class DFlash2Head(BlockHead):
         }
 
     def export_problem(self, engine: ExportFormat) -> str | None:
-        """Rows see each other both ways, and speculators scales nothing."""
+        """Rows see each other both ways, speculators scales nothing, llama.cpp wants room."""
         if self.config.causal:
             return "lets rows of DFlash-2 see later ones, and this head has head.causal=true"
         if self.scales and engine is ExportFormat.speculators:
             return f"has no word for {' and '.join(self.scales)} of this head"
+        top_k, hidden = self.config.selector_top_k, self.config.llama.hidden_size
+        if engine is ExportFormat.llamacpp and hidden < top_k * (top_k + 1):
+            return (
+                "needs a hidden size of k * (k + 1) or more for head.selector_top_k=k, and this "
+                f"head has {hidden} for {top_k}"
+            )
         return super().export_problem(engine)

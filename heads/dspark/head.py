@@ -174,8 +174,8 @@ class DSparkHead(BlockHead):
         }
 
     def export_problem(self, engine: ExportFormat) -> str | None:
-        """vLLM builds one of the Markov heads, whatever the file says."""
-        markov = self.config.markov_head_type
-        if engine is ExportFormat.vllm and markov is not Markov.vanilla:
+        """vLLM and llama.cpp build one of the Markov heads, whatever the file says."""
+        markov, alone = self.config.markov_head_type, (ExportFormat.vllm, ExportFormat.llamacpp)
+        if engine in alone and markov is not Markov.vanilla:
             return f"applies head.markov_head_type=vanilla alone, and this head has {markov.value}"
         return super().export_problem(engine)

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
+from heads.eagle import gguf
 from heads.eagle.layouts import NORMS, EagleLayout, check_target, takes_own_embedding
 from heads.eagle.network import EagleNetwork
 from heads.export.engines import dtype_of, vllm_command
+from heads.export.llamacpp import serve_command as serve_llamacpp
+from heads.export.llamacpp import weights_name
 from heads.head import WEIGHTS, Files
 from heads.layers.llama import old_rope
 from heads.target_model import sizes
@@ -30,6 +33,8 @@ def files(
         InputError: see `layouts.check_target`.
     """
     check_target(head, engine, layout)
+    if layout.gguf:
+        return gguf.files(head)
     own, added = _tensors(head, layout), _added(head, layout)
     settings = _config(head, layout, dtype_of(head))
     if engine is ExportFormat.speculators:
@@ -161,6 +166,9 @@ def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
             f"  eagle3_layers_to_capture: {layers}\nEND\n"
             f"trtllm-serve {target} --config speculative.yaml"
         )
+    if engine is ExportFormat.llamacpp:
+        file = f"{folder}/{weights_name('eagle3', target, head.dtype)}"
+        return serve_llamacpp(target, file, "draft-eagle3", tokens)
     return (
         "import torch\nfrom eagle.model.ea_model import EaModel\n"
         f'model = EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", '

@@ -5,7 +5,8 @@ Read from the loaders themselves:
 - SGLang `models/{llama_eagle,llama_eagle3,llama}.py` (2026), `model_runner.py`;
 - TensorRT-LLM `_torch/models/modeling_speculative.py`, `llm_args.py` (1.3);
 - speculators 0.9 `models/eagle3/{config,core}.py`;
-- SafeAILab/EAGLE `model/{cnets,cnets1,configs,ea_model}.py`.
+- SafeAILab/EAGLE `model/{cnets,cnets1,configs,ea_model}.py`;
+- llama.cpp b11434 `src/models/eagle3.cpp`.
 
 None of them looks for tensors that are missing: most start those at random and serve nonsense.
 """
@@ -20,6 +21,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
 from heads.eagle.network import EagleNetwork
 from heads.export.engines import ENGINES
+from heads.export.llamacpp import rope_problem
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
 # What a head may have beyond the paper's, by the field of `EagleHeadConfig`.
@@ -47,6 +49,8 @@ class EagleLayout:
         layer_offset: what its layer ids are more than those of `output_hidden_states`; None if it
             always reads 2, L/2 and L-3 of these.
         min_layers: features below which it does not fuse.
+        num_layers: features that it fuses; None for any number.
+        any_order: takes features in the order of the head.
         zero_fc_bias: builds `fc` with a bias, which a head without one must set to zero.
         embedding: needs `embed_tokens.weight`, even if that is the target's.
         own_embedding: takes a head's own embedding where the target's would fit as well.
@@ -58,6 +62,7 @@ class EagleLayout:
         old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
             size but hidden / heads.
         unread_rope: settings of RoPE that it does not read.
+        gguf: is a GGUF file, which says RoPE in words of its own.
         method: what speculators calls the kind of head.
     """
 
@@ -66,6 +71,8 @@ class EagleLayout:
     layer_prefix: str = "midlayer."
     layer_offset: int | None = 0
     min_layers: int = 1
+    num_layers: int | None = None
+    any_order: bool = False
     zero_fc_bias: bool = False
     embedding: bool = False
     own_embedding: bool = True
@@ -76,6 +83,7 @@ class EagleLayout:
     equal_widths: bool = False
     old_rope: bool = False
     unread_rope: tuple[str, ...] = ()
+    gguf: bool = False
     method: str = "eagle3"
 
 
@@ -142,6 +150,16 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
             old_rope=True,
         ),
     },
+    ExportFormat.llamacpp: {
+        EagleForm.eagle3: EagleLayout(
+            "eagle3",
+            ("norm_before_fc", "norm_before_residual"),
+            num_layers=3,
+            any_order=True,
+            t2d=False,
+            gguf=True,
+        ),
+    },
 }
 
 
@@ -174,10 +192,12 @@ def _part_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
 
 
 def _order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
-    if list(layers) != sorted(set(layers)):
+    if not layout.any_order and list(layers) != sorted(set(layers)):
         return f"hands over features in rising order, and this head reads {list(layers)}"
     if 0 < len(layers) < layout.min_layers:
         return f"fuses at least {layout.min_layers} features, and this head reads {list(layers)}"
+    if layers and layout.num_layers not in (None, len(layers)):
+        return f"fuses {layout.num_layers} features, and this head reads {list(layers)}"
     return None
 
 
@@ -187,6 +207,8 @@ def _rope_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     for key in layout.unread_rope:
         if rope.get(key) is not None:
             return f"does not read {key} of RoPE's settings, and this head has {key}={rope[key]}"
+    if layout.gguf:
+        return rope_problem(rope)
     if not layout.old_rope:
         return None
     kind, theta = rope["rope_type"], rope["rope_theta"]
@@ -222,7 +244,7 @@ def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayo
         raise InputError(
             f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, and "
             "embed_tokens.weight of this head is another; allowed where a head keeps its own: "
-            "vllm, original"
+            "vllm, original, llamacpp"
         )
 
 
@@ -237,7 +259,7 @@ def _check_layers(
                 f"{start}, and {ENGINES[engine]} always {fixed}; train with head.layers={fixed}, "
                 "or choose another format"
             )
-    elif layers[0] < -layout.layer_offset or layers[-1] >= num_layers:
+    elif min(layers) < -layout.layer_offset or max(layers) >= num_layers:
         raise InputError(
             f"{start}, and for {ENGINES[engine]} they must lie in "
             f"{-layout.layer_offset}..{num_layers - 1} (what is known of the last one has passed "

@@ -19,6 +19,7 @@ ENGINES = {
     ExportFormat.tgi: "TGI",
     ExportFormat.speculators: "speculators",
     ExportFormat.original: "the authors' code",
+    ExportFormat.llamacpp: "llama.cpp",
 }
 LOADERS = {
     ExportFormat.vllm: "vLLM 0.32",
@@ -27,8 +28,16 @@ LOADERS = {
     ExportFormat.tgi: "TGI 3.3",
     ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
     ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
+    ExportFormat.llamacpp: "llama.cpp b11434",
 }
 """Versions of engines whose loaders were read."""
+
+
+TAKEN = {
+    ExportFormat.llamacpp: "it runs heads of train/eagle.py with head=eagle3, and of "
+    "train/dflash.py, dflash2.py and dspark.py"
+}
+"""The heads that engines take which are fewer than most, for whoever has another."""
 
 
 def vllm_command(method: str, num_tokens: int, target: str, folder: str, **more: bool) -> str:

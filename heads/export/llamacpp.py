@@ -1,19 +1,153 @@
-"""Parts that GGUF files of a target and of a head share: vocabulary, RoPE, order of its rows.
+"""Parts that GGUF files of a target and of a head share: names, sizes, vocabulary, RoPE.
 
-Source: llama.cpp b11434 `src/llama-{model,vocab}.cpp`, `conversion/llama.py`.
+Source: llama.cpp b11434 `src/llama-{arch,model,vocab}.cpp`, `src/models/{eagle3,dflash}.cpp`.
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
+from conf.errors import InputError
+from conf.files import HUB_ID
 from heads.export.gguf import GgufFile, Kind, Value
 
-ROPE_KINDS = ("default", "linear", "yarn", "llama3")
-"""RoPE that a file can say."""
+FILE_TYPES = {torch.float32: (0, "F32"), torch.float16: (1, "F16"), torch.bfloat16: (32, "BF16")}
+"""`general.file_type`, and its name, by the dtype of matrices."""
+LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "hidden_norm.weight": "attn_norm_2.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+"""Names of a layer's tensors: transformers', and llama.cpp's behind `blk.N.`."""
+SIZES = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+}
+"""Names of sizes: transformers', and llama.cpp's behind the architecture."""
+ROPE_FREQS = "rope_freqs.weight"
+USUAL_YARN = {
+    **{"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+    **{"beta_fast": 32, "beta_slow": 1, "truncate": True},
+}
+"""Settings of YaRN that llama.cpp goes by."""
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Settings of every Llama 3, without which divisors of frequencies do not tell the others."""
+BASE = "general.base_model.0.name"
+LAYER_INPUTS = (
+    *("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("gemma4", "gpt_oss", "lfm2", "minimax", "minimax_m2", "nemotron_h", "hunyuan_vl"),
+    *("deepseek_v4", "mimo_v2_flash", "nanbeige", "muse_glimmer", "qwen4_exp"),
+)
+"""Types of targets whose architecture hands the inputs of its layers to draft heads."""
+
+
+def sizes(config: LlamaConfig, arch: str) -> dict[str, Value]:
+    """The metadata of a Llama's sizes and RoPE.
+
+    Args:
+        config: of a target, or of the layers of a head.
+        arch: the architecture, with which the keys begin.
+    """
+    found = {key: Value.of(getattr(config, name)) for name, key in SIZES.items()}
+    found |= {
+        "attention.value_length": Value.of(config.head_dim),
+        "rope.dimension_count": Value.of(config.head_dim),
+        "attention.layer_norm_rms_epsilon": Value(Kind.f32, config.rms_norm_eps),
+    }
+    keyed = {f"{arch}.{key}": value for key, value in found.items()}
+    return keyed | rope_metadata(config.rope_parameters, arch)
+
+
+def of_head(
+    config: LlamaConfig, arch: str, dtype: torch.dtype, title: str, target: str
+) -> dict[str, Value]:
+    """The metadata of any head.
+
+    Args:
+        config: of its layers.
+        arch: the architecture.
+        dtype: of its matrices.
+        title: what such heads are called.
+        target: Hub id or folder of its target.
+    """
+    found = {
+        "general.architecture": Value.of(arch),
+        "general.type": Value.of("model"),
+        "general.name": Value.of(f"{title} for {Path(target).name}"),
+        "general.file_type": Value.of(FILE_TYPES[dtype][0]),
+    }
+    if HUB_ID.fullmatch(target) and not Path(target).exists():
+        found["general.base_model.count"] = Value.of(1)
+        found[BASE] = Value.of(target)
+    return found | sizes(config, arch)
+
+
+def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
+    """The name of a head's file; llama.cpp tells by the prefix which of a repository's it is."""
+    return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
+
+
+def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name in the dtypes that llama.cpp computes with: vectors, kernels are float32."""
+    return {
+        name: tensor
+        if not tensor.is_floating_point() or (tensor.ndim > 1 and name.endswith(".weight"))
+        else tensor.float()
+        for name, tensor in sorted(tensors.items())
+    }
+
+
+def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
+    """The commands that make a target's file, unless it is one, and serve it with a head.
+
+    Args:
+        target: Hub id, folder or file of the target.
+        file: of the head.
+        kind: of the head: `draft-eagle3`, `draft-dflash` or `draft-dspark`.
+        num_tokens: drafted at a time.
+    """
+    lines, made = [], target
+    if not target.endswith(".gguf"):
+        folder, made = target, f"{Path(target).name}.gguf"
+        if not Path(target).exists():
+            folder = Path(target).name
+            lines.append(f"hf download {target} --local-dir {folder}")
+        convert = f"python llama.cpp/convert_hf_to_gguf.py {folder} --outtype auto --outfile {made}"
+        lines.append(convert)
+    serve = f"--spec-type {kind} --spec-draft-n-max {num_tokens} --metrics"
+    return "\n".join([*lines, f"llama-server -m {made} -md {file} {serve}"])
+
+
+def target_hint(model_type: str) -> str:
+    """A warning about a target that hands out no inputs of its layers; empty for others."""
+    if model_type.removesuffix("_text") in LAYER_INPUTS:
+        return ""
+    return (
+        f"This target is of type {model_type}. In llama.cpp b11434 the types that hand the inputs "
+        f"of their layers to a head are {', '.join(LAYER_INPUTS)}; with others `llama-server` ends "
+        "with an assertion. A newer one may know more: `grep -l t_layer_inp src/models/*.cpp`."
+    )
 
 
 def vocabulary(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
@@ -27,7 +161,7 @@ def vocabulary(size: int, source: Path | None = None, **more: int) -> dict[str, 
             `eos_token_id` placeholders end texts at id 11.
 
     Raises:
-        InputError: `source` is no GGUF.
+        InputError: `source` is no GGUF, or has a vocabulary of another size.
     """
     if source is None:
         found = {
@@ -41,14 +175,31 @@ def vocabulary(size: int, source: Path | None = None, **more: int) -> dict[str, 
     else:
         metadata = GgufFile(source, "tokenizer_gguf").metadata
         found = {key: each for key, each in metadata.items() if key.startswith("tokenizer.")}
+        tokens = found.get("tokenizer.ggml.tokens")
+        if tokens is None or len(tokens.content) != size:
+            raise InputError(
+                f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
+                f"and the target {size}: name the target's own file"
+            )
     return found | {f"tokenizer.ggml.{name}": Value.of(index) for name, index in more.items()}
 
 
-def rope_metadata(rope: dict[str, Any], arch: str) -> dict[str, Value]:
+def rope_problem(rope: Any) -> str | None:
+    """The reason why a file cannot say RoPE of these settings, as the end of a sentence."""
+    kind = rope["rope_type"]
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        return f"knows RoPE of default, linear, yarn and llama3, and this head has {kind}"
+    for key, usual in USUAL_YARN.items():
+        if kind == "yarn" and rope.get(key) not in (None, usual):
+            return f"takes {key}={usual} of YaRN's settings, and this head has {rope[key]}"
+    return None
+
+
+def rope_metadata(rope: Any, arch: str) -> dict[str, Value]:
     """The metadata of RoPE, but for llama3's, which is a tensor: see `rope_divisors`.
 
     Args:
-        rope: `rope_parameters` of a config, of a kind of `ROPE_KINDS`.
+        rope: `rope_parameters` of a config, without a `rope_problem`.
         arch: with which the keys begin.
     """
     found = {"freq_base": Value(Kind.f32, rope["rope_theta"])}
@@ -61,7 +212,7 @@ def rope_metadata(rope: dict[str, Any], arch: str) -> dict[str, Value]:
     return {f"{arch}.rope.{key}": value for key, value in found.items()}
 
 
-def rope_divisors(rope: dict[str, Any], head_dim: int) -> Tensor | None:
+def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
     """[head_dim / 2] float32 `rope_freqs.weight`, which divides the frequencies of llama3's RoPE.
 
     Args:
@@ -73,6 +224,7 @@ def rope_divisors(rope: dict[str, Any], head_dim: int) -> Tensor | None:
     """
     if rope["rope_type"] != "llama3":
         return None
+    assert head_dim is not None
     powers = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** powers)
@@ -93,3 +245,79 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
 def halved(weight: Tensor, num_heads: int) -> Tensor:
     """The inverse of `interleaved`."""
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def config_of(metadata: Mapping[str, Value], divisors: Tensor | None, what: str) -> dict[str, Any]:
+    """The sizes and RoPE of a head in transformers' words.
+
+    Args:
+        metadata: of a GGUF file.
+        divisors: its `rope_freqs.weight`.
+        what: the file, for messages.
+
+    Raises:
+        InputError: one is missing, or RoPE that no config says.
+    """
+    arch = metadata["general.architecture"].content
+    values = Facts(metadata, arch, what)
+    found = {name: values.need(key) for name, key in SIZES.items() if key != "vocab_size"}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    found["vocab_size"] = len(tokens.content) if tokens else values.need("vocab_size")
+    found["rms_norm_eps"] = values.need("attention.layer_norm_rms_epsilon")
+    rope = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
+    if (kind := values.get("rope.scaling.type", "none")) != "none":
+        rope |= {"rope_type": kind, "factor": values.need("rope.scaling.factor")}
+    if kind == "yarn":
+        original = values.need("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = original
+    elif divisors is not None:
+        rope |= _llama3(divisors, rope["rope_theta"], what)
+    base = metadata.get(BASE)
+    target = {"base_model_name_or_path": base.content} if base else {}
+    return found | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
+
+
+def _llama3(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
+    """The settings of RoPE whose divisors these are."""
+    shared = {"rope_type": "llama3", "rope_theta": theta, "factor": float(divisors.max()), **LLAMA3}
+    for power in range(4, 24):
+        rope = shared | {"original_max_position_embeddings": 2**power}
+        made = rope_divisors(rope, 2 * len(divisors))
+        assert made is not None
+        if torch.allclose(made, divisors, rtol=1e-5, atol=0):
+            return rope
+    raise InputError(f"{what}: {ROPE_FREQS} is not llama3's, with {LLAMA3} and a power of two")
+
+
+class Facts:
+    """Metadata of an architecture.
+
+    Args:
+        metadata: of a GGUF file.
+        arch: with which the keys begin.
+        what: the file, for messages.
+    """
+
+    def __init__(self, metadata: Mapping[str, Value], arch: str, what: str) -> None:
+        self._metadata, self._arch, self._what = metadata, arch, what
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """The content of a key, or what holds without one."""
+        value = self._metadata.get(f"{self._arch}.{key}")
+        if value is None:
+            return otherwise
+        # In the digits that were written, not in those of the nearest float64.
+        if value.kind is Kind.f32 and not isinstance(value.content, list):
+            return float(str(np.float32(value.content)))
+        return value.content
+
+    def need(self, key: str) -> Any:
+        """The content of a key.
+
+        Raises:
+            InputError: it is not there.
+        """
+        found = self.get(key)
+        if found is None:
+            raise InputError(f"{self._what}: no {self._arch}.{key} in its metadata")
+        return found

@@ -2,7 +2,7 @@
 
 A folder holds `config.json`, one safetensors file, `README.md`, `headsmith.json`, and
 `parity/parity.safetensors`: golden values, apart because engines take every safetensors file
-beside `config.json` for weights.
+beside `config.json` for weights. A GGUF file is config and weights in one.
 """
 
 import json
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from heads.export.engines import ENGINES, LOADERS, dtype_of, template_note
+from heads.export.engines import ENGINES, LOADERS, TAKEN, dtype_of, template_note
+from heads.export.gguf import write_gguf
+from heads.export.llamacpp import target_hint, vocabulary
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
 from heads.storage import write_folder
@@ -31,10 +33,11 @@ def check_format(head: DraftHead, engine: ExportFormat) -> None:
     """
     problem = head.export(engine).problem
     if problem is not None:
+        more = TAKEN.get(engine, "")
         able = [each.value for each in ExportFormat if head.export(each).problem is None]
         raise InputError(
             f"format={engine.value}: {ENGINES[engine]} {problem}; allowed for this head: "
-            f"{', '.join(able) or 'none'}"
+            f"{', '.join(able) or 'none'}{more and f'; {more}'}"
         )
 
 
@@ -54,6 +57,7 @@ def export_head(
     golden: tuple[dict[str, Tensor], dict[str, str]],
     out_dir: Path,
     provenance: dict[str, object],
+    tokenizer_gguf: Path | None = None,
 ) -> None:
     """Writes an export, whole or not at all.
 
@@ -63,6 +67,7 @@ def export_head(
         golden: what `heads.export.golden.golden` made of them.
         out_dir: replaced if it exists.
         provenance: how the head was trained; goes into `headsmith.json`.
+        tokenizer_gguf: the target's file whose vocabulary a GGUF file of the head copies.
 
     Raises:
         InputError: the engine cannot serve this head, or the disk is full or not writable; what
@@ -80,13 +85,22 @@ def export_head(
         # For whoever reads the head back.
         "added": files.added,
     }
-    documents = {"config.json": files.config, PROVENANCE: provenance | {"export": about}}
+    documents: dict[str, object] = {PROVENANCE: provenance | {"export": about}}
+    gguf = files.weights.endswith(".gguf")
+    if gguf:
+        words = vocabulary(head.vocab.size, tokenizer_gguf)
+    else:
+        documents["config.json"] = files.config
 
     def fill(staging: Path) -> None:
         for name, content in documents.items():
             (staging / name).write_text(json.dumps(content, indent=2) + "\n")
         (staging / "README.md").write_text(readme(head, engine, files.layers, provenance))
-        save_file(tensors, staging / files.weights, metadata={"format": "pt"})
+        if gguf:
+            # Its mask token, which lies in the vocabulary, goes before the target's.
+            write_gguf(staging / files.weights, words | files.config, tensors)
+        else:
+            save_file(tensors, staging / files.weights, metadata={"format": "pt"})
         (staging / PARITY).parent.mkdir()
         save_file(golden[0], staging / PARITY, metadata=golden[1])
 
@@ -98,7 +112,9 @@ def readme(
 ) -> str:
     """The README of an export; `DIR` stands for its folder."""
     export = head.export(engine)
-    notes = (export.hint, template_note(provenance))
+    notes = [export.hint, template_note(provenance)]
+    if engine is ExportFormat.llamacpp:
+        notes.append(target_hint(head.target.config.model_type))
     further = "".join(f"{note}\n\n" for note in notes if note)
     taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (

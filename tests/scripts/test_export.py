@@ -185,7 +185,8 @@ def test_the_command_lists_the_formats(tmp_path: Path) -> None:
     refused = command("scripts/export.py", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.strip() == (
-        "error: format is unset; allowed: vllm, sglang, trtllm, tgi, speculators, original"
+        "error: format is unset; allowed: vllm, sglang, trtllm, tgi, speculators, original, "
+        "llamacpp"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -32,16 +32,16 @@ class ServedEagle(ServedLayers):
     Args:
         export, golden: as of `ServedHead`.
         conventions: by which they are read.
+        shape: as the serving engine builds it.
         num_layers: of the head.
     """
 
     shape: EagleShape
 
     def __init__(
-        self, export: Export, golden: Golden, conventions: Conventions, num_layers: int = 1
-    ) -> None:
-        config = EagleConfigReader(export, golden, conventions, num_layers)
-        shape = config.shape(own_head=OUTPUT in export.tensors)
+        self, export: Export, golden: Golden, conventions: Conventions, shape: EagleShape,
+        num_layers: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__(export, golden, conventions.title, shape)
         self.conventions, self.num_layers = conventions, num_layers
         tensors = self.renamed(self._canonical_name)
@@ -58,7 +58,7 @@ class ServedEagle(ServedLayers):
         on = ", ".join(sorted(shape.flags)) or "none"
         read = f"hidden states {list(shape.layers)}" if shape.eagle3 else "the last hidden state"
         return [
-            f"config.json: {self.title} reads {read}, norm flags on: {on}",
+            f"{self.export.config_name}: {self.title} reads {read}, norm flags on: {on}",
             self.tensor_line,
             self.vocabulary_line(shape.own_head),
         ]
@@ -176,6 +176,15 @@ class ServedEagle(ServedLayers):
         return f"? {name}" if name.startswith(LAYER) else name
 
 
+def shape_of(
+    export: Export, golden: Golden, conventions: Conventions, num_layers: int = 1
+) -> EagleShape:
+    """The head of a `config.json`; see `EagleConfigReader`."""
+    config = EagleConfigReader(export, golden, conventions, num_layers)
+    return config.shape(own_head=OUTPUT in export.tensors)
+
+
 def read(export: Export, golden: Golden) -> ServedEagle:
     """See `eval.parity.gate.Reader`."""
-    return ServedEagle(export, golden, CONVENTIONS[export.format, export.kind])
+    conventions = CONVENTIONS[export.format, export.kind]
+    return ServedEagle(export, golden, conventions, shape_of(export, golden, conventions))

@@ -12,7 +12,7 @@ from torch import Tensor
 from conf.errors import InputError
 from eval.parity.eagle import CONVENTIONS, FLAGS
 from eval.parity.files import Export, Golden
-from eval.parity.readers.eagle import ServedEagle
+from eval.parity.readers.eagle import ServedEagle, shape_of
 from eval.parity.served import Shapes
 
 FORMATS = {"peagle": ("vllm", "speculators")}
@@ -37,7 +37,9 @@ class ServedPEagle(ServedEagle):
     def __init__(self, export: Export, golden: Golden) -> None:
         numbers = {name.split(".")[1] for name in export.tensors if name.startswith("layers.")}
         conventions = OWN_CONVENTIONS[export.format]
-        super().__init__(export, golden, conventions, num_layers=len(numbers | {"0"}))
+        num_layers = len(numbers | {"0"})
+        shape = shape_of(export, golden, conventions, num_layers)
+        super().__init__(export, golden, conventions, shape, num_layers)
         said, trained = export.config.get(MASK_KEY), int(golden.need(MASK_KEY, (1,)))
         if said != trained:
             raise InputError(

@@ -72,15 +72,15 @@ def able(head: BlockHead) -> list[str]:
 
 def test_which_engine_takes_which_head(heads) -> None:
     assert {name: able(head) for name, head in heads.items()} == {
-        "dflash": ["vllm", "sglang", "speculators", "original"],
-        "dflash, causal in a window": ["vllm", "speculators"],
-        "dflash, reduced": ["vllm", "speculators"],
+        "dflash": ["vllm", "sglang", "speculators", "original", "llamacpp"],
+        "dflash, causal in a window": ["vllm", "speculators", "llamacpp"],
+        "dflash, reduced": ["vllm", "speculators", "llamacpp"],
         "dflash2": ["vllm", "sglang", "speculators", "original"],
-        "dspark": ["vllm", "sglang", "speculators", "original"],
+        "dspark": ["vllm", "sglang", "speculators", "original", "llamacpp"],
         "dspark, gated": ["sglang", "speculators", "original"],
         "dspark, rnn": ["speculators"],
-        "dspark, in a window": ["vllm", "speculators"],
-        "dflash, ends": ["vllm", "sglang", "speculators", "original"],
+        "dspark, in a window": ["vllm", "speculators", "llamacpp"],
+        "dflash, ends": ["vllm", "sglang", "speculators", "original", "llamacpp"],
         "dflash2, in a window": ["vllm", "speculators"],
         "dflash2, scaled": ["vllm", "sglang", "original"],
         # speculators' layout has one word for all layers in vLLM.

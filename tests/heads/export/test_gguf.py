@@ -115,10 +115,18 @@ def test_a_vocabulary_without_a_tokenizer_has_names_for_ids() -> None:
 
 
 def test_a_vocabulary_is_copied_from_a_target_type_by_type(tmp_path: Path) -> None:
-    kept = {"tokenizer.x": Value(Kind.u8, [1]), "tokenizer.ggml.eos_token_id": Value.of(3)}
+    kept = {
+        "tokenizer.ggml.tokens": Value.of(["a", "b"]),
+        "tokenizer.ggml.eos_token_id": Value.of(1),
+        "tokenizer.x": Value(Kind.u8, [1]),
+    }
     write_gguf(tmp_path / "t.gguf", {"general.name": Value.of("t")} | kept, {})
-    found = vocabulary(2, tmp_path / "t.gguf", mask_token_id=4)
-    assert found == kept | {"tokenizer.ggml.mask_token_id": Value.of(4)}
+    found = vocabulary(2, tmp_path / "t.gguf", mask_token_id=0)
+    assert found == kept | {"tokenizer.ggml.mask_token_id": Value.of(0)}
+    with pytest.raises(
+        InputError, match=r"tokenizer_gguf=.*t\.gguf: has 2 tokens, and the target 3"
+    ):
+        vocabulary(3, tmp_path / "t.gguf")
 
 
 def test_rows_of_a_head_become_neighbours_and_come_back() -> None:

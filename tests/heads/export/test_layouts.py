@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exports import CELLS, EAGLE31, config_of, exported, make, stored, toy_target
+from exports import EAGLE31, config_of, exported, make, stored, toy_target
 
 from heads.target_model.model import Target
 
@@ -183,7 +183,7 @@ def target() -> Target:
     return toy_target()
 
 
-@pytest.mark.parametrize(("engine", "kind"), CELLS)
+@pytest.mark.parametrize(("engine", "kind"), CONFIGS)
 def test_each_engine_finds_its_own_names_and_keys(
     target: Target, tmp_path: Path, engine: str, kind: str
 ) -> None:

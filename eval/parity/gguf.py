@@ -1,0 +1,192 @@
+"""GGUF files as llama.cpp reads them: metadata with types, tensors, and keys that must be there.
+
+Source, read November 2026: llama.cpp b11434 `ggml/src/gguf.cpp`, `src/llama-model-loader.cpp`.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import InputError
+
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+STRING, LIST = 8, 9
+# Numbers of the types that llama.cpp asks for: it takes no other.
+ASKED = {int: 4, float: 6, bool: 7, str: STRING}
+DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
+OFFSETS = 32
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A piece of metadata.
+
+    Attributes:
+        number: of its type; of a list, that of the elements.
+        value: as Python has it.
+    """
+
+    number: int
+    value: Any
+
+
+class _Bytes:
+    """Bytes that are read one after another."""
+
+    def __init__(self, content: memoryview) -> None:
+        self.content, self.at = content, 0
+
+    def take(self, letters: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{letters}", self.content, self.at)
+        self.at += struct.calcsize(f"<{letters}")
+        return found
+
+    def text(self) -> str:
+        (size,) = self.take("Q")
+        self.at += size
+        return bytes(self.content[self.at - size : self.at]).decode()
+
+    def values(self, number: int, count: int) -> list[Any]:
+        if number == STRING:
+            return [self.text() for _ in range(count)]
+        return list(self.take(f"{count}{SCALARS[number]}"))
+
+
+def parse(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
+    """Metadata, and tensors in torch's order of dimensions.
+
+    Raises:
+        InputError: not a whole GGUF file of version 3, a quantised tensor, or NaN or infinity.
+    """
+    try:
+        content = bytearray(file.read_bytes())
+        reader = _Bytes(memoryview(content))
+        if bytes(content[:8]) != b"GGUF\3\0\0\0":
+            raise ValueError(f"it begins with {bytes(content[:8])!r}")
+        reader.at = 8
+        num_tensors, num_entries = reader.take("QQ")
+        entries = dict(_entries(reader, num_entries))
+        places = []
+        for _ in range(num_tensors):
+            name, (rank,) = reader.text(), reader.take("I")
+            places.append((name, reader.take(f"{rank}Q")[::-1], *reader.take("IQ")))
+        start = -(-reader.at // OFFSETS) * OFFSETS
+        tensors = {}
+        for name, shape, number, offset in places:
+            if offset % OFFSETS:
+                raise ValueError(f"{name} lies at {offset}, no multiple of {OFFSETS}")
+            flat = torch.frombuffer(
+                content, dtype=DTYPES[number], count=torch.Size(shape).numel(),
+                offset=start + offset,
+            )  # fmt: skip
+            tensors[name] = flat.reshape(shape)
+    except (OSError, struct.error, UnicodeDecodeError, ValueError, KeyError) as error:
+        raise InputError(f"{file}: not a whole GGUF file of F32, F16 or BF16: {error}") from error
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise InputError(f"{file}: {name}: holds values that are NaN or infinite")
+    return entries, tensors
+
+
+def _entries(reader: _Bytes, count: int) -> Iterator[tuple[str, Entry]]:
+    for _ in range(count):
+        key, (number,) = reader.text(), reader.take("I")
+        if number != LIST:
+            yield key, Entry(number, reader.values(number, 1)[0])
+            continue
+        number, size = reader.take("IQ")
+        yield key, Entry(number, reader.values(number, size))
+
+
+class Keys:
+    """The metadata of a head: a value that llama.cpp would guess is an error.
+
+    Args:
+        entries: all of them.
+        file: for messages.
+        arch: with which the keys of the architecture begin.
+    """
+
+    def __init__(self, entries: dict[str, Entry], file: Path, arch: str) -> None:
+        self._entries, self.file, self._arch = entries, file, arch
+
+    def name(self, key: str) -> str:
+        """The whole key."""
+        return key if key.startswith(("tokenizer.", "general.")) else f"{self._arch}.{key}"
+
+    def get(self, key: str, kind: type, otherwise: Any) -> Any:
+        """The value of a key, or what llama.cpp takes without it.
+
+        Args:
+            key: its name; without `general` or `tokenizer`, of the architecture.
+            kind: of the value.
+            otherwise: without the key.
+
+        Raises:
+            InputError: of another type.
+        """
+        entry = self._entries.get(self.name(key))
+        if entry is None:
+            return otherwise
+        if entry.number != ASKED[kind] or isinstance(entry.value, list):
+            raise self.wrong(key, f"a value of type {kind.__name__} ({ASKED[kind]})")
+        return entry.value
+
+    def need(self, key: str, kind: type, otherwise: str) -> Any:
+        """The value of a key that must be there; `otherwise` says what llama.cpp does without it.
+
+        Raises:
+            InputError: absent, or of another type.
+        """
+        value = self.get(key, kind, None)
+        if value is None:
+            raise self.absent(key, otherwise)
+        return value
+
+    def items(self, key: str, number: int, otherwise: str) -> list[Any]:
+        """The list of a key that must be there, of elements of a type.
+
+        Raises:
+            InputError: absent, or of another type.
+        """
+        entry = self._entries.get(self.name(key))
+        if entry is None:
+            raise self.absent(key, otherwise)
+        if entry.number != number or not isinstance(entry.value, list):
+            raise self.wrong(key, f"a list of type {number}")
+        return entry.value
+
+    def equal(self, key: str, expected: Any, why: str, otherwise: str) -> None:
+        """Checks a key that must have one value.
+
+        Raises:
+            InputError: absent, or another value.
+        """
+        if self.need(key, type(expected), otherwise) != expected:
+            raise self.wrong(key, f"{expected!r}, {why}")
+
+    def absent(self, key: str, otherwise: str) -> InputError:
+        """The error to raise about a key that is not there."""
+        return InputError(f"{self.file}: no {self.name(key)}: without it llama.cpp {otherwise}")
+
+    def wrong(self, key: str, needed: str) -> InputError:
+        """The error to raise about the value of a key."""
+        found = self._entries[self.name(key)].value
+        return InputError(f"{self.file}: {self.name(key)} is {found!r}: llama.cpp needs {needed}")

@@ -1,0 +1,292 @@
+"""Reads heads in GGUF files as llama.cpp does, and computes their logits.
+
+Source, read November 2026: llama.cpp b11434 `src/models/{eagle3,dflash}.cpp`,
+`src/llama-{arch,hparams,model}.cpp`, `common/speculative.cpp`. Letters: W drafted ids.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import InputError
+from eval.parity.blocks import BlockShape, ServedBlocks
+from eval.parity.config import Settings
+from eval.parity.eagle import Conventions, EagleShape, Presence
+from eval.parity.files import Export, Golden
+from eval.parity.gguf import Keys
+from eval.parity.readers.dflash2 import DFlash2Settings, ServedDFlash2
+from eval.parity.readers.dspark import ServedDSpark
+from eval.parity.readers.eagle import ServedEagle
+from eval.parity.rope import Rope, RopeKeys, read_rope
+from eval.parity.served import EMBEDDING, OUTPUT
+
+FORMATS = {kind: ("llamacpp",) for kind in ("eagle3", "dflash", "dflash2", "dspark")}
+LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_norm_2.weight": "hidden_norm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_conv_base": "attention_conv.base_kernel",
+    "attn_conv_proj.weight": "attention_conv.kernel_projection.weight",
+    "ffn_conv_base": "mlp_conv.base_kernel",
+    "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
+}
+SHARED = {
+    "output_norm.weight": "norm.weight",
+    "output.weight": OUTPUT,
+    "token_embd.weight": EMBEDDING,
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "conf_proj.weight": "confidence_head.proj.weight",
+    "conf_proj.bias": "confidence_head.proj.bias",
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
+    "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
+}
+FREQS = "rope_freqs.weight"
+FLAGS = ("norm_before_residual", "norm_before_fc")
+
+
+class GgufHead:
+    """What is the same for all heads.
+
+    Args:
+        export: whose config is the file's metadata.
+        golden: sizes of the target.
+        arch: the architecture of such heads.
+    """
+
+    def __init__(self, export: Export, golden: Golden, arch: str) -> None:
+        self.export, self.golden = export, golden
+        self.keys = Keys(export.config, export.weights, arch)
+        self.keys.equal("general.architecture", arch, "that of the kind", "loads nothing")
+        self.hidden = self.keys.need("embedding_length", int, "loads nothing")
+        self.num_layers = self.keys.need("block_count", int, "loads nothing")
+        self.tensors = dict(export.tensors)
+        self.freqs = self.tensors.pop(FREQS, None)
+
+    def sizes(self) -> dict[str, Any]:
+        """What `HeadShape` holds, but for the width of features and `qk_norm`.
+
+        Raises:
+            InputError: llama.cpp would guess a value, or compute with another.
+        """
+        keys, golden = self.keys, self.golden
+        head_dim = keys.need("attention.key_length", int, "divides the hidden size by the heads")
+        for key in ("attention.value_length", "rope.dimension_count"):
+            keys.equal(key, head_dim, "that of the keys", "divides the hidden size by the heads")
+        positions = keys.need("context_length", int, "loads nothing")
+        if positions < golden.max_position_embeddings:
+            raise keys.wrong("context_length", f"{golden.max_position_embeddings} or more")
+        self._check_vocabulary()
+        d2t = self.tensors.get("d2t")
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": keys.need("feed_forward_length", int, "loads nothing"),
+            "num_heads": keys.need("attention.head_count", int, "loads nothing"),
+            "num_kv_heads": keys.need("attention.head_count_kv", int, "takes head_count"),
+            "head_dim": head_dim,
+            "vocab_size": golden.vocab_size,
+            "draft_vocab_size": golden.vocab_size if d2t is None else len(d2t),
+            "eps": keys.need("attention.layer_norm_rms_epsilon", float, "loads nothing"),
+            "layers": self._layers(),
+            "rope": self._rope(head_dim),
+        }
+
+    def _check_vocabulary(self) -> None:
+        """Checks that rows of ids are as many as llama.cpp expects."""
+        size, tokens = self.golden.vocab_size, "tokenizer.ggml.tokens"
+        self.keys.need("tokenizer.ggml.model", str, "loads nothing")
+        if len(self.keys.items(tokens, 8, "has no vocabulary")) != size:
+            raise InputError(f"{self.keys.file}: {tokens}: llama.cpp needs the target's {size}")
+
+    def _layers(self) -> tuple[int, ...]:
+        key, known = "target_layers", range(self.golden.num_layers)
+        ids = self.keys.items(key, 5, "loads nothing")
+        if len(set(ids)) != len(ids) or not set(ids) <= set(known):
+            raise self.keys.wrong(
+                key, f"each of {known[0]}..{known[-1]} once: others it cannot read, or reads wrong"
+            )
+        if self.export.layers not in (None, ids):
+            raise InputError(
+                f"{self.keys.file}: llama.cpp would read hidden states {ids}, but the head was "
+                f"trained on {self.export.layers} (headsmith.json: export.layers)"
+            )
+        return tuple(ids)
+
+    def _rope(self, head_dim: int) -> Rope:
+        """The RoPE that the metadata say, divided by the file's own divisors."""
+        keys = self.keys
+        settings: dict[str, Any] = {
+            "rope_theta": keys.need("rope.freq_base", float, "turns with a theta of 10000")
+        }
+        kind = keys.get("rope.scaling.type", str, "none")
+        if kind != "none":
+            factor = keys.need("rope.scaling.factor", float, "scales nothing")
+            settings["rope_scaling"] = {"type": kind, "factor": factor}
+        if kind == "yarn":
+            key = "rope.scaling.original_context_length"
+            original = keys.need(key, int, "takes context_length")
+            settings["rope_scaling"]["original_max_position_embeddings"] = original
+        elif kind not in ("none", "linear"):
+            raise keys.wrong("rope.scaling.type", "none, linear or yarn")
+        rope = read_rope(Settings(settings, keys.file, "llama.cpp"), head_dim, RopeKeys.old)
+        if self.freqs is None:
+            return rope
+        if self.freqs.shape != rope.frequencies.shape or self.freqs.dtype is not torch.float32:
+            raise InputError(
+                f"{keys.file}: {FREQS} is {self.freqs.dtype} {list(self.freqs.shape)}: llama.cpp "
+                f"needs float32 {list(rope.frequencies.shape)}"
+            )
+        return replace(rope, frequencies=rope.frequencies / self.freqs)
+
+    def read(self, names: dict[str, str]) -> Export:
+        """The export with tensors by the names of those who computed them first.
+
+        Args:
+            names: of tensors outside the layers.
+
+        Raises:
+            InputError: `d2t` that holds no ids, or tensors of a dtype that llama.cpp does not take.
+        """
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() and (tensor.ndim == 1 or not name.endswith(".weight")):
+                self._check_dtype(name, tensor, torch.float32)
+            tensors[self._name(name, names | SHARED)] = tensor
+        if "d2t" in tensors:
+            tensors["d2t"] = self._offsets(tensors["d2t"])
+        return replace(self.export, tensors=tensors)
+
+    def _name(self, name: str, names: dict[str, str]) -> str:
+        start, _, rest = name.partition(".")
+        number, _, part = rest.partition(".")
+        if start == "blk" and part in LAYER:
+            return f"layers.{number}.{LAYER[part]}"
+        # One that llama.cpp does not know must not pass for one that it knows.
+        return names.get(name, f"? {name}" if name != "d2t" else name)
+
+    def _check_dtype(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if tensor.dtype is not dtype:
+            raise InputError(
+                f"{self.keys.file}: {name} is of {tensor.dtype}: llama.cpp needs {dtype}"
+            )
+
+    def _offsets(self, ids: Tensor) -> Tensor:
+        """[W] `d2t` as other engines have it, of the ids [W] that llama.cpp takes."""
+        self._check_dtype("d2t", ids, torch.int64)
+        size = self.golden.vocab_size
+        if ids.min() < 0 or ids.max() >= size or len(ids.unique()) != len(ids):
+            raise InputError(
+                f"{self.keys.file}: d2t: llama.cpp needs {len(ids)} target ids of 0..{size - 1}, "
+                "each once; offsets, as other engines have them, draft other tokens"
+            )
+        return ids - torch.arange(len(ids))
+
+
+def _eagle3(export: Export, golden: Golden) -> ServedEagle:
+    """An EAGLE-3 head: neighbours turn, and the output head may be the target's."""
+    head = GgufHead(export, golden, "eagle3")
+    head.keys.equal("block_count", 1, "as its graph has one layer", "loads nothing")
+    sizes = head.sizes()
+    if len(sizes["layers"]) != 3:
+        raise head.keys.wrong("target_layers", "three")
+    for name, count in (("attn_q", sizes["num_heads"]), ("attn_k", sizes["num_kv_heads"])):
+        weight = head.tensors.get(name := f"blk.0.{name}.weight")
+        if weight is not None and len(weight) == count * sizes["head_dim"]:
+            pairs = weight.reshape(count, sizes["head_dim"] // 2, 2, -1)
+            head.tensors[name] = torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).flatten(0, 1)
+    shape = EagleShape(
+        **sizes,
+        eagle3=True,
+        target_hidden_size=head.keys.need("target_hidden_size", int, "loads nothing"),
+        flags=frozenset(flag for flag in FLAGS if head.keys.get(flag, bool, False)),
+        fc_bias=False,
+        biased=frozenset(),
+        qk_norm=False,
+        own_head="output.weight" in head.tensors,
+        logit_scale=1.0,
+    )
+    names = {"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight"}
+    conventions = Conventions("llama.cpp", (), prefixes=("layers.0.",), t2d=Presence.no)
+    return ServedEagle(head.read(names), golden, conventions, shape)
+
+
+def _blocks(export: Export, golden: Golden) -> ServedBlocks:
+    """A block drafter, of the kind that its tensors say."""
+    head = GgufHead(export, golden, "dflash")
+    keys, sizes, hidden = head.keys, head.sizes(), head.hidden
+    mask = int(golden.need("mask_token_id", (1,)))
+    keys.equal("tokenizer.ggml.mask_token_id", mask, "as it was trained", "has no mask")
+    if {"token_embd.weight"} <= set(head.tensors) and "output.weight" not in head.tensors:
+        raise InputError(
+            f"{keys.file}: token_embd.weight, and no output.weight: llama.cpp would draft with the "
+            "head's own embedding for an output head"
+        )
+    windowed = [False] * head.num_layers
+    window = keys.get("attention.sliding_window", int, None)
+    if window is not None:
+        windowed = keys.items("attention.sliding_window_pattern", 7, "loads nothing")
+        if len(windowed) != head.num_layers:
+            raise keys.wrong("attention.sliding_window_pattern", f"{head.num_layers} of them")
+    causal = keys.get("attention.causal", bool, False)
+    markov, selects = "markov_w1.weight" in head.tensors, "selector_hidden.weight" in head.tensors
+    if markov != (export.kind == "dspark") or selects != (export.kind == "dflash2"):
+        raise InputError(f"{keys.file}: the tensors of {export.kind} heads are not these")
+    full = tuple(number for number, each in enumerate(windowed) if not each)
+    if causal and any(windowed) and full:
+        raise keys.wrong("attention.causal", f"false, as layers {list(full)} see all of the text")
+    shape = BlockShape(
+        **sizes,
+        target_hidden_size=hidden,
+        num_layers=head.num_layers,
+        block_size=keys.need("block_size", int, "takes 16"),
+        anchored=markov and keys.get("sample_from_anchor", bool, True),
+        causal=causal,
+        window=window if any(windowed) else None,
+        full=full if any(windowed) else (),
+        qk_norm=True,
+    )
+    read = head.read({"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight"})
+    if markov:
+        rank = head.tensors["markov_w1.weight"].shape[-1]
+        confidence = "conf_proj.weight" in head.tensors
+        return ServedDSpark(
+            read, golden, shape, markov="vanilla", rank=rank,
+            confidence_size=hidden + rank if confidence else 0,
+        )  # fmt: skip
+    return ServedDFlash2(read, golden, shape, _selection(keys, hidden)) if selects else (
+        ServedBlocks(read, golden, shape, {})
+    )  # fmt: skip
+
+
+def _selection(keys: Keys, hidden: int) -> DFlash2Settings:
+    """What a DFlash-2 head has beyond a DFlash head."""
+    numbers = {
+        key: keys.need(key, int, "loads nothing")
+        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    }
+    top_k = numbers["selector_top_k"]
+    if hidden < top_k * (top_k + 1):
+        raise keys.wrong("selector_top_k", f"k with k * (k + 1) of at most {hidden}")
+    return DFlash2Settings(
+        **numbers,
+        input_embedding_scale=keys.get("embedding_scale", float, 1.0),
+        output_multiplier=keys.get("logit_scale", float, 1.0),
+        final_logit_softcapping=keys.get("final_logit_softcapping", float, 0.0),
+    )
+
+
+def read(export: Export, golden: Golden) -> ServedEagle | ServedBlocks:
+    """See `eval.parity.gate.Reader`."""
+    return (_eagle3 if export.kind == "eagle3" else _blocks)(export, golden)

@@ -1,0 +1,93 @@
+"""EAGLE-3 heads as GGUF files, llama.cpp's architecture `eagle3`, and back.
+
+It turns neighbouring rows of queries and keys, names layers as we do, and takes `d2t` as ids.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.eagle.network import EagleNetwork
+from heads.export.gguf import GgufFile, Value
+from heads.export.llamacpp import (
+    LAYER,
+    ROPE_FREQS,
+    Facts,
+    config_of,
+    halved,
+    interleaved,
+    of_head,
+    rope_divisors,
+    stored,
+    weights_name,
+)
+from heads.head import Files
+
+ARCH = "eagle3"
+NAMES = {
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
+} | {f"midlayer.{ours}": f"blk.0.{theirs}" for ours, theirs in LAYER.items()}
+TURNED = {
+    "blk.0.attn_q.weight": "num_attention_heads",
+    "blk.0.attn_k.weight": "num_key_value_heads",
+}
+"""Tensors whose rows llama.cpp has in another order, and the number of their heads in a config."""
+FLAGS = ("norm_before_residual", "norm_before_fc")
+
+
+def files(head: EagleNetwork) -> Files:
+    """The file of a head that llama.cpp can serve."""
+    config, llama = head.config, head.config.llama
+    title = head.variants[head.variant].title
+    metadata = of_head(llama, ARCH, head.dtype, title, head.target_name)
+    metadata[f"{ARCH}.target_layers"] = Value.of(list(config.layers))
+    metadata[f"{ARCH}.target_hidden_size"] = Value.of(config.target_hidden_size)
+    metadata |= {f"{ARCH}.{flag}": Value.of(getattr(config, flag)) for flag in FLAGS}
+    own = head.tensors()
+    tensors = {NAMES[name]: each for name, each in own.items() if name in NAMES}
+    for name, heads in TURNED.items():
+        tensors[name] = interleaved(tensors[name], getattr(llama, heads))
+    if not head.vocab.full:
+        tensors["d2t"] = head.vocab.ids
+    divisors = rope_divisors(llama.rope_parameters, llama.head_dim)
+    if divisors is not None:
+        tensors[ROPE_FREQS] = divisors
+    name = weights_name("eagle3", head.target_name, head.dtype)
+    return Files(metadata, name, stored(tensors), layers=list(config.layers))
+
+
+def opened(
+    file: GgufFile, what: str, added: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The head of a file as `config.json` and tensors, named as EAGLE's authors do.
+
+    Args:
+        file: of this architecture.
+        what: the user's name for it, for messages.
+        added: tensors that are not the head's own.
+
+    Raises:
+        InputError: metadata that are missing.
+    """
+    tensors = {name: each for name, each in file.tensors().items() if name not in added}
+    config = config_of(file.metadata, tensors.pop(ROPE_FREQS, None), what)
+    facts = Facts(file.metadata, ARCH, what)
+    for name, heads in TURNED.items():
+        if name in tensors:
+            tensors[name] = halved(tensors[name], config[heads])
+    if "d2t" in tensors:
+        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
+    ours = {theirs: name for name, theirs in NAMES.items()}
+    layers = facts.get("target_layers", facts.get("extract_layers", []))
+    return config | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "target_hidden_size": facts.get("target_hidden_size", config["hidden_size"]),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        **{flag: facts.get(flag, False) for flag in FLAGS},
+    }, {ours.get(name, name): tensor for name, tensor in tensors.items()}

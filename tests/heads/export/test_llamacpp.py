@@ -1,0 +1,407 @@
+"""Heads as llama.cpp's GGUF files: names, keys and dtypes, what is refused, and the way back."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exports import EAGLE31, eagle, make, toy_target
+from feature_heads import fresh, settings_of
+
+from conf.errors import InputError
+from conf.settings.blocks import Markov
+from conf.settings.export import ExportFormat
+from eval.parity.gate import check_parity
+from heads.export.gguf import GgufFile, Kind, Value, write_gguf
+from heads.export.golden import golden
+from heads.export.writer import check_format, check_target, export_head
+from heads.head import DraftHead
+from heads.kinds import load_head
+from heads.storage import locate
+from heads.target_model.model import Target
+from tests.eval.parity.test_llamacpp import NAMES, exported, made, target_of
+
+LLAMACPP = ExportFormat.llamacpp
+LAYER = {
+    "attn_norm.weight": "F32 [64]",
+    "attn_q.weight": "{matrix} [64, {read}]",
+    "attn_k.weight": "{matrix} [32, {read}]",
+    "attn_v.weight": "{matrix} [32, {read}]",
+    "attn_output.weight": "{matrix} [64, 64]",
+    "ffn_norm.weight": "F32 [64]",
+    "ffn_gate.weight": "{matrix} [{mlp}, 64]",
+    "ffn_up.weight": "{matrix} [{mlp}, 64]",
+    "ffn_down.weight": "{matrix} [64, {mlp}]",
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return toy_target()
+
+
+def block(target: Target, kind: str, **changes: Any) -> Any:
+    return fresh(target, settings_of(kind, **changes))
+
+
+def written(head: DraftHead, target: Target, folder: Path, source: Path | None = None) -> GgufFile:
+    export_head(head, LLAMACPP, golden(head, target, 3, 2), folder, {"git": "abc"}, source)
+    (file,) = folder.glob("*.gguf")
+    return GgufFile(file, "file")
+
+
+def facts(found: GgufFile) -> dict[str, Any]:
+    """Metadata but for the placeholder vocabulary, which has a test of its own."""
+    return {
+        key: value.content
+        for key, value in found.metadata.items()
+        if not key.startswith("tokenizer.") or key.endswith("_id")
+    }
+
+
+def shapes(found: GgufFile) -> dict[str, str]:
+    kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
+    return {name: f"{kinds[t.dtype]} {list(t.shape)}" for name, t in found.tensors().items()}
+
+
+def test_an_eagle3_file(target: Target, tmp_path: Path) -> None:
+    head = eagle(target, norm_before_residual=True)
+    found = written(head.to(torch.bfloat16), target, tmp_path / "out")
+    assert found.file.name == "eagle3-toy-BF16.gguf"
+    assert facts(found) == {
+        "general.architecture": "eagle3",
+        "general.type": "model",
+        "general.name": "EAGLE-3 heads for toy",
+        "general.file_type": 32,
+        "general.base_model.count": 1,
+        "general.base_model.0.name": "me/toy",
+        "eagle3.block_count": 1,
+        "eagle3.context_length": 256,
+        "eagle3.embedding_length": 64,
+        "eagle3.feed_forward_length": head.config.llama.intermediate_size,
+        "eagle3.attention.head_count": head.config.llama.num_attention_heads,
+        "eagle3.attention.head_count_kv": head.config.llama.num_key_value_heads,
+        "eagle3.attention.key_length": head.config.llama.head_dim,
+        "eagle3.attention.value_length": head.config.llama.head_dim,
+        "eagle3.vocab_size": 96,
+        "eagle3.rope.dimension_count": head.config.llama.head_dim,
+        "eagle3.attention.layer_norm_rms_epsilon": pytest.approx(head.config.llama.rms_norm_eps),
+        "eagle3.rope.freq_base": 10000,
+        "eagle3.target_layers": [2, 4, 5],
+        "eagle3.target_hidden_size": 64,
+        "eagle3.norm_before_residual": True,
+        "eagle3.norm_before_fc": False,
+    }
+    kinds = {key: found.metadata[f"eagle3.{key}"].kind for key in ("target_layers", "block_count")}
+    assert kinds == {"target_layers": Kind.i32, "block_count": Kind.u32}
+    sizes = {"matrix": "BF16", "read": 128, "mlp": head.config.llama.intermediate_size}
+    assert shapes(found) == {
+        "fc.weight": "BF16 [64, 192]",
+        "blk.0.attn_norm_2.weight": "F32 [64]",
+        **{f"blk.0.{name}": shape.format(**sizes) for name, shape in LAYER.items()},
+        "output_norm.weight": "F32 [64]",
+        "output.weight": "BF16 [24, 64]",
+        "d2t": "I64 [24]",
+    }
+    assert found.tensors()["d2t"].equal(head.vocab.ids)
+    out = tmp_path / "out"
+    assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()) == [
+        "README.md", "eagle3-toy-BF16.gguf", "headsmith.json", "parity/parity.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_dflash2_file(target: Target, tmp_path: Path) -> None:
+    head = block(target, "dflash2", selector_top_k=7, window=4)
+    found = written(head.to(torch.bfloat16), target, tmp_path / "out")
+    assert found.file.name == "dflash-toy-BF16.gguf"
+    own = {key.removeprefix("dflash."): each for key, each in facts(found).items()}
+    assert {key: own[key] for key in list(own)[list(own).index("rope.freq_base") + 1 :]} == {
+        "block_size": 5,
+        "conv_kernel_size": 3,
+        "conv_group_size": 8,
+        "selector_rank": 4,
+        "selector_top_k": 7,
+        "target_layers": [1, 2],
+        "attention.causal": False,
+        "attention.sliding_window": 4,
+        "attention.sliding_window_pattern": [True, True],
+        "tokenizer.ggml.mask_token_id": 3,
+    }
+    sizes = {"matrix": "BF16", "read": 64, "mlp": head.config.llama.intermediate_size}
+    layer = {name: shape.format(**sizes) for name, shape in LAYER.items()} | {
+        "attn_q_norm.weight": f"F32 [{head.config.llama.head_dim}]",
+        "attn_k_norm.weight": f"F32 [{head.config.llama.head_dim}]",
+        "attn_conv_base": "F32 [2, 3, 64]",
+        "attn_conv_proj.weight": "BF16 [48, 64]",
+        "ffn_conv_base": "F32 [2, 3, 64]",
+        "ffn_conv_proj.weight": "BF16 [48, 64]",
+    }
+    assert shapes(found) == {
+        "fc.weight": "BF16 [64, 128]",
+        "enc.output_norm.weight": "F32 [64]",
+        "output_norm.weight": "F32 [64]",
+        "selector_predecessor.weight": "BF16 [96, 4]",
+        "selector_successor.weight": "BF16 [96, 4]",
+        "selector_hidden.weight": "BF16 [4, 64]",
+        **{f"blk.{number}.{name}": shape for number in (0, 1) for name, shape in layer.items()},
+    }
+
+
+def test_a_dspark_file_pads_a_confidence_head_that_reads_no_token(
+    target: Target, tmp_path: Path
+) -> None:
+    head = block(target, "dspark", confidence_head_with_markov=False)
+    found = written(head, target, tmp_path / "out")
+    assert found.file.name == "dspark-toy-F32.gguf"
+    own = facts(found)
+    assert own["dflash.sample_from_anchor"] is True
+    assert own["dflash.has_confidence_head"] is True
+    tensors = found.tensors()
+    assert tensors["markov_w1.weight"].shape == (96, 8)
+    assert tensors["conf_proj.weight"].shape == (1, 72)
+    assert tensors["conf_proj.weight"][:, :64].equal(head.confidence_head.proj.weight)
+    assert not tensors["conf_proj.weight"][:, 64:].any()
+    assert load_head(str(tmp_path / "out")).config.confidence_with_markov is False
+    blind = written(block(target, "dspark", confidence_weight=0.0), target, tmp_path / "blind")
+    assert facts(blind)["dflash.has_confidence_head"] is False
+    assert "conf_proj.weight" not in blind.tensors()
+
+
+def test_beside_an_own_embedding_block_drafters_bring_the_targets_output_head(
+    target: Target, tmp_path: Path
+) -> None:
+    found = written(made(target, "dflash, own embedding"), target, tmp_path / "out")
+    assert found.tensors()["output.weight"].equal(target.output_head.weight)
+    about = json.loads((tmp_path / "out" / "headsmith.json").read_text())["export"]
+    assert (about["format"], about["added"]) == ("llamacpp", ["output.weight"])
+    assert load_head(str(tmp_path / "out")).lm_head is None
+    # A file alone cannot tell whose it is.
+    assert load_head(str(found.file)).lm_head is not None
+    eagle3 = written(made(target, "eagle3, own embedding"), target, tmp_path / "eagle3")
+    assert {"token_embd.weight", "output.weight"} <= set(eagle3.tensors())
+
+
+def test_the_vocabulary_of_a_target_is_copied_but_for_the_mask(
+    target: Target, tmp_path: Path
+) -> None:
+    head = block(target, "dflash")
+    assert written(head, target, tmp_path / "out").metadata["tokenizer.ggml.tokens"] == Value.of(
+        [f"<{index}>" for index in range(96)]
+    )
+    words = {
+        "tokenizer.ggml.tokens": Value.of([f"w{index}" for index in range(96)]),
+        "tokenizer.ggml.mask_token_id": Value.of(5),
+    }
+    write_gguf(tmp_path / "t.gguf", words, {})
+    found = written(head, target, tmp_path / "out", tmp_path / "t.gguf").metadata
+    assert found["tokenizer.ggml.tokens"] == words["tokenizer.ggml.tokens"]
+    assert found["tokenizer.ggml.mask_token_id"] == Value.of(3)
+    assert "tokenizer.ggml.model" not in found
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("medusa", {}, "loads no Medusa heads; allowed for this head: vllm, trtllm, tgi, original; it "
+     "runs heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py and "),
+    ("eagle1", {}, "loads no EAGLE-1/2 heads; .*; it runs heads of .*head=eagle3"),
+    ("peagle", {}, "loads no P-EAGLE heads; .*; it runs heads of .*head=eagle3"),
+    ("eagle3", EAGLE31, r"has no place for a norm per feature \(fc_norm\); .* with head=eagle3"),
+    ("eagle3", {"norm_output": True}, "has no place for its normed output fed back"),
+    ("eagle3", {"fc_bias": True}, "has no place for a bias of the fusion layer"),
+    ("eagle3", {"layers": [2, 4]}, r"fuses 3 features, and this head reads \[2, 4\]"),
+    ("eagle3", {"layers": [1, 2, 4, 5]}, "fuses 3 features"),
+    ("dspark", {"markov_head_type": Markov.gated}, "applies .*_type=vanilla alone.* has gated"),
+    ("dspark", {"markov_head_type": Markov.rnn}, "applies .*_type=vanilla alone, .* has rnn"),
+    ("dflash2", {"selector_top_k": 8}, r"needs a hidden size of k \* \(k \+ 1\) .* has 64 for 8"),
+    ("dflash2", {"selector_top_k": 7, "causal": True}, "lets rows of DFlash-2 see later ones"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED)
+def test_a_head_that_llamacpp_has_no_place_for_is_refused(
+    target: Target, kind: str, settings: dict[str, Any], message: str
+) -> None:
+    if kind in ("medusa", "eagle1"):
+        head: Any = make(target, kind)
+    else:
+        head = eagle(target, **settings) if kind == "eagle3" else block(target, kind, **settings)
+    with pytest.raises(InputError, match=f"^format=llamacpp: llama.cpp {message}"):
+        check_format(head, LLAMACPP)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("eagle3", {"qk_norm": True}, "has no place for norms on queries and keys"),
+        ("dflash", {"target_hidden_size": 32, "own_embedding": True}, "has 64 for features of 32"),
+        ("dflash", {"causal": True, "window": 4, "full_layers": (1,)},
+         r"causal in all layers or in none, and layers \[1\] of this head see all"),
+    ],
+)  # fmt: skip
+def test_others_heads_are_refused_as_well(
+    target: Target, kind: str, config: dict[str, Any], message: str
+) -> None:
+    head: Any = eagle(target) if kind == "eagle3" else block(target, kind)
+    other = type(head)(replace(head.config, **config), head.vocab)
+    with pytest.raises(InputError, match=f"^format=llamacpp: llama.cpp .*{message}"):
+        check_format(other, LLAMACPP)
+
+
+@pytest.mark.parametrize("part", ["mlp_bias", "attention_bias"])
+def test_biases_are_refused(target: Target, part: str) -> None:
+    head = eagle(target)
+    setattr(head.config.llama, part, True)
+    with pytest.raises(InputError, match=r"format=llamacpp: .* has no place for biases"):
+        check_format(head, LLAMACPP)
+
+
+@pytest.mark.parametrize("layers", [[2, 4, 8], [8, 2, 4]])
+def test_the_last_state_is_refused_wherever_it_stands(target: Target, layers: list[int]) -> None:
+    with pytest.raises(InputError, match=r"for llama.cpp they must lie in 0\.\.7 "):
+        check_target(eagle(target, layers=layers), LLAMACPP)
+    check_target(eagle(target, layers=[7, 0, 2]), LLAMACPP)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "knows RoPE of default, linear, yarn and llama3"),
+        ({"rope_type": "yarn", "attention_factor": 1.5}, "takes attention_factor=None of YaRN's"),
+        ({"rope_type": "yarn", "beta_fast": 16}, "takes beta_fast=32 of YaRN's .* has 16"),
+        ({"rope_type": "yarn", "truncate": False}, "takes truncate=True of YaRN's"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_rope_that_a_file_cannot_say_is_refused(
+    target: Target, kind: str, rope: dict[str, Any], message: str
+) -> None:
+    head: Any = eagle(target) if kind == "eagle3" else block(target, kind)
+    head.config.llama.rope_parameters = {"rope_theta": 1e4, **rope}
+    with pytest.raises(InputError, match=f"format=llamacpp: llama.cpp {message}"):
+        check_format(head, LLAMACPP)
+    head.config.llama.rope_parameters = {"rope_type": "yarn", "beta_fast": 32, "rope_theta": 1e4}
+    check_format(head, LLAMACPP)
+
+
+SERVE = """hf download me/toy --local-dir toy
+python llama.cpp/convert_hf_to_gguf.py toy --outtype auto --outfile toy.gguf
+llama-server -m toy.gguf -md DIR/{file} --spec-type {kind} --spec-draft-n-max {most} --metrics"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "spec_type", "most"),
+    [
+        ("eagle3", "eagle3-toy-F32.gguf", "draft-eagle3", 5),
+        ("dflash", "dflash-toy-F32.gguf", "draft-dflash", 4),
+        ("dflash2", "dflash-toy-F32.gguf", "draft-dflash", 4),
+        ("dspark", "dspark-toy-F32.gguf", "draft-dspark", 5),
+    ],
+)
+def test_the_readme_converts_the_target_and_serves(
+    target: Target, tmp_path: Path, kind: str, file: str, spec_type: str, most: int
+) -> None:
+    small = {"selector_top_k": 7} if kind == "dflash2" else {}
+    head: Any = eagle(target) if kind == "eagle3" else block(target, kind, **small)
+    command = SERVE.format(file=file, kind=spec_type, most=most)
+    assert head.export(LLAMACPP).command == command
+    written(head, target, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert f"```\n{command}\n```" in text
+    assert "ends with an assertion" not in text
+
+
+def test_a_target_on_this_machine_is_not_fetched_and_a_gguf_not_converted(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = eagle(target)
+    monkeypatch.setattr(target, "name", str(tmp_path))
+    first, second = head.export(LLAMACPP).command.splitlines()
+    name = tmp_path.name
+    assert first == (
+        f"python llama.cpp/convert_hf_to_gguf.py {tmp_path} --outtype auto --outfile {name}.gguf"
+    )
+    assert second.startswith(f"llama-server -m {name}.gguf -md DIR/eagle3-{name.lower()}-F32.gguf ")
+    monkeypatch.setattr(target, "name", f"{tmp_path}/Toy-Q4_1.gguf")
+    (only,) = head.export(LLAMACPP).command.splitlines()
+    file = f"{tmp_path}/Toy-Q4_1.gguf"
+    assert only.startswith(f"llama-server -m {file} -md DIR/eagle3-toy-q4_1-F32.gguf --spec-type")
+    # Nobody else has that folder.
+    assert "general.base_model.0.name" not in facts(written(head, target, tmp_path / "out"))
+
+
+def test_the_readme_warns_of_targets_that_hand_out_no_layers(tmp_path: Path) -> None:
+    qwen2 = toy_target("qwen2")
+    written(eagle(qwen2), qwen2, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "This target is of type qwen2. In llama.cpp b11434 the types that hand the inputs" in text
+    )
+    assert "qwen3_moe, " in text
+    assert "`llama-server` ends with an assertion" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_is_a_head_again_and_exports_as_itself(name: str, tmp_path: Path) -> None:
+    target = target_of(name)
+    folder = exported(name, tmp_path / "out")
+    (file,) = folder.glob("*.gguf")
+    content, head = file.read_bytes(), made(target, name)
+    back = load_head(str(folder)).attach(target)
+    assert back.config == head.config
+    assert back.vocab.ids.equal(head.vocab.ids)
+    expected, found = head.state_dict(), back.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(each) for key, each in expected.items())
+    again = written(back, target, tmp_path / "again")
+    assert again.file.read_bytes() == content
+    alone = load_head(str(shutil.copy(file, tmp_path / "alone.gguf"))).attach(target)
+    written(alone, target, tmp_path / "again")
+    assert again.file.read_bytes() == content
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rounded_file_exports_as_itself(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = exported("eagle3, norm before fc", tmp_path / "out", dtype)
+    target = target_of("eagle3")
+    back = load_head(str(folder)).attach(target, dtype)
+    (file,) = folder.glob("*.gguf")
+    assert written(back, target, tmp_path / "again").file.read_bytes() == file.read_bytes()
+    check_parity(tmp_path / "again")
+
+
+def test_a_head_of_a_file_is_found(target: Target, tmp_path: Path) -> None:
+    folder = exported("eagle3", tmp_path / "out")
+    (file,) = folder.glob("*.gguf")
+    assert locate(str(folder), None) == folder
+    assert locate(str(file), None) == file
+    shutil.copy(file, folder / "eagle3-other.gguf")
+    with pytest.raises(InputError, match=r"name one of \['eagle3-other.gguf', 'eagle3-toy-F32"):
+        load_head(str(folder))
+    with pytest.raises(InputError, match=r"gone\.gguf"):
+        load_head(str(folder / "gone.gguf"))
+    write_gguf(file, {"general.architecture": Value.of("llama")}, {})
+    with pytest.raises(InputError, match="of the architecture llama; heads are of eagle3, dflash"):
+        load_head(str(file))
+    write_gguf(file, {"general.architecture": Value.of("eagle3")}, {})
+    with pytest.raises(InputError, match=r"no eagle3\.block_count in its metadata"):
+        load_head(str(file))
+
+
+def test_divisors_that_no_llama3_has_are_refused(tmp_path: Path) -> None:
+    (file,) = exported("eagle3, llama3", tmp_path / "out").glob("*.gguf")
+    found = GgufFile(file, "file")
+    tensors = found.tensors()
+    tensors["rope_freqs.weight"] = torch.linspace(1, 8, len(tensors["rope_freqs.weight"]))
+    write_gguf(file, found.metadata, tensors)
+    with pytest.raises(InputError, match=r"rope_freqs\.weight is not llama3's"):
+        load_head(str(file))
+
+
+def test_the_first_files_of_llamacpp_named_layers_otherwise(tmp_path: Path) -> None:
+    (file,) = exported("eagle3", tmp_path / "out").glob("*.gguf")
+    found = GgufFile(file, "file")
+    old = {key.replace("target_layers", "extract_layers"): v for key, v in found.metadata.items()}
+    write_gguf(file, old, found.tensors())
+    assert load_head(str(file)).config.layers == (2, 4, 5)
