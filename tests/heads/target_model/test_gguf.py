@@ -2,20 +2,23 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ggufs import about, names, save_gguf
-from toys import random_model, tokenizer
+from toys import CHATML, random_model, tokenizer
 
 from conf.command.statement import changed, stated
 from conf.errors import InputError
+from conf.files import gguf_parts
 from conf.settings.target import Quantization, TargetConfig
 from heads.export.gguf import Value, write_gguf
 from heads.export.llamacpp import interleaved
 from heads.folders import check_target
+from heads.gguf import find_gguf
 from heads.target_model import dequantise
 from heads.target_model.identity import Identity, identify
 from heads.target_model.load import generation_config, load_target
@@ -40,6 +43,12 @@ def load(path: Path | str, **settings: Any) -> Target:
     config = TargetConfig(path=str(path), **settings)
     check_target(config)
     return load_target(config, CPU)
+
+
+def put_config(folder: Path, model: Any) -> None:
+    """Puts the config of a model beside a file."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
 
 
 def identity(path: Path) -> Identity:
@@ -78,7 +87,7 @@ def test_weights_are_those_of_the_file_to_the_bit(tmp_path: Path, kind: str) -> 
 )  # fmt: skip
 def test_a_block_by_hand(tmp_path: Path, kind: str, block: bytes, values: dict[int, float]) -> None:
     save_gguf(tmp_path / "a.gguf", kind)
-    header = dequantise.find_gguf(str(tmp_path / "a.gguf"))
+    header = find_gguf(str(tmp_path / "a.gguf"))
     begin = header.tensors["token_embd.weight"]["data_offsets"][0]
     content = bytearray((tmp_path / "a.gguf").read_bytes())
     content[begin : begin + len(block)] = block
@@ -131,6 +140,17 @@ def test_it_is_dequantised_once_and_anew_when_the_file_changes(
     assert "dequantising" in capsys.readouterr().err
 
 
+def test_of_two_that_start_at_once_one_dequantises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_gguf(tmp_path / "a.gguf")
+    config = TargetConfig(path=str(tmp_path / "a.gguf"))
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(dequantise.folder_of, [config, config]))
+    assert folders[0] == folders[1]
+    assert capsys.readouterr().err.count("dequantising F32") == 1
+
+
 def test_weights_are_kept_in_the_narrowest_dtype_that_holds_them(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -166,13 +186,43 @@ def test_what_identifies_it_is_the_content_and_not_the_place(tmp_path: Path) -> 
     assert changed(of("a.gguf"), of("e.gguf")) == ["target.template"]
 
 
+@pytest.mark.parametrize(("stated", "said"), [(15, "Q4_K_M"), (None, "Q4_1"), (9999, "Q4_1")])
+def test_the_type_is_as_llama_cpp_calls_it_or_that_of_most_values(
+    tmp_path: Path, stated: int | None, said: str
+) -> None:
+    save_gguf(tmp_path / "a.gguf", "Q4_1", {"general.file_type": stated})
+    assert find_gguf(str(tmp_path / "a.gguf")).quantization == said
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("model", None),
+        ("me/model", None),
+        ("a.gguf", (".", "a.gguf")),
+        ("/models/a.gguf", ("/models", "a.gguf")),
+        ("../models/a.gguf", ("../models", "a.gguf")),
+        ("me/model/a.gguf", ("me/model", "a.gguf")),
+        ("me/model/q4/a.gguf", ("me/model", "q4/a.gguf")),
+        ("here/model/q4/a.gguf", ("here/model/q4", "a.gguf")),
+        ("here/folder.gguf", None),
+    ],
+)
+def test_a_path_is_a_place_and_a_name(
+    path: str, parts: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here/model/q4", "here/folder.gguf"):
+        Path(folder).mkdir(parents=True)
+    assert gguf_parts(path) == parts
+
+
 def test_what_lies_beside_it_comes_before_what_it_says(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     divisors = torch.ones(16)
     save_gguf(file, tensors={"rope_freqs.weight": divisors})
     model = random_model("llama", vocab_size=300, rope_parameters=LLAMA3)
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(tmp_path)
+    put_config(tmp_path, model)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     tokenizer("{{ 'own' }}").save_pretrained(tmp_path)
     target = load(file)
@@ -185,9 +235,23 @@ def test_what_lies_beside_it_comes_before_what_it_says(tmp_path: Path) -> None:
     assert stored["eos_token_id"] == [2, 7]
 
 
+def test_a_tokenizer_beside_it_without_a_template_takes_its_own(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "a.gguf")
+    tokenizer(None).save_pretrained(tmp_path)
+    assert load(tmp_path / "a.gguf").tokenizer.chat_template == CHATML
+
+
 def test_a_config_that_names_a_type_alone_says_nothing(tmp_path: Path) -> None:
     model = save_gguf(tmp_path / "a.gguf")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert torch.equal(load(tmp_path / "a.gguf").model(IDS).logits, model(IDS).logits)
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
+    more = {"llama.block_count": 3, "llama.nextn_predict_layers": 1}
+    beyond = {"blk.2.nextn.eh_proj.weight": torch.ones(64, 128)}
+    model = save_gguf(tmp_path / "a.gguf", metadata=more, tensors=beyond)
+    put_config(tmp_path, model)
     assert torch.equal(load(tmp_path / "a.gguf").model(IDS).logits, model(IDS).logits)
 
 
@@ -253,9 +317,7 @@ def test_a_config_of_another_model_beside_it_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     save_gguf(tmp_path / "a.gguf")
-    config = random_model("llama", vocab_size=300, **changes).config
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path)
+    put_config(tmp_path, random_model("llama", vocab_size=300, **changes))
     with pytest.raises(InputError, match=message):
         load(tmp_path / "a.gguf")
 
