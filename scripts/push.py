@@ -35,7 +35,7 @@ from scripts.publish.staging import place, published, read_json, scrubbed, write
 PICTURES = ("acceptance.png", "speedup.png")
 # Nothing else of a folder is a head's own; optimizer states, logs and data stay at home.
 OWN_JSON = ("config.json", PROVENANCE, "draft_tree.json", "draft_confidence.json")
-OWN_SUFFIXES = (".safetensors", ".safetensors.index.json")
+OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".gguf")
 NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 
 

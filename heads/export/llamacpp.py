@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.files import HUB_ID
+from conf.files import HUB_ID, gguf_parts
 from heads.export.gguf import GgufFile, Kind, Value
 
 FILE_TYPES = {torch.float32: (0, "F32"), torch.float16: (1, "F16"), torch.bfloat16: (32, "BF16")}
@@ -127,16 +127,22 @@ def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
         kind: of the head: `draft-eagle3`, `draft-dflash` or `draft-dspark`.
         num_tokens: drafted at a time.
     """
-    lines, made = [], target
-    if not target.endswith(".gguf"):
-        folder, made = target, f"{Path(target).name}.gguf"
+    lines, made = [], f"-m {target}"
+    if (parts := gguf_parts(target)) is not None:
+        if not Path(target).exists() and HUB_ID.fullmatch(parts[0]):
+            made = f"-hf {parts[0]} -hff {parts[1]}"
+    else:
+        folder, whole = target, f"{Path(target).name}.gguf"
         if not Path(target).exists():
             folder = Path(target).name
             lines.append(f"hf download {target} --local-dir {folder}")
-        convert = f"python llama.cpp/convert_hf_to_gguf.py {folder} --outtype auto --outfile {made}"
+        convert = (
+            f"python llama.cpp/convert_hf_to_gguf.py {folder} --outtype auto --outfile {whole}"
+        )
         lines.append(convert)
+        made = f"-m {whole}"
     serve = f"--spec-type {kind} --spec-draft-n-max {num_tokens} --metrics"
-    return "\n".join([*lines, f"llama-server -m {made} -md {file} {serve}"])
+    return "\n".join([*lines, f"llama-server {made} -md {file} {serve}"])
 
 
 def target_hint(model_type: str) -> str:

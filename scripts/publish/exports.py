@@ -1,6 +1,7 @@
 """Exports that are pushed with a head: are they of this head, and do they still compute it?"""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from conf.errors import InputError
 from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.gate import check_parity
 from heads.export.engines import LOADERS
+from heads.export.gguf import GgufFile
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
 from heads.kinds import load_head
@@ -21,12 +23,13 @@ from scripts.publish.staging import place, published, read_json, scrubbed, write
 TAKE_HUB_IDS = (
     ExportFormat.vllm, ExportFormat.sglang, ExportFormat.tgi, ExportFormat.speculators
 )  # fmt: skip
-WEIGHTS = ".safetensors"
+WEIGHTS, GGUF = ".safetensors", ".gguf"
 TEXTS = (".md", ".yaml")
 PARITY = "parity/parity.safetensors"
 # Tensors that are the target's own, in an export or among its golden features.
 TARGET_WEIGHTS = {
     "embed_tokens": "its token embedding",
+    "token_embd": "its token embedding",
     "token_embeddings": "some rows of its token embedding",
     "output_head": "rows of its output head",
 }
@@ -102,7 +105,7 @@ def stage_export(export: ExportFolder, staged: Path) -> None:
             write_json(staged / path.name, scrubbed(read_json(path)))
         elif path.suffix in TEXTS:
             (staged / path.name).write_text(scrubbed(path.read_text("utf-8")), "utf-8")
-        elif path.suffix == WEIGHTS:
+        elif path.suffix in (WEIGHTS, GGUF):
             place(path, staged / path.name)
     if (export.folder / PARITY).is_file():
         (staged / PARITY).parent.mkdir()
@@ -136,19 +139,29 @@ def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> E
     command = re.search(r"^## Serve\n+```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
     if command is None:
         raise InputError(f"exports={export.folder}: its README.md says nothing under Serve")
-    names: set[str] = set()
-    for path in staged.rglob(f"*{WEIGHTS}"):
-        with safe_open(path, "pt") as file:
-            names |= {part for name in file.keys() for part in name.split(".")}  # noqa: SIM118
+    told = re.sub(r"\bDIR\b", served, command[1])
+    if export.format is ExportFormat.llamacpp and not folder:
+        # It fetches by itself, of a repository's root, the file whose prefix is the kind of head.
+        line, told = "", re.sub(r" -md \S+", f" -hfd {repo_id}", told)
+    names = {part for name in _tensor_names(staged) for part in name.split(".")}
     facts = ExportFacts(
         format=export.format.value,
         repo_id=repo_id,
         folder=folder,
         loaders=LOADERS[export.format],
-        commands=line + re.sub(r"\bDIR\b", served, command[1]),
+        commands=line + told,
         max_difference=verdict.max_difference,
         scale=verdict.scale,
         target_weights=tuple(words for name, words in TARGET_WEIGHTS.items() if name in names),
     )
     print(f"exports={export.folder}: parity: {facts.parity}")
     return facts
+
+
+def _tensor_names(staged: Path) -> Iterator[str]:
+    """The names of all tensors in a folder and the folders in it."""
+    for path in staged.rglob(f"*{WEIGHTS}"):
+        with safe_open(path, "pt") as file:
+            yield from file.keys()
+    for path in staged.rglob(f"*{GGUF}"):
+        yield from GgufFile(path, "exports").table

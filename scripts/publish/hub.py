@@ -15,7 +15,7 @@ from conf.errors import InputError
 from heads.folders import PROVENANCE
 
 # What a head's repository holds of an earlier head; exports are told by their own `headsmith.json`.
-OF_A_HEAD = ["*.safetensors", "*.safetensors.index.json", "*.png", "draft_*.json"]
+OF_A_HEAD = ["*.safetensors", "*.gguf", "*.safetensors.index.json", "*.png", "draft_*.json"]
 # Storage is reached by signed links: whoever has one may write there for a while.
 SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 RESUME = (

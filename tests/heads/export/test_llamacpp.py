@@ -327,7 +327,10 @@ def test_a_target_on_this_machine_is_not_fetched_and_a_gguf_not_converted(
     (only,) = head.export(LLAMACPP).command.splitlines()
     file = f"{tmp_path}/Toy-Q4_1.gguf"
     assert only.startswith(f"llama-server -m {file} -md DIR/eagle3-toy-q4_1-F32.gguf --spec-type")
+    monkeypatch.setattr(target, "name", "me/toys/q4/Toy-Q4_1.gguf")
+    assert "llama-server -hf me/toys -hff q4/Toy-Q4_1.gguf -md " in head.export(LLAMACPP).command
     # Nobody else has that folder.
+    monkeypatch.setattr(target, "name", str(tmp_path))
     assert "general.base_model.0.name" not in facts(written(head, target, tmp_path / "out"))
 
 

@@ -17,6 +17,7 @@ from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
 from heads.export.writer import export_head
+from heads.kinds import load_head
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts import push
@@ -130,6 +131,47 @@ def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -
     assert "root alone" not in card
     assert "sglang" not in card
     assert "me/toy-eagle3-sglang" in (hub.repos[REPO].files("main") or {})["README.md"].decode()
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_llamacpp_fetches_its_file_from_the_root_of_a_repository(
+    target: Target, hub: HubServer, run_dir: Path, tmp_path: Path, layout: Layout
+) -> None:
+    export(make_head(target).half(), ExportFormat.llamacpp, run_dir / "gguf")
+    pushed(run_dir, exports=[str(run_dir / "gguf")], layout=layout)
+    apart = layout is Layout.each
+    repo = f"{REPO}-llamacpp" if apart else REPO
+    files = hub.repos[repo].files("main") or {}
+    place = "" if apart else "llamacpp/"
+    name = "eagle3-llama-F16.gguf"
+    held = {f"{place}{file}" for file in (name, PARITY, "headsmith.json", "README.md")}
+    assert {file for file in files if file.startswith(place)} - {".gitattributes"} == held
+    card = files["README.md"].decode()
+    serve = "--spec-type draft-eagle3 --spec-draft-n-max 5 --metrics"
+    assert "llama.cpp b11434" in card
+    if apart:
+        assert f"llama-server -m llama.gguf -hfd {repo} {serve}" in card
+    else:
+        assert "hf download me/toy-eagle3 --include 'llamacpp/*' --local-dir toy-eagle3\n" in card
+        assert f"llama-server -m llama.gguf -md toy-eagle3/llamacpp/{name} {serve}" in card
+    (tmp_path / name).write_bytes(files[f"{place}{name}"])
+    fetched = load_head(str(tmp_path / name)).state_dict()
+    assert fetched["norm.weight"].equal(
+        make_head(target).half().float().state_dict()["norm.weight"]
+    )
+
+
+def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(
+    target: Target, hub: HubServer, run_dir: Path
+) -> None:
+    export(make_head(target), ExportFormat.llamacpp, run_dir / "gguf")
+    push.main(PushRun(head=HeadRef(path=str(run_dir / "gguf")), repo_id=REPO, exports=[]))
+    assert set(hub.repos[REPO].files("main") or {}) == {
+        ".gitattributes", "README.md", "headsmith.json", "eagle3-llama-F32.gguf",
+    }  # fmt: skip
+    assert load_head(REPO).vocab.ids.tolist() == list(range(0, 96, 2))
+    file = f"{REPO}/eagle3-llama-F32.gguf"
+    assert load_head(file).vocab.ids.tolist() == list(range(0, 96, 2))
 
 
 def test_a_dry_run_writes_a_folder_for_each_repository(run_dir: Path, tmp_path: Path) -> None:
