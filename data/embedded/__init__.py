@@ -19,7 +19,7 @@ def is_embedded(path: str) -> bool:
 
     Its folder was called `target` until November 2026.
     """
-    *_, data, embedded, name = ("", "", *Path(path).parts)
+    *_, data, embedded, name = ("", "", "", *Path(path).parts)
     return (data, embedded) == ("data", "embedded") and name in ("model", "target")
 
 
