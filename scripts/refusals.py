@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from conf.errors import InputError
-from conf.settings.export import ExportRun, MergeAdapterRun, PushRun
+from conf.settings.export import ExportFormat, ExportRun, MergeAdapterRun, PushRun
 from conf.settings.scripts import ContestRun, PruneRun
 from conf.settings.target import Quantization
 from data.rows.files import check_data
@@ -33,7 +33,7 @@ def check_contest(config: ContestRun) -> None:
 
 
 def check_export(config: ExportRun) -> None:
-    """Refuses to write over what is no export, and a head that is not there.
+    """Refuses to write over what is no export, and a head or a vocabulary that is not there.
 
     Raises:
         InputError: which setting, and what it may be.
@@ -46,6 +46,14 @@ def check_export(config: ExportRun) -> None:
         )
     if config.head.path is None:
         raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+    words = config.tokenizer_gguf
+    if words is not None and config.format is not ExportFormat.llamacpp:
+        raise InputError(
+            f"tokenizer_gguf={words}: format={config.format.value} has no place for it; leave it "
+            "unset, or format=llamacpp"
+        )
+    if words is not None and not Path(words).expanduser().is_file():
+        raise InputError(f"tokenizer_gguf={words}: no such file")
     check_inputs(config)
 
 

@@ -11,7 +11,7 @@ class HeadRef:
     """A trained head to load."""
 
     path: str | None = None
-    """Folder or Hub id."""
+    """Folder, Hub id or GGUF file."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     layers: list[int] | None = None

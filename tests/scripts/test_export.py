@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from exports import eagle
+from ggufs import save_gguf
 from safetensors.torch import load_file
-from toys import noisy_head, save_target
+from toys import noisy_head, save_target, tokenizer
 
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
 from data.embedded import TARGET
+from heads.export.gguf import GgufFile, Value, write_gguf
+from heads.export.llamacpp import vocabulary
 from heads.folders import PROVENANCE
 from heads.kinds import load_head
 from heads.target_model.identity import identify
@@ -98,6 +101,61 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
     provenance = json.loads((out / "headsmith.json").read_text())
     assert (provenance["git"], provenance["config"]) == ("abc", {"seed": 3})
     assert provenance["export"]["target"] == str(heads / "target")
+
+
+def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> None:
+    words = vocabulary(300) | {"tokenizer.ggml.pre": Value.of("smollm")}
+    write_gguf(tmp_path / "target.gguf", words, {})
+    chosen: dict[str, Any] = {
+        "dtype": ExportDtype.float16,
+        "tokenizer_gguf": str(tmp_path / "target.gguf"),
+        "target": TargetConfig(path=str(heads / "target")),
+    }
+    run(heads, "eagle", "llamacpp", tmp_path / "out", **chosen)
+    file = tmp_path / "out" / "eagle3-target-F16.gguf"
+    metadata = GgufFile(file, "file").metadata
+    assert metadata["tokenizer.ggml.pre"] == Value.of("smollm")
+    chosen["head"] = HeadRef(str(file))
+    run(heads, "", "llamacpp", tmp_path / "again", **chosen)
+    assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    del chosen["tokenizer_gguf"]
+    run(heads, "", "vllm", tmp_path / "vllm", **chosen)
+    run(heads, "eagle", "vllm", tmp_path / "straight", dtype=ExportDtype.float16)
+    names = [tmp_path / name / "model.safetensors" for name in ("vllm", "straight")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("vllm", "format=vllm has no place for it; leave it unset, or format=llamacpp"),
+        ("llamacpp", "no such file"),
+    ],
+)
+def test_a_vocabulary_that_is_not_there_or_not_taken_is_refused(
+    heads: Path, tmp_path: Path, engine: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=f"^tokenizer_gguf=gone.gguf: {message}$"):
+        run(heads, "eagle", engine, tmp_path / "out", tokenizer_gguf="gone.gguf")
+
+
+def test_the_vocabulary_of_a_target_that_is_a_gguf_is_taken(tmp_path: Path) -> None:
+    # As converters do, up to the rows of the embedding.
+    padded = tokenizer().convert_ids_to_tokens(list(range(len(tokenizer()))))
+    padded += [f"[PAD{index}]" for index in range(len(padded), 300)]
+    tokens = {"tokenizer.ggml.tokens": padded, "tokenizer.ggml.token_type": [1] * 300}
+    save_gguf(tmp_path / "Toy.gguf", metadata=tokens, num_hidden_layers=8)
+    target = load_target(TargetConfig(path=str(tmp_path / "Toy.gguf")), torch.device("cpu"))
+    eagle(target).save(tmp_path / "eagle")
+    run(tmp_path, "eagle", "llamacpp", tmp_path / "out")
+    words, theirs = (
+        GgufFile(path, "file").metadata
+        for path in (tmp_path / "out" / "eagle3-toy-F32.gguf", tmp_path / "Toy.gguf")
+    )
+    assert words["tokenizer.ggml.tokens"] == theirs["tokenizer.ggml.tokens"]
+    assert words["tokenizer.ggml.eos_token_id"] == theirs["tokenizer.ggml.eos_token_id"]
+    served = (tmp_path / "out" / "README.md").read_text()
+    assert f"llama-server -m {tmp_path / 'Toy.gguf'} -md DIR/eagle3-toy-F32.gguf " in served
 
 
 def test_an_export_can_be_exported_again(heads: Path, tmp_path: Path, verified) -> None:
