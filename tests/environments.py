@@ -19,6 +19,7 @@ from heads.target_model.model import Target
 
 SCRIPTS = Path(__file__).parent / "engines"
 VLLM = "HEADSMITH_VLLM_PYTHON"
+LLAMACPP = "HEADSMITH_LLAMACPP_PYTHON"
 SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
 MODELOPT = "HEADSMITH_MODELOPT_PYTHON"
 
@@ -52,15 +53,29 @@ def counts_of_vllm(
     script: str = "vllm_count.py",
 ) -> list[list[dict[str, Any]]]:
     """Per `speculative_config` and prompt, as `vllm_count.py` says."""
-    job = {
-        "target": target.name,
-        "speculative": settings,
-        "num_tokens": num_tokens,
-        "prompts": prompts,
-    }
+    more = {"target": target.name, "speculative": settings}
+    return _counts(VLLM, script, folder, prompts, num_tokens, more)
+
+
+def counts_of_llamacpp(
+    folder: Path, prompts: list[list[int]], num_tokens: int, servers: list[dict[str, Any]]
+) -> list[list[dict[str, Any]]]:
+    """Per server and prompt, as `llamacpp_count.py` says."""
+    more = {"servers": servers}
+    return _counts(LLAMACPP, "llamacpp_count.py", folder, prompts, num_tokens, more)
+
+
+def _counts(
+    variable: str,
+    script: str,
+    folder: Path,
+    prompts: list[list[int]],
+    num_tokens: int,
+    more: dict[str, Any],
+) -> list[list[dict[str, Any]]]:
     question, answer = folder / "job.json", folder / "result.json"
-    question.write_text(json.dumps(job))
-    run(VLLM, script, question, answer)
+    question.write_text(json.dumps({"prompts": prompts, "num_tokens": num_tokens, **more}))
+    run(variable, script, question, answer)
     return json.loads(answer.read_text())
 
 

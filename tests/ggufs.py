@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from toys import random_model, tokenizer
 
-from heads.export.llamacpp import interleaved
+from heads.export.gguf import Value, write_gguf
+from heads.export.llamacpp import interleaved, rope_divisors, rope_metadata, vocabulary
+from heads.target_model.model import Target
 
 VALUES = 32  # of a block
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -144,3 +146,41 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def save_target_gguf(target: Target, file: Path, eos_token_id: int) -> None:
+    """Writes any Llama in float32 for llama.cpp, with placeholders for tokens, by our own writer.
+
+    Args:
+        target: whose weights are written.
+        file: to write.
+        eos_token_id: ends texts.
+    """
+    config = target.config
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": target.vocab_size,
+    }
+    metadata = {
+        "general.architecture": Value.of("llama"),
+        **{f"llama.{key}": Value.of(size) for key, size in sizes.items()},
+        **rope_metadata(config.rope_parameters, "llama"),
+        **vocabulary(target.vocab_size, eos_token_id=eos_token_id),
+    }
+    tensors = {}
+    for ours, theirs, num_heads in names(target.model):
+        weight = target.model.get_submodule(ours).weight.detach().float()
+        tensors[f"{theirs}.weight"] = interleaved(weight, num_heads) if num_heads else weight
+    divisors = rope_divisors(config.rope_parameters, config.head_dim)
+    if divisors is not None:
+        tensors["rope_freqs.weight"] = divisors
+    write_gguf(file, metadata, tensors)

@@ -1,13 +1,12 @@
 """Greedy texts of llama.cpp on a CPU, and its counts of drafts and accepted draft tokens.
 
-Run by the Python of its own environment, on a job {"target": GGUF file, "speculative": list of
-{"method", "model", "num_speculative_tokens"} as `llamacpp_server.py` takes them, "num_tokens",
-"prompts": token ids}:
+Run by the Python of its own environment, on a job {"servers": list of settings of
+`llamacpp_server.py`, "num_tokens", "prompts": token ids}:
 
     python llamacpp_count.py job.json result.json
 
 Writes {"text", "drafts", "proposed": draft tokens, "accepted": of each depth} per prompt, for each
-setting.
+server.
 """
 
 import json
@@ -51,9 +50,9 @@ def counted(url: str, job: dict, depth: int) -> list[dict]:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     results = []
-    for speculative in job["speculative"]:
-        server = opened(job["target"], **speculative)
-        depth = speculative["num_speculative_tokens"]
+    for settings in job["servers"]:
+        server = opened(**settings)
+        depth = settings["num_speculative_tokens"]
         results.append(counted(server.listening_address, job, depth))
         del server
     Path(sys.argv[2]).write_text(json.dumps(results))

@@ -2,7 +2,7 @@
 
 Run by the Python of its own environment, on settings {"target": GGUF file, "model": GGUF file of
 the head, "method": such as `draft-eagle3`, "num_speculative_tokens", "batch": prompt tokens of a
-pass}, prints its URL and serves until its input ends:
+pass, "metrics": whether it counts}, prints its URL and serves until its input ends:
 
     python llamacpp_server.py '{"target": "target.gguf", ...}'
 """
@@ -22,6 +22,7 @@ def opened(
     method: str,
     num_speculative_tokens: int,
     batch: int = CONTEXT,
+    metrics: bool = True,
 ) -> Any:
     """The server, one request at a time; its `listening_address` is the URL."""
     settings = llama.CommonParams()
@@ -29,7 +30,7 @@ def opened(
     settings.port = 0  # any that is free
     settings.n_ctx, settings.n_parallel, settings.n_batch = CONTEXT, 1, batch
     settings.n_ubatch = min(settings.n_ubatch, batch)
-    settings.endpoint_metrics, settings.verbosity = True, 1
+    settings.endpoint_metrics, settings.verbosity = metrics, 1
     # To fit the device's memory opens the head without its target.
     settings.fit_params, settings.warmup = False, False
     draft = settings.speculative.draft

@@ -1,4 +1,4 @@
-"""Heads of the training commands on the embedded target, exported and served by vLLM."""
+"""Heads of the training commands on the embedded target, served by vLLM and llama.cpp."""
 
 import subprocess
 import sys
@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from commands import ROOT
-from environments import VLLM, counts_of_vllm, needs, opened
+from environments import (
+    LLAMACPP,
+    VLLM,
+    counts_of_llamacpp,
+    counts_of_vllm,
+    needs,
+    opened,
+)
+from ggufs import save_target_gguf
 
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
@@ -19,6 +27,7 @@ from data.templates.encoder import Encoder
 from eval.measure.counts import drafted
 from eval.measure.prompts import first_turns
 from heads.decoding.drafting import Drafter
+from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
 from heads.head import DraftHead
@@ -38,8 +47,11 @@ BRIEFLY = {
     "train.num_eval_sequences": 2,
     "train.num_replay_prompts": 0,
 }
-NUM_TOKENS, DEPTH = 64, 3
+NUM_TOKENS, DEPTH, LLAMACPP_DEPTHS = 64, 3, (4, 7)
+# Ends texts of the embedded target.
+STOP = 5
 REDUCED = "head.draft_vocab_size=256"
+SMALL_BLOCKS = ["head.num_layers=2", "head.block_size=8", "head.num_anchors=64"]
 
 pytestmark = pytest.mark.engine
 
@@ -120,3 +132,50 @@ def test_vllm_serves_an_export_with_our_counts(
     accepted = [sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)]
     assert accepted[0] > 20
     assert accepted[1] > 0
+
+
+@needs(LLAMACPP)
+@pytest.mark.parametrize(
+    ("command", "method"),
+    [
+        pytest.param(["train/eagle.py", "head=eagle3"], "draft-eagle3", id="EAGLE-3"),
+        pytest.param(["train/dflash.py", *SMALL_BLOCKS], "draft-dflash", id="DFlash"),
+        # Its recipe's 16 need a hidden size of 272.
+        pytest.param(
+            ["train/dflash2.py", *SMALL_BLOCKS, "head.selector_top_k=15"],
+            "draft-dflash",
+            id="DFlash-2",
+        ),
+        pytest.param(["train/dspark.py", *SMALL_BLOCKS], "draft-dspark", id="DSpark"),
+    ],
+)
+def test_llamacpp_serves_an_export_with_our_counts(
+    target: Target,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    method: str,
+) -> None:
+    """Texts that the target may end."""
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", STOP)
+    save_target_gguf(target, tmp_path / "target.gguf", STOP)
+    folder = exported(trained(command, tmp_path / "run"), "llamacpp", tmp_path / "out")
+    (file,) = folder.glob("*.gguf")
+    files = {"target": str(tmp_path / "target.gguf"), "model": str(file)}
+    settings = [
+        files | {"method": method, "num_speculative_tokens": depth} for depth in LLAMACPP_DEPTHS
+    ]
+    theirs = counts_of_llamacpp(tmp_path, prompts[:4], NUM_TOKENS, settings)
+
+    head = load_head(str(folder)).attach(target).eval()
+    for depth, counts in zip(LLAMACPP_DEPTHS, theirs, strict=True):
+        chain = Tree.chain(depth)
+        drafters = [head.drafter(chain, GREEDY, [0]) for _ in counts]
+        assert counts == [
+            asdict(drafted(target, drafter, prompt, NUM_TOKENS, depth, within=True))
+            for drafter, prompt in zip(drafters, prompts, strict=False)
+        ]
+        accepted = [sum(column) for column in zip(*(c["accepted"] for c in counts), strict=True)]
+        assert accepted[0] > 10
+        assert accepted[1] > 0
