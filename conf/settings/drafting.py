@@ -39,7 +39,7 @@ class DraftModelConfig:
     """A separate, smaller language model that drafts."""
 
     path: str | None = None
-    """Hub id or folder; one with another tokenizer drafts text that is encoded again."""
+    """Hub id, folder or GGUF file; one with another tokenizer drafts text that is encoded again."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     num_tokens: int = 5
