@@ -90,6 +90,8 @@ def test_the_templates_own_tags_of_thinking_come_first() -> None:
     tags = thinking_tags(encoder("ministral").template({}, None))
     assert tags[0] == ("[THINK]", "[/THINK]")
     assert ("<think>", "</think>") in tags[1:]
+    # A prompt that ends with the first tag leaves a model's turn without.
+    assert all(all(pair) for pair in thinking_tags(encoder("qwen3.5").template({}, None)))
 
 
 def tiny_target(folder: Path, family: str) -> TargetConfig:

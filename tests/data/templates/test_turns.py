@@ -1,5 +1,6 @@
 """Long conversations, calls, ids as the model wrote them, and what a record says besides."""
 
+import copy
 import re
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -153,6 +154,16 @@ def test_calls_without_arguments() -> None:
     said.messages[1]["tool_calls"][0]["function"]["arguments"] = {}
     ((_, first),) = turns_of(encoder("qwen2.5").encode(said), "qwen2.5")
     assert first == '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
+
+
+def test_a_template_may_ask_whose_result_a_result_is() -> None:
+    tokenizer = copy.deepcopy(encoder("qwen2.5").tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'tool' and not (m.name and m.tool_call_id) %}"
+        "{{ raise_exception('whose result?') }}{% endfor %}" + tokenizer.chat_template
+    )
+    said = record(["Where?", CALLS])
+    assert Encoder(tokenizer).encode(said) == encoder("qwen2.5").encode(said)
 
 
 def test_a_call_that_is_not_rendered_is_refused_by_name() -> None:
@@ -360,10 +371,21 @@ def test_thinking_that_was_cut_off_is_not_closed() -> None:
         assert encoder(family).tokenizer.decode(learnt(sample)) == expected
 
 
-def test_a_call_that_was_cut_off_is_not_closed() -> None:
+NEMOTRON = "<function=look>\n<parameter=at>\nOslo\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen2.5", f"<tool_call>\n{OSLO}\n</tool_call>"),
+        # The line break before a call is the model's, that behind it was not reached.
+        ("nemotron-3", f"\n<tool_call>\n{NEMOTRON}\n</tool_call>"),
+    ],
+)
+def test_a_call_that_was_cut_off_is_not_closed(family: str, expected: str) -> None:
     said = replace(record(["Where?", CALLS]), cut_off=frozenset({1}))
-    ((_, call),) = turns_of(encoder("qwen2.5").encode(said), "qwen2.5")
-    assert call == f"<tool_call>\n{OSLO}\n</tool_call>"
+    ((_, call),) = turns_of(encoder(family).encode(said), family)
+    assert call == expected
 
 
 def test_a_turn_of_which_the_template_shows_nothing_is_not_learnt() -> None:
