@@ -406,3 +406,18 @@ def test_without_gradients_nothing_is_kept() -> None:
         total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
     assert not total.requires_grad
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("width", "cpu", "mebibytes"),
+    [
+        (1_000, False, 64),
+        (65_536, False, 132),  # 528 rows
+        (300_000, False, 260),
+        (300_000, True, 2),
+    ],
+)
+def test_a_piece_fills_a_gpu_with_rows_and_a_cpus_caches(
+    width: int, cpu: bool, mebibytes: int
+) -> None:
+    assert fused.piece_bytes(width, cpu) == mebibytes * 2**20
