@@ -75,6 +75,9 @@ def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
         ({"num_turns": 2}, r"num_turns was 1, is 2"),
         ({"num_prompts": 3}, r"num_prompts was 2, is 3"),
         ({"top_k": 5}, r"top_k was None, is 5"),
+        ({"min_p": 0.1}, r"min_p was None, is 0\.1"),
+        ({"ignore_eos": True}, r"ignore_eos was None, is True"),
+        ({"temperature": 0.7}, r"temperature was 0\.0, is 0\.7"),
         ({"stop": ["#"]}, r"stop was None, is \['#'\]"),
         ({"target_dtype": "bfloat16"}, r"target\.dtype was 'float32', is 'bfloat16'"),
         ({"generation_config": {"a": 1}}, r"generation_config was None, is \{'a': 1\}"),
@@ -119,6 +122,8 @@ def test_sampled_results_are_of_one_seed(tmp_path: Path) -> None:
     paths = folders(tmp_path, a=result(1.5, **sampled), b=result(2.0, **sampled, seed=3))
     with pytest.raises(InputError, match=r"seed was 0, is 3"):
         compare.load_results(paths)
+    # Greedy ones do not depend on theirs.
+    assert len(compare.load_results(folders(tmp_path, c=result(1.5), d=result(2.0, seed=3)))) == 2
 
 
 def test_results_of_before_hold_no_prompts(tmp_path: Path) -> None:
