@@ -106,7 +106,8 @@ def test_missing_results_are_named(tmp_path: Path) -> None:
 
 
 def test_a_target_is_known_by_its_checksums_not_by_its_place(tmp_path: Path) -> None:
-    moved = result(2.0, target="elsewhere", seed=3)
+    identity = {**dict.fromkeys(CHECKSUMS, "ab"), "name": "elsewhere"}
+    moved = result(2.0, target="elsewhere", target_identity=identity)
     assert set(compare.load_results(folders(tmp_path, a=result(1.5), b=moved))) == {"a", "b"}
     nameless = {key: {"target": name} for key, name in (("c", "one"), ("d", "two"))}
     for each in nameless.values():
