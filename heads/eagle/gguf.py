@@ -24,6 +24,7 @@ from heads.export.llamacpp import (
     weights_name,
 )
 from heads.head import Files
+from heads.target_model.sizes import num_positions
 
 ARCH = "eagle3"
 NAMES = {
@@ -46,6 +47,8 @@ def files(head: EagleNetwork) -> Files:
     config, llama = head.config, head.config.llama
     title = head.variants[head.variant].title
     metadata = of_head(llama, ARCH, head.dtype, title, head.target_name)
+    # As in every other layout: a head's own files may say less than its target reads.
+    metadata[f"{ARCH}.context_length"] = Value.of(num_positions(head.target.config))
     metadata[f"{ARCH}.target_layers"] = Value.of(list(config.layers))
     metadata[f"{ARCH}.target_hidden_size"] = Value.of(config.target_hidden_size)
     metadata |= {f"{ARCH}.{flag}": Value.of(getattr(config, flag)) for flag in FLAGS}

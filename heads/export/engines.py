@@ -64,5 +64,5 @@ def template_note(provenance: dict[str, Any]) -> str:
 
 
 def dtype_of(head: nn.Module) -> str:
-    """`float32` or `bfloat16`."""
+    """`float32`, `float16` or `bfloat16`."""
     return str(next(head.parameters()).dtype).removeprefix("torch.")

@@ -228,7 +228,7 @@ def _blocks(export: Export, golden: Golden) -> ServedBlocks:
     keys, sizes, hidden = head.keys, head.sizes(), head.hidden
     mask = int(golden.need("mask_token_id", (1,)))
     keys.equal("tokenizer.ggml.mask_token_id", mask, "as it was trained", "has no mask")
-    if {"token_embd.weight"} <= set(head.tensors) and "output.weight" not in head.tensors:
+    if "token_embd.weight" in head.tensors and "output.weight" not in head.tensors:
         raise InputError(
             f"{keys.file}: token_embd.weight, and no output.weight: llama.cpp would draft with the "
             "head's own embedding for an output head"

@@ -113,6 +113,13 @@ def test_an_eagle3_file(target: Target, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_head_reads_as_far_as_its_target(target: Target, tmp_path: Path) -> None:
+    head = eagle(target)
+    head.config.llama.max_position_embeddings = 128
+    assert facts(written(head, target, tmp_path / "out"))["eagle3.context_length"] == 256
+    check_parity(tmp_path / "out")
+
+
 def test_a_dflash2_file(target: Target, tmp_path: Path) -> None:
     head = block(target, "dflash2", selector_top_k=7, window=4)
     found = written(head.to(torch.bfloat16), target, tmp_path / "out")
@@ -329,9 +336,15 @@ def test_a_target_on_this_machine_is_not_fetched_and_a_gguf_not_converted(
     assert only.startswith(f"llama-server -m {file} -md DIR/eagle3-toy-q4_1-F32.gguf --spec-type")
     monkeypatch.setattr(target, "name", "me/toys/q4/Toy-Q4_1.gguf")
     assert "llama-server -hf me/toys -hff q4/Toy-Q4_1.gguf -md " in head.export(LLAMACPP).command
-    # Nobody else has that folder.
-    monkeypatch.setattr(target, "name", str(tmp_path))
-    assert "general.base_model.0.name" not in facts(written(head, target, tmp_path / "out"))
+    # What could be on the Hub is what lies here, which nobody else has.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "toy.gguf").touch()
+    monkeypatch.setattr(target, "name", "toys/toy.gguf")
+    assert head.export(LLAMACPP).command.startswith("llama-server -m toys/toy.gguf -md ")
+    for name in ("toys", str(tmp_path)):
+        monkeypatch.setattr(target, "name", name)
+        assert "general.base_model.0.name" not in facts(written(head, target, tmp_path / "out"))
 
 
 def test_the_readme_warns_of_targets_that_hand_out_no_layers(tmp_path: Path) -> None:

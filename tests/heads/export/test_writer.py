@@ -90,15 +90,21 @@ def test_the_targets_embedding_goes_to_the_authors_code(target: Target, tmp_path
     assert embedding.equal(target.embedding.weight)
 
 
-def test_bfloat16_is_written_and_said_in_every_place(target: Target, tmp_path: Path) -> None:
-    head = make(target, "eagle3").attach(target, torch.bfloat16)
-    folder = exported(head, target, "original", tmp_path / "out")
-    kinds = {each.dtype for each in load_file(folder / "model.safetensors").values()}
-    assert kinds == {torch.bfloat16, torch.int64, torch.bool}
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("engine", "kind"), [c for c in CELLS if c[0] != "llamacpp"])
+def test_half_precision_is_written_and_said_in_every_place(
+    target: Target, tmp_path: Path, engine: str, kind: str, dtype: str
+) -> None:
+    head = make(target, kind).attach(target, getattr(torch, dtype))
+    folder = exported(head, target, engine, tmp_path / "out")
+    (weights,) = folder.glob("*.safetensors")
+    kinds = {each.dtype for each in load_file(weights).values() if each.is_floating_point()}
+    assert kinds == {getattr(torch, dtype)}
     config = config_of(folder)
-    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert (config["dtype"], config.get("torch_dtype", dtype)) == (dtype, dtype)
     about = json.loads((folder / "headsmith.json").read_text())["export"]
-    assert about["dtype"] == "bfloat16"
+    assert about["dtype"] == dtype
+    assert check_parity(folder).max_difference < 1e-4 * check_parity(folder).scale
     back = load_head(str(folder)).state_dict()
     assert all(back[name].equal(each.float()) for name, each in head.state_dict().items())
 
