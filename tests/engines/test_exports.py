@@ -160,15 +160,15 @@ def test_llamacpp_serves_an_export_with_our_counts(
     """Texts that the target may end."""
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", STOP)
     save_target_gguf(target, tmp_path / "target.gguf", STOP)
-    folder = exported(trained(command, tmp_path / "run"), "llamacpp", tmp_path / "out")
-    (file,) = folder.glob("*.gguf")
+    saved = trained(command, tmp_path / "run")
+    (file,) = exported(saved, "llamacpp", tmp_path / "out").glob("*.gguf")
     files = {"target": str(tmp_path / "target.gguf"), "model": str(file)}
     settings = [
         files | {"method": method, "num_speculative_tokens": depth} for depth in LLAMACPP_DEPTHS
     ]
     theirs = counts_of_llamacpp(tmp_path, prompts[:4], NUM_TOKENS, settings)
 
-    head = load_head(str(folder)).attach(target).eval()
+    head = load_head(str(saved)).attach(target).eval()
     for depth, counts in zip(LLAMACPP_DEPTHS, theirs, strict=True):
         chain = Tree.chain(depth)
         drafters = [head.drafter(chain, GREEDY, [0]) for _ in counts]

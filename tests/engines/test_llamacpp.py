@@ -30,7 +30,6 @@ from heads.decoding.tree import Tree
 from heads.export.golden import golden
 from heads.export.writer import export_head
 from heads.head import DraftHead
-from heads.kinds import load_head
 from heads.target_model.model import Target
 from scripts import serve_check
 from tests.engines.test_vllm import reduced
@@ -115,10 +114,9 @@ def ours(
     return [asdict(each) for each in counts]
 
 
-def compare(target: Target, saved: DraftHead, folder: Path) -> None:
-    """An export in llama.cpp, and read back in our decoder, as chains of 4 and of 7."""
-    file = exported(saved, target, folder)
-    head = load_head(str(folder / "export")).attach(target)
+def compare(target: Target, head: DraftHead, folder: Path) -> None:
+    """An export in llama.cpp, and the head itself in our decoder, as chains of 4 and of 7."""
+    file = exported(head, target, folder)
     prompts = learnt(target, 4)
     servers = [server(target, head, file, depth) for depth in DEPTHS]
     theirs = counts_of_llamacpp(folder, prompts, NUM_TOKENS, servers)
