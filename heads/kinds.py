@@ -92,9 +92,9 @@ def _unpack(file: Path, folder: Path, path: str, native: Path) -> None:
             f"{what}: a GGUF file of the architecture {architecture}; heads are of "
             f"{', '.join(ARCHITECTURES)}"
         )
-    note = folder / PROVENANCE
-    added = json.loads(note.read_text()).get("export", {}) if note.is_file() else {}
-    config, tensors = ARCHITECTURES[architecture](opened, what, added.get("added", []))
+    record = folder / PROVENANCE
+    export = json.loads(record.read_text()).get("export", {}) if record.is_file() else {}
+    config, tensors = ARCHITECTURES[architecture](opened, what, export.get("added", []))
     save_head(native, WEIGHTS, tensors, {"config.json": config})
 
 
