@@ -80,7 +80,9 @@ def test_tau_is_what_acceptance_measures_of_the_saved_heads(setting, tmp_path, h
         assert (row["tau"], row["alpha"]) == (measured["tau"], measured["alpha"])
         assert len(load_head(str(folder)).vocab.ids) == row["num_ids"]
     coverages = [row["coverage"] for row in (*result["pruned"], result["before"])]
-    assert (coverages, coverages[-1]) == (sorted(coverages), 1.0)
+    assert coverages == sorted(coverages)
+    # The EAGLE-3 head has 31 of the 76 tokens that the target chooses.
+    assert coverages[-1] == pytest.approx(1.0 if head == "medusa" else 31 / 76)
     sizes = [row["weight_bytes"] for row in (*result["pruned"], result["before"])]
     # 64 float32 of each row, in each of three Medusa heads.
     assert sizes[1] - sizes[0] == 40 * 64 * 4 * (3 if head == "medusa" else 1)
