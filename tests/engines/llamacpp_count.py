@@ -1,7 +1,7 @@
 """Greedy texts of llama.cpp on a CPU, and its counts of drafts and accepted draft tokens.
 
 Run by the Python of its own environment, on a job {"servers": list of settings of
-`llamacpp_server.py`, "num_tokens", "prompts": token ids}:
+`scripts/llamacpp/server.py`, "num_tokens", "prompts": token ids}:
 
     python llamacpp_count.py job.json result.json
 
@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
-from llamacpp_server import opened
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.llamacpp.server import opened
 
 COUNTER = re.compile(
     r'^llamacpp:spec_decode_num_(\w+)_total(?:\{position="(\d+)"\})? (\d+)', re.MULTILINE
@@ -52,7 +54,7 @@ def main() -> None:
     results = []
     for settings in job["servers"]:
         server = opened(**settings)
-        depth = settings["num_speculative_tokens"]
+        depth = settings["draft"]["num_tokens"]
         results.append(counted(server.listening_address, job, depth))
         del server
     Path(sys.argv[2]).write_text(json.dumps(results))

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from environments import LLAMACPP, SCRIPTS, counts_of_llamacpp, needs, opened
+from commands import ROOT
+from environments import LLAMACPP, counts_of_llamacpp, needs, opened
 from feature_heads import fresh, objective_of, settings_of
 from ggufs import save_target_gguf
 from toys import save_target, texts, trained
@@ -34,6 +35,7 @@ from heads.target_model.model import Target
 from scripts import serve_check
 from tests.engines.test_vllm import reduced
 
+SERVER = str(ROOT / "scripts/llamacpp/server.py")
 DEPTHS, NUM_TOKENS = (4, 7), 60
 # Which the target often writes.
 STOP = 140
@@ -93,13 +95,10 @@ def exported(head: DraftHead, target: Target, folder: Path) -> Path:
 
 
 def server(target: Target, head: DraftHead, file: Path, depth: int) -> dict[str, Any]:
-    """Settings of `llamacpp_server.py`."""
-    return {
-        "target": f"{target.name}/target.gguf",
-        "model": str(file),
-        "method": METHODS.get(head.variant, "draft-dflash"),
-        "num_speculative_tokens": depth,
-    }
+    """Settings of `scripts/llamacpp/server.py`."""
+    method = METHODS.get(head.variant, "draft-dflash")
+    draft = {"model": str(file), "method": method, "num_tokens": depth}
+    return {"target": f"{target.name}/target.gguf", "draft": draft}
 
 
 def ours(
@@ -247,7 +246,7 @@ def test_llamacpp_reads_prompts_in_batches(
 @contextmanager
 def serving(settings: dict[str, Any]) -> Iterator[str]:
     """The URL of llama.cpp's server."""
-    command = [os.environ[LLAMACPP], str(SCRIPTS / "llamacpp_server.py"), json.dumps(settings)]
+    command = [os.environ[LLAMACPP], SERVER, json.dumps(settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         yield run.stdout.readline().strip()

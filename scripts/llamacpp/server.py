@@ -1,10 +1,11 @@
 """llama.cpp's server inside this process, on a CPU, in float32 throughout.
 
-Run by the Python of its own environment, on settings {"target": GGUF file, "model": GGUF file of
-the head, "method": such as `draft-eagle3`, "num_speculative_tokens", "batch": prompt tokens of a
-pass, "metrics": whether it counts}, prints its URL and serves until its input ends:
+Run by the Python of its own environment, on settings {"target": GGUF file, "draft": null or
+{"model": GGUF file of a head, "method": such as `draft-eagle3`, "num_tokens": of a step}, "batch":
+prompt tokens of a pass, "metrics": whether it counts, "num_threads"}, prints its URL and serves
+until its input ends:
 
-    python llamacpp_server.py '{"target": "target.gguf", ...}'
+    python scripts/llamacpp/server.py '{"target": "target.gguf", ...}'
 """
 
 import json
@@ -18,11 +19,10 @@ CONTEXT = 2048
 
 def opened(
     target: str,
-    model: str,
-    method: str,
-    num_speculative_tokens: int,
+    draft: dict[str, Any] | None,
     batch: int = CONTEXT,
     metrics: bool = True,
+    num_threads: int = 1,
 ) -> Any:
     """The server, one request at a time; its `listening_address` is the URL."""
     settings = llama.CommonParams()
@@ -33,14 +33,16 @@ def opened(
     settings.endpoint_metrics, settings.verbosity = metrics, 1
     # To fit the device's memory opens the head without its target.
     settings.fit_params, settings.warmup = False, False
-    draft = settings.speculative.draft
-    draft.mparams.path, draft.n_max, draft.p_min = model, num_speculative_tokens, 0.0
-    kind = f"COMMON_SPECULATIVE_TYPE_{method.replace('-', '_').upper()}"
-    settings.speculative.types = [getattr(llama.common_speculative_type, kind)]
+    drafting = settings.speculative.draft
+    if draft is not None:
+        drafting.mparams.path, drafting.n_max = draft["model"], draft["num_tokens"]
+        drafting.p_min = 0.0
+        kind = f"COMMON_SPECULATIVE_TYPE_{draft['method'].replace('-', '_').upper()}"
+        settings.speculative.types = [getattr(llama.common_speculative_type, kind)]
     # Flash attention casts keys and values to float16, whatever the type of the cache.
     settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    for part in (settings, draft):
-        part.cpuparams.n_threads = part.cpuparams_batch.n_threads = 1
+    for part in (settings, drafting):
+        part.cpuparams.n_threads = part.cpuparams_batch.n_threads = num_threads
         part.cache_type_k = part.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     return llama.Server(settings)
 
