@@ -61,6 +61,7 @@ def test_a_fault_in_the_golden_file_is_named(good: Path, tmp_path: Path, fault: 
 
 BROKEN_FOLDERS = {
     "a pickled file": (lambda f: (f / "pytorch_model.bin").touch(), "pickled files"),
+    "a pickled checkpoint": (lambda f: (f / "last.ckpt").touch(), "pickled files"),
     "a second file of weights": (lambda f: shutil.copy(f / WEIGHTS, f / "more.safetensors"),
      "exactly one"),
     "golden logits among the weights": (lambda f: shutil.copy(f / GOLDEN, f / "parity.safetensors"),
