@@ -103,5 +103,5 @@ def test_two_processes_equal_one_in_every_layout(
     for name in ("train/loss", "eval/loss", "eval/tau"):
         assert curve(tmp_path / "out", name) == pytest.approx(curve(expected, name), abs=1e-4)
     for name, each in weights(expected).items():
-        # Sums over two processes round otherwise; most of all where AdamW divides by small ones.
-        torch.testing.assert_close(weights(tmp_path / "out")[name], each, atol=3e-5, rtol=0)
+        # A hundredth of the learning rate: AdamW enlarges the rounding of small gradients' sums.
+        torch.testing.assert_close(weights(tmp_path / "out")[name], each, atol=1e-4, rtol=0)
