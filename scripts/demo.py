@@ -195,12 +195,15 @@ def table(rows: dict[str, list[Row]], threads: int) -> Table:
     """Speeds by type of the target's weights."""
     title = f"llama.cpp, greedy, {threads} threads, medians of {MEASURE['num_repeats']}"
     columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
-    found = Table(*columns, title=title)
+    caption = "Other work on this machine makes all of these worse."
+    found = Table(*columns, title=title, caption=caption)
     for name, of_file in rows.items():
         for row in of_file:
             shown = (row.tokens_per_s, row.speedup, row.tau, row.needed)
             numbers = [f"{value:.2f}" for value in shown]
-            found.add_row(name, str(row.depth or "none"), *numbers, f"{1e3 * row.step:.1f}")
+            found.add_row(
+                name.split(",")[0], str(row.depth or "none"), *numbers, f"{1e3 * row.step:.1f}"
+            )
     return found
 
 
@@ -271,6 +274,8 @@ def prepare(out_dir: Path, model: Path) -> dict[str, float]:
 
 def main(out_dir: Path) -> None:
     """Runs what is missing, then sums up."""
+    if not LLAMACPP.exists():
+        sys.exit(f"error: {LLAMACPP} is not there: `make demo` makes it")
     seconds = prepare(out_dir, shipped())
     results = {
         words: json.loads((out_dir / f"llamacpp-{weights}.json").read_text())
@@ -284,6 +289,10 @@ def main(out_dir: Path) -> None:
     console.print(table(measured, num_threads()))
     for name, rows in measured.items():
         console.print(conclusion(name, rows))
+    print(
+        f"The head has learnt {NUM_LEARNT} answers in {seconds['train'] / 60:.0f} minutes, which "
+        f"is little: {out_dir / 'eagle3/head'}, for llama.cpp {out_dir / 'llamacpp'}"
+    )
     print(", ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
     print(NEXT, end="")
 

@@ -53,19 +53,19 @@ def prompts(url: str, questions: list[str]) -> list[list[int]]:
 
 
 def counted(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
-    """Tokens and steps of one pass over the prompts, and the median of the seconds of all passes.
+    """Tokens and steps of a pass over the prompts, and seconds: each answer's median of all passes.
 
     The first token of an answer comes with its prompt: neither it nor the prompt is timed.
     """
-    times = [each["timings"] for each in passes[0]]
-    num_tokens = sum(each["predicted_n"] - 1 for each in times)
-    accepted = sum(each.get("draft_n_accepted", 0) for each in times)
-    seconds = [sum(each["timings"]["predicted_ms"] for each in row) / 1e3 for row in passes]
+    times = [[each["timings"] for each in answers] for answers in zip(*passes, strict=True)]
+    num_tokens = sum(first["predicted_n"] - 1 for first, *_ in times)
+    accepted = sum(first.get("draft_n_accepted", 0) for first, *_ in times)
+    medians = [statistics.median(each["predicted_ms"] for each in answer) for answer in times]
     return {
         "depth": depth,
         "num_tokens": num_tokens,
         "num_steps": num_tokens - accepted,
-        "seconds": statistics.median(seconds),
+        "seconds": sum(medians) / 1e3,
     }
 
 
@@ -106,11 +106,10 @@ def measured(settings: dict[str, Any]) -> dict[str, Any]:
     for url in urls:  # to warm up
         answer(url, asking[0], num_tokens)
     for number in range(1, settings["num_repeats"] + 1):
-        for url, depth, found in zip(urls, depths, passes, strict=True):
-            found.append([answer(url, prompt, num_tokens) for prompt in asking])
-            row = counted(depth, found[-1:])
-            rate = row["num_tokens"] / row["seconds"]
-            print(f"pass {number}, drafts of {depth}: {rate:.1f} tokens/s", flush=True)
+        rows = [[answer(url, prompt, num_tokens) for url in urls] for prompt in asking]
+        for found, answers in zip(passes, zip(*rows, strict=True), strict=True):
+            found.append(list(answers))
+        print(f"pass {number} of {settings['num_repeats']} is done", flush=True)
     usual, *drafted = [found[0] for found in passes]
     partings = [
         {"question": question, "depth": depth}

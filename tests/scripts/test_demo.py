@@ -1,8 +1,11 @@
 import hashlib
+import importlib
 import json
 import os
+import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -140,13 +143,42 @@ def test_the_same_weights_in_float32(tmp_path: Path) -> None:
     assert after.metadata == before.metadata
 
 
+def test_the_environment_of_llamacpp_is_looked_for_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "LLAMACPP", tmp_path / "python")
+    monkeypatch.setattr(demo, "shipped", lambda: pytest.fail("something was begun"))
+    with pytest.raises(SystemExit, match="python is not there: `make demo` makes it"):
+        demo.main(tmp_path / "out")
+
+
+def test_steps_are_counted_and_seconds_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two answers in three passes; of each, the first token belongs to its prompt."""
+    monkeypatch.setitem(sys.modules, "xllamacpp", ModuleType("xllamacpp"))
+    speed = importlib.import_module("scripts.llamacpp.speed")
+
+    def answers(*milliseconds: float) -> list[dict[str, Any]]:
+        counts = [{"predicted_n": 11, "draft_n_accepted": 4}, {"predicted_n": 6}]
+        return [
+            {"timings": {**count, "predicted_ms": each}}
+            for count, each in zip(counts, milliseconds, strict=True)
+        ]
+
+    passes = [answers(100, 90), answers(500, 50), answers(120, 40)]
+    expected = {"depth": 2, "num_tokens": 15, "num_steps": 11, "seconds": 0.17}
+    assert speed.counted(2, passes) == expected
+
+
 def test_a_row_of_figures() -> None:
     plain, one, two = demo.Row.read({"rows": [PLAIN, ONE, TWO]})
     assert (plain.tokens_per_s, plain.tau, plain.step, plain.needed) == (100, 1, 0.01, 1)
     assert (one.tokens_per_s, one.tau, one.step, one.needed) == (80, 1.6, 0.02, 2)
     assert (two.tau, two.step, two.needed) == (2, 0.04, 4)
     assert (one.speedup, two.speedup) == (0.8, 0.5)
-    cells = [list(column.cells) for column in demo.table({"Q4_1": [plain, one, two]}, 2).columns]
+    cells = [
+        list(column.cells)
+        for column in demo.table({"Q4_1, as shipped": [plain, one, two]}, 2).columns
+    ]
     assert [column[1] for column in cells] == ["Q4_1", "1", "80.00", "0.80", "1.60", "2.00", "20.0"]
     assert cells[1] == ["none", "1", "2"]
 
