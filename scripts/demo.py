@@ -193,7 +193,7 @@ class Row:
 
 def table(rows: dict[str, list[Row]], threads: int) -> Table:
     """Speeds by type of the target's weights."""
-    title = f"llama.cpp, greedy, {threads} threads, medians of {MEASURE['num_repeats']}"
+    title = f"llama.cpp, greedy, threads: {threads}, medians of {MEASURE['num_repeats']}"
     columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
     caption = "Other work on this machine makes all of these worse."
     found = Table(*columns, title=title, caption=caption)
