@@ -162,11 +162,12 @@ def test_llamacpp_serves_an_export_with_our_counts(
     save_target_gguf(target, tmp_path / "target.gguf", STOP)
     saved = trained(command, tmp_path / "run")
     (file,) = exported(saved, "llamacpp", tmp_path / "out").glob("*.gguf")
-    files = {"target": str(tmp_path / "target.gguf"), "model": str(file)}
-    settings = [
-        files | {"method": method, "num_speculative_tokens": depth} for depth in LLAMACPP_DEPTHS
+    files = {"model": str(file), "method": method}
+    servers = [
+        {"target": str(tmp_path / "target.gguf"), "draft": files | {"num_tokens": depth}}
+        for depth in LLAMACPP_DEPTHS
     ]
-    theirs = counts_of_llamacpp(tmp_path, prompts[:4], NUM_TOKENS, settings)
+    theirs = counts_of_llamacpp(tmp_path, prompts[:4], NUM_TOKENS, servers)
 
     head = load_head(str(saved)).attach(target).eval()
     for depth, counts in zip(LLAMACPP_DEPTHS, theirs, strict=True):
