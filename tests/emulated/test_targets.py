@@ -19,11 +19,11 @@ from emulated.runs import (
     short,
     waits_of_step,
 )
-from emulated.test_decoding import PROMPTS, eagle_head
+from emulated.test_decoding import PROMPTS
+from feature_heads import fresh, settings_of
 from toys import noisy_head
 
 from conf.settings.data import DataConfig, TeacherKind
-from conf.settings.eagle import EagleForm
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype, TargetConfig
 from data.features.reader import FeatureStore
@@ -127,10 +127,11 @@ def spread(inputs: Path) -> Target:
 
 
 def drafters_of(target: Target) -> list[Drafter]:
+    eagle = fresh(target, settings_of("eagle3", draft_vocab_size=120, layers=[0, 1, 2]))
     return [
         NoDraft(),
         MedusaDrafter(noisy_head(target), default_tree(3, 16)),
-        EagleTree(eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8)),
+        EagleTree(eagle, DynamicShape(3, 3, 8)),
         SelfDraft(target, early_exit(target, 2), 3, seeds=[1, 2, 3]),
     ]
 
