@@ -50,7 +50,7 @@ def maker(name: str, **changes: Any) -> Callable[[Target], Any]:
     """Makes a head that has learnt the very answers that are replayed."""
 
     def made(target: Target) -> Any:
-        config = settings_of(name, layers=[2, 4], draft_vocab_size=None, **changes)
+        config = settings_of(name, layers=[2, 4], **changes)
         objective = objective_of(fresh(target, config), target, config)
         encoder = Encoder(target.tokenizer, None)
         prompts = [encoder.prompt([user(each)], None, {}) for each in QUESTIONS]
@@ -64,8 +64,8 @@ MAKERS = {
     "dflash": maker("dflash"),
     "dflash2": maker("dflash2"),
     "dspark": maker("dspark"),
-    "eagle3": maker("eagle3", norm_output=True),
-    "peagle": maker("peagle"),
+    "eagle3": maker("eagle3", norm_output=True, draft_vocab_size=None),
+    "peagle": maker("peagle", draft_vocab_size=None),
 }
 
 
