@@ -143,7 +143,7 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
             return None
         file = Path(cached)
     if parts is not None:
-        from heads.gguf import find_gguf
+        from heads.gguf_target import find_gguf
 
         return find_gguf(path, revision, key).sizes
     try:

@@ -26,7 +26,7 @@ from eval.parity.gate import check_parity
 from heads.export.golden import golden
 from heads.export.writer import check_format, check_target, export_head
 from heads.folders import PROVENANCE
-from heads.gguf import find_gguf
+from heads.gguf_target import find_gguf
 from heads.head import UNKNOWN
 from heads.kinds import read_head
 from heads.storage import locate

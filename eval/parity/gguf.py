@@ -97,7 +97,7 @@ def parse(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
                 offset=start + offset,
             )  # fmt: skip
             tensors[name] = flat.reshape(shape)
-    except (OSError, struct.error, UnicodeDecodeError, ValueError, KeyError) as error:
+    except (OSError, struct.error, ValueError, KeyError, OverflowError) as error:
         raise InputError(f"{file}: not a whole GGUF file of F32, F16 or BF16: {error}") from error
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():

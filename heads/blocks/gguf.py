@@ -19,7 +19,6 @@ from heads.export.llamacpp import (
     Facts,
     config_of,
     of_head,
-    rope_divisors,
     stored,
     weights_name,
 )
@@ -95,13 +94,9 @@ def files(head: BlockNetwork, prefix: str) -> Files:
         width = llama.hidden_size + tensors[MARKOV].shape[1]
         read = tensors[CONFIDENCE]
         tensors[CONFIDENCE] = functional.pad(read, (0, width - read.shape[1]))
-    if not head.vocab.full:
-        tensors["d2t"] = head.vocab.ids
-    divisors = rope_divisors(llama.rope_parameters, llama.head_dim)
-    if divisors is not None:
-        tensors[ROPE_FREQS] = divisors
     name = weights_name(prefix, head.target_name, head.dtype)
-    return Files(metadata, name, stored(tensors | added), sorted(added), list(config.layers))
+    whole = stored(tensors | added, head.vocab, llama)
+    return Files(metadata, name, whole, sorted(added), list(config.layers))
 
 
 def _ends(head: BlockNetwork) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from heads.export.llamacpp import (
     halved,
     interleaved,
     of_head,
-    rope_divisors,
     stored,
     weights_name,
 )
@@ -56,13 +55,9 @@ def files(head: EagleNetwork) -> Files:
     tensors = {NAMES[name]: each for name, each in own.items() if name in NAMES}
     for name, heads in TURNED.items():
         tensors[name] = interleaved(tensors[name], getattr(llama, heads))
-    if not head.vocab.full:
-        tensors["d2t"] = head.vocab.ids
-    divisors = rope_divisors(llama.rope_parameters, llama.head_dim)
-    if divisors is not None:
-        tensors[ROPE_FREQS] = divisors
     name = weights_name("eagle3", head.target_name, head.dtype)
-    return Files(metadata, name, stored(tensors), layers=list(config.layers))
+    whole = stored(tensors, head.vocab, llama)
+    return Files(metadata, name, whole, layers=list(config.layers))
 
 
 def opened(

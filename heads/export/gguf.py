@@ -150,18 +150,25 @@ class GgufFile:
             raise InputError(f"{self._what}: not a whole GGUF file: {error}") from error
 
     def _read_header(self, opened: BinaryIO) -> None:
+        num_bytes = self.file.stat().st_size
+
+        def take(size: int) -> bytes:
+            if size > num_bytes:  # of a damaged file, more than memory holds
+                raise ValueError(f"it says that {size} bytes follow, and has {num_bytes}")
+            return opened.read(size)
+
         def read(form: str) -> tuple[Any, ...]:
-            return struct.unpack(f"<{form}", opened.read(struct.calcsize(f"<{form}")))
+            return struct.unpack(f"<{form}", take(struct.calcsize(f"<{form}")))
 
         def string() -> str:
-            return opened.read(read("Q")[0]).decode()
+            return take(read("Q")[0]).decode()
 
         def scalars(kind: Kind, count: int) -> list[Any]:
             if kind is Kind.string:
                 return [string() for _ in range(count)]
             return list(read(f"{count}{LETTERS[kind]}"))
 
-        magic, (version,) = opened.read(4), read("I")
+        magic, (version,) = take(4), read("I")
         if magic != MAGIC or version not in (2, VERSION):
             raise ValueError(f"it begins with {magic!r} and version {version}, not {MAGIC!r} and 3")
         num_tensors, num_keys = read("QQ")

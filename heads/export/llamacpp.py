@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from conf.errors import InputError
 from conf.files import HUB_ID, gguf_parts
 from heads.export.gguf import GgufFile, Kind, Value
+from heads.vocab import DraftVocab
 
 FILE_TYPES = {torch.float32: (0, "F32"), torch.float16: (1, "F16"), torch.bfloat16: (32, "BF16")}
 """`general.file_type`, and its name, by the dtype of matrices."""
@@ -108,13 +109,27 @@ def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
     return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
 
 
-def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name in the dtypes that llama.cpp computes with: vectors, kernels are float32."""
+def stored(
+    tensors: Mapping[str, Tensor], vocab: DraftVocab, config: LlamaConfig
+) -> dict[str, Tensor]:
+    """All tensors of a head's file, in the dtypes that llama.cpp computes with.
+
+    Vectors and kernels are float32.
+
+    Args:
+        tensors: the head's own, by llama.cpp's names.
+        vocab: the ids that it drafts; `d2t` holds them, [W] int64, if they are not all.
+        config: of its layers.
+    """
+    more = {} if vocab.full else {"d2t": vocab.ids}
+    divisors = rope_divisors(config.rope_parameters, config.head_dim)
+    if divisors is not None:
+        more[ROPE_FREQS] = divisors
     return {
         name: tensor
         if not tensor.is_floating_point() or (tensor.ndim > 1 and name.endswith(".weight"))
         else tensor.float()
-        for name, tensor in sorted(tensors.items())
+        for name, tensor in sorted({**tensors, **more}.items())
     }
 
 

@@ -32,7 +32,7 @@ from transformers.utils.quantization_config import GgufConfig
 from conf.errors import InputError
 from conf.files import cache_dir, gguf_parts, make_folder
 from conf.settings.target import TargetConfig
-from heads.gguf import ROPE_FACTORS, GgufTarget, find_gguf
+from heads.gguf_target import ROPE_FACTORS, GgufTarget, find_gguf
 from heads.storage import write_folder
 from heads.target_model import sizes
 from heads.target_model.errors import naming_target

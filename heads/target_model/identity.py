@@ -16,7 +16,7 @@ from conf.errors import InputError
 from conf.files import gguf_parts
 from conf.settings.target import TargetConfig
 from heads.folders import PROVENANCE
-from heads.gguf import find_gguf
+from heads.gguf_target import find_gguf
 from heads.storage import locate
 from heads.target_model.dequantise import described, read_config, weights_of
 from heads.target_model.weight_files import checksum, tensors, weight_files

@@ -255,7 +255,8 @@ def test_files_that_are_no_whole_gguf_are_refused(tmp_path: Path) -> None:
     folder = exported("eagle3", tmp_path / "export")
     (file,) = folder.glob("*.gguf")
     content = file.read_bytes()
-    for damaged in (content[: len(content) // 2], b"GGUF\2" + content[5:], content[:50]):
+    endless = content[:24] + b"\xff" * 8  # the length of the first key
+    for damaged in (content[: len(content) // 2], b"GGUF\2" + content[5:], content[:50], endless):
         file.write_bytes(damaged)
         with pytest.raises(InputError, match=r"eagle3-toy-F32\.gguf: not a whole GGUF file"):
             check_parity(folder)

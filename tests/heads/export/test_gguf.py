@@ -92,10 +92,11 @@ def test_an_empty_list_is_refused_and_what_was_there_stays(tmp_path: Path) -> No
         (b"PK\3\4" + BYTES[4:], "it begins with b'PK"),
         (b"GGUF\1" + BYTES[5:], "version 1"),
         (BYTES[:100], "not a whole GGUF file"),
+        (BYTES[:24] + b"\xff" * 8 + BYTES[32:], "it says that 18446744073709551615 bytes follow"),
         (BYTES[:-20], "cut off: i lies beyond its end"),
         (BYTES.replace(b"\x1e\0\0\0\x40", b"\x0c\0\0\0\x40"), "n is of GGUF type 12, .*quantised"),
     ],
-    ids=["empty", "zip", "old", "header", "data", "quantised"],
+    ids=["empty", "zip", "old", "header", "length", "data", "quantised"],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "a.gguf").write_bytes(content)

@@ -18,7 +18,7 @@ from conf.settings.target import Quantization, TargetConfig
 from heads.export.gguf import Value, write_gguf
 from heads.export.llamacpp import interleaved
 from heads.folders import check_target
-from heads.gguf import find_gguf
+from heads.gguf_target import find_gguf
 from heads.target_model import dequantise
 from heads.target_model.identity import Identity, identify
 from heads.target_model.load import generation_config, load_target
