@@ -134,7 +134,7 @@ class GgufTarget:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What a head must agree with, as `config.json` calls it."""
+        """Sizes that a head must agree with, as `config.json` calls them."""
         embedding = self.tensors.get("token_embd.weight")
         size = embedding["shape"][0] if embedding else None
         return {

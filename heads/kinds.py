@@ -31,7 +31,7 @@ HEADS: dict[str, type[DraftHead]] = {
 }
 """Kinds of heads by name: of the folder, the entry script `train/{name}.py`, the ways to draft."""
 ARCHITECTURES = {eagle_gguf.ARCH: eagle_gguf.opened, blocks_gguf.ARCH: blocks_gguf.opened}
-"""What opens GGUF files of heads, by what llama.cpp calls their architecture."""
+"""Openers of heads' GGUF files, by what llama.cpp calls the architecture."""
 
 
 def name_of(head: DraftHead) -> str:

@@ -155,7 +155,7 @@ def write_float32(source: Path, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What llama.cpp did with a number of draft tokens a step.
+    """The speed of llama.cpp with a number of draft tokens a step.
 
     Attributes:
         tau: tokens per step.

@@ -40,7 +40,7 @@ from heads.target_model.language import language_class
 from heads.target_model.weight_files import checksum, complete
 
 FORMAT = 1
-"""Of the folders; a change of what is in them counts it up."""
+"""Version of the folders; a change of their content counts it up."""
 BYTES_PER_VALUE = 4
 STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Tokens of a GGUF's vocabulary at which llama.cpp ends a text."""
@@ -50,7 +50,7 @@ SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-"""What a GGUF calls a tokenizer's special tokens."""
+"""Names that a GGUF has for a tokenizer's special tokens."""
 VOCABULARIES = ("gpt2", "llama", "gemma4", "t5")
 """Types of vocabularies of which transformers makes a tokenizer."""
 SCALED = {"linear", "dynamic", "yarn", "llama3", "longrope"}
@@ -96,7 +96,7 @@ def weights_of(gguf: GgufTarget) -> str:
 
 
 def described(gguf: GgufTarget) -> dict[str, Any]:
-    """What decides the architecture: the file, and the config beside it."""
+    """Facts that decide the architecture: the file's own, and the config beside it."""
     return gguf.stated | {"beside": _config_beside(gguf)}
 
 
@@ -251,7 +251,7 @@ def _narrowest(values: Tensor) -> Tensor:
 
 
 def _generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
-    """That beside the file, or the model's with all tokens that end a text in llama.cpp."""
+    """The generation config beside the file, or the model's with all of llama.cpp's stop tokens."""
     if "generation_config.json" in gguf.beside:
         return GenerationConfig.from_pretrained(gguf.folder)
     found = [gguf.fact(f"tokenizer.ggml.{name}") for name in STOPS]

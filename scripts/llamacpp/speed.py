@@ -26,7 +26,7 @@ LOOPBACK = build_opener(ProxyHandler({}))
 
 
 def asked(url: str, path: str, **body: Any) -> Any:
-    """What a server answers."""
+    """The answer of a server to a request."""
     request = Request(
         f"{url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

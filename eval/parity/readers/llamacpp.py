@@ -58,7 +58,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc")
 
 
 class GgufHead:
-    """What is the same for all heads.
+    """Values that are the same for all heads.
 
     Args:
         export: whose config is the file's metadata.
@@ -76,7 +76,7 @@ class GgufHead:
         self.freqs = self.tensors.pop(FREQS, None)
 
     def sizes(self) -> dict[str, Any]:
-        """What `HeadShape` holds, but for the width of features and `qk_norm`.
+        """Values of `HeadShape`, but for the width of features and `qk_norm`.
 
         Raises:
             InputError: llama.cpp would guess a value, or compute with another.
@@ -271,7 +271,7 @@ def _blocks(export: Export, golden: Golden) -> ServedBlocks:
 
 
 def _selection(keys: Keys, hidden: int) -> DFlash2Settings:
-    """What a DFlash-2 head has beyond a DFlash head."""
+    """Parts of a DFlash-2 head beyond those of a DFlash head."""
     numbers = {
         key: keys.need(key, int, "loads nothing")
         for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
