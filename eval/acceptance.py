@@ -27,8 +27,9 @@ from tqdm import tqdm
 
 from conf.command.journal import Journal
 from conf.settings.measure import Mode
-from eval.decode.engine import NoDraft, Step, decode
+from eval.decode.engine import Step, decode
 from eval.measure import processes
+from eval.measure.answers import NUM_TOGETHER, greedy_answers
 from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, steps_along
@@ -43,10 +44,21 @@ def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, 
     What an EAGLE tree holds depends on all that was drawn, right or wrong, so it is decoded in
     either mode.
     """
-    for number, prompt in enumerate(tqdm(bench.prompts, desc=config.mode.value, unit="prompt")):
-        if number not in journal.done:
-            row = _measured(bench, config, prompt)
-            journal.append([{"id": number, **row}])
+    numbers = range(len(bench.prompts))
+    with tqdm(total=len(numbers), desc=config.mode.value, unit="prompt") as bar:
+        for first in numbers[::NUM_TOGETHER]:
+            group = numbers[first : first + NUM_TOGETHER]
+            todo = [number for number in group if number not in journal.done]
+            bar.update(len(group) - len(todo))
+            answers: list[list[int]] = [[] for _ in group]
+            if todo and config.mode is Mode.replay:
+                # Of all: in rare ties an answer depends on those that are written beside it.
+                asked = [bench.prompts[number].token_ids for number in group]
+                answers = greedy_answers(bench.target, asked, config.max_new_tokens, shown=False)
+            for number in todo:
+                row = _measured(bench, config, bench.prompts[number], answers[number - first])
+                journal.append([{"id": number, **row}])
+                bar.update()
     rows = processes.gathered(journal.rows())
     rows.sort(key=lambda row: (row["chain"]["turn"], row["chain"]["dialogue"]))
 
@@ -66,8 +78,17 @@ def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, 
     return result
 
 
-def _measured(bench: Bench, config: AcceptanceRun, prompt: Prompt) -> dict[str, Any]:
-    """The steps of chain and tree, and of a replay the chain's agreement per depth."""
+def _measured(
+    bench: Bench, config: AcceptanceRun, prompt: Prompt, answer: list[int]
+) -> dict[str, Any]:
+    """The steps of chain and tree, and of a replay the chain's agreement per depth.
+
+    Args:
+        bench: target and head.
+        config: the settings.
+        prompt: one of the bench.
+        answer: the target's own, for a replay.
+    """
     target, head, length = bench.target, bench.head, config.max_new_tokens
 
     def row(response: list[int], steps: list[Step], drafted: list[int]) -> dict[str, Any]:
@@ -83,18 +104,17 @@ def _measured(bench: Bench, config: AcceptanceRun, prompt: Prompt) -> dict[str, 
 
     if config.mode is Mode.decode:
         return {name: decoded(name) for name in ("chain", "tree")}
-    response = decode(target, NoDraft(), prompt.token_ids, length).token_ids
-    output = target.read_response(prompt.token_ids, response, head.head.taps)
+    output = target.read_response(prompt.token_ids, answer, head.head.taps)
     measured: dict[str, Any] = {}
     for name, shape in (("chain", head.chain), ("tree", head.tree)):
         if not isinstance(shape, Tree):
             measured[name] = decoded(name)
             continue
-        ranked = ranked_drafts(head.head, shape, output, prompt.token_ids, response)
-        steps = steps_along(shape, ranked, response)
-        measured[name] = row(response, steps, [shape.num_nodes - 1] * len(steps))
+        ranked = ranked_drafts(head.head, shape, output, prompt.token_ids, answer)
+        steps = steps_along(shape, ranked, answer)
+        measured[name] = row(answer, steps, [shape.num_nodes - 1] * len(steps))
         if name == "chain":
-            measured["agreement"] = agreements(ranked, response)
+            measured["agreement"] = agreements(ranked, answer)
     return measured
 
 

@@ -58,7 +58,7 @@ from scripts.store.states import (
     stored,
     token_fields,
 )
-from train.loop.replay import greedy_answer
+from train.loop.replay import heldout_answers
 
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
@@ -212,9 +212,11 @@ def batches(
     """The sequences of a shard, as many at a time as run together."""
     if shard.split == "replay":
         assert isinstance(target, Target)
-        for prompt in work.prompts[shard.first : shard.last]:
+        prompts = work.prompts[shard.first : shard.last]
+        answers = heldout_answers(target, prompts)
+        for prompt, answer in zip(prompts, answers, strict=True):
             # A packed sequence of one document, without padding.
-            ids = torch.tensor(prompt + greedy_answer(target, prompt))
+            ids = torch.tensor(prompt + answer)
             places = torch.arange(len(ids))
             row = {"input_ids": ids, "loss_mask": places >= len(prompt)}
             yield [row | {"position_ids": places, "document_ids": torch.zeros_like(ids)}]

@@ -36,7 +36,7 @@ from data.prepared.pack import PackedDataset
 from data.prepared.prepare import prepare
 from eval.decode.generation_config import follow_or_tell
 from eval.measure import processes
-from eval.measure.bench import greedy_responses
+from eval.measure.answers import greedy_answers
 from eval.measure.heads import BenchHead, device_name
 from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import ranked_drafts, steps_along
@@ -169,10 +169,10 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Ans
         raise InputError(
             "data: every held-out prompt is longer than 256 tokens: name others with data.eval_path"
         )
-    prompts = [Prompt("heldout", token_ids, where="a held-out prompt") for token_ids in chosen]
-    for prompt in prompts:
+    for token_ids in chosen:
+        prompt = Prompt("heldout", token_ids, where="a held-out prompt")
         check_prompt(target, prompt, config.max_new_tokens)
-    texts = greedy_responses(target, prompts, config.max_new_tokens)
+    texts = greedy_answers(target, chosen, config.max_new_tokens)
     return list(zip(chosen, texts, strict=True))
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -47,6 +47,9 @@ from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
 from scripts.answers.local import LocalAnswers
 
 NUM_LISTED = 10
+BATCHES_AT_A_TIME = 8
+"""Batches of conversations that are finished before others begin: of few, more rows are idle at
+their ends; of many, more is answered again when a run is resumed."""
 
 
 @dataclass
@@ -186,7 +189,7 @@ def in_process(
     done: set[int],
     report: Report,
 ) -> None:
-    """Answers all dialogues that are not done, in batches.
+    """Answers all dialogues that are not done, some batches of them at a time.
 
     Dialogues of like length are together, longest first, so that too large a batch shows at once.
     Finished ones are grouped with the others: the sums in a batch depend, in the last bits, on
@@ -196,38 +199,46 @@ def in_process(
     follow(target, plain=config.plain)
     pack(target.model, target.output_head)
     encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
-    local = LocalAnswers(target, encoder, config.max_new_tokens, config.temperature)
+    local = LocalAnswers(
+        target, encoder, config.batch_size, config.max_new_tokens, config.temperature
+    )
     ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
-    for start in range(0, len(ordered), config.batch_size):
-        batch = ordered[start : start + config.batch_size]
-        if any(dialogue.id not in done for dialogue in batch):
-            outcomes = answer_batch(batch, local)
-            report([outcome for outcome in outcomes if outcome.dialogue.id not in done])
+    size = BATCHES_AT_A_TIME * config.batch_size
+    for start in range(0, len(ordered), size):
+        group = ordered[start : start + size]
+        if any(dialogue.id not in done for dialogue in group):
+            for outcome in answer_group(group, local):
+                if outcome.dialogue.id not in done:
+                    report([outcome])
 
 
-def answer_batch(batch: list[Dialogue], local: LocalAnswers) -> list[DialogueOutcome]:
-    """Answers all dialogues of a batch, turn by turn."""
-    problems: dict[int, Exception] = {}
-    active = batch
-    while active:
-        prompts: dict[int, list[int]] = {}
-        for dialogue in active:
-            try:
-                if dialogue.advance():
-                    prompts[dialogue.id] = local.prompt_ids(dialogue)
-            except RowRefused as error:
-                problems[dialogue.id] = error
-        active = [dialogue for dialogue in active if dialogue.id in prompts]
-        if not active:
-            break
-        answers = local.answer(list(prompts.values()), [dialogue.seed() for dialogue in active])
-        for dialogue, ids in zip(active, answers, strict=True):
+def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[DialogueOutcome]:
+    """Answers all dialogues of a group, turn by turn; their outcomes as they end."""
+    following: list[tuple[Dialogue, list[int]]] = []
+
+    def ask(dialogue: Dialogue) -> Iterator[DialogueOutcome]:
+        """Puts the next question into the following round; the outcome where there is none."""
+        try:
+            if dialogue.advance():
+                following.append((dialogue, local.prompt_ids(dialogue)))
+            else:
+                yield DialogueOutcome(dialogue)
+        except RowRefused as error:
+            yield DialogueOutcome(dialogue, error)
+
+    for dialogue in group:
+        yield from ask(dialogue)
+    while following:
+        asked, following = following, []
+        seeds = [dialogue.seed() for dialogue, _ in asked]
+        for number, ids in local.answers([prompt for _, prompt in asked], seeds):
+            dialogue, _ = asked[number]
             try:
                 dialogue.add(local.read(ids, dialogue))
             except RowEmpty as error:
-                problems[dialogue.id] = error
-        active = [dialogue for dialogue in active if dialogue.id not in problems]
-    return [DialogueOutcome(dialogue, problems.get(dialogue.id)) for dialogue in batch]
+                yield DialogueOutcome(dialogue, error)
+            else:
+                yield from ask(dialogue)
 
 
 async def from_endpoint(

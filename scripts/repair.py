@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 from conf.command.provenance import provenance
 from conf.errors import InputError
-from eval.decode.engine import NoDraft, decode
 from eval.measure import processes
+from eval.measure.answers import greedy_answers
 from eval.measure.bench import Bench, open_bench, write_result
 from eval.measure.replay import ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, tau, tau_difference
@@ -89,10 +89,9 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Int
     What is better is varied in every way again, as files may have more than one fault.
     """
     target, head = bench.target, bench.head.head
-    texts = [
-        (prompt, decode(target, NoDraft(), prompt.token_ids, config.max_new_tokens).token_ids)
-        for prompt in tqdm(bench.prompts, desc="answers", unit="prompt")
-    ]
+    asked = [prompt.token_ids for prompt in bench.prompts]
+    responses = greedy_answers(target, asked, config.max_new_tokens)
+    texts = list(zip(bench.prompts, responses, strict=True))
     most = [other.most_tokens for _, other in head.readings()]
     depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
     chain = Tree.chain(depth)

@@ -32,7 +32,8 @@ from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from eval.decode.generate import hf_generate
 from eval.decode.generation_config import follow
 from eval.measure import processes
-from eval.measure.bench import Bench, greedy_responses
+from eval.measure.answers import greedy_answers
+from eval.measure.bench import Bench
 from eval.measure.heads import BenchHead
 from eval.tune.skip_search import search_layers
 from heads.decoding.drafting import Drafter
@@ -159,7 +160,7 @@ def build_methods(
 def _layers_to_skip(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
     """Layers to skip and draft tokens that are predicted to be fastest on prompts not measured."""
     prompts = [prompt.token_ids for prompt in bench.spare]
-    answers = greedy_responses(bench.target, bench.spare, config.max_new_tokens)
+    answers = greedy_answers(bench.target, prompts, config.max_new_tokens)
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
     best = search_layers(bench.target, texts, list(map(len, prompts))).choices[0]
     if bench.main:

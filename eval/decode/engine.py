@@ -290,6 +290,11 @@ class Batch:
                 committed = self._go_on(prefilled, committed)
             committed, new = self._step(committed)
 
+    def has_ended(self, text: int) -> bool:
+        """True where a text has all its tokens."""
+        ids = self.generations[text].token_ids
+        return len(ids) >= self.max_new_tokens or self.stops.ended(ids)
+
     def _start(self) -> tuple[Committed, NewTokens]:
         """Reads the prompts of the first texts together; their first tokens."""
         self.rows, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
@@ -379,8 +384,7 @@ class Batch:
             generation = self.generations[text]
             generation.token_ids += tokens
             generation.arrivals.append(now - self.started[text])
-            ids = generation.token_ids
-            if len(ids) >= self.max_new_tokens or self.stops.ended(ids):
+            if self.has_ended(text):
                 ended.add(text)
         self.running = [text for text in self.running if text not in ended]
         return not ended

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
 from conf.command.journal import Journal
 from conf.command.provenance import provenance
@@ -24,9 +23,9 @@ from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_records
 from data.templates.encoder import Encoder
-from eval.decode.engine import NoDraft, decode
 from eval.decode.generation_config import follow
 from eval.measure import processes
+from eval.measure.answers import greedy_answers
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, questions, share
 from eval.refusals import check_measure
@@ -199,8 +198,9 @@ def _later_turns(
         latest = []
         # The longest first: what leaves no room behind its answer is told of early.
         going_on.sort(key=lambda p: -len(p.token_ids))
-        for prompt in tqdm(going_on, desc="target's own text", unit="prompt"):
-            answer = decode(target, NoDraft(), prompt.token_ids, run.max_new_tokens).token_ids
+        asked = [prompt.token_ids for prompt in going_on]
+        texts = greedy_answers(target, asked, run.max_new_tokens)
+        for prompt, answer in zip(going_on, texts, strict=True):
             following = next_turns(records, [prompt], [answer], encoder)
             fit, left_out = fitting(run, target, following)
             _tell(*(f"left out: {why}" for why in left_out))
@@ -285,16 +285,6 @@ def checksums(path: str) -> list[str | None]:
 def partial_folder(run: MeasureRun, name: str) -> Path:
     """The folder of the journals of a measurement until its result is written."""
     return (Path(run.out_dir) / name).with_suffix(".partial")
-
-
-def greedy_responses(
-    target: Target, prompts: Sequence[Prompt], max_new_tokens: int
-) -> list[list[int]]:
-    """The target's own greedy tokens per prompt, decoded without drafting."""
-    return [
-        decode(target, NoDraft(), prompt.token_ids, max_new_tokens).token_ids
-        for prompt in tqdm(prompts, desc="target's own text", unit="prompt")
-    ]
 
 
 def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Bench) -> Path:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from eval.decode.engine import NoDraft, Step, decode
-from eval.measure.bench import greedy_responses
+from eval.measure.answers import greedy_answers
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
 from heads.decoding.drafting import Committed, Draft, Roots
@@ -54,7 +54,8 @@ class StaticTexts:
         tree: Tree,
     ) -> "StaticTexts":
         """Texts after some prompts, and candidates enough for a tree."""
-        responses, ranked = greedy_responses(target, prompts, max_new_tokens), []
+        asked = [prompt.token_ids for prompt in prompts]
+        responses, ranked = greedy_answers(target, asked, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
             output = target.read_response(prompt.token_ids, response, head.taps)
             ranked.append(ranked_drafts(head, tree, output, prompt.token_ids, response))

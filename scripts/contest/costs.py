@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from conf.command.clock import timed
-from eval.measure.bench import Bench, greedy_responses, open_bench, write_result
+from eval.measure.answers import greedy_answers
+from eval.measure.bench import Bench, open_bench, write_result
 from eval.tune.cost import time_steps, typical_context
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -50,7 +51,7 @@ def main(config: SpeedupRun) -> None:
     """Times what steps take."""
     bench = open_bench(config, "costs.json", config.heads)
     prompt = sorted(bench.prompts, key=lambda each: len(each.token_ids))[len(bench.prompts) // 2]
-    (answer,) = greedy_responses(bench.target, [prompt], config.max_new_tokens)
+    (answer,) = greedy_answers(bench.target, [prompt.token_ids], config.max_new_tokens)
     context = typical_context([prompt.token_ids], [answer])
 
     def read() -> None:

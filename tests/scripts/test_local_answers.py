@@ -14,7 +14,7 @@ from data.rows.records import Record
 from data.templates.encoder import Encoder
 from scripts import regenerate
 from scripts.answers.dialogue import Dialogue
-from scripts.answers.local import GumbelNoise, LocalAnswers
+from scripts.answers.local import LocalAnswers
 from tests.chats import chats, rows_in, write_rows
 from tests.toys import random_model, tokenizer
 
@@ -68,7 +68,7 @@ def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> N
     (question, answer) = batched[1]["messages"]
     asked = Dialogue(1, Record([question], None, "in.jsonl:2"), seed=0)
     assert asked.advance()
-    ids = LocalAnswers(target, Encoder(target.tokenizer), 12, 0.0).prompt_ids(asked)
+    ids = LocalAnswers(target, Encoder(target.tokenizer), 4, 12, 0.0).prompt_ids(asked)
     prompt_length = len(ids)
     own = AutoModelForCausalLM.from_pretrained(target_path)
     text = own.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
@@ -116,23 +116,25 @@ def test_resumed_answers_equal_uninterrupted_ones(
 ) -> None:
     data = chats(tmp_path / "in.jsonl", num_rows=7)
     settings = {"batch_size": 3, "temperature": temperature}
+    monkeypatch.setattr(regenerate, "BATCHES_AT_A_TIME", 1)
     clean = run_local(target_path, data, tmp_path / "clean", **settings)
-    answer_batch = regenerate.answer_batch
+    answer_group = regenerate.answer_group
     calls: list[int] = []
 
-    def killed_in_the_second_batch(batch: Any, local: Any) -> Any:
-        calls.append(len(batch))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return answer_batch(batch, local)
+    def killed_in_the_second_group(group: Any, local: Any) -> Any:
+        for outcome in answer_group(group, local):
+            calls.append(len(group))
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            yield outcome
 
-    monkeypatch.setattr(regenerate, "answer_batch", killed_in_the_second_batch)
+    monkeypatch.setattr(regenerate, "answer_group", killed_in_the_second_group)
     with pytest.raises(KeyboardInterrupt):
         run_local(target_path, data, tmp_path / "out", **settings)
-    # One row of the finished batch is torn off too.
+    # The last row is torn off too.
     path = tmp_path / "out/conversations.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
-    assert len(rows_in_whole_lines(path)) == 2
+    assert len(rows_in_whole_lines(path)) == 3
     assert run_local(target_path, data, tmp_path / "out", **settings) == clean
     monkeypatch.undo()
     if temperature > 0:
@@ -164,17 +166,3 @@ def test_other_weights_do_not_go_on_with_the_answers(tmp_path: Path) -> None:
     random_model("llama", vocab_size=len(tokenizer()), seed=1).save_pretrained(folder)
     with pytest.raises(InputError, match=r"in another way: target\.weights was \w{12}, is"):
         run_local(folder, data, tmp_path / "out")
-
-
-def test_gumbel_noise_samples_the_softmax() -> None:
-    logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
-    num_draws, temperature = 4000, 0.7
-    noise = GumbelNoise(temperature, [1, 2], torch.device("cpu"))
-    scores = logits.expand(2, 4)
-    draws = torch.stack([noise(scores, scores).argmax(-1) for _ in range(num_draws)])
-    expected = torch.softmax(logits / temperature, -1) * num_draws
-    for row in range(2):
-        found = torch.bincount(draws[:, row], minlength=4)
-        chi_square = ((found - expected) ** 2 / expected).sum()
-        assert chi_square < 16.27, "p < 0.001 at 3 degrees of freedom"
-    assert not torch.equal(draws[:, 0], draws[:, 1])

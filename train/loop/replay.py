@@ -14,7 +14,7 @@ from torch import Tensor
 from data.features.format import HIDDEN
 from data.features.reader import StoredDataset, restore
 from data.prepared.pack import PackedDataset
-from eval.decode.engine import NoDraft, decode
+from eval.measure.answers import greedy_answers
 from eval.measure.replay import Replayable, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, tau
 from heads.decoding.tree import Tree
@@ -68,7 +68,7 @@ class HeldoutReplay(Replay):
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
         """Answers and states, from one decoding of each prompt."""
-        answers = [greedy_answer(self.target, prompt) for prompt in self.prompts]
+        answers = heldout_answers(self.target, self.prompts)
         return [
             (answer, self.target.read_response(prompt, answer, self.taps))
             for prompt, answer in zip(self.prompts, answers, strict=True)
@@ -110,9 +110,9 @@ class StoredReplay(Replay):
         return TargetOutput(states.get(HIDDEN, some[..., :0]), layers)
 
 
-def greedy_answer(target: Target, prompt: list[int]) -> list[int]:
-    """Greedy continuation of a prompt by the target, at most 64 tokens."""
-    return decode(target, NoDraft(), prompt, MAX_NEW_TOKENS).token_ids
+def heldout_answers(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations of prompts by the target, at most 64 tokens each."""
+    return greedy_answers(target, prompts, MAX_NEW_TOKENS, shown=False)
 
 
 def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
