@@ -14,6 +14,9 @@ from data.prepared.folder import PreparedFolder, open_prepared
 from data.prepared.pack import PackedDataset, Samples
 from data.rows.records import counted, malformed
 
+WIDE = 0.1
+"""Share of padding beyond which another length is advised: padding takes as long as text."""
+
 
 @dataclass(frozen=True)
 class DataReport:
@@ -54,6 +57,7 @@ class DataReport:
         """The report as lines to print."""
         share = self.num_supervised_tokens / self.num_tokens
         held_out = self.eval_path or "a share of it"
+        advice = " (a larger data.max_length packs closer)" if self.padding > WIDE else ""
         lines: list[str] = []
         if self.lengths:  # reports of older feature stores have none
             half, most, nearly_all, longest = self.lengths.values()
@@ -76,7 +80,7 @@ class DataReport:
             f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
             f"  tokens: {self.num_tokens:,}, of which {share:.1%} are learnt",
             f"  sequences: {self.num_train_sequences:,} to train on, "
-            f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding",
+            f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding{advice}",
             *lines,
             *(f"  {line}" for line in malformed(self.bad)),
         ]

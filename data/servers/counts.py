@@ -150,7 +150,9 @@ class DraftingServer(Connection):
         try:
             served = reply["data"][0]
             self.name, self.model = str(served["owned_by"]), str(served["id"])
-            self.max_model_len = served.get("max_model_len") or served.get("meta", {}).get("n_ctx")
+            self.max_model_len = served.get("max_model_len")
+            if self.max_model_len is None:  # llama.cpp names no `meta` while it loads
+                self.max_model_len = (served.get("meta") or {}).get("n_ctx")
             self._protocol = PROTOCOLS[self.name](self.client, self.model)
         except (KeyError, IndexError, TypeError) as error:
             raise ReplyError(

@@ -190,6 +190,12 @@ def test_llamacpp_without_a_head_or_counters_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_llamacpp_names_no_window_while_it_loads(setting, tmp_path: Path) -> None:
+    with DraftServer("llamacpp", DEPTH, setting["answers"]) as server:
+        server.models = (server.models[0] | {"meta": None},)
+        assert checked(setting, server, tmp_path)["problems"] == []
+
+
 def test_another_engine_is_refused(setting, tmp_path: Path) -> None:
     with DraftServer("vllm", DEPTH, setting["answers"]) as server:
         server.models = ({"id": "toy", "owned_by": "tabby"},)

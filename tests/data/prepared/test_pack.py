@@ -219,7 +219,8 @@ def test_the_lines_of_a_report():
         "data: rows.jsonl (form prompt, sha256 0123456789ab); held out: a share of it",
         "  records: 1,200 used, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
         "  tokens: 4,000, of which 25.0% are learnt",
-        "  sequences: 50 to train on, 5 held out, 12.5% padding",
+        "  sequences: 50 to train on, 5 held out, 12.5% padding (a larger data.max_length packs "
+        "closer)",
         "  tokens of a sample: 90 (half of all), 400 (90%), 1,000 (99%), 70,000 (longest)",
         "  prepared: cache/1, cache/2, 3,000 rows/s",
         "  malformed: row 1",
