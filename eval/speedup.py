@@ -41,6 +41,7 @@ from eval.measure.bench import checksums, open_bench, open_journal, write_result
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
+from heads.mtp.checkpoint import has_layer
 
 MAX_NODES = 256  # of any tree
 
@@ -69,11 +70,20 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"  {divergence}", highlight=False)
 
 
+def own_layer(config: SpeedupRun) -> list[str]:
+    """The target as a head: its own MTP layer, where it has one and that is to be measured."""
+    path, given = config.target.path, [config.head.path, *config.heads]
+    asked = any(name == "all" or name.startswith("mtp_") for name in config.methods)
+    there = asked and path is not None and has_layer(path, config.target.revision)
+    return [str(path)] if there and path not in given else []
+
+
 def main(config: SpeedupRun) -> None:
     """Measures, prints, writes `speedup.json` and its pictures and page."""
     check_methods(config.methods)
     check_compile("compile", config.compile, processes.start().device.type)
-    bench = open_bench(config, "speedup.json", config.heads, need_head=False)
+    heads = [*config.heads, *own_layer(config)]
+    bench = open_bench(config, "speedup.json", heads, need_head=False)
     chosen = choose_methods(bench, config)
     draft = checksums(config.draft.path) if config.draft.path else None
     with open_journal(config, "speedup.json", bench, draft_weights=draft) as journal:

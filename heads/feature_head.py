@@ -36,8 +36,8 @@ class FeatureHead(DraftHead):
 
     chain: ClassVar[type[HeadChain]]
     tree: ClassVar[type[HeadTree]]
-    output_rows = (r"lm_head\.weight",)
-    compiled = (LlamaMLP,)
+    output_rows: ClassVar[tuple[str, ...]] = (r"lm_head\.weight",)
+    compiled: ClassVar[tuple[type[nn.Module], ...]] = (LlamaMLP,)
     window: int
     fc: nn.Linear
     lm_head: nn.Linear | None

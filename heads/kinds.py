@@ -16,6 +16,7 @@ from heads.export.gguf import GgufFile, Value
 from heads.folders import PROVENANCE, gguf_in
 from heads.head import WEIGHTS, DraftHead
 from heads.medusa.head import MedusaHead
+from heads.mtp.head import MtpHead
 from heads.peagle.head import PEagleHead
 from heads.storage import locate, save_head
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
@@ -28,6 +29,7 @@ HEADS: dict[str, type[DraftHead]] = {
     "dflash2": DFlash2Head,
     "dspark": DSparkHead,
     "peagle": PEagleHead,
+    "mtp": MtpHead,
 }
 """Kinds of heads by name: of the folder, the entry script `train/{name}.py`, the ways to draft."""
 ARCHITECTURES = {eagle_gguf.ARCH: eagle_gguf.opened, blocks_gguf.ARCH: blocks_gguf.opened}

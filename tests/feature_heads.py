@@ -7,12 +7,20 @@ import torch
 from toys import endless_target, texts, trained
 
 from conf.settings.blocks import DFlash2Config, DFlashConfig, DSparkConfig, Markov
-from conf.settings.eagle import Divergence, EagleConfig, EagleForm, OutputHead, PEagleConfig
+from conf.settings.eagle import (
+    Divergence,
+    EagleConfig,
+    EagleForm,
+    MtpConfig,
+    OutputHead,
+    PEagleConfig,
+)
 from heads.decoding.drafting import Committed, Drafter
 from heads.dflash.head import DFlashHead
 from heads.dflash2.head import DFlash2Head
 from heads.dspark.head import DSparkHead
 from heads.eagle.head import EagleHead
+from heads.mtp.head import MtpHead, mtp_config
 from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -20,6 +28,7 @@ from train.dflash import DFlashObjective
 from train.dflash2 import DFlash2Objective
 from train.dspark import DSparkObjective
 from train.eagle import EagleObjective
+from train.mtp import MtpObjective
 from train.peagle import PEagleObjective
 
 MASK = 3
@@ -42,17 +51,22 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "draft_vocab_size": 64,
     },
 }
+MTPS = {"mtp": "MiMoForCausalLM", "mtp, fed back before the norm": "Glm4MoeForCausalLM"}
+"""Families by whose rows of the table the layer is used; its kind is the target's."""
 CLASSES: dict[type, tuple[Any, Any]] = {
     EagleConfig: (EagleHead, EagleObjective),
     PEagleConfig: (PEagleHead, PEagleObjective),
     DFlashConfig: (DFlashHead, DFlashObjective),
     DFlash2Config: (DFlash2Head, DFlash2Objective),
     DSparkConfig: (DSparkHead, DSparkObjective),
+    MtpConfig: (MtpHead, MtpObjective),
 }
 
 
 def settings_of(name: str, **changes: Any) -> Any:
-    """Small settings of a head: a name of `EAGLES` or `BLOCKS`, or `peagle`."""
+    """Small settings of a head: a name of `EAGLES`, `BLOCKS` or `MTPS`, or `peagle`."""
+    if name in MTPS:
+        return MtpConfig(**{"num_steps": 3, **changes})
     if name in EAGLES:
         usual = {"num_steps": 3, "output_head": OutputHead.copy}
         return EagleConfig(**{**usual, **EAGLES[name], **changes})
@@ -69,8 +83,11 @@ def settings_of(name: str, **changes: Any) -> Any:
     return DSparkConfig(divergence=Divergence.kl, markov_rank=8, **chosen)
 
 
-def fresh(target: Target, config: Any) -> Any:
+def fresh(target: Target, config: Any, name: str = "") -> Any:
     """An untrained head."""
+    if name in MTPS:
+        shape = mtp_config(target.config, MTPS[name], "toy", sparse=False)
+        return MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
     # The commonest ids lie scattered, so that draft ids and target ids differ.
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0, 1, 2])
@@ -87,7 +104,7 @@ def feature_head(
 ) -> Any:
     """A head trained for some steps on the target's own texts."""
     config = settings_of(name, **changes)
-    objective = objective_of(fresh(target, config), target, config)
+    objective = objective_of(fresh(target, config, name), target, config)
     return trained(objective, texts(target, num_texts, 40), num_updates)
 
 

@@ -27,7 +27,7 @@ from train.loop.loop import Job
 from train.medusa import MedusaObjective
 from train.parallel import processes
 
-KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn", "peagle")
+KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn", "peagle", "mtp")
 GROUPED = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
     "num_hidden_layers": 6, "intermediate_size": 384,
@@ -43,7 +43,7 @@ def objective_of(kind: str, target: Target) -> Any:
     if kind not in ("eagle1", "eagle3"):
         more = {"num_steps": 3} if kind == "peagle" else {}
         settings = feature_heads.settings_of(kind, **more)
-        head = feature_heads.fresh(target, settings)
+        head = feature_heads.fresh(target, settings, kind)
         return feature_heads.objective_of(head, target, settings)
     eagle1 = kind == "eagle1"
     config = EagleConfig(

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     COMMAND.begin()
 
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from conf.errors import InputError
-from conf.settings.eagle import FeatureHeadConfig, OutputHead, TokenNormalizer
+from conf.settings.eagle import OutputHead, TokenNormalizer
 from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
@@ -47,9 +48,7 @@ class EagleObjective(Objective):
 
     measures = MEASURES
 
-    def __init__(
-        self, head: EagleHead, target: EmbeddingsAndHead, config: FeatureHeadConfig
-    ) -> None:
+    def __init__(self, head: Any, target: EmbeddingsAndHead, config: Any) -> None:
         super().__init__()
         self.head = head
         self.target = target

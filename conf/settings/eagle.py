@@ -1,4 +1,4 @@
-"""Settings of EAGLE and P-EAGLE heads and of their training; recipes are in `conf/head/`."""
+"""Settings of EAGLE, P-EAGLE and MTP heads and of their training; recipes are in `conf/head/`."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,33 +62,18 @@ class TokenNormalizer(Enum):
 
 
 @dataclass
-class FeatureHeadConfig:
-    """A head over the target's hidden states: the settings that EAGLE and P-EAGLE share."""
+class UnrolledConfig:
+    """A head that learns what the target says at several depths, and its losses."""
 
     # Of a head without such settings.
-    form, norm_output, detach_features = EagleForm.eagle3, False, False
     step_normalizer, token_normalizer = StepNormalizer.sum, TokenNormalizer.all
-    regression_weight = 0.0
+    detach_features, regression_weight = False, 0.0
 
     path: str | None = None
     """A saved or published head to start from: folder or Hub id. Its architecture and draft
     vocabulary are kept."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
-    layers: list[int] | None = None
-    """Target features that EAGLE-3 fuses, as indices of `output_hidden_states`; unset takes
-    2, L/2 and L-3 of L layers."""
-    fc_bias: bool = False
-    """A bias in the fusion layer; the original EAGLE-1 has one, vLLM has no place for it."""
-    fc_norm: bool = False
-    """A norm for each target feature (EAGLE-3.1)."""
-    norm_before_residual: bool = False
-    """Take the residual after the feature's norm."""
-    draft_vocab_size: int | None = 32000
-    """Ids an EAGLE-3 head can draft; unset, or no fewer than the target has, takes all."""
-    output_head: OutputHead = OutputHead.copy
-    """Not the paper's `scratch`: after 250 thousand tokens on an 8M-parameter target, drafts
-    agreed with the target 1.5 times as often."""
     num_steps: int = 3
     """Depths that are trained: step j (from 0) reads j features of its own. Not the paper's 7: on
     the same tokens 3 gave as long drafts in less than half the time (heads/README.md)."""
@@ -114,11 +99,37 @@ class FeatureHeadConfig:
 
     def __post_init__(self) -> None:
         above = ("num_steps", "step_decay", "teacher_temperature", "lk_eta", "top_k")
-        positive("head", self, "draft_vocab_size", *above)
+        positive("head", self, *above)
         names = ("divergence_weight", "regression_weight", "top_k_weight", "noise")
         not_negative("head", self, *names)
         if not self.divergence_weight + self.regression_weight + self.top_k_weight:
             raise InputError("head.divergence_weight: every loss has weight 0")
+
+
+@dataclass
+class FeatureHeadConfig(UnrolledConfig):
+    """A head over the target's hidden states: the settings that EAGLE and P-EAGLE share."""
+
+    form, norm_output = EagleForm.eagle3, False
+
+    layers: list[int] | None = None
+    """Target features that EAGLE-3 fuses, as indices of `output_hidden_states`; unset takes
+    2, L/2 and L-3 of L layers."""
+    fc_bias: bool = False
+    """A bias in the fusion layer; the original EAGLE-1 has one, vLLM has no place for it."""
+    fc_norm: bool = False
+    """A norm for each target feature (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """Take the residual after the feature's norm."""
+    draft_vocab_size: int | None = 32000
+    """Ids an EAGLE-3 head can draft; unset, or no fewer than the target has, takes all."""
+    output_head: OutputHead = OutputHead.copy
+    """Not the paper's `scratch`: after 250 thousand tokens on an 8M-parameter target, drafts
+    agreed with the target 1.5 times as often."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("head", self, "draft_vocab_size")
 
 
 @dataclass
@@ -191,3 +202,20 @@ class PEagleRun(FrozenTargetRun):
 
     head: PEagleConfig = field(default_factory=PEagleConfig)
     out_dir: str = "outputs/peagle"
+
+
+@dataclass
+class MtpConfig(UnrolledConfig):
+    """An MTP layer that reads its own output, and its losses."""
+
+    step_normalizer, token_normalizer = StepNormalizer.mean, TokenNormalizer.supervised
+    step_decay: float = 0.6
+    """Step j weighs step_decay ** j, over the sum of all (FastMTP, arXiv 2509.18362)."""
+
+
+@dataclass
+class MtpRun(FrozenTargetRun):
+    """`train/mtp.py`."""
+
+    head: MtpConfig = field(default_factory=MtpConfig)
+    out_dir: str = "outputs/mtp"

@@ -18,19 +18,19 @@ from heads.decoding.drafting import PAD, Committed, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
 from heads.decoding.head_drafter import HeadChain, HeadDrafter, HeadTree, TextCache
 from heads.eagle.branches import Branches, Stretch
-from heads.eagle.network import EagleNetwork, Text
+from heads.eagle.continuing import ContinuingHead
 from heads.upload import upload
 
 
 class EagleMemory(HeadDrafter):
     """Keeps keys and values of the committed texts in each of a head's layers."""
 
-    head: EagleNetwork
+    head: ContinuingHead
     state = ("seen", "cache")
 
-    def __init__(self, head: EagleNetwork, *how: Any) -> None:
+    def __init__(self, head: ContinuingHead, *how: Any) -> None:
         super().__init__(head, *how)
-        self.cache = TextCache(head.config.llama.num_hidden_layers)
+        self.cache = TextCache(head.num_layers)
         self.seen: Committed | None = None
 
     def observe(self, seen: Committed) -> None:
@@ -109,7 +109,7 @@ class _EagleDrafter(EagleMemory):
         outputs = self.head.draft(text, last_rows(seen), branches)
         return outputs, self.cache.opened.committed[:, 0] - 1, branches
 
-    def _read(self, seen: Committed, following: Tensor) -> tuple[Text, Branches]:
+    def _read(self, seen: Committed, following: Tensor) -> tuple[Any, Branches]:
         """See above."""
         fused, ids, places = self._taken(seen, following)
         text = self.head.read(fused, ids, self._known(places.flatten()))

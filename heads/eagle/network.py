@@ -8,7 +8,6 @@ SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of 
 H hidden, F width of a feature, V vocabulary, W draft vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -17,19 +16,16 @@ from torch import Tensor, nn
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, OutputHead
-from heads.decoding.drafting import PAD
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import Branches
 from heads.eagle.config import EagleHeadConfig, default_layers
+from heads.eagle.continuing import ContinuingHead
 from heads.eagle.layer import EagleLayer
-from heads.feature_head import FeatureHead
 from heads.head import check_fits
-from heads.layers.documents import Documents
 from heads.layers.llama import RmsNorm, normed
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
-ROWS_PER_CHUNK = 256
 LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 
 
@@ -53,7 +49,7 @@ class Text:
     values: Tensor
 
 
-class EagleNetwork(FeatureHead):
+class EagleNetwork(ContinuingHead):
     """The network of an EAGLE-1/2 or EAGLE-3 head; `attach` it to its target before use.
 
     Args:
@@ -135,13 +131,7 @@ class EagleNetwork(FeatureHead):
         return self.fc(features)
 
     def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
-        """Reads features and, beside each, the token after it.
-
-        Args:
-            fused: [S, H], of `fuse` or an earlier output of the head.
-            token_ids: [S] int64, the token that follows the feature's.
-            position_ids: [S] int64, of the feature.
-        """
+        """See `ContinuingHead.read`."""
         inputs, residual = self.inputs(fused, token_ids)
         rotation = self.layer.self_attn.rotation(inputs, position_ids)
         keys, values = self.layer.self_attn.keys_values(inputs, rotation)
@@ -158,80 +148,18 @@ class EagleNetwork(FeatureHead):
         return inputs, states if self.config.norm_before_residual else fused
 
     def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
-        """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
+        """See `ContinuingHead.draft`."""
         return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
 
     def advance(
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
     ) -> Tensor:
-        """[N, H] the next output of rows that read their own last one.
-
-        Args:
-            outputs: [N, H], what the row gave last.
-            token_ids: [N] int64, the token drafted from it.
-            position_ids: [N] int64, one more than the row's last.
-            branches: gets the rows' new keys and values.
-        """
+        """See `ContinuingHead.advance`."""
         fed = self.normed(outputs) if self.config.norm_output else outputs
         text = self.read(fed, token_ids, position_ids)
         branches.own_keys.append(text.keys)
         branches.own_values.append(text.values)
         return self.layer(text.inputs, text.residual, text.rotation, branches)
-
-    def unroll(
-        self, text: Text, token_ids: Tensor, rows: Tensor, branches: Branches, detach: bool = False
-    ) -> Iterator[Tensor]:
-        """[N, H] outputs of depth 1, 2, ... of drafts that follow the text's own tokens.
-
-        Row t gives first what follows x_{t+1}, then, from its own output and x_{t+2}, what
-        follows that. This is the training-time test, and, as a draft is only followed while
-        it is accepted, also what greedy decoding would compute.
-
-        Args:
-            text: the whole text.
-            token_ids: [S + 1] int64, the text and the token after it.
-            rows: [N] int64.
-            branches: of the rows, without own keys.
-            detach: no gradient into the outputs that are fed back.
-        """
-        outputs = self.draft(text, rows, branches)
-        step = 0
-        while True:
-            yield outputs
-            step += 1
-            fed = outputs.detach() if detach else outputs
-            # Rows whose text has ended go on with its last token; nobody looks at them.
-            tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
-            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
-
-    def normed(self, outputs: Tensor) -> Tensor:
-        """[..., H] outputs after the last norm, which EAGLE-1 has not."""
-        return outputs if self.norm is None else self.norm(outputs)
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """[..., W] draft logits of outputs [..., H]."""
-        return super().logits(self.normed(outputs))
-
-    @torch.no_grad()
-    def candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
-        device = output.hidden_states.device
-        ids = torch.tensor(token_ids, device=device)
-        places = torch.arange(len(ids) - 1, device=device)
-        text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
-        rows = places[first:]
-        seen = causal_rows(Documents.single(len(places), device), rows)
-        unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
-        best = torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
-        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
-        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
-
-    def _best(self, outputs: Tensor, width: int) -> Tensor:
-        """[N, width] the best target ids after outputs [N, H]."""
-        parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
-        return self.vocab.to_target(torch.cat(parts))
 
 
 def _check_rows(target: EmbeddingsAndHead, start: OutputHead) -> None:

@@ -5,7 +5,16 @@ from functools import cache
 
 import pytest
 import torch
-from feature_heads import BLOCKS, EAGLES, learnt, observed, prompts, shared_target, texts_of_target
+from feature_heads import (
+    BLOCKS,
+    EAGLES,
+    MTPS,
+    learnt,
+    observed,
+    prompts,
+    shared_target,
+    texts_of_target,
+)
 
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
@@ -15,8 +24,8 @@ from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import TargetOutput
 
 slow = pytest.mark.slow
-QUICK = ("eagle1", "eagle3, reduced", "eagle3.1", "dflash2", "dspark, rnn", "peagle")
-EVERY = [*EAGLES, *BLOCKS, "peagle"]
+QUICK = ("eagle1", "eagle3, reduced", "eagle3.1", "dflash2", "dspark, rnn", "peagle", *MTPS)
+EVERY = [*EAGLES, *BLOCKS, *MTPS, "peagle"]
 NAMES = [name if name in QUICK else pytest.param(name, marks=slow) for name in EVERY]
 
 
@@ -94,7 +103,7 @@ def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
     assert abs((second[rows] == best).double().mean().item() - share) < 4.5 * spread
 
 
-@pytest.mark.parametrize("name", ["eagle3.1", "dflash2", "peagle"])
+@pytest.mark.parametrize("name", ["eagle3.1", "dflash2", "peagle", "mtp"])
 @torch.inference_mode()
 def test_no_row_lies_beyond_the_window(name: str, monkeypatch) -> None:
     head, text = learnt(name), texts_of_target(1, 12)[0]

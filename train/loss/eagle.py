@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.settings.eagle import FeatureHeadConfig, StepNormalizer
+from conf.settings.eagle import StepNormalizer, UnrolledConfig
 from data.features.format import HIDDEN
 from heads.vocab import DraftVocab
 from train.batch.supervision import SUPERVISION, UNROLLED, Batch
@@ -28,7 +28,7 @@ MEASURES = ("top1", "alpha")
 vocabulary of min(p, q): the probability that a drafted token is accepted at temperature 1."""
 
 
-def step_weights(config: FeatureHeadConfig) -> Tensor:
+def step_weights(config: UnrolledConfig) -> Tensor:
     """[J] float32: decay ** j for j = 0..J-1, over their sum if a mean is wanted."""
     weights = torch.tensor([config.step_decay**j for j in range(config.num_steps)])
     return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
@@ -65,9 +65,7 @@ class EagleCriterion:
 
     num_measures = len(MEASURES)
 
-    def __init__(
-        self, config: FeatureHeadConfig, vocab: DraftVocab, compiled: bool = False
-    ) -> None:
+    def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
         self.config, self.vocab, self.compiled = config, vocab, compiled
 
     def __call__(

@@ -1,0 +1,127 @@
+"""The part that EAGLE and MTP heads share: they go on from their own last output.
+
+At token t such a head reads what the target knows of it and the token x_{t+1}, and predicts
+x_{t+2}; fed with its own output in place of the target's state it goes on to x_{t+3}, and so on.
+
+Letters: S tokens of a text, N rows, H hidden, W draft vocabulary.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.decoding.drafting import PAD
+from heads.eagle.branches import Branches, causal_rows
+from heads.feature_head import FeatureHead
+from heads.layers.documents import Documents
+from heads.target_model.model import TargetOutput
+
+ROWS_PER_CHUNK = 256
+
+
+class ContinuingHead(FeatureHead):
+    """A head that drafts one token after another, to any depth.
+
+    Attributes:
+        norm: of outputs before the output head; None for none.
+        num_layers: with keys and values.
+    """
+
+    norm: nn.Module | None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that remember a text."""
+        return self.config.llama.num_hidden_layers
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., H] what the head reads beside a token, of the target's features."""
+
+    @abstractmethod
+    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Any:
+        """Reads features and, beside each, the token after it.
+
+        Args:
+            fused: [S, H], of `fuse` or an earlier output of the head.
+            token_ids: [S] int64, the token that follows the feature's.
+            position_ids: [S] int64, of the feature.
+
+        Returns:
+            The text, with `keys` and `values` [S, K, d] and `position_ids` [S].
+        """
+
+    @abstractmethod
+    def draft(self, text: Any, rows: Tensor, branches: Branches) -> Tensor:
+        """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
+
+    @abstractmethod
+    def advance(
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
+    ) -> Tensor:
+        """[N, H] the next output of rows that read their own last one.
+
+        Args:
+            outputs: [N, H], what the row gave last.
+            token_ids: [N] int64, the token drafted from it.
+            position_ids: [N] int64, one more than the row's last.
+            branches: gets the rows' new keys and values.
+        """
+
+    def unroll(
+        self, text: Any, token_ids: Tensor, rows: Tensor, branches: Branches, detach: bool = False
+    ) -> Iterator[Tensor]:
+        """[N, H] outputs of depth 1, 2, ... of drafts that follow the text's own tokens.
+
+        Row t gives first what follows x_{t+1}, then, from its own output and x_{t+2}, what
+        follows that. This is the training-time test, and, as a draft is only followed while
+        it is accepted, also what greedy decoding would compute.
+
+        Args:
+            text: the whole text.
+            token_ids: [S + 1] int64, the text and the token after it.
+            rows: [N] int64.
+            branches: of the rows, without own keys.
+            detach: no gradient into the outputs that are fed back.
+        """
+        outputs = self.draft(text, rows, branches)
+        step = 0
+        while True:
+            yield outputs
+            step += 1
+            fed = outputs.detach() if detach else outputs
+            # Rows whose text has ended go on with its last token; nobody looks at them.
+            tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
+            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
+
+    def normed(self, outputs: Tensor) -> Tensor:
+        """[..., H] outputs after the last norm."""
+        return outputs if self.norm is None else self.norm(outputs)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[..., W] draft logits of outputs [..., H]."""
+        return super().logits(self.normed(outputs))
+
+    @torch.no_grad()
+    def candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
+        rows = places[first:]
+        seen = causal_rows(Documents.single(len(places), device), rows)
+        unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
+        best = torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
+        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
+        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
+
+    def _best(self, outputs: Tensor, width: int) -> Tensor:
+        """[N, width] the best target ids after outputs [N, H]."""
+        parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
+        return self.vocab.to_target(torch.cat(parts))

@@ -1,0 +1,155 @@
+"""The MTP tensors in a model's own files, which transformers leaves out.
+
+Format: safetensors; names as in `heads/mtp/families.py`, experts one by one or all in one tensor.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.utils import cached_file
+
+from conf.errors import InputError
+from heads.mtp.families import FAMILIES, Family
+from heads.target_model import sizes
+from heads.target_model.weight_files import tensors, weight_files
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+"""Tensors of all experts in transformers' modules, and the projections that they hold."""
+
+
+def family_of(config: Mapping[str, Any]) -> str | None:
+    """The family of the model whose `config.json` this is; None for one without a row."""
+    return next((name for name in config.get("architectures") or () if name in FAMILIES), None)
+
+
+def num_promised(config: Mapping[str, Any], family: Family) -> int:
+    """MTP layers that a `config.json` names."""
+    text = config.get("text_config") or config
+    return next((text[key] for key in family.counts if text.get(key)), 0)
+
+
+def stored_names(folder: Path, family: Family, num_layers: int, path: str) -> dict[str, Path]:
+    """The names of the MTP tensors in a model's folder, each with its file.
+
+    Raises:
+        InputError: a shard is missing, or no safetensors file.
+    """
+    files = weight_files(folder, "model")
+    if files is None:
+        raise InputError(f"{path}: its safetensors files are not all there")
+    return {
+        name: file
+        for file in files
+        for name in tensors(file)
+        if family.own_name(name, num_layers) is not None
+    }
+
+
+def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor]:
+    """The MTP tensors of a model, by our names, in float32; empty if it has none.
+
+    Args:
+        folder: of the model.
+        config: its `config.json`, of a family of the table.
+        path: what the user calls it.
+
+    Raises:
+        InputError: a shard is missing; tensors without numbers of their own; a config that
+            promises what is not there.
+    """
+    family = FAMILIES[str(family_of(config))]
+    num_layers = layers_of(config)
+    places = stored_names(folder, family, num_layers, path)
+    promised = num_promised(config, family)
+    if not places and promised:
+        raise InputError(
+            f"{path}: config.json names {promised} MTP layers, and its files hold no tensor of "
+            "them: fine-tuning, merging or quantising has dropped them; name the original model"
+        )
+    found: dict[str, Tensor] = {}
+    for name, file in places.items():
+        with safe_open(file, "pt") as opened:
+            tensor = opened.get_tensor(name)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise InputError(
+                f"{path}: {name} is {tensor.dtype}: a quantised MTP layer is not read; name the "
+                "model before quantisation"
+            )
+        found[str(family.own_name(name, num_layers))] = tensor.float()
+    return fused(found)
+
+
+def layers_of(config: Mapping[str, Any]) -> int:
+    """Decoder layers of the model, without its MTP layers."""
+    text = dict(config.get("text_config") or config)
+    return sizes.num_layers(PretrainedConfig(**{"num_hidden_layers": text["num_hidden_layers"]}))
+
+
+def has_layer(path: str, revision: str | None = None) -> bool:
+    """True where a model's files hold an MTP layer of a family of the table.
+
+    Args:
+        path: folder, or Hub id, of which only the config and the index of shards are asked for.
+        revision: of a Hub id.
+    """
+    folder = Path(path)
+    try:
+        config_file = cached_file(path, "config.json", revision=revision)
+        config = json.loads(Path(str(config_file)).read_text())
+        name = family_of(config)
+        if name is None:
+            return False
+        family, num_layers = FAMILIES[name], layers_of(config)
+        if folder.is_dir():
+            return bool(stored_names(folder, family, num_layers, path))
+        index = cached_file(path, "model.safetensors.index.json", revision=revision)
+        held = json.loads(Path(str(index)).read_text())["weight_map"]
+    except (OSError, InputError):
+        return False
+    return any(family.own_name(stored, num_layers) for stored in held)
+
+
+def fused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with those of single experts joined, as transformers' modules have them."""
+    single: dict[str, dict[tuple[int, str], Tensor]] = {}
+    joined: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if match := EXPERT.fullmatch(name):
+            experts, number, kind = match.groups()
+            single.setdefault(experts, {})[int(number), kind] = tensor
+        else:
+            joined[name] = tensor
+    for experts, held in single.items():
+        numbers = sorted({number for number, _ in held})
+        for name, kinds in FUSED.items():
+            rows = [torch.cat([held[number, kind] for kind in kinds]) for number in numbers]
+            joined[f"{experts}.{name}"] = torch.stack(rows)
+    return joined
+
+
+def unfused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `fused`: a tensor for each projection of each expert."""
+    single: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        experts, _, last = name.rpartition(".")
+        if last not in FUSED or not experts.endswith(".experts"):
+            single[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = expert.chunk(len(FUSED[last]))
+            for kind, part in zip(FUSED[last], parts, strict=True):
+                single[f"{experts}.{number}.{kind}_proj.weight"] = part.contiguous()
+    return single
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a folder."""
+    return json.loads((folder / "config.json").read_text())

@@ -1,0 +1,131 @@
+"""How models name and compute their layer for multi-token prediction (MTP): the table of families.
+
+All of them do `x = fc(concat(enorm(E), hnorm(h)))`, one decoder layer of the model's own kind with
+keys and values of its own, a final norm, and the target's output head. E embeds the token after
+the one that h is the state of. What differs is a row here.
+
+Sources: the checkpoints, and vLLM's readers of them (`vllm/model_executor/models/*_mtp.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+NATIVE = ("enorm", "hnorm", "fc", "norm")
+"""Our names of the modules around the decoder layer, each with one weight."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The MTP layer of models of one architecture.
+
+    In names `{n}` is the number of the target's layers, whose numbering the layer goes on.
+
+    Attributes:
+        names: of the weights of `NATIVE`, as checkpoints have them; without a norm, no name.
+        block: prefix of the decoder layer's tensors.
+        counts: the keys of `config.json` that may say how many such layers there are.
+        copies: of the target's embedding and output head, which are not read.
+        state_first: `fc` reads the state before the embedding.
+        zeroes_first: the embedding beside the state of position 0 is zeroed.
+        feeds_back_normed: a draft goes on from the output behind the final norm.
+        renamed: parts of names that transformers' own modules call otherwise.
+        model_type: whose decoder layer it is, where transformers does not know the target's own.
+    """
+
+    names: Mapping[str, str]
+    block: str
+    counts: tuple[str, ...] = ("num_nextn_predict_layers",)
+    copies: tuple[str, ...] = ()
+    state_first: bool = False
+    zeroes_first: bool = False
+    feeds_back_normed: bool = True
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    model_type: str | None = None
+
+    def own_name(self, stored: str, num_layers: int) -> str | None:
+        """Our name of a tensor of a checkpoint; None for one that is not the layer's."""
+        for name, theirs in self.names.items():
+            if stored == theirs.format(n=num_layers):
+                return f"{name}.weight"
+        block = self.block.format(n=num_layers)
+        if not stored.startswith(block) or stored in self._copies(num_layers):
+            return None
+        name = stored.removeprefix(block)
+        for theirs, ours in self.renamed.items():
+            name = name.replace(theirs, ours)
+        return f"layer.{name}"
+
+    def stored_name(self, name: str, num_layers: int) -> str:
+        """The name that a tensor of ours has in a checkpoint."""
+        module = name.removesuffix(".weight")
+        if module in self.names:
+            return self.names[module].format(n=num_layers)
+        name = name.removeprefix("layer.")
+        for theirs, ours in self.renamed.items():
+            name = name.replace(ours, theirs)
+        return self.block.format(n=num_layers) + name
+
+    def _copies(self, num_layers: int) -> list[str]:
+        return [name.format(n=num_layers) for name in self.copies]
+
+
+_DEEPSEEK = Family(
+    names={
+        "enorm": "model.layers.{n}.enorm.weight",
+        "hnorm": "model.layers.{n}.hnorm.weight",
+        "fc": "model.layers.{n}.eh_proj.weight",
+        "norm": "model.layers.{n}.shared_head.norm.weight",
+    },
+    block="model.layers.{n}.",
+    copies=("model.layers.{n}.embed_tokens.weight", "model.layers.{n}.shared_head.head.weight"),
+    zeroes_first=True,
+)
+_QWEN = Family(
+    names={
+        "enorm": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm": "mtp.pre_fc_norm_hidden.weight",
+        "fc": "mtp.fc.weight",
+        "norm": "mtp.norm.weight",
+    },
+    block="mtp.layers.0.",
+    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+)
+OTHER = "other"
+"""The row of fresh layers for targets of which no such layer is known."""
+FAMILIES: dict[str, Family] = {
+    OTHER: _QWEN,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    # vLLM goes on from the sum before the norm, SGLang from behind it.
+    "Glm4MoeForCausalLM": replace(_DEEPSEEK, feeds_back_normed=False),
+    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5ForCausalLM": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForCausalLM": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "ExaoneMoeForCausalLM": replace(
+        _QWEN, renamed={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}
+    ),
+    "MiMoForCausalLM": Family(
+        names={
+            "enorm": "model.mtp_layers.0.token_layernorm.weight",
+            "hnorm": "model.mtp_layers.0.hidden_layernorm.weight",
+            "fc": "model.mtp_layers.0.input_proj.weight",
+            "norm": "model.mtp_layers.0.final_layernorm.weight",
+        },
+        block="model.mtp_layers.0.",
+        state_first=True,
+        zeroes_first=True,
+        model_type="qwen2",
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        names={
+            "enorm": "model.mtp_emb_norm.0.weight",
+            "hnorm": "model.mtp_hidden_norm.0.weight",
+            "fc": "model.mtp_linear_proj.0.weight",
+        },
+        block="model.mtp_block.0.",
+        zeroes_first=True,
+        feeds_back_normed=False,
+    ),
+}
+"""Families by the architecture that `config.json` names."""

@@ -1,0 +1,139 @@
+"""MTP heads: what they answer, see `heads/head.py`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from conf.errors import InputError
+from conf.settings.eagle import MtpConfig
+from conf.settings.export import ExportFormat
+from heads.decoding.head_drafter import HeadChain, HeadTree
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.head import Export, Files, Golden, HeadFacts, Variant, trained_with
+from heads.mtp import checkpoint
+from heads.mtp.config import MtpHeadConfig, layer_settings
+from heads.mtp.families import FAMILIES, OTHER
+from heads.mtp.network import MtpNetwork
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+
+
+class MtpHead(MtpNetwork):
+    """The layer for multi-token prediction of a target, its own or a fresh one."""
+
+    variants: ClassVar = {"mtp": Variant("MTP layers", MtpConfig)}
+    phrase = "an MTP layer"
+    chain: ClassVar[type[HeadChain]] = EagleChain
+    tree: ClassVar[type[HeadTree]] = EagleTree
+    config_type = MtpHeadConfig
+
+    @classmethod
+    def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """Load our own folder, or the layer in the files of a whole model that has one."""
+        settings = checkpoint.model_config(folder)
+        own = settings.get("architectures") == [cls.__name__]
+        if not own and checkpoint.family_of(settings) is None:
+            return None
+        if layers is not None:
+            raise InputError(
+                f"head.path={path}: an MTP layer reads the last hidden state: leave head.layers "
+                "unset"
+            )
+        return super().load(folder, path, None) if own else cls._native(folder, path, settings)
+
+    @classmethod
+    def _native(cls, folder: Path, path: str, settings: dict[str, Any]) -> Self:
+        what = f"head.path={path}"
+        tensors = checkpoint.read(folder, settings, what)
+        if not tensors:
+            raise InputError(f"{what}: a model without MTP layers; name a draft head")
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        family = str(checkpoint.family_of(settings))
+        sparse = any(".experts." in name for name in tensors)
+        head = cls(
+            mtp_config(config, family, path, sparse), DraftVocab.everything(config.vocab_size)
+        )
+        expected = head.files().tensors
+        wrong = sorted(
+            set(tensors) ^ set(expected)
+            | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
+        )
+        if wrong:
+            names = [
+                head.config.row.stored_name(name, checkpoint.layers_of(settings)) for name in wrong
+            ]
+            raise InputError(f"{what}: MTP tensors missing, foreign or misshapen: {names}")
+        head.load_state_dict(tensors)
+        return head
+
+    @classmethod
+    def untrained(
+        cls, target: EmbeddingsAndHead, settings: MtpConfig, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """A fresh layer of the target's own kind, a mixture of experts where it has such layers."""
+        del settings, vocab
+        family = next((name for name in target.architectures if name in FAMILIES), OTHER)
+        sparse = any(
+            getattr(target.config, name, None)
+            for name in ("num_experts", "n_routed_experts", "moe_num_experts")
+        )
+        config = mtp_config(target.config, family, target.name, sparse)
+        return cls(config, DraftVocab.everything(target.vocab_size)).begin(target, seed)
+
+    def files(self) -> Files:
+        """Fields of `config`; parameters and buffers by their names here."""
+        files = super().files()
+        buffers = {name: buffer.detach() for name, buffer in self.named_buffers()}
+        return Files(files.config, files.weights, files.tensors | buffers)
+
+    def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
+        """No file of its own: an engine reads the layer in the target's folder."""
+        del engine, folder
+        return Export("loads an MTP layer from the target's own folder alone")
+
+    def golden(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> Golden:
+        """Never asked: no engine has an export."""
+        raise AssertionError(target, states, token_ids, places)
+
+    def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
+        """The facts on the head's model card."""
+        drafted = trained_with(provenance).get("num_steps", 1)
+        return HeadFacts(
+            tag="mtp",
+            name="MTP layer",
+            method="multi-token prediction",
+            paper="2412.19437",
+            description=(
+                f"the decoder layer for multi-token prediction of {self.config.family} (hidden "
+                f"size {self.config.hidden_size}) on the target's last hidden state. It drafts one "
+                "token after another, to any depth, each from its own last output"
+            ),
+            num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
+            vllm_method=None,
+            vllm_problem="vLLM reads the layer in the target's own folder.",
+        )
+
+
+def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConfig:
+    """The architecture of a target's layer.
+
+    Args:
+        config: of the target's text part.
+        family: a key of `FAMILIES`.
+        name: of the target.
+        sparse: whether the layer is a mixture of experts.
+    """
+    return MtpHeadConfig(
+        family=family,
+        layer=layer_settings(config, FAMILIES[family], sparse),
+        target=name,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_positions=config.max_position_embeddings,
+    )

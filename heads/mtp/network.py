@@ -1,0 +1,199 @@
+"""The network of an MTP head: a decoder layer of the target's own kind behind its last state.
+
+Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; FastMTP (2509.18362) for the layer that reads
+its own output. Letters: S tokens of a text, N rows, H hidden, Q heads, K key-value heads, d head
+size.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from heads.eagle.branch_attention import branch_attention
+from heads.eagle.branches import Branches
+from heads.eagle.continuing import ContinuingHead
+from heads.head import check_fits
+from heads.mtp.config import MtpHeadConfig, parts_of
+from heads.target_model.attention import running
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.kernels import Scores
+from heads.target_model.model import Taps, TargetOutput
+from heads.vocab import DraftVocab
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that the head has read with the target's states.
+
+    Attributes:
+        inputs: [S, H] of the decoder layer.
+        position_ids: [S] int64.
+        keys, values: [S, K, d].
+    """
+
+    inputs: Tensor
+    position_ids: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class _Reading:
+    """A pass of the layer's attention for the keys and values of a text alone."""
+
+    config = None
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
+        """Keeps keys and values; nobody looks at what it gives."""
+        del layer, scores
+        self.keys, self.values = _rows(key), _padded(_rows(value), key.shape[-1])
+        return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
+
+
+class _Drafting:
+    """A pass of the layer over rows that draft.
+
+    Args:
+        branches: what they look at; with `remembered`, gets their own keys and values.
+        remembered: whether the rows are not of the text.
+    """
+
+    config = None
+
+    def __init__(self, branches: Branches, remembered: bool) -> None:
+        self.branches, self.remembered = branches, remembered
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
+        """[1, N, Q, d] of queries [1, Q, N, d], keys and values [1, K, N, d]."""
+        del layer
+        if scores.window or scores.cap or scores.sinks is not None:
+            raise NotImplementedError("an MTP layer with a window, a soft cap or sinks")
+        width = query.shape[-1]
+        if self.remembered:
+            self.branches.own_keys.append(_rows(key))
+            self.branches.own_values.append(_padded(_rows(value), width))
+        if scores.scale is not None and scores.scale != width**-0.5:
+            query = query * (scores.scale * width**0.5)
+        attended = branch_attention(_rows(query), self.branches)
+        return attended[..., : value.shape[-1]].unsqueeze(0)
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[N, K, d] of [1, K, N, d]."""
+    return heads.squeeze(0).transpose(0, 1)
+
+
+def _padded(values: Tensor, width: int) -> Tensor:
+    """Values as wide as keys, which latent attention has wider."""
+    return pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
+
+
+class MtpNetwork(ContinuingHead):
+    """The network; `attach` it to its target before use.
+
+    Args:
+        config: the architecture.
+        vocab: all ids of the target.
+    """
+
+    output_rows = ()
+    compiled = ()
+    config: MtpHeadConfig
+
+    def __init__(self, config: MtpHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        parts, hidden = parts_of(config.layer), config.hidden_size
+        epsilon: Any = parts.config
+        self.enorm = parts.norm(hidden, epsilon.rms_norm_eps)
+        self.hnorm = parts.norm(hidden, epsilon.rms_norm_eps)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer: Any = parts.layer(parts.config, 0)
+        self.norm = parts.norm(hidden, epsilon.rms_norm_eps) if "norm" in config.row.names else None
+        self.lm_head = self.embed_tokens = None
+        self.taps, self.window = Taps(), config.num_positions
+        # Outside the modules: its float32 frequencies must survive a cast of the head.
+        self._rotary: Any = (parts.rotary(config=parts.config),)
+
+    @property
+    def num_layers(self) -> int:
+        """The one that is used again at every depth."""
+        return 1
+
+    def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
+        """Fresh weights, alike for a seed; attached."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in sorted(self.named_parameters()):
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=0.02, generator=generator)
+            elif name.endswith("bias"):
+                parameter.data.zero_()
+        return self.attach(target)
+
+    def fitted(self, target: EmbeddingsAndHead) -> MtpHeadConfig:
+        """See `FeatureHead.fitted`."""
+        check_fits(self, target, self.config.hidden_size)
+        return self.config
+
+    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
+        """See `DraftHead.attach`; borrows the target's embedding and output head."""
+        config = self.fitted(target)
+        self.config = replace(config, target=target.name)
+        self._target = (target,)
+        self.vocab = self.vocab.to(target.device)
+        return self.to(target.device, dtype)
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """[..., H] the last hidden state, behind the target's final norm."""
+        return output.hidden_states.to(self.fc.weight)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The feature itself."""
+        return features
+
+    def inputs(self, states: Tensor, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """[N, H] of the decoder layer, of states [N, H] and the tokens after them, [N] int64."""
+        family, embeds = self.config.row, self.embed(token_ids)
+        if family.zeroes_first:
+            embeds = embeds.masked_fill(position_ids.unsqueeze(-1) == 0, 0.0)
+        both = [self.enorm(embeds), self.hnorm(states)]
+        return self.fc(torch.cat(both[::-1] if family.state_first else both, dim=-1))
+
+    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
+        """See `ContinuingHead.read`."""
+        inputs, reading = self.inputs(fused, token_ids, position_ids), _Reading()
+        normed = self.layer.input_layernorm(inputs).unsqueeze(0)
+        with running(reading):
+            self.layer.self_attn(hidden_states=normed, **self._places(normed, position_ids))
+        return Text(inputs, position_ids, reading.keys, reading.values)
+
+    def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
+        """See `ContinuingHead.draft`."""
+        positions = text.position_ids[rows]
+        return self._run(text.inputs[rows], positions, _Drafting(branches, remembered=False))
+
+    def advance(
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
+    ) -> Tensor:
+        """See `ContinuingHead.advance`."""
+        fed = self.normed(outputs) if self.config.row.feeds_back_normed else outputs
+        inputs = self.inputs(fed, token_ids, position_ids)
+        return self._run(inputs, position_ids, _Drafting(branches, remembered=True))
+
+    def _run(self, inputs: Tensor, position_ids: Tensor, drafting: _Drafting) -> Tensor:
+        """[N, H] the layer's output of inputs [N, H] at positions [N]."""
+        rows = inputs.unsqueeze(0)
+        with running(drafting):
+            output = self.layer(rows, **self._places(rows, position_ids))
+        return (output[0] if isinstance(output, tuple) else output).squeeze(0)
+
+    def _places(self, rows: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        """What a layer is told of positions [N], and that nothing is masked."""
+        places = position_ids.unsqueeze(0)
+        rotation = self._rotary[0].to(rows.device)(rows, places)
+        return {"position_embeddings": rotation, "position_ids": places, "attention_mask": None}

@@ -1,0 +1,170 @@
+"""Every family's layer: what it computes, and its names in the target's files."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from mtp_targets import TARGETS, saved, target_with_layer
+from safetensors.torch import load_file
+
+from conf.errors import InputError
+from eval.decode.engine import decode
+from heads.decoding.sampling import GREEDY
+from heads.decoding.tree import Tree
+from heads.kinds import load_head
+from heads.mtp.checkpoint import fused, unfused
+from heads.mtp.head import MtpHead
+from heads.target_model.model import Target
+
+NUM_STEPS = 4
+
+
+@torch.no_grad()
+def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> list[int]:
+    """Drafts by the table of families, each from all rows anew, under a causal mask."""
+    row, layer = head.config.row, head.layer
+    states = list(target.read_text(ids, head.taps).hidden_states[0])
+    tokens = [*ids[1:], int(target.logits(states[-1]).argmax())]
+    for _ in range(num_drafts):
+        embeds = target.embedding.weight[torch.tensor(tokens)].clone()
+        if row.zeroes_first:
+            embeds[0] = 0
+        halves = [head.enorm(embeds), head.hnorm(torch.stack(states))]
+        rows = head.fc(torch.cat(halves[::-1] if row.state_first else halves, -1))[None]
+        places = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
+        config = layer.self_attn.config
+        usual, config._attn_implementation = config._attn_implementation, "eager"
+        rotation = head._rotary[0](rows, places)
+        found = layer(
+            rows, position_embeddings=rotation, position_ids=places, attention_mask=mask
+        )  # fmt: skip
+        config._attn_implementation = usual
+        output = (found[0] if isinstance(found, tuple) else found)[0, -1]
+        normed = output if head.norm is None else head.norm(output)
+        tokens.append(int(target.logits(normed).argmax()))
+        states.append(normed if row.feeds_back_normed else output)
+    return tokens[len(ids) :]
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
+    target, head = target_with_layer(architecture)
+    ids = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    drafter, proposed = head.drafter(Tree.chain(NUM_STEPS), GREEDY, [0]), []
+    propose = drafter.propose
+    drafter.propose = lambda roots: proposed.append(propose(roots)) or proposed[-1]
+    text = decode(target, drafter, ids, 12).token_ids
+    read = list(ids)
+    for step, draft in enumerate(proposed[:3]):
+        assert draft.tokens[0].tolist() == replica(target, head, read, NUM_STEPS), step
+        read.append(text[step])  # none of the drafts is right
+    assert len(set(proposed[0].tokens[0].tolist())) > 1
+
+
+NAMES = {
+    "DeepseekV3ForCausalLM": """
+        model.layers.2.enorm.weight model.layers.2.hnorm.weight model.layers.2.eh_proj.weight
+        model.layers.2.shared_head.norm.weight model.layers.2.input_layernorm.weight
+        model.layers.2.self_attn.kv_a_proj_with_mqa.weight model.layers.2.mlp.gate.weight
+        model.layers.2.mlp.gate.e_score_correction_bias model.layers.2.mlp.experts.3.up_proj.weight
+    """,
+    "Glm4MoeForCausalLM": """
+        model.layers.2.enorm.weight model.layers.2.shared_head.norm.weight
+        model.layers.2.self_attn.q_norm.weight model.layers.2.mlp.shared_experts.down_proj.weight
+    """,
+    "Qwen3NextForCausalLM": """
+        mtp.pre_fc_norm_embedding.weight mtp.pre_fc_norm_hidden.weight mtp.fc.weight
+        mtp.norm.weight mtp.layers.0.self_attn.q_proj.weight mtp.layers.0.mlp.gate.weight
+        mtp.layers.0.mlp.experts.0.gate_proj.weight mtp.layers.0.mlp.shared_expert_gate.weight
+    """,
+    "Qwen3_5ForCausalLM": "mtp.fc.weight mtp.layers.0.mlp.gate_proj.weight mtp.norm.weight",
+    "ExaoneMoeForCausalLM": "mtp.fc.weight mtp.layers.0.mlp.e_score_correction_bias",
+    "MiMoForCausalLM": """
+        model.mtp_layers.0.token_layernorm.weight model.mtp_layers.0.hidden_layernorm.weight
+        model.mtp_layers.0.input_proj.weight model.mtp_layers.0.final_layernorm.weight
+        model.mtp_layers.0.self_attn.q_proj.bias
+    """,
+    "Ernie4_5_MoeForCausalLM": """
+        model.mtp_emb_norm.0.weight model.mtp_hidden_norm.0.weight model.mtp_linear_proj.0.weight
+        model.mtp_block.0.mlp.down_proj.weight
+    """,
+}
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_the_layer_is_read_from_the_targets_own_files(architecture: str, tmp_path: Path) -> None:
+    target, head = target_with_layer(architecture)
+    folder = saved(tmp_path / "model", architecture)
+    stored = load_file(folder / "model-00002-of-00002.safetensors")
+    assert set(NAMES[architecture].split()) <= set(stored)
+    found = load_head(str(folder))
+    assert isinstance(found, MtpHead)
+    assert found.config.layer == head.config.layer
+    expected = head.files().tensors
+    assert found.files().tensors.keys() == expected.keys()
+    assert all(torch.equal(found.files().tensors[name], t) for name, t in expected.items())
+    found.attach(target).save(tmp_path / "own")
+    own = load_head(str(tmp_path / "own"))
+    assert all(torch.equal(own.files().tensors[name], t) for name, t in expected.items())
+
+
+def test_experts_are_joined_as_transformers_has_them() -> None:
+    gate, up, down = torch.randn(3, 2, 4, 4).unbind()
+    single = {
+        f"layer.mlp.experts.{number}.{kind}_proj.weight": tensor[number]
+        for kind, tensor in (("gate", gate), ("up", up), ("down", down))
+        for number in range(2)
+    }
+    joined = fused(single)
+    assert set(joined) == {"layer.mlp.experts.gate_up_proj", "layer.mlp.experts.down_proj"}
+    assert torch.equal(joined["layer.mlp.experts.gate_up_proj"], torch.cat([gate, up], 1))
+    assert torch.equal(joined["layer.mlp.experts.down_proj"], down)
+    again = unfused(joined)
+    assert again.keys() == single.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in single.items())
+
+
+MIMO = "model.mtp_layers.0."
+ALL = [f"{MIMO}{name}.weight" for name in ("input_proj", "token_layernorm")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({f"{MIMO}input_proj.weight": None}, r"missing, .*\['model.mtp_layers.0.input_proj"),
+        ({f"{MIMO}more.weight": torch.ones(1)}, r"foreign or misshapen: .*mtp_layers.0.more"),
+        ({f"{MIMO}input_proj.weight": torch.ones(3, 3)}, r"misshapen: .*0.input_proj"),
+        (
+            {f"{MIMO}input_proj.weight": torch.ones(64, 128, dtype=torch.int8)},
+            r"input_proj.weight is torch.int8: a quantised MTP layer is not read",
+        ),
+    ],
+)
+def test_a_layer_that_is_not_whole_is_refused(changed, message, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM", changed)
+    with pytest.raises(InputError, match=message):
+        load_head(str(folder))
+
+
+def test_a_config_that_promises_a_layer_that_is_gone(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    stored = load_file(folder / "model-00002-of-00002.safetensors")
+    folder = saved(tmp_path / "gone", "MiMoForCausalLM", dict.fromkeys(stored))
+    with pytest.raises(InputError, match=r"names 1 MTP layers, .* fine-tuning, merging or"):
+        load_head(str(folder))
+
+
+def test_a_missing_shard_is_told(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(InputError, match="its safetensors files are not all there"):
+        load_head(str(folder))
+
+
+def test_head_layers_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    message = re.escape("an MTP layer reads the last hidden state: leave head.layers unset")
+    with pytest.raises(InputError, match=message):
+        load_head(str(folder), layers=[1])

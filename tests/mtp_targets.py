@@ -1,0 +1,113 @@
+"""Small random targets with an MTP layer of their own, in the layouts of their families."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import toys
+from safetensors.torch import save_file
+from toys import endless_target, tokenizer
+
+from heads.mtp.checkpoint import unfused
+from heads.mtp.head import MtpHead, mtp_config
+from heads.target_model.model import Target
+from heads.target_model.weight_files import tensors
+from heads.vocab import DraftVocab
+
+ROUTED = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "n_shared_experts": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+HYBRID = {
+    name: value
+    for name, value in toys.FAMILIES["qwen3_next"].items()
+    if name.startswith(("layer_types", "linear"))
+}
+TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "DeepseekV3ForCausalLM": ("deepseek_v3", {**ROUTED, **LATENT}, True),
+    "Glm4MoeForCausalLM": ("glm4_moe", {**ROUTED, "use_qk_norm": True}, True),
+    "Qwen3NextForCausalLM": ("qwen3_next", toys.FAMILIES["qwen3_next"], True),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", HYBRID, False),
+    "ExaoneMoeForCausalLM": (
+        "exaone_moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+            "topk_group": 1, "layer_types": ["full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        True,
+    ),
+    "MiMoForCausalLM": ("qwen2", {}, False),
+    "Ernie4_5_MoeForCausalLM": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+        },
+        False,
+    ),
+}  # fmt: skip
+"""By architecture: the model type, its settings, and whether the layer is a mixture."""
+
+
+@cache
+def target_with_layer(architecture: str) -> tuple[Target, MtpHead]:
+    """A target whose texts no token ends, and its layer with weights that count."""
+    model_type, settings, sparse = TARGETS[architecture]
+    with patch.dict(toys.FAMILIES, {model_type: settings}):
+        target = endless_target(model_type, vocab_size=300)
+    target.tokenizer = tokenizer()
+    shape = mtp_config(target.config, architecture, "toy", sparse)
+    head = MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
+    for name, tensor in [*head.named_parameters(), *head.named_buffers()]:
+        if tensor.dim() > 1:
+            tensor.data.mul_(12.0)
+        elif not name.endswith("_idx"):
+            tensor.data.add_(tensor.new_tensor(0.3).mul(tensor.numel()).cos())
+    return target, head.eval()
+
+
+def saved(folder: Path, architecture: str, changed: dict[str, Any] | None = None) -> Path:
+    """The target in a folder, with its layer's tensors in a shard of their own.
+
+    Args:
+        folder: to write.
+        architecture: a key of `TARGETS`.
+        changed: tensors by their names in the file, in place of or besides the layer's; None for
+            one takes it away.
+    """
+    target, head = target_with_layer(architecture)
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    family, num_layers = head.config.row, target.num_layers
+    own = {
+        family.stored_name(name, num_layers): tensor.contiguous().clone()
+        for name, tensor in unfused(head.files().tensors).items()
+    }
+    own = {name: t for name, t in (own | (changed or {})).items() if t is not None}
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    (folder / "model.safetensors").rename(folder / shards[0])
+    save_file(own, folder / shards[1], metadata={"format": "pt"})
+    held = dict.fromkeys(tensors(folder / shards[0]), shards[0]) | dict.fromkeys(own, shards[1])
+    index = {"metadata": {}, "weight_map": held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [architecture], family.counts[0]: 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
