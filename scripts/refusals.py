@@ -3,12 +3,19 @@
 from pathlib import Path
 
 from conf.errors import InputError
-from conf.settings.export import ExportFormat, ExportRun, MergeAdapterRun, PushRun
+from conf.settings.export import (
+    ExportFormat,
+    ExportRun,
+    MergeAdapterRun,
+    MtpAction,
+    MtpFilesRun,
+    PushRun,
+)
 from conf.settings.scripts import ContestRun, PruneRun
 from conf.settings.target import Quantization
 from data.rows.files import check_data
 from eval.refusals import check_inputs
-from heads.folders import PROVENANCE, check_head
+from heads.folders import PROVENANCE, check_head, check_target
 from scripts.publish.staging import read_json
 
 
@@ -55,6 +62,31 @@ def check_export(config: ExportRun) -> None:
     if words is not None and not Path(words).expanduser().is_file():
         raise InputError(f"tokenizer_gguf={words}: no such file")
     check_inputs(config)
+
+
+def check_mtp(config: MtpFilesRun) -> None:
+    """Refuses to write over anything, and folders that are not there.
+
+    Raises:
+        InputError: which setting, and what it may be.
+    """
+    stitches = config.action is MtpAction.stitch
+    if config.target.path is None:
+        raise InputError("target.path is unset: the folder of a model")
+    if stitches is (config.head.path is None):
+        raise InputError(
+            f"action={config.action.value}, head.path={config.head.path}: stitch takes the layer "
+            "to write, check and extract take none"
+        )
+    if stitches and not Path(config.target.path).is_dir():
+        raise InputError(
+            f"target.path={config.target.path}: stitch takes a folder: "
+            f"hf download {config.target.path} --local-dir DIR"
+        )
+    if config.action is not MtpAction.check and taken(config.out_dir):
+        raise InputError(f"out_dir={config.out_dir}: is not empty; choose another")
+    check_target(config.target)
+    check_head(config.head, None)
 
 
 def check_prune(config: PruneRun) -> None:

@@ -13,22 +13,13 @@ from conf.command.entry import Command
 from conf.settings.eagle import MtpRun
 from train.loop.refusals import check_training
 
-
-def check(config: MtpRun) -> None:
-    """Refusals of every training; then a target's own layer is what is trained."""
-    check_training(config)
-    target = config.target
-    if config.head.path is None and target.path is not None:
-        from heads.mtp.checkpoint import has_layer  # with torch, which no refusal waits for
-
-        if has_layer(target.path, target.revision):
-            config.head.path, config.head.revision = target.path, target.revision
-
-
-COMMAND = Command(__doc__, MtpRun, "mtp", check=check)
+COMMAND = Command(__doc__, MtpRun, "mtp", check=check_training)
 if __name__ == "__main__":
     COMMAND.begin()
 
+from dataclasses import dataclass
+
+from heads.mtp.checkpoint import has_layer
 from heads.mtp.head import MtpHead
 from train.eagle import EagleObjective
 from train.loop import command
@@ -44,7 +35,8 @@ class MtpObjective(EagleObjective):
         """Nothing to choose: the layer is what its files say."""
 
     def _about(self) -> str:
-        return f"MTP layer of {self.head.config.family}, {self.config.num_steps} steps"
+        start = "a fresh one" if self.config.path is None else f"from {self.config.path}"
+        return f"MTP layer of {self.head.config.family}, {start}, {self.config.num_steps} steps"
 
     def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted | None:  # type: ignore[override]
         """No formula: layers of all kinds."""
@@ -52,7 +44,23 @@ class MtpObjective(EagleObjective):
         return None
 
 
-main = command.Training(MtpHead, MtpObjective, COMMAND)
+@dataclass(frozen=True)
+class MtpTraining(command.Training):
+    """Training that goes on from the target's own layer, where it has one and no other is named."""
+
+    def __call__(self, config: MtpRun) -> None:  # type: ignore[override]
+        """Trains a layer under a command's settings."""
+        head, target = config.head, config.target
+        if (
+            head.path is None
+            and target.path is not None
+            and has_layer(target.path, target.revision)
+        ):
+            head.path, head.revision = target.path, target.revision
+        super().__call__(config)
+
+
+main = MtpTraining(MtpHead, MtpObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

@@ -81,6 +81,29 @@ class PushRun:
     """Folder for what would be uploaded."""
 
 
+class MtpAction(Enum):
+    """Things to do with the MTP layer of a target's files."""
+
+    check = "check"
+    """Say whether it is there and whole."""
+    extract = "extract"
+    """Write it as a head of its own."""
+    stitch = "stitch"
+    """Write the target's folder anew with the layer of `head.path`."""
+
+
+@dataclass
+class MtpFilesRun:
+    """`scripts/mtp.py`."""
+
+    action: MtpAction = MtpAction.check
+    target: TargetConfig = field(default_factory=TargetConfig)
+    head: HeadRef = field(default_factory=HeadRef)
+    """Of `stitch`: a trained layer, or a model whose layer the target is to have."""
+    out_dir: str = "outputs/mtp-files"
+    """Folder that extract or stitch writes."""
+
+
 @dataclass
 class MergeAdapterRun:
     """`scripts/merge_adapter.py`; `target.dtype=auto` keeps the dtype of the target's files."""

@@ -1,0 +1,171 @@
+"""A target's folder with another MTP layer in it; every other tensor stays byte for byte.
+
+Format: Hugging Face's sharded safetensors, `model.safetensors.index.json`. A file without tensors
+of the layer is linked, not copied, where the disk allows that.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conf.errors import InputError
+from heads.head import other_target
+from heads.mtp.checkpoint import family_of, layers_of, model_config, stored_names, unfused
+from heads.mtp.families import FAMILIES, Family
+from heads.mtp.head import MtpHead
+from heads.storage import write_folder
+from heads.target_model.weight_files import tensors, weight_files
+
+INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
+LEFT_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")
+"""Keys under which quantisations list what they leave as it is."""
+
+
+def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
+    """Writes a model's folder with a head's layer, whole or not at all.
+
+    Args:
+        folder: of the model; it may have such a layer or have lost it.
+        head: the layer.
+        final: to write; replaced if it exists.
+
+    Returns:
+        The names of the files that hold tensors of the layer.
+
+    Raises:
+        InputError: a model of another family, sizes or vocabulary; shards that are missing; a disk
+            that is full.
+    """
+    config, what = model_config(folder), f"target.path={folder}"
+    family = _fitting(config, head, what)
+    num_layers = layers_of(config)
+    files = weight_files(folder, "model")
+    if files is None:
+        raise InputError(f"{what}: its safetensors files are not all there")
+    places = stored_names(folder, family, num_layers, what)
+    layer = _named(head, family, num_layers, places, _dtype(files[0]))
+    written = sorted({places[name].name for name in layer if name in places} | {SHARD})
+
+    def fill(staging: Path) -> None:
+        for path in folder.iterdir():
+            if path.is_file() and path not in files and path.name not in (INDEX, "config.json"):
+                _link(path, staging / path.name)
+        rest: dict[str, Tensor] = dict(layer)
+        weight_map: dict[str, str] = {}
+        for file in files:
+            kept = [name for name in tensors(file) if name not in places]
+            own = {name: rest.pop(name) for name in list(rest) if places.get(name) == file}
+            # With a second file there is an index, before which readers look for this one.
+            name = "model-00001-of-00001.safetensors" if file.stem == "model" else file.name
+            if not own and len(kept) == len(tensors(file)):
+                _link(file, staging / name)
+            elif own or kept:
+                save_file(_held(file, kept) | own, staging / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys([*kept, *own], name)
+        if rest:
+            save_file(rest, staging / SHARD, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(rest, SHARD)
+        index = {"metadata": _sizes(staging, weight_map), "weight_map": weight_map}
+        (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+        changed = _with_layer(config, family, list(layer))
+        (staging / "config.json").write_text(json.dumps(changed, indent=2))
+
+    write_folder(final, fill)
+    return [name for name in written if (final / name).is_file()]
+
+
+def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> Family:
+    """The row of the model's family.
+
+    Raises:
+        InputError: it has none, or the head is of another one or of other sizes.
+    """
+    name = family_of(config)
+    if name is None:
+        raise InputError(
+            f"{what} is {config.get('architectures')}: MTP layers are known of "
+            f"{', '.join(FAMILIES)}"
+        )
+    if FAMILIES[name] != head.config.row:
+        raise InputError(
+            f"head.path: an MTP layer of {head.config.family}, and {what} is {name}: name a layer "
+            "of its own kind"
+        )
+    text = config.get("text_config") or config
+    for key in ("hidden_size", "vocab_size"):
+        mine = getattr(head.config, key)
+        if text[key] != mine:
+            raise InputError(other_target(key, mine, head.config.target, what, text[key]))
+    return FAMILIES[name]
+
+
+def _named(
+    head: MtpHead, family: Family, num_layers: int, places: Mapping[str, Path], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The layer's tensors by the names of the model's files, experts as they were there."""
+    held = head.files().tensors
+    joined = any(name.endswith(".experts.gate_up_proj") for name in places)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in (held if joined else unfused(held)).items():
+        theirs = family.stored_name(name, num_layers)
+        before = places.get(theirs)
+        wanted = dtype
+        if before is not None:
+            with safe_open(before, "pt") as opened:
+                wanted = opened.get_tensor(theirs).dtype
+        stored[theirs] = tensor.to("cpu", wanted).contiguous().clone()
+    return stored
+
+
+def _dtype(file: Path) -> torch.dtype:
+    """Of the first tensor of floats; bfloat16 where a model has none."""
+    with safe_open(file, "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118  no mapping
+            dtype = opened.get_tensor(name).dtype
+            if dtype.is_floating_point and dtype.itemsize > 1:
+                return dtype
+    return torch.bfloat16
+
+
+def _held(file: Path, names: list[str]) -> dict[str, Tensor]:
+    with safe_open(file, "pt") as opened:
+        return {name: opened.get_tensor(name) for name in names}
+
+
+def _link(path: Path, copy: Path) -> None:
+    """The same bytes under another name; on another disk, a copy."""
+    try:
+        os.link(path.resolve(), copy)
+    except OSError:
+        shutil.copyfile(path, copy)
+
+
+def _sizes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
+    total = 0
+    for file in set(weight_map.values()):
+        for tensor in tensors(folder / file).values():
+            begin, end = tensor["data_offsets"]
+            total += end - begin
+    return {"total_size": total}
+
+
+def _with_layer(config: dict[str, Any], family: Family, names: list[str]) -> dict[str, Any]:
+    """A config that counts one layer, which the model's quantisation leaves as it is."""
+    changed = json.loads(json.dumps(config))
+    text = changed.get("text_config") or changed
+    key = next((key for key in family.counts if key in text), family.counts[0])
+    text[key] = 1
+    quantisation = changed.get("quantization_config") or {}
+    modules = sorted({name.rpartition(".")[0] for name in names if name.endswith(".weight")})
+    for key in LEFT_ALONE:
+        if isinstance(quantisation.get(key), list):
+            quantisation[key] += [name for name in modules if name not in quantisation[key]]
+    return changed

@@ -1,0 +1,89 @@
+"""The MTP layer in a target's files: is it there, take it out, put another one in.
+
+    python scripts/mtp.py action=check target.path=DIR
+    python scripts/mtp.py action=extract target.path=DIR out_dir=outputs/layer
+    python scripts/mtp.py action=stitch target.path=DIR head.path=outputs/mtp/head out_dir=whole
+
+`stitch` also gives the layer of the original model (`head.path`) to one that fine-tuning, merging
+or quantising has robbed of it.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from conf.command.entry import Command
+from conf.settings.export import MtpAction, MtpFilesRun
+from scripts.refusals import check_mtp
+
+COMMAND = Command(__doc__, MtpFilesRun, "mtp_files", check=check_mtp)
+if __name__ == "__main__":
+    COMMAND.begin()
+
+import torch
+
+from conf.errors import InputError
+from heads.kinds import read_head
+from heads.mtp.checkpoint import family_of, model_config, num_promised
+from heads.mtp.families import FAMILIES
+from heads.mtp.head import MtpHead
+from heads.mtp.stitch import stitched
+from heads.storage import locate
+
+
+def main(config: MtpFilesRun) -> None:
+    """Does what `action` says.
+
+    Raises:
+        InputError: no layer, or one that is not whole; a head of another kind.
+    """
+    check_mtp(config)
+    target = str(config.target.path)
+    folder = locate(target, config.target.revision)
+    if config.action is MtpAction.stitch:
+        head = layer_in(locate(str(config.head.path), config.head.revision), str(config.head.path))
+        files = stitched(folder, head, Path(config.out_dir))
+        verify(Path(config.out_dir), head)
+        print(f"wrote {config.out_dir}; its MTP layer is in {', '.join(files)}")
+        return
+    head = layer_in(folder, target)
+    if config.action is MtpAction.extract:
+        head.save(Path(config.out_dir), {"target": target, "extracted": True})
+        print(f"wrote {config.out_dir}: measure it with head.path={config.out_dir}")
+        return
+    settings = model_config(folder)
+    promised = num_promised(settings, FAMILIES[str(family_of(settings))])
+    numbers = sum(tensor.numel() for tensor in head.files().tensors.values())
+    print(f"{target}: an MTP layer of {head.config.family}, {numbers / 1e6:.1f} M numbers, whole")
+    if promised != 1:
+        print(f"config.json names {promised} such layers; the first is read, and used again")
+
+
+def layer_in(folder: Path, path: str) -> MtpHead:
+    """The MTP layer in a folder.
+
+    Raises:
+        InputError: there is none, or one that is not whole.
+    """
+    head = read_head(folder, path)
+    if not isinstance(head, MtpHead):
+        raise InputError(f"{path}: {head.phrase}; name an MTP layer, or a model that has one")
+    return head
+
+
+def verify(folder: Path, head: MtpHead) -> None:
+    """Reads a written layer back.
+
+    Raises:
+        InputError: it is not the head's.
+    """
+    found, expected = layer_in(folder, str(folder)).files().tensors, head.files().tensors
+    for name, tensor in expected.items():
+        # Rounded to the dtype of the model's files.
+        if not torch.allclose(found[name], tensor, rtol=2**-7, atol=1e-6):
+            raise InputError(f"out_dir={folder}: {name} was not written as it is")
+
+
+if __name__ == "__main__":
+    COMMAND.run(main)

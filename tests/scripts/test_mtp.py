@@ -1,0 +1,138 @@
+"""`scripts/mtp.py`: the layer in a target's files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtp_targets import saved, target_with_layer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from conf.errors import InputError
+from conf.settings.drafting import HeadRef
+from conf.settings.export import MtpAction, MtpFilesRun
+from conf.settings.target import TargetConfig
+from heads.kinds import load_head
+from heads.mtp.head import MtpHead
+from scripts import mtp
+
+
+def run(action: MtpAction, target: Path, out_dir: Path, head: Path | None = None) -> None:
+    ref = HeadRef(None if head is None else str(head))
+    mtp.main(MtpFilesRun(action, TargetConfig(path=str(target)), ref, str(out_dir)))
+
+
+def trained(folder: Path, architecture: str) -> Path:
+    """A folder of a layer with other weights."""
+    target, head = target_with_layer(architecture)
+    other = MtpHead(head.config, head.vocab)
+    other.load_state_dict({name: 2.0 * tensor for name, tensor in head.state_dict().items()})
+    other.attach(target).save(folder)
+    return folder
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    held = {name: load_file(folder / name) for name in set(index.values())}
+    assert {name: file for file, tensors in held.items() for name in tensors} == index
+    return {name: held[file][name] for name, file in index.items()}
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3NextForCausalLM", "DeepseekV3ForCausalLM", "MiMoForCausalLM"]
+)
+def test_a_trained_layer_is_stitched_and_nothing_else_changes(
+    architecture: str, tmp_path: Path
+) -> None:
+    target, _ = target_with_layer(architecture)
+    folder, head = saved(tmp_path / "model", architecture), trained(tmp_path / "head", architecture)
+    before = all_tensors(folder)
+    run(MtpAction.stitch, folder, tmp_path / "whole", head)
+    after = all_tensors(tmp_path / "whole")
+    assert after.keys() == before.keys()
+    own = {
+        name
+        for name in after
+        if load_file(folder / "model-00002-of-00002.safetensors").get(name) is not None
+    }
+    for name, tensor in after.items():
+        expected = 2.0 * before[name] if name in own else before[name]
+        assert torch.equal(tensor, expected), name
+    shard = "model-00001-of-00002.safetensors"
+    assert (tmp_path / "whole" / shard).read_bytes() == (folder / shard).read_bytes()
+    kept = {file.name for file in folder.iterdir()}
+    assert {file.name for file in (tmp_path / "whole").iterdir()} == kept
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert torch.equal(model.get_output_embeddings().weight, target.output_head.weight)
+    found, expected_head = load_head(str(tmp_path / "whole")), load_head(str(head))
+    expected_tensors = expected_head.files().tensors
+    assert all(torch.equal(t, expected_tensors[name]) for name, t in found.files().tensors.items())
+
+
+def test_a_model_that_lost_its_layer_gets_that_of_the_original(tmp_path: Path) -> None:
+    """As after `save_pretrained`: one file, and a quantisation's list of what it left alone."""
+    architecture = "Qwen3NextForCausalLM"
+    original = saved(tmp_path / "original", architecture)
+    target, head = target_with_layer(architecture)
+    robbed = tmp_path / "robbed"
+    target.model.save_pretrained(robbed)
+    config = json.loads((robbed / "config.json").read_text())
+    config |= {"architectures": [architecture], "quantization_config": {"ignore": ["lm_head"]}}
+    (robbed / "config.json").write_text(json.dumps(config))
+    run(MtpAction.stitch, robbed, tmp_path / "whole", original)
+    changed = json.loads((tmp_path / "whole/config.json").read_text())
+    assert changed["mtp_num_hidden_layers"] == 1
+    ignored = changed["quantization_config"]["ignore"]
+    assert {"lm_head", "mtp.fc", "mtp.layers.0.self_attn.q_proj"} <= set(ignored)
+    stored = all_tensors(tmp_path / "whole")
+    whole = load_file(robbed / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
+    assert {name for name in stored if name not in whole} == {
+        name for name in all_tensors(original) if name.startswith("mtp.")
+    }
+    found, expected = load_head(str(tmp_path / "whole")).files().tensors, head.files().tensors
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_the_layer_is_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "model", "Glm4MoeForCausalLM")
+    run(MtpAction.check, folder, tmp_path / "none")
+    assert "an MTP layer of Glm4MoeForCausalLM, 0.1 M numbers, whole" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+    run(MtpAction.extract, folder, tmp_path / "layer")
+    found, expected = load_head(str(tmp_path / "layer")), load_head(str(folder))
+    expected_tensors = expected.files().tensors
+    assert all(torch.equal(t, expected_tensors[name]) for name, t in found.files().tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, r"hidden_size=64 .*, but target.path|hidden_size=64"),
+        ({"vocab_size": 999}, r"vocab_size=300"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"MTP layers are known of .*DeepseekV3"),
+        ({"architectures": ["Glm4MoeForCausalLM"]}, r"name a layer of its own kind"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_is_written(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    head = trained(tmp_path / "head", "MiMoForCausalLM")
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=message):
+        run(MtpAction.stitch, folder, tmp_path / "whole", head)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "head"}
+
+
+def test_settings_that_say_nothing_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    with pytest.raises(InputError, match="stitch takes the layer to write"):
+        run(MtpAction.stitch, folder, tmp_path / "whole")
+    with pytest.raises(InputError, match="check and extract take none"):
+        run(MtpAction.check, folder, tmp_path / "whole", folder)
+    with pytest.raises(InputError, match="is not empty; choose another"):
+        run(MtpAction.extract, folder, tmp_path)
