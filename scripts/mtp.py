@@ -21,7 +21,13 @@ COMMAND = Command(__doc__, MtpFilesRun, "mtp_files", check=check_mtp)
 if __name__ == "__main__":
     COMMAND.begin()
 
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from conf.errors import InputError
 from heads.kinds import read_head
@@ -30,6 +36,7 @@ from heads.mtp.families import FAMILIES
 from heads.mtp.head import MtpHead
 from heads.mtp.stitch import stitched
 from heads.storage import locate
+from heads.target_model.weight_files import tensors, weight_files
 
 
 def main(config: MtpFilesRun) -> None:
@@ -52,6 +59,7 @@ def main(config: MtpFilesRun) -> None:
         head.save(Path(config.out_dir), {"target": target, "extracted": True})
         print(f"wrote {config.out_dir}: measure it with head.path={config.out_dir}")
         return
+    check_norms(folder, head, target)
     settings = model_config(folder)
     promised = num_promised(settings, FAMILIES[str(family_of(settings))])
     numbers = sum(tensor.numel() for tensor in head.files().tensors.values())
@@ -70,6 +78,40 @@ def layer_in(folder: Path, path: str) -> MtpHead:
     if not isinstance(head, MtpHead):
         raise InputError(f"{path}: {head.phrase}; name an MTP layer, or a model that has one")
     return head
+
+
+def check_norms(folder: Path, head: MtpHead, path: str) -> None:
+    """Refuses norms to which a converter has added the one that such norms add by themselves.
+
+    Of norms that multiply by 1 + weight, the target's own weights lie around 0, and so must the
+    layer's.
+
+    Raises:
+        InputError: they lie around 1.
+    """
+    fresh: Any = None if head.norm is None else type(head.norm)(1)
+    if fresh is None or fresh.weight.item() != 0:
+        return
+    own = [t.mean().item() for name, t in head.named_parameters() if "norm" in name]
+    targets = [
+        tensor.float().mean().item()
+        for file in weight_files(folder, "model") or []
+        for tensor in some_norms(file)
+    ]
+    if targets and median(own) - median(targets) > 0.5:
+        raise InputError(
+            f"{path}: the MTP layer's norms have weights around {median(own):.2f}, the target's "
+            f"own around {median(targets):.2f}: a converter has added 1 to them, which the norm "
+            "adds itself; take the layer of the original model (action=stitch head.path=ORIGINAL)"
+        )
+
+
+def some_norms(file: Path) -> Iterator[Tensor]:
+    """The norms of the target's own layers in a file."""
+    with safe_open(file, "pt") as opened:
+        for name in tensors(file):
+            if name.endswith("layernorm.weight") and "mtp" not in name:
+                yield opened.get_tensor(name)
 
 
 def verify(folder: Path, head: MtpHead) -> None:
