@@ -1,0 +1,95 @@
+"""`train/mtp.py`: a target's own layer trained on, a fresh one, and what commands take it for."""
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from mtp_targets import saved
+from stores import captured, save_inputs, settings
+
+from conf.settings.data import DataConfig
+from conf.settings.drafting import HeadRef
+from conf.settings.eagle import MtpConfig, MtpRun
+from conf.settings.measure import SpeedupRun
+from conf.settings.target import Dtype, TargetConfig
+from conf.settings.training import TrainConfig
+from eval import speedup
+from heads.kinds import load_head
+from heads.mtp.head import MtpHead
+from train import mtp
+from train.loop import replay
+
+FAMILY = "MiMoForCausalLM"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setattr(replay, "MAX_NEW_TOKENS", 12)
+        yield
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations, a Llama target, and one with a layer of its own in `own`."""
+    folder = save_inputs(tmp_path_factory.mktemp("inputs"))
+    saved(folder / "own", FAMILY)
+    return folder
+
+
+def trained(
+    out_dir: Path, target: TargetConfig, data: DataConfig, max_steps: int = 4, rate: float = 1e-2
+) -> list[float]:
+    """Losses of a short run, and its tau."""
+    train = TrainConfig(
+        max_steps=max_steps, batch_size=2, warmup_steps=0, log_steps=1, num_eval_sequences=2,
+        num_replay_prompts=1, learning_rate=rate, adam_learning_rate=rate,
+    )  # fmt: skip
+    mtp.main(MtpRun(head=MtpConfig(), train=train, target=target, data=data, out_dir=str(out_dir)))
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [each.get("train/loss", each.get("eval/loss")) for each in lines]
+    return [*losses, lines[-1]["eval/tau"]]
+
+
+def test_training_goes_on_from_the_targets_own_layer(inputs: Path, tmp_path: Path, capsys) -> None:
+    own = str(inputs / "own")
+    target = TargetConfig(path=own, dtype=Dtype.float32)
+    trained(tmp_path / "out", target, settings(inputs, tmp_path).data, max_steps=1, rate=1e-7)
+    assert f"head: MTP layer of {FAMILY}, from {own}, 3 steps" in capsys.readouterr().out
+    before, after = load_head(own), load_head(str(tmp_path / "out/head"))
+    assert isinstance(after, MtpHead)
+    tensors = before.tensors()
+    for name, tensor in after.tensors().items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-4)
+    assert any(not torch.equal(t, tensors[name]) for name, t in after.tensors().items())
+
+
+def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path, capsys) -> None:
+    given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
+    online = trained(tmp_path / "online", given.target, deepcopy(given.data), max_steps=8)
+    assert "MTP layer of other, a fresh one, 3 steps" in capsys.readouterr().out
+    assert online[-3] < 0.9 * online[0]
+    same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 1}
+    store = captured(inputs, tmp_path / "store", layers=[1, 2], **same)
+    data = DataConfig(features=str(store))
+    assert trained(tmp_path / "offline", TargetConfig(), data, max_steps=8) == online
+
+
+def test_a_targets_own_layer_is_measured_beside_every_other_way(
+    inputs: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello number 3"}\n')
+    run = SpeedupRun(
+        target=TargetConfig(path=str(inputs / "own"), dtype=Dtype.float32),
+        data=DataConfig(path=str(prompts)), head=HeadRef(), methods=["mtp_chain", "mtp_tree"],
+        max_new_tokens=8, num_repeats=1, num_warmups=0, out_dir=str(tmp_path / "speed"),
+    )  # fmt: skip
+    speedup.main(run)
+    result = json.loads((tmp_path / "speed/speedup.json").read_text())
+    assert {"vanilla", "generate", "mtp_chain", "mtp_tree"} == set(result["methods"])
+    assert result["lossless"]["num_equal"] == 1
