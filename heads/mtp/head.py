@@ -21,6 +21,11 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
+PROBLEM = (
+    "loads an MTP layer from the target's own folder alone: write it there with "
+    "`scripts/mtp.py action=stitch`"
+)
+
 
 class MtpHead(MtpNetwork):
     """The layer for multi-token prediction of a target, its own or a fresh one."""
@@ -93,7 +98,7 @@ class MtpHead(MtpNetwork):
     def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
         """No file of its own: an engine reads the layer in the target's folder."""
         del engine, folder
-        return Export("loads an MTP layer from the target's own folder alone")
+        return Export(PROBLEM)
 
     def golden(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
@@ -116,7 +121,7 @@ class MtpHead(MtpNetwork):
             ),
             num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
             vllm_method=None,
-            vllm_problem="vLLM reads the layer in the target's own folder.",
+            vllm_problem=f"vLLM {PROBLEM}.",
         )
 
 

@@ -1,0 +1,31 @@
+"""What an MTP layer says of itself."""
+
+from pathlib import Path
+
+import pytest
+from mtp_targets import saved, target_with_layer
+
+from conf.errors import InputError
+from conf.settings.drafting import HeadRef
+from conf.settings.export import ExportFormat, ExportRun
+from conf.settings.target import TargetConfig
+from scripts import export
+
+
+def test_the_card_says_what_it_is_and_where_engines_read_it() -> None:
+    _, head = target_with_layer("Qwen3NextForCausalLM")
+    facts = head.card({"config": {"head": {"num_steps": 3}}}, None)
+    assert (facts.tag, facts.num_draft_tokens, facts.vllm_method) == ("mtp", 3, None)
+    assert "multi-token prediction of Qwen3NextForCausalLM (hidden size 64)" in facts.description
+    assert "from the target's own folder alone: write it there with" in facts.vllm_problem
+
+
+def test_an_export_names_the_command_that_stitches(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    run = ExportRun(
+        head=HeadRef(path=str(folder)), target=TargetConfig(path=str(folder)),
+        format=ExportFormat.vllm, out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"write it there with `scripts/mtp\.py action=stitch`"):
+        export.main(run)
+    assert not (tmp_path / "out").exists()
