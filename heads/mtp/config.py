@@ -28,6 +28,7 @@ class MtpHeadConfig:
         hidden_size: of the target's last hidden state.
         vocab_size: of the target.
         num_positions: that the target knows.
+        state_first, zeroes_first, feeds_back_normed: of the family.
         num_draft_tokens: None, as a head goes on from its own outputs to any depth.
     """
 
@@ -37,6 +38,9 @@ class MtpHeadConfig:
     hidden_size: int
     vocab_size: int
     num_positions: int
+    state_first: bool = False
+    zeroes_first: bool = False
+    feeds_back_normed: bool = True
     num_draft_tokens: None = None
 
     @property

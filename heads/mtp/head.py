@@ -17,6 +17,7 @@ from heads.mtp import checkpoint
 from heads.mtp.config import MtpHeadConfig, layer_settings
 from heads.mtp.families import FAMILIES, OTHER
 from heads.mtp.network import MtpNetwork
+from heads.readings import Readings, flipped
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -27,6 +28,12 @@ PROBLEM = (
 )
 
 
+def layer_doubts(head: Any) -> Readings:
+    """The sides on which readers of MTP layers are mistaken most often."""
+    for name in ("state_first", "feeds_back_normed", "zeroes_first"):
+        yield flipped(head, name)
+
+
 class MtpHead(MtpNetwork):
     """The layer for multi-token prediction of a target, its own or a fresh one."""
 
@@ -35,6 +42,7 @@ class MtpHead(MtpNetwork):
     chain: ClassVar[type[HeadChain]] = EagleChain
     tree: ClassVar[type[HeadTree]] = EagleTree
     config_type = MtpHeadConfig
+    doubts = (layer_doubts,)
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
@@ -134,11 +142,15 @@ def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConf
         name: of the target.
         sparse: whether the layer is a mixture of experts.
     """
+    row = FAMILIES[family]
     return MtpHeadConfig(
         family=family,
-        layer=layer_settings(config, FAMILIES[family], sparse),
+        layer=layer_settings(config, row, sparse),
         target=name,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_positions=config.max_position_embeddings,
+        state_first=row.state_first,
+        zeroes_first=row.zeroes_first,
+        feeds_back_normed=row.feeds_back_normed,
     )

@@ -158,11 +158,11 @@ class MtpNetwork(ContinuingHead):
 
     def inputs(self, states: Tensor, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[N, H] of the decoder layer, of states [N, H] and the tokens after them, [N] int64."""
-        family, embeds = self.config.row, self.embed(token_ids)
-        if family.zeroes_first:
+        config, embeds = self.config, self.embed(token_ids)
+        if config.zeroes_first:
             embeds = embeds.masked_fill(position_ids.unsqueeze(-1) == 0, 0.0)
         both = [self.enorm(embeds), self.hnorm(states)]
-        return self.fc(torch.cat(both[::-1] if family.state_first else both, dim=-1))
+        return self.fc(torch.cat(both[::-1] if config.state_first else both, dim=-1))
 
     def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
         """See `ContinuingHead.read`."""
@@ -181,7 +181,7 @@ class MtpNetwork(ContinuingHead):
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
     ) -> Tensor:
         """See `ContinuingHead.advance`."""
-        fed = self.normed(outputs) if self.config.row.feeds_back_normed else outputs
+        fed = self.normed(outputs) if self.config.feeds_back_normed else outputs
         inputs = self.inputs(fed, token_ids, position_ids)
         return self._run(inputs, position_ids, _Drafting(branches, remembered=True))
 

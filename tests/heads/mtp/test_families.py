@@ -23,7 +23,7 @@ NUM_STEPS = 4
 @torch.no_grad()
 def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> list[int]:
     """Drafts by the table of families, each from all rows anew, under a causal mask."""
-    row, layer = head.config.row, head.layer
+    row, layer = head.config, head.layer
     states = list(target.read_text(ids, head.taps).hidden_states[0])
     tokens = [*ids[1:], int(target.logits(states[-1]).argmax())]
     for _ in range(num_drafts):

@@ -9,6 +9,7 @@ from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
+from heads.mtp.head import MtpHead
 from scripts import export
 
 
@@ -18,6 +19,21 @@ def test_the_card_says_what_it_is_and_where_engines_read_it() -> None:
     assert (facts.tag, facts.num_draft_tokens, facts.vllm_method) == ("mtp", 3, None)
     assert "multi-token prediction of Qwen3NextForCausalLM (hidden size 64)" in facts.description
     assert "from the target's own folder alone: write it there with" in facts.vllm_problem
+
+
+def test_files_may_have_meant_the_other_order() -> None:
+    target, head = target_with_layer("MiMoForCausalLM")
+    readings = dict(head.attach(target).readings())
+    assert list(readings) == ["state_first=false", "feeds_back_normed=false", "zeroes_first=false"]
+    ids = list(range(5, 25))
+    output = target.read_text(ids[:-1], head.taps)
+
+    def drafts(reading: MtpHead) -> list[int]:
+        return reading.candidates(output, ids, 4, 3, 1).flatten().tolist()
+
+    assert drafts(readings["state_first=false"]) != drafts(head)
+    (again,) = (r for told, r in readings["state_first=false"].readings() if "state_first" in told)
+    assert drafts(again) == drafts(head)
 
 
 def test_an_export_names_the_command_that_stitches(tmp_path: Path) -> None:
