@@ -138,9 +138,20 @@ def mask_token(target: EmbeddingsAndHead, asked: int | None) -> int:
         raise InputError(
             f"head.mask_token_id is unset and target.path={target.name} has no token to spare: "
             f"all {size} rows of its embedding have a token, and none is called mask, reserved, "
-            "unused or pad; name one that its texts do not use"
+            f"unused or pad; name one that its texts do not use{_example(target)}"
         )
     return found
+
+
+def _example(target: EmbeddingsAndHead) -> str:
+    """A special token that no chat has, as the end of a sentence; empty where all may have them."""
+    tokenizer = target.tokenizer
+    used = (str(tokenizer.chat_template), *map(str, tokenizer.special_tokens_map.values()))
+    for index, token in sorted(tokenizer.added_tokens_decoder.items()):
+        name = str(token.content)
+        if token.special and not any(name in text for text in used):
+            return f", such as head.mask_token_id={index} ({name})"
+    return ""
 
 
 def _free_token(target: EmbeddingsAndHead, size: int) -> int | None:

@@ -1,6 +1,7 @@
 """Anchors, weights and losses of block drafters, against sums written out."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -299,7 +300,12 @@ class Crowded:
     """A tokenizer none of whose tokens is to spare."""
 
     eos_token_id = 2
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    chat_template = "{{ '<user>' + messages[0].content }}"
+    special_tokens_map: ClassVar[dict[str, str]] = {"eos_token": "<end>"}
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {
+        number: SimpleNamespace(content=name, special=True)
+        for number, name in ((2, "<end>"), (5, "<user>"), (7, "<repo>"))
+    }
 
     def __len__(self) -> int:
         return 10_000
@@ -319,7 +325,7 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     full.tokenizer = tokenizer()
     assert mask_token(full, None) == 0  # <pad>
     full.tokenizer = Crowded()
-    with pytest.raises(InputError, match=r"mask_token_id is unset and target\.path=llama has no"):
+    with pytest.raises(InputError, match=r"no token to spare: .*=7 \(<repo>\)$"):
         mask_token(full, None)
     with pytest.raises(InputError, match=r"mask_token_id=17: the data use it 1 times"):
         dflash.main.make_head(DFlashRun(head=DFlashConfig(mask_token_id=17)), target, Data(17))
