@@ -44,6 +44,11 @@ TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "Glm4MoeForCausalLM": ("glm4_moe", {**ROUTED, "use_qk_norm": True}, True),
     "Qwen3NextForCausalLM": ("qwen3_next", toys.FAMILIES["qwen3_next"], True),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", HYBRID, False),
+    "Qwen3_5MoeForCausalLM": (
+        "qwen3_5_moe_text",
+        {**HYBRID, **toys.EXPERTS, "shared_expert_intermediate_size": 32},
+        True,
+    ),
     "ExaoneMoeForCausalLM": (
         "exaone_moe",
         {
@@ -83,7 +88,9 @@ def target_with_layer(architecture: str) -> tuple[Target, MtpHead]:
     return target, head.eval()
 
 
-def saved(folder: Path, architecture: str, changed: dict[str, Any] | None = None) -> Path:
+def saved(
+    folder: Path, architecture: str, changed: dict[str, Any] | None = None, joined: bool = False
+) -> Path:
     """The target in a folder, with its layer's tensors in a shard of their own.
 
     Args:
@@ -91,21 +98,23 @@ def saved(folder: Path, architecture: str, changed: dict[str, Any] | None = None
         architecture: a key of `TARGETS`.
         changed: tensors by their names in the file, in place of or besides the layer's; None for
             one takes it away.
+        joined: the experts in one tensor.
     """
     target, head = target_with_layer(architecture)
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     family, num_layers = head.config.row, target.num_layers
+    held = head.files().tensors
     own = {
         family.stored_name(name, num_layers): tensor.contiguous().clone()
-        for name, tensor in unfused(head.files().tensors).items()
+        for name, tensor in (held if joined else unfused(held)).items()
     }
     own = {name: t for name, t in (own | (changed or {})).items() if t is not None}
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     (folder / "model.safetensors").rename(folder / shards[0])
     save_file(own, folder / shards[1], metadata={"format": "pt"})
-    held = dict.fromkeys(tensors(folder / shards[0]), shards[0]) | dict.fromkeys(own, shards[1])
-    index = {"metadata": {}, "weight_map": held}
+    places = dict.fromkeys(tensors(folder / shards[0]), shards[0]) | dict.fromkeys(own, shards[1])
+    index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": [architecture], family.counts[0]: 1}

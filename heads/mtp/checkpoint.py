@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from conf.errors import InputError
-from heads.mtp.families import FAMILIES, Family
+from heads.mtp.families import FAMILIES, NOT_READ, Family
 from heads.target_model import sizes
 from heads.target_model.weight_files import tensors, weight_files
 
@@ -28,6 +28,13 @@ FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 def family_of(config: Mapping[str, Any]) -> str | None:
     """The family of the model whose `config.json` this is; None for one without a row."""
     return next((name for name in config.get("architectures") or () if name in FAMILIES), None)
+
+
+def unread(config: Mapping[str, Any]) -> str | None:
+    """The reason why the MTP layer of a whole model is not read; None where there is none."""
+    model_type = (config.get("text_config") or config).get("model_type", "")
+    whole = any(re.match("(?!Eagle).*For(CausalLM|Cond)", n) for n in config["architectures"] or ())
+    return NOT_READ.get(model_type) if whole else None
 
 
 def num_promised(config: Mapping[str, Any], family: Family) -> int:

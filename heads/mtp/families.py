@@ -129,3 +129,19 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """Families by the architecture that `config.json` names."""
+
+KNOWN = ", ".join(name for name in FAMILIES if name != OTHER)
+NOT_READ: dict[str, str] = {
+    "deepseek_v32": "an indexer chooses the keys that it attends to",
+    "glm_moe_dsa": "an indexer chooses the keys that it attends to",
+    "deepseek_v4": "it reads several residual streams before they are mixed",
+    "qwen4_exp": "it reads several residual streams before they are mixed",
+    "kimi_k3": "it reads the state before the final norm",
+    "longcat_flash": "its attention is scaled by the rank of its latents",
+    "mimo_v2": "it attends in a window, with sinks",
+    "mimo_v2_flash": "it attends in a window, with sinks",
+    "minimax_m3": "it attends to blocks that an index chooses",
+    "nemotron_h": "it has sub-layers of several kinds",
+    "step3p5": "it has several layers, each used once",
+}
+"""What a row for other models with such layers would need, by model type."""

@@ -15,7 +15,7 @@ from heads.eagle.drafter import EagleChain, EagleTree
 from heads.head import Export, Files, Golden, HeadFacts, Variant, trained_with
 from heads.mtp import checkpoint
 from heads.mtp.config import MtpHeadConfig, layer_settings
-from heads.mtp.families import FAMILIES, OTHER
+from heads.mtp.families import FAMILIES, KNOWN, OTHER
 from heads.mtp.network import MtpNetwork
 from heads.readings import Readings, flipped
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
@@ -49,6 +49,11 @@ class MtpHead(MtpNetwork):
         """Load our own folder, or the layer in the files of a whole model that has one."""
         settings = checkpoint.model_config(folder)
         own = settings.get("architectures") == [cls.__name__]
+        if settings.get("architectures") and (reason := checkpoint.unread(settings)):
+            raise InputError(
+                f"head.path={path}: MTP layers are read of {KNOWN}; that of this "
+                f"model is not yet: {reason}. Name a draft head, such as one of train/eagle.py"
+            )
         if not own and checkpoint.family_of(settings) is None:
             return None
         if layers is not None:

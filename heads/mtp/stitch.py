@@ -19,7 +19,7 @@ from torch import Tensor
 from conf.errors import InputError
 from heads.head import other_target
 from heads.mtp.checkpoint import family_of, layers_of, model_config, stored_names, unfused
-from heads.mtp.families import FAMILIES, Family
+from heads.mtp.families import FAMILIES, KNOWN, Family
 from heads.mtp.head import MtpHead
 from heads.storage import write_folder
 from heads.target_model.weight_files import tensors, weight_files
@@ -91,8 +91,7 @@ def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> Family:
     name = family_of(config)
     if name is None:
         raise InputError(
-            f"{what} is {config.get('architectures')}: MTP layers are known of "
-            f"{', '.join(FAMILIES)}"
+            f"{what} is {config.get('architectures')}: MTP layers are known of {KNOWN}"
         )
     if FAMILIES[name] != head.config.row:
         raise InputError(

@@ -1,5 +1,6 @@
 """Every family's layer: what it computes, and its names in the target's files."""
 
+import json
 import re
 from pathlib import Path
 
@@ -80,6 +81,7 @@ NAMES = {
         mtp.layers.0.mlp.experts.0.gate_proj.weight mtp.layers.0.mlp.shared_expert_gate.weight
     """,
     "Qwen3_5ForCausalLM": "mtp.fc.weight mtp.layers.0.mlp.gate_proj.weight mtp.norm.weight",
+    "Qwen3_5MoeForCausalLM": "mtp.layers.0.mlp.experts.3.down_proj.weight mtp.norm.weight",
     "ExaoneMoeForCausalLM": "mtp.fc.weight mtp.layers.0.mlp.e_score_correction_bias",
     "MiMoForCausalLM": """
         model.mtp_layers.0.token_layernorm.weight model.mtp_layers.0.hidden_layernorm.weight
@@ -108,6 +110,27 @@ def test_the_layer_is_read_from_the_targets_own_files(architecture: str, tmp_pat
     found.attach(target).save(tmp_path / "own")
     own = load_head(str(tmp_path / "own"))
     assert all(torch.equal(own.files().tensors[name], t) for name, t in expected.items())
+
+
+def test_experts_may_be_joined_in_the_file(tmp_path: Path) -> None:
+    _, head = target_with_layer("Qwen3_5MoeForCausalLM")
+    folder = saved(tmp_path / "model", "Qwen3_5MoeForCausalLM", joined=True)
+    stored = load_file(folder / "model-00002-of-00002.safetensors")
+    assert stored["mtp.layers.0.mlp.experts.gate_up_proj"].shape == (4, 64, 64)
+    found, expected = load_head(str(folder)).files().tensors, head.files().tensors
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("deepseek_v4", "several residual streams"), ("glm_moe_dsa", "an indexer chooses")],
+)
+def test_layers_that_are_not_read_are_refused_by_name(model_type, reason, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    config = {"model_type": model_type, "architectures": ["SomeForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"that of this model is not yet: .*{reason}"):
+        load_head(str(folder))
 
 
 def test_experts_are_joined_as_transformers_has_them() -> None:
