@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from tqdm import tqdm
 
 from conf.command.journal import Journal
 from conf.command.provenance import provenance
@@ -23,9 +24,10 @@ from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_records
 from data.templates.encoder import Encoder
+from eval.decode.engine import Request
 from eval.decode.generation_config import follow
 from eval.measure import processes
-from eval.measure.answers import greedy_answers
+from eval.measure.answers import NUM_TOGETHER, answers
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, questions, share
 from eval.refusals import check_measure
@@ -198,10 +200,10 @@ def _later_turns(
         latest = []
         # The longest first: what leaves no room behind its answer is told of early.
         going_on.sort(key=lambda p: -len(p.token_ids))
-        asked = [prompt.token_ids for prompt in going_on]
-        texts = greedy_answers(target, asked, run.max_new_tokens)
-        for prompt, answer in zip(going_on, texts, strict=True):
-            following = next_turns(records, [prompt], [answer], encoder)
+        asked = [Request(prompt.token_ids) for prompt in going_on]
+        texts = answers(target, asked, run.max_new_tokens, NUM_TOGETHER)
+        for number, ids in tqdm(texts, "target's own text", len(asked), unit="prompt"):
+            following = next_turns(records, [going_on[number]], [ids], encoder)
             fit, left_out = fitting(run, target, following)
             _tell(*(f"left out: {why}" for why in left_out))
             latest += fit

@@ -158,5 +158,9 @@ def unfused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder."""
-    return json.loads((folder / "config.json").read_text())
+    """The `config.json` of a folder; empty where that is no JSON object."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -50,7 +50,9 @@ class _Reading:
     ) -> Tensor:
         """Keeps keys and values; nobody looks at what it gives."""
         del layer, scores
-        self.keys, self.values = _rows(key), _padded(_rows(value), key.shape[-1])
+        # Under autocast, values alone are products, and keys are wider.
+        self.keys = _rows(key).to(value.dtype)
+        self.values = _padded(_rows(value), key.shape[-1])
         return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
 
 
@@ -74,7 +76,7 @@ class _Drafting:
         del layer
         if scores.window or scores.cap or scores.sinks is not None:
             raise NotImplementedError("an MTP layer with a window, a soft cap or sinks")
-        width = query.shape[-1]
+        width, query, key = query.shape[-1], query.to(value.dtype), key.to(value.dtype)
         if self.remembered:
             self.branches.own_keys.append(_rows(key))
             self.branches.own_values.append(_padded(_rows(value), width))

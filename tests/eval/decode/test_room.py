@@ -1,7 +1,7 @@
 """Prompts that leave no room for an answer: refused with their place, early, or left out."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,11 +32,12 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the prompts that the target answers, in their order."""
     lengths: list[int] = []
 
-    def answer(target: Any, _: Any, prompt: list[int], length: int) -> SimpleNamespace:
-        lengths.append(len(prompt))
-        return SimpleNamespace(token_ids=target.tokenizer("y" * length)["input_ids"])
+    def answers(target: Any, asked: Any, length: int, _: int) -> Iterator[tuple[int, list[int]]]:
+        for number, request in enumerate(asked):
+            lengths.append(len(request.prompt_ids))
+            yield number, target.tokenizer("y" * length)["input_ids"]
 
-    monkeypatch.setattr(bench, "decode", answer)
+    monkeypatch.setattr(bench, "answers", answers)
     return lengths
 
 
