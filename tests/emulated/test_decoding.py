@@ -55,11 +55,11 @@ class Kind:
 def untrained(name: str) -> HeadMaker:
     """Makes an untrained head of a kind, on features of few layers."""
     settings: dict[str, Any] = {"layers": [0, 1], "num_layers": 2 if name == "peagle" else 1}
-    if name == "eagle1":
+    if name in ("eagle1", "mtp"):
         settings = {}
     if name == "eagle3":
         settings = {"layers": [0, 1, 2], "draft_vocab_size": 120}
-    return lambda target: fresh(target, settings_of(name, **settings))
+    return lambda target: fresh(target, settings_of(name, **settings), name)
 
 
 def chain(name: str) -> Callable[..., Drafter]:
@@ -123,6 +123,7 @@ KINDS = {
     "dflash2_cut": Kind(cut(untrained("dflash2")), 0, 4),
     "dspark_cut": Kind(cut(untrained("dspark, rnn")), 0, 4),
     "peagle_cut": Kind(cut(untrained("peagle")), 0, 2),
+    "mtp_cut": Kind(cut(untrained("mtp")), 0, 4),
     "medusa_chain": Kind(medusa(CHAIN), 0),
     "medusa_tree": Kind(medusa(BUSHY), 0),
     "medusa_typical": Kind(medusa(BUSHY), 0, typical=Typical()),
@@ -144,6 +145,9 @@ KINDS = {
     "peagle_chain": Kind(chain("peagle"), 0),
     "peagle_tree": Kind(tree("peagle"), 0),
     "peagle_suffix": Kind(hybrid(tree("peagle")), 1),
+    "mtp_chain": Kind(chain("mtp"), 0),
+    "mtp_tree": Kind(tree("mtp"), 0),
+    "mtp_suffix": Kind(hybrid(tree("mtp")), 1),
     "draft_chain": Kind(draft_model(CHAIN), 1),
     "draft_chain, by what was accepted": Kind(draft_model(CHAIN, DraftLength(2)), 2),
     # How sure each of three tokens was comes down; where the chains end goes up.
@@ -192,6 +196,7 @@ BOTH = ("vanilla", "medusa_tree", "eagle_chain, EAGLE-3")
 # Of which another has the same lines: a hybrid of any head, blocks as a chain or a tree.
 SLOW = (
     "medusa_suffix", "dflash_suffix", "dflash2_suffix", "dspark_suffix", "peagle_suffix",
+    "mtp_suffix",
     "medusa_cut", "dflash_cut", "dflash2_cut", "eagle_tree, EAGLE-1", "dflash_chain",
     "dflash2_tree", "dspark_chain", "peagle_chain", "draft_chain",
     "draft_chain, by what was accepted", "early_exit",
