@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -51,7 +50,6 @@ def main(config: MtpFilesRun) -> None:
     if config.action is MtpAction.stitch:
         head = layer_in(locate(str(config.head.path), config.head.revision), str(config.head.path))
         files = stitched(folder, head, Path(config.out_dir))
-        verify(Path(config.out_dir), head)
         print(f"wrote {config.out_dir}; its MTP layer is in {', '.join(files)}")
         return
     head = layer_in(folder, target)
@@ -112,19 +110,6 @@ def some_norms(file: Path) -> Iterator[Tensor]:
         for name in tensors(file):
             if name.endswith("layernorm.weight") and "mtp" not in name:
                 yield opened.get_tensor(name)
-
-
-def verify(folder: Path, head: MtpHead) -> None:
-    """Reads a written layer back.
-
-    Raises:
-        InputError: it is not the head's.
-    """
-    found, expected = layer_in(folder, str(folder)).files().tensors, head.files().tensors
-    for name, tensor in expected.items():
-        # Rounded to the dtype of the model's files.
-        if not torch.allclose(found[name], tensor, rtol=2**-7, atol=1e-6):
-            raise InputError(f"out_dir={folder}: {name} was not written as it is")
 
 
 if __name__ == "__main__":

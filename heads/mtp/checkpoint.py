@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from conf.errors import InputError
 from heads.mtp.families import FAMILIES, NOT_READ, Family
-from heads.target_model import sizes
 from heads.target_model.weight_files import tensors, weight_files
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -96,8 +94,7 @@ def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor
 
 def layers_of(config: Mapping[str, Any]) -> int:
     """Decoder layers of the model, without its MTP layers."""
-    text = dict(config.get("text_config") or config)
-    return sizes.num_layers(PretrainedConfig(**{"num_hidden_layers": text["num_hidden_layers"]}))
+    return (config.get("text_config") or config)["num_hidden_layers"]
 
 
 def has_layer(path: str, revision: str | None = None) -> bool:
@@ -109,8 +106,8 @@ def has_layer(path: str, revision: str | None = None) -> bool:
     """
     folder = Path(path)
     try:
-        config_file = cached_file(path, "config.json", revision=revision)
-        config = json.loads(Path(str(config_file)).read_text())
+        file = cached_file(path, "config.json", revision=revision)
+        config = model_config(Path(str(file)).parent)
         name = family_of(config)
         if name is None:
             return False

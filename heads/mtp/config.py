@@ -44,13 +44,18 @@ class MtpHeadConfig:
     num_draft_tokens: None = None
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """No hidden states besides the last one."""
+        return ()
+
+    @property
     def row(self) -> Family:
         """The family's row of the table."""
         return FAMILIES[self.family]
 
 
 class Parts(NamedTuple):
-    """What transformers makes a model's layers of."""
+    """Classes of which transformers makes a model's layers, and their config."""
 
     config: PretrainedConfig
     layer: type[nn.Module]

@@ -10,9 +10,6 @@ Sources: the checkpoints, and vLLM's readers of them (`vllm/model_executor/model
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-NATIVE = ("enorm", "hnorm", "fc", "norm")
-"""Our names of the modules around the decoder layer, each with one weight."""
-
 
 @dataclass(frozen=True)
 class Family:
@@ -21,7 +18,8 @@ class Family:
     In names `{n}` is the number of the target's layers, whose numbering the layer goes on.
 
     Attributes:
-        names: of the weights of `NATIVE`, as checkpoints have them; without a norm, no name.
+        names: of the weights of `enorm`, `hnorm`, `fc` and, where there is one, `norm`, as
+            checkpoints have them.
         block: prefix of the decoder layer's tensors.
         counts: the keys of `config.json` that may say how many such layers there are.
         copies: of the target's embedding and output head, which are not read.
@@ -88,8 +86,8 @@ _QWEN = Family(
         "norm": "mtp.norm.weight",
     },
     block="mtp.layers.0.",
-    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
 )
+_QWEN3_5 = replace(_QWEN, counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"))
 OTHER = "other"
 """The row of fresh layers for targets of which no such layer is known."""
 FAMILIES: dict[str, Family] = {
@@ -98,10 +96,10 @@ FAMILIES: dict[str, Family] = {
     # vLLM goes on from the sum before the norm, SGLang from behind it.
     "Glm4MoeForCausalLM": replace(_DEEPSEEK, feeds_back_normed=False),
     "Qwen3NextForCausalLM": _QWEN,
-    "Qwen3_5ForCausalLM": _QWEN,
-    "Qwen3_5ForConditionalGeneration": _QWEN,
-    "Qwen3_5MoeForCausalLM": _QWEN,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
     "ExaoneMoeForCausalLM": replace(
         _QWEN, renamed={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}
     ),
@@ -144,4 +142,4 @@ NOT_READ: dict[str, str] = {
     "nemotron_h": "it has sub-layers of several kinds",
     "step3p5": "it has several layers, each used once",
 }
-"""What a row for other models with such layers would need, by model type."""
+"""Reasons why the layers of other models have no row yet, by model type."""

@@ -5,7 +5,7 @@ its own output. Letters: S tokens of a text, N rows, H hidden, Q heads, K key-va
 size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -141,14 +141,6 @@ class MtpNetwork(ContinuingHead):
         """See `FeatureHead.fitted`."""
         check_fits(self, target, self.config.hidden_size)
         return self.config
-
-    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """See `DraftHead.attach`; borrows the target's embedding and output head."""
-        config = self.fitted(target)
-        self.config = replace(config, target=target.name)
-        self._target = (target,)
-        self.vocab = self.vocab.to(target.device)
-        return self.to(target.device, dtype)
 
     def features(self, output: TargetOutput) -> Tensor:
         """[..., H] the last hidden state, behind the target's final norm."""

@@ -42,7 +42,7 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
 
     Raises:
         InputError: a model of another family, sizes or vocabulary; shards that are missing; a disk
-            that is full.
+            that is full; a layer that does not come back as it is.
     """
     config, what = model_config(folder), f"target.path={folder}"
     family = _fitting(config, head, what)
@@ -77,9 +77,24 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
         (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
         changed = _with_layer(config, family, list(layer))
         (staging / "config.json").write_text(json.dumps(changed, indent=2))
+        _verify(staging, head)
 
     write_folder(final, fill)
     return [name for name in written if (final / name).is_file()]
+
+
+def _verify(folder: Path, head: MtpHead) -> None:
+    """Reads a layer back.
+
+    Raises:
+        InputError: it is not the head's, rounded to the dtype of the model's files.
+    """
+    found = MtpHead.load(folder, str(folder), None)
+    assert found is not None
+    read = found.files().tensors
+    for name, tensor in head.files().tensors.items():
+        if not torch.allclose(read[name], tensor.cpu(), rtol=2**-7, atol=1e-6):
+            raise InputError(f"{folder}: {name} was not written as it is")
 
 
 def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> Family:
@@ -157,11 +172,11 @@ def _sizes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
 
 
 def _with_layer(config: dict[str, Any], family: Family, names: list[str]) -> dict[str, Any]:
-    """A config that counts one layer, which the model's quantisation leaves as it is."""
+    """A config that counts the layer, which the model's quantisation leaves as it is."""
     changed = json.loads(json.dumps(config))
     text = changed.get("text_config") or changed
     key = next((key for key in family.counts if key in text), family.counts[0])
-    text[key] = 1
+    text[key] = text.get(key) or 1
     quantisation = changed.get("quantization_config") or {}
     modules = sorted({name.rpartition(".")[0] for name in names if name.endswith(".weight")})
     for key in LEFT_ALONE:

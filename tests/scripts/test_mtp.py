@@ -15,6 +15,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.export import MtpAction, MtpFilesRun
 from conf.settings.target import TargetConfig
 from heads.kinds import load_head
+from heads.mtp import stitch
 from heads.mtp.head import MtpHead
 from scripts import mtp
 
@@ -71,6 +72,23 @@ def test_a_trained_layer_is_stitched_and_nothing_else_changes(
     assert all(torch.equal(t, expected_tensors[name]) for name, t in found.files().tensors.items())
 
 
+def test_more_layers_stay_counted_and_what_does_not_come_back_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "model", "MiMoForCausalLM")
+    head = trained(tmp_path / "head", "MiMoForCausalLM")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    run(MtpAction.stitch, folder, tmp_path / "whole", head)
+    assert json.loads((tmp_path / "whole/config.json").read_text()) == config
+    named = stitch._named
+    wrong = {"model.mtp_layers.0.input_proj.weight": torch.zeros(64, 128)}
+    monkeypatch.setattr(stitch, "_named", lambda *given: named(*given) | wrong)
+    with pytest.raises(InputError, match=r"fc\.weight was not written as it is"):
+        run(MtpAction.stitch, folder, tmp_path / "other", head)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "head", "whole"}
+
+
 def test_a_model_that_lost_its_layer_gets_that_of_the_original(tmp_path: Path) -> None:
     """As after `save_pretrained`: one file, and a quantisation's list of what it left alone."""
     architecture = "Qwen3NextForCausalLM"
@@ -83,7 +101,7 @@ def test_a_model_that_lost_its_layer_gets_that_of_the_original(tmp_path: Path) -
     (robbed / "config.json").write_text(json.dumps(config))
     run(MtpAction.stitch, robbed, tmp_path / "whole", original)
     changed = json.loads((tmp_path / "whole/config.json").read_text())
-    assert changed["mtp_num_hidden_layers"] == 1
+    assert changed["num_nextn_predict_layers"] == 1
     ignored = changed["quantization_config"]["ignore"]
     assert {"lm_head", "mtp.fc", "mtp.layers.0.self_attn.q_proj"} <= set(ignored)
     stored = all_tensors(tmp_path / "whole")

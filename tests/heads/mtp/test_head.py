@@ -1,4 +1,4 @@
-"""What an MTP layer says of itself."""
+"""The words of an MTP layer: its card, its readings, the refusal of exports."""
 
 from pathlib import Path
 
