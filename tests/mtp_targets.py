@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import toys
 from safetensors.torch import save_file
 from toys import endless_target, tokenizer
@@ -33,7 +34,12 @@ LATENT = {
     "v_head_dim": 24,
     "num_key_value_heads": 2,
     "head_dim": 16,
-}
+    # By which scores are scaled by more than the size of a head.
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 HYBRID = {
     name: value
     for name, value in toys.FAMILIES["qwen3_next"].items()
@@ -80,11 +86,12 @@ def target_with_layer(architecture: str) -> tuple[Target, MtpHead]:
     target.tokenizer = tokenizer()
     shape = mtp_config(target.config, architecture, "toy", sparse)
     head = MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
-    for name, tensor in [*head.named_parameters(), *head.named_buffers()]:
+    generator = torch.Generator().manual_seed(1)
+    for tensor in [*head.parameters(), *head.buffers()]:
         if tensor.dim() > 1:
             tensor.data.mul_(12.0)
-        elif not name.endswith("_idx"):
-            tensor.data.add_(tensor.new_tensor(0.3).mul(tensor.numel()).cos())
+        else:  # of a norm, else one that is applied twice would be one applied once
+            tensor.data.add_(torch.randn(tensor.shape, generator=generator))
     return target, head.eval()
 
 

@@ -163,7 +163,9 @@ class MtpNetwork(ContinuingHead):
         inputs, reading = self.inputs(fused, token_ids, position_ids), _Reading()
         normed = self.layer.input_layernorm(inputs).unsqueeze(0)
         with running(reading):
-            self.layer.self_attn(hidden_states=normed, **self._places(normed, position_ids))
+            self.layer.self_attn(
+                hidden_states=normed, **self._places(inputs.unsqueeze(0), position_ids)
+            )
         return Text(inputs, position_ids, reading.keys, reading.values)
 
     def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:

@@ -72,6 +72,16 @@ def test_a_trained_layer_is_stitched_and_nothing_else_changes(
     assert all(torch.equal(t, expected_tensors[name]) for name, t in found.files().tensors.items())
 
 
+def test_experts_that_are_joined_in_the_file_stay_so(tmp_path: Path) -> None:
+    architecture = "Qwen3_5MoeForCausalLM"
+    folder = saved(tmp_path / "model", architecture, joined=True)
+    run(MtpAction.stitch, folder, tmp_path / "whole", trained(tmp_path / "head", architecture))
+    before, after = all_tensors(folder), all_tensors(tmp_path / "whole")
+    assert after.keys() == before.keys()
+    name = "mtp.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(after[name], 2.0 * before[name])
+
+
 def test_more_layers_stay_counted_and_what_does_not_come_back_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

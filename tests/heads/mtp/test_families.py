@@ -13,12 +13,15 @@ from conf.errors import InputError
 from eval.decode.engine import decode
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
+from heads.eagle.branches import Branches, causal_rows
 from heads.kinds import load_head
+from heads.layers.documents import Documents
 from heads.mtp.checkpoint import fused, unfused
 from heads.mtp.head import MtpHead
 from heads.target_model.model import Target
 
 NUM_STEPS = 4
+HEAD = "shared_head.head"
 
 
 @torch.no_grad()
@@ -62,6 +65,22 @@ def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
         assert draft.tokens[0].tolist() == replica(target, head, read, NUM_STEPS), step
         read.append(text[step])  # none of the drafts is right
     assert len(set(proposed[0].tokens[0].tolist())) > 1
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_a_layer_learns_under_autocast(architecture: str) -> None:
+    """Norms of queries and keys leave them wider than values."""
+    target, head = target_with_layer(architecture)
+    ids, places = torch.arange(5, 25), torch.arange(19)
+    features = target.read_text(ids[:-1].tolist(), head.taps).hidden_states[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        text = head.read(features, ids[1:], places)
+        seen = causal_rows(Documents.single(len(places), ids.device), places)
+        steps = head.unroll(text, ids, places, Branches(text.keys[None], text.values[None], seen))
+        loss = sum(next(steps).float().square().sum() for _ in range(2))
+    loss.backward()
+    assert head.fc.weight.grad.isfinite().all()
+    head.zero_grad()
 
 
 NAMES = {
@@ -110,6 +129,13 @@ def test_the_layer_is_read_from_the_targets_own_files(architecture: str, tmp_pat
     found.attach(target).save(tmp_path / "own")
     own = load_head(str(tmp_path / "own"))
     assert all(torch.equal(own.files().tensors[name], t) for name, t in expected.items())
+
+
+def test_copies_of_the_targets_ends_are_not_of_the_layer(tmp_path: Path) -> None:
+    ends = {f"model.layers.2.{n}.weight": torch.ones(300, 64) for n in ("embed_tokens", HEAD)}
+    folder = saved(tmp_path / "model", "DeepseekV3ForCausalLM", ends)
+    _, head = target_with_layer("DeepseekV3ForCausalLM")
+    assert load_head(str(folder)).files().tensors.keys() == head.files().tensors.keys()
 
 
 def test_experts_may_be_joined_in_the_file(tmp_path: Path) -> None:
