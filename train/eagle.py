@@ -33,13 +33,21 @@ from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from train.batch.states import states_of
-from train.batch.supervision import DOCUMENTS, NOISE_SEEDS, SUPERVISION, UNROLLED, Batch, Unrolled
+from train.batch.supervision import (
+    DOCUMENTS,
+    NOISE_SEEDS,
+    SUPERVISION,
+    UNROLLED,
+    Batch,
+    Unrolled,
+    labels_of,
+)
 from train.loop import command, resume
 from train.loss import sizes
 from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
 from train.loss.fused import Student, Teacher
 from train.loss.sums import Sums
-from train.loss.teachers import HiddenTeacher, TopKTeacher
+from train.loss.teachers import HiddenTeacher, TextTeacher, TopKTeacher
 from train.objective import COUNTS, Objective
 
 
@@ -125,6 +133,8 @@ class EagleObjective(Objective):
         with record_function("loss"):
             learnt = torch.cat(outputs).index_select(0, batch[UNROLLED].rows.places)
             part, teacher = self._compared(learnt, batch, scale)
+            if self.config.text_weight:
+                teacher = TextTeacher(labels_of(batch), teacher)
             return eagle_loss(self.criterion, part, learnt, batch, teacher)
 
     def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
@@ -145,7 +155,8 @@ class EagleObjective(Objective):
         drafts = batch[UNROLLED].drafts
         seen = causal_rows(batch[DOCUMENTS], drafts)
         branches = Branches(text.keys[None], text.values[None], seen)
-        return head.unroll(text, ids, drafts, branches, self.config.detach_features)
+        config = self.config
+        return head.unroll(text, ids, drafts, branches, config.detach_features, config.own_tokens)
 
     def _teacher(self, batch: Batch) -> Teacher:
         """The target's distributions after the answered places."""

@@ -67,7 +67,7 @@ class UnrolledConfig:
 
     # Of a head without such settings.
     step_normalizer, token_normalizer = StepNormalizer.sum, TokenNormalizer.all
-    detach_features, regression_weight = False, 0.0
+    detach_features, regression_weight, own_tokens = False, 0.0, False
 
     path: str | None = None
     """A saved or published head to start from: folder or Hub id. Its architecture and draft
@@ -90,6 +90,8 @@ class UnrolledConfig:
     first, which is what they draft; not the papers' 1 (heads/README.md)."""
     divergence_weight: float = 1.0
     """Of `divergence` from the target's distribution."""
+    text_weight: float = 0.0
+    """Of -log q of the text's own token (FastMTP), where its id can be drafted."""
     top_k_weight: float = 0.0
     """Of -sum of p log q over the target's `top_k` likeliest tokens (HASS)."""
     top_k: int = 10
@@ -100,9 +102,9 @@ class UnrolledConfig:
     def __post_init__(self) -> None:
         above = ("num_steps", "step_decay", "teacher_temperature", "lk_eta", "top_k")
         positive("head", self, *above)
-        names = ("divergence_weight", "regression_weight", "top_k_weight", "noise")
-        not_negative("head", self, *names)
-        if not self.divergence_weight + self.regression_weight + self.top_k_weight:
+        weights = ("divergence_weight", "regression_weight", "top_k_weight", "text_weight")
+        not_negative("head", self, *weights, "noise")
+        if not any(getattr(self, name) for name in weights):
             raise InputError("head.divergence_weight: every loss has weight 0")
 
 
@@ -211,6 +213,9 @@ class MtpConfig(UnrolledConfig):
     step_normalizer, token_normalizer = StepNormalizer.mean, TokenNormalizer.supervised
     step_decay: float = 0.6
     """Step j weighs step_decay ** j, over the sum of all (FastMTP, arXiv 2509.18362)."""
+    own_tokens: bool = False
+    """Steps after the first read the token that the layer itself takes for the likeliest, not the
+    text's (AngelSpec)."""
 
 
 @dataclass

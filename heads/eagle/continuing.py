@@ -72,7 +72,13 @@ class ContinuingHead(FeatureHead):
         """
 
     def unroll(
-        self, text: Any, token_ids: Tensor, rows: Tensor, branches: Branches, detach: bool = False
+        self,
+        text: Any,
+        token_ids: Tensor,
+        rows: Tensor,
+        branches: Branches,
+        detach: bool = False,
+        own_tokens: bool = False,
     ) -> Iterator[Tensor]:
         """[N, H] outputs of depth 1, 2, ... of drafts that follow the text's own tokens.
 
@@ -86,6 +92,7 @@ class ContinuingHead(FeatureHead):
             rows: [N] int64.
             branches: of the rows, without own keys.
             detach: no gradient into the outputs that are fed back.
+            own_tokens: follow the likeliest drafts in place of the text's tokens.
         """
         outputs = self.draft(text, rows, branches)
         step = 0
@@ -93,8 +100,11 @@ class ContinuingHead(FeatureHead):
             yield outputs
             step += 1
             fed = outputs.detach() if detach else outputs
-            # Rows whose text has ended go on with its last token; nobody looks at them.
-            tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
+            if own_tokens:
+                tokens = self._best(outputs.detach(), 1).squeeze(1)
+            else:
+                # Rows whose text has ended go on with its last token; nobody looks at them.
+                tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
             outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
 
     def normed(self, outputs: Tensor) -> Tensor:

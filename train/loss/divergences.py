@@ -202,6 +202,18 @@ def top_k(pair: Pair, k: int, want_grad: bool) -> LossGrad:
     return LossGrad(loss, grad.scatter_add_(1, best, -p))
 
 
+def of_text(student: Softmax, columns: Tensor, want_grad: bool) -> LossGrad:
+    """-log q of the column of each row's token, `columns` [N] int64; 0 where that is -1.
+
+    The gradient, q - 1 at the token, takes the place of q.
+    """
+    column = columns.clamp_min(0).unsqueeze(1)
+    loss = -student.log_q_at(column).squeeze(1)
+    minus_one = student.q.new_full(column.shape, -1.0)
+    grad = student.q.scatter_add_(1, column, minus_one) if want_grad else None
+    return LossGrad(loss, grad).where(columns >= 0)
+
+
 _SIMPLE: dict[Divergence, Callable[[Pair, bool], LossGrad]] = {
     Divergence.kl: kl,
     Divergence.rkl: reverse_kl,

@@ -9,6 +9,7 @@ W draft vocabulary, J steps.
 """
 
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,10 +19,9 @@ from conf.settings.eagle import StepNormalizer, UnrolledConfig
 from data.features.format import HIDDEN
 from heads.vocab import DraftVocab
 from train.batch.supervision import SUPERVISION, UNROLLED, Batch
-from train.loss.divergences import LossGrad, Softmax, divergence, top_k
+from train.loss.divergences import LossGrad, Softmax, divergence, of_text, top_k
 from train.loss.fused import RowLosses, Student, Teacher, fused_linear
 from train.loss.sums import Sums, step_sums
-from train.loss.teachers import Distribution
 
 MEASURES = ("top1", "alpha")
 """Tokens where the head's and the target's first choice agree; and the sum over the whole
@@ -68,11 +68,13 @@ class EagleCriterion:
     def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
         self.config, self.vocab, self.compiled = config, vocab, compiled
 
-    def __call__(
-        self, chunk: Distribution, at: Tensor, student: Softmax, want_grad: bool
-    ) -> RowLosses:
-        """See `train.loss.fused.Criterion`."""
-        best, config = chunk.best[at], self.config
+    def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
+        """See `train.loss.fused.Criterion`; the chunk of a `TextTeacher` if the text is learnt."""
+        config, columns = self.config, None
+        if config.text_weight:
+            labels, chunk = chunk
+            columns = self.vocab.to_draft(labels[at])
+        best = chunk.best[at]
         top1 = first_choices_agree(self.vocab, student, best)
         pair = chunk.pair(at, student)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
@@ -87,6 +89,8 @@ class EagleCriterion:
         losses = reduce(LossGrad.plus, terms)
         if not self.vocab.full:
             losses = losses.where(self.vocab.to_draft(best) >= 0)
+        if columns is not None:
+            losses = of_text(student, columns, want_grad).times(config.text_weight).plus(losses)
         return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
 
 

@@ -21,7 +21,7 @@ from heads.target_model.model import Taps, Target
 from train.batch.prefetch import Dataset, on_device, stacked
 from train.batch.states import with_states
 from train.batch.supervision import SUPERVISION, Batch, MatchedRows, indexed, labels_of
-from train.loss.divergences import Softmax, kl
+from train.loss.divergences import Softmax, kl, of_text
 from train.loss.fused import RowLosses, Scales, Student, Teacher, fused_linear
 from train.loss.ranking import hits
 from train.loss.sums import PathScales, PathTeacher, Sums, TargetPath, counted_rows, term_sums
@@ -147,11 +147,7 @@ class _TextCriterion:
         if soft is not None:
             loss, grad = kl(soft.pair(at, student), want_grad)
             return RowLosses(torch.stack([loss, *measures]), grad)
-        column = labels.unsqueeze(1)
-        loss = -student.log_q_at(column).squeeze(1)
-        # The gradient is q - 1 at the label.
-        minus_one = student.q.new_full(column.shape, -1.0)
-        grad = student.q.scatter_add_(1, column, minus_one) if want_grad else None
+        loss, grad = of_text(student, labels, want_grad)
         return RowLosses(torch.stack([loss, *measures]), grad)
 
 

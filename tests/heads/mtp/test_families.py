@@ -67,6 +67,21 @@ def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
     assert len(set(proposed[0].tokens[0].tolist())) > 1
 
 
+def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts() -> None:
+    target, head = target_with_layer("MiMoForCausalLM")
+    ids = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(1))
+    states = target.read_text(ids.tolist(), head.taps).hidden_states[0]
+    known = torch.cat([ids, target.logits(states[-1]).argmax(-1, keepdim=True)])
+    places, last = torch.arange(20), torch.tensor([19])
+    text = head.read(states, known[1:], places)
+    seen = causal_rows(Documents.single(20, ids.device), last)
+    branches = Branches(text.keys[None], text.values[None], seen)
+    with torch.no_grad():
+        steps = head.unroll(text, known, last, branches, own_tokens=True)
+        found = [int(head.logits(next(steps)).argmax()) for _ in range(NUM_STEPS)]
+    assert found == replica(target, head, ids.tolist(), NUM_STEPS)
+
+
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_a_layer_learns_under_autocast(architecture: str) -> None:
     """Norms of queries and keys leave them wider than values."""

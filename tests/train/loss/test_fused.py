@@ -143,6 +143,31 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
     assert found[1].sum() == (DRAFTED[logits.argmax(-1)] == log_p[rows].argmax(-1)).sum()
 
 
+@pytest.mark.usefixtures("rows_per_chunk")
+def test_the_text_is_learnt_where_its_token_can_be_drafted() -> None:
+    """Beside KL: -log q of the text's token, whether or not the target's first choice is known."""
+    config, vocab = (
+        EagleConfig(text_weight=0.7, divergence_weight=0.6, top_k=4),
+        DraftVocab(DRAFTED, VOCAB),
+    )
+    hidden = random(NUM_ROWS, WIDTH, seed=0).requires_grad_()
+    weight = random(len(DRAFTED), WIDTH, seed=1).requires_grad_()
+    log_p = (2 * random(NUM_ROWS, VOCAB, seed=3)).log_softmax(-1)
+    labels = torch.tensor([0, 3, 12, 1, 2, 6, 7, 9, 4, 5, 11])
+    columns = [0, None, 8, 1, 2, None, 5, 7, 3, 4, None]
+    teacher = TextTeacher(labels, Exact(vocab, log_p))
+    criterion = EagleCriterion(config, vocab)
+    total, (found,) = fused_linear([student(hidden, weight)], teacher, criterion)
+
+    logits = hidden @ weight.T
+    log_q = logits.log_softmax(-1)
+    text = [0.0 * row[0] if c is None else -row[c] for row, c in zip(log_q, columns, strict=True)]
+    expected = naive(config, log_p.exp(), DRAFTED, logits) + 0.7 * torch.stack(text)
+    torch.testing.assert_close(found[0], expected.detach(), rtol=1e-12, atol=1e-12)
+    mine, theirs = gradients(total, hidden, weight), gradients(expected.sum(), hidden, weight)
+    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
 def pair_of(p: list[float], q: list[float]) -> Pair:
     likely, said = (torch.tensor([row], dtype=torch.float64) for row in (p, q))
     logits, nothing = said.log(), torch.zeros(1, dtype=torch.float64)

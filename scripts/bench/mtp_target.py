@@ -1,0 +1,135 @@
+"""Trains a chat model and its layer for multi-token prediction together, to measure on.
+
+    python scripts/bench/mtp_target.py MODEL CHATS.jsonl OUT --steps 300
+
+MODEL, of Llama's type, goes on learning CHATS in MiMo's layout (Qwen2 with biases of 0, and one
+MTP layer). The loss is DeepSeek-V3's (arXiv 2412.19437, eq. 24 and 25): the cross-entropy of the
+next token, and `--weight` times that of the token after it, whose gradient reaches the model too.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from conf.settings.data import DataConfig
+from conf.settings.eagle import MtpConfig
+from conf.settings.target import Dtype, TargetConfig
+from data.prepared.pack import PackedDataset
+from data.prepared.prepare import prepare
+from heads.eagle.branches import Branches, causal_rows
+from heads.layers.documents import Documents
+from heads.mtp.head import MtpHead
+from heads.mtp.stitch import stitched
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
+from heads.vocab import DraftVocab
+from train.batch.prefetch import stacked
+
+LENGTH = 512
+SHARED = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "num_hidden_layers", "vocab_size", "rms_norm_eps", "max_position_embeddings",
+    "rope_parameters", "hidden_act", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Makes the model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("model", "chats", "out"):
+        parser.add_argument(name)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=8, help=f"sequences of {LENGTH} tokens a step")
+    parser.add_argument("--rate", type=float, default=1e-3, help="highest, of AdamW")
+    parser.add_argument("--weight", type=float, default=0.3, help="of the layer's loss")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    with TemporaryDirectory() as plain:
+        laid_out(given.model, Path(plain))
+        target = load_target(TargetConfig(path=plain, dtype=Dtype.float32), torch.device("cpu"))
+        everything = DraftVocab.everything(target.vocab_size)
+        head = MtpHead.untrained(target, MtpConfig(), everything, seed=0)
+        train(target, head, given)
+        target.model.save_pretrained(plain)
+        named_mimo(Path(plain))
+        stitched(Path(plain), head, Path(given.out))
+
+
+def laid_out(model: str, folder: Path) -> None:
+    """Writes a Llama-type model in Qwen2's layout."""
+    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    settings = {name: getattr(llama.config, name) for name in SHARED}
+    qwen = Qwen2ForCausalLM(Qwen2Config(**settings))
+    missing, foreign = qwen.load_state_dict(llama.state_dict(), strict=False)
+    assert not foreign and all(name.endswith("_proj.bias") for name in missing)
+    for name in missing:
+        qwen.get_parameter(name).data.zero_()
+    qwen.generation_config = llama.generation_config
+    qwen.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    named_mimo(folder)
+
+
+def named_mimo(folder: Path) -> None:
+    """Has readers take a folder for MiMo's, whose model type is Qwen2's but for the layer."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": ["MiMoForCausalLM"]}
+    file.write_text(json.dumps(config, indent=2))
+
+
+def train(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
+    """Trains all parameters of both."""
+    data, _, report = prepare(DataConfig(path=given.chats, max_length=LENGTH), target.tokenizer, 0)
+    print(*report.lines(), sep="\n")
+    target.model.requires_grad_(True)
+    parameters = [*target.model.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=given.rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, given.rate, total_steps=given.steps, pct_start=0.1
+    )
+    for step in (progress := tqdm(range(given.steps))):
+        numbers = range(step * given.batch, (step + 1) * given.batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = losses_of(target, head, data, numbers)
+        (losses[0] + given.weight * losses[1]).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        progress.set_postfix(next=f"{losses[0]:.3f}", after=f"{losses[1]:.3f}")
+    target.model.requires_grad_(False)
+
+
+def losses_of(target: Target, head: MtpHead, data: PackedDataset, numbers: range) -> list[Tensor]:
+    """Cross-entropies of the next token and of the one after, over all tokens of documents."""
+    batch = stacked(data, [number % len(data) for number in numbers])
+    ids, positions = batch["input_ids"].flatten(), batch["position_ids"].flatten()
+    own = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)
+    own = own.masked_fill(batch["document_ids"] < 0, -1).flatten()
+    documents = Documents.of(batch["document_ids"])
+    states = target.read(batch["input_ids"], batch["position_ids"], documents).hidden_states
+    text = head.read(states.flatten(0, 1), ids.roll(-1), positions)
+    rows = torch.arange(len(ids))
+    seen = causal_rows(documents, rows)
+    outputs = head.draft(text, rows, Branches(text.keys[None], text.values[None], seen))
+    found = []
+    for logits, ahead in ((target.logits(states.flatten(0, 1)), 1), (head.logits(outputs), 2)):
+        same = (own == own.roll(-ahead)) & (own >= 0)
+        same[-ahead:] = False
+        found.append(cross_entropy(logits[same].float(), ids.roll(-ahead)[same]))
+    return found
+
+
+if __name__ == "__main__":
+    main()
