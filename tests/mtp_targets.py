@@ -116,6 +116,11 @@ def saved(
         family.stored_name(name, num_layers): tensor.contiguous().clone()
         for name, tensor in (held if joined else unfused(held)).items()
     }
+    ends = [target.embedding.weight, target.output_head.weight]
+    own |= {
+        name: t.detach().clone()
+        for name, t in zip(family.copy_names(num_layers), ends, strict=False)
+    }
     own = {name: t for name, t in (own | (changed or {})).items() if t is not None}
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     (folder / "model.safetensors").rename(folder / shards[0])

@@ -22,7 +22,7 @@ class Family:
             checkpoints have them.
         block: prefix of the decoder layer's tensors.
         counts: the keys of `config.json` that may say how many such layers there are.
-        copies: of the target's embedding and output head, which are not read.
+        copies: of the target's embedding and output head, which are written, not read.
         state_first: `fc` reads the state before the embedding.
         zeroes_first: the embedding beside the state of position 0 is zeroed.
         feeds_back_normed: a draft goes on from the output behind the final norm.
@@ -46,7 +46,7 @@ class Family:
             if stored == theirs.format(n=num_layers):
                 return f"{name}.weight"
         block = self.block.format(n=num_layers)
-        if not stored.startswith(block) or stored in self._copies(num_layers):
+        if not stored.startswith(block) or stored in self.copy_names(num_layers):
             return None
         name = stored.removeprefix(block)
         for theirs, ours in self.renamed.items():
@@ -63,7 +63,8 @@ class Family:
             name = name.replace(ours, theirs)
         return self.block.format(n=num_layers) + name
 
-    def _copies(self, num_layers: int) -> list[str]:
+    def copy_names(self, num_layers: int) -> list[str]:
+        """The names of `copies` in a checkpoint."""
         return [name.format(n=num_layers) for name in self.copies]
 
 

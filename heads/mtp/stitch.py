@@ -25,6 +25,7 @@ from heads.storage import write_folder
 from heads.target_model.weight_files import tensors, weight_files
 
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LEFT_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")
 """Keys under which quantisations list what they leave as it is."""
 
@@ -52,6 +53,7 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
         raise InputError(f"{what}: its safetensors files are not all there")
     places = stored_names(folder, family, num_layers, what)
     layer = _named(head, family, num_layers, places, _dtype(files[0]))
+    layer |= _lacking_copies(family.copy_names(num_layers), files)
     written = sorted({places[name].name for name in layer if name in places} | {SHARD})
 
     def fill(staging: Path) -> None:
@@ -137,6 +139,20 @@ def _named(
                 wanted = opened.get_tensor(theirs).dtype
         stored[theirs] = tensor.to("cpu", wanted).contiguous().clone()
     return stored
+
+
+def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
+    """Those copies of the model's ends that its files lack.
+
+    Of an end that is quantised there is none: engines then share the model's own.
+    """
+    held = {name: (file, held) for file in files for name, held in tensors(file).items()}
+    is_tied = not any(name.startswith("lm_head.") for name in held)
+    copies: dict[str, Tensor] = {}
+    for name, end in zip(names, (EMBEDDING, EMBEDDING if is_tied else HEAD), strict=False):
+        if name not in held and end in held and held[end][1]["dtype"] in ("F32", "F16", "BF16"):
+            copies[name] = _held(held[end][0], [end])[end].clone()
+    return copies
 
 
 def _dtype(file: Path) -> torch.dtype:

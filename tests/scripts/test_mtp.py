@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mtp_targets import saved, target_with_layer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
@@ -47,19 +47,15 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_trained_layer_is_stitched_and_nothing_else_changes(
     architecture: str, tmp_path: Path
 ) -> None:
-    target, _ = target_with_layer(architecture)
+    target, layer = target_with_layer(architecture)
     folder, head = saved(tmp_path / "model", architecture), trained(tmp_path / "head", architecture)
     before = all_tensors(folder)
     run(MtpAction.stitch, folder, tmp_path / "whole", head)
     after = all_tensors(tmp_path / "whole")
     assert after.keys() == before.keys()
-    own = {
-        name
-        for name in after
-        if load_file(folder / "model-00002-of-00002.safetensors").get(name) is not None
-    }
     for name, tensor in after.items():
-        expected = 2.0 * before[name] if name in own else before[name]
+        is_own = layer.config.row.own_name(name, target.num_layers) is not None
+        expected = 2.0 * before[name] if is_own else before[name]
         assert torch.equal(tensor, expected), name
     shard = "model-00001-of-00002.safetensors"
     assert (tmp_path / "whole" / shard).read_bytes() == (folder / shard).read_bytes()
@@ -122,6 +118,32 @@ def test_a_model_that_lost_its_layer_gets_that_of_the_original(tmp_path: Path) -
     }
     found, expected = load_head(str(tmp_path / "whole")).files().tensors, head.files().tensors
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+COPIES = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_copies_of_the_targets_ends_come_back_with_the_layer(is_tied, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "DeepseekV3ForCausalLM", dict.fromkeys(COPIES))
+    ends = ["model.embed_tokens.weight", "lm_head.weight"]
+    if is_tied:
+        stored = load_file(folder / "model-00001-of-00002.safetensors")
+        del stored[ends.pop()]
+        save_file(stored, folder / "model-00001-of-00002.safetensors", {"format": "pt"})
+        ends *= 2
+    run(MtpAction.stitch, folder, tmp_path / "whole", folder)
+    after = all_tensors(tmp_path / "whole")
+    assert all(torch.equal(after[c], after[e]) for c, e in zip(COPIES, ends, strict=True))
+
+
+def test_copies_that_are_there_stay(tmp_path: Path) -> None:
+    own = {name: torch.full((300, 64), 7.0, dtype=torch.float16) for name in COPIES}
+    folder = saved(tmp_path / "model", "DeepseekV3ForCausalLM", own)
+    run(MtpAction.stitch, folder, tmp_path / "whole", folder)
+    after = all_tensors(tmp_path / "whole")
+    assert all(torch.equal(after[name], own[name]) for name in COPIES)
+    assert {after[name].dtype for name in COPIES} == {torch.float16}
 
 
 def test_the_layer_is_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
