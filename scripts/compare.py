@@ -108,6 +108,16 @@ def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
     return lines
 
 
+def _about(results: dict[str, dict[str, Any]]) -> str:
+    """The prompts that all results are of, in words."""
+    first = next(iter(results.values()))
+    data = Path(str((first.get("data") or {}).get("path") or "the embedded default")).name
+    turns = "first turns" if first.get("num_turns") == 1 else "all turns"
+    heat = first.get("temperature") or 0
+    choice = f"temperature {heat:g}" if heat else "greedy"
+    return f"{first['num_prompts']} prompts of {data}, {turns}, {choice}:"
+
+
 def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
     figure, interval = tau_difference(first["prompts"], second["prompts"], seed=0)
     return (
@@ -118,7 +128,7 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
 def main(config: CompareRun) -> None:
     """Prints the table; writes `comparison.md` and `comparison.png`."""
     results = load_results(config.results)
-    text = markdown(rows(results))
+    text = f"{_about(results)}\n\n{markdown(rows(results))}"
     print(text)
     out_dir = Path(config.out_dir)
     try:

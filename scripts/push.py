@@ -161,6 +161,10 @@ def facts_of(
         provenance=published(provenance),
         license=config.license.lower() if config.license else None,
         acceptance=acceptance,
+        comparisons=[
+            (Path(each) / "comparison.md").read_text(encoding="utf-8").strip()
+            for each in config.comparisons
+        ],
         speedup=scrubbed(measurement(places, "speedup", folder, most)),
     )
 

@@ -147,6 +147,12 @@ def check_push(config: PushRun) -> None:
         )
     if config.measured is not None and not Path(config.measured).is_dir():
         raise InputError(f"measured={config.measured}: no such folder")
+    for folder in config.comparisons:
+        if not (Path(folder) / "comparison.md").is_file():
+            raise InputError(
+                f"comparisons={folder}: has no comparison.md; name a folder that "
+                "scripts/compare.py wrote"
+            )
     if config.head.path is None:
         raise InputError("head.path is not set: name the folder of a trained head")
     if config.head.layers is not None:

@@ -19,7 +19,8 @@ if __name__ == "__main__":
 
 from dataclasses import dataclass
 
-from heads.mtp.checkpoint import has_layer
+from conf.errors import InputError
+from heads.mtp.checkpoint import dropped, promised_and_held
 from heads.mtp.head import MtpHead
 from train.eagle import EagleObjective
 from train.loop import command
@@ -49,14 +50,21 @@ class MtpTraining(command.Training):
     """Training that goes on from the target's own layer, where it has one and no other is named."""
 
     def __call__(self, config: MtpRun) -> None:  # type: ignore[override]
-        """Trains a layer under a command's settings."""
+        """Trains a layer under a command's settings.
+
+        Raises:
+            InputError: the target has lost its layer.
+        """
         head, target = config.head, config.target
-        if (
-            head.path is None
-            and target.path is not None
-            and has_layer(target.path, target.revision)
-        ):
-            head.path, head.revision = target.path, target.revision
+        if head.path is None and target.path is not None:
+            promised, held = promised_and_held(target.path, target.revision)
+            if promised and not held:
+                raise InputError(
+                    f"target.path={target.path}: {dropped(promised)}; set head.path to the "
+                    "original model, or that count to 0 for a fresh layer"
+                )
+            if held:
+                head.path, head.revision = target.path, target.revision
         super().__call__(config)
 
 

@@ -77,6 +77,9 @@ class PushRun:
     """SPDX id for the model card."""
     measured: str | None = None
     """Folder with `acceptance.json` / `speedup.json` to quote; unset looks beside the head."""
+    comparisons: list[str] = field(default_factory=list)
+    """Folders that `scripts/compare.py` wrote: tables of the card, such as of an MTP layer before
+    and after training, on prompts of its training's kind and on others."""
     out_dir: str = "outputs/push"
     """Folder for what would be uploaded."""
 

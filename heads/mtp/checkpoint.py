@@ -75,10 +75,7 @@ def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor
     places = stored_names(folder, family, num_layers, path)
     promised = num_promised(config, family)
     if not places and promised:
-        raise InputError(
-            f"{path}: config.json names {promised} MTP layers, and its files hold no tensor of "
-            "them: fine-tuning, merging or quantising has dropped them; name the original model"
-        )
+        raise InputError(f"{path}: {dropped(promised)}; name the original model")
     found: dict[str, Tensor] = {}
     for name, file in places.items():
         with safe_open(file, "pt") as opened:
@@ -92,13 +89,26 @@ def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor
     return fused(found)
 
 
+def dropped(promised: int) -> str:
+    """Words for so many MTP layers that a config names and no file holds."""
+    return (
+        f"config.json names {promised} MTP layers, and its files hold no tensor of them: "
+        "fine-tuning, merging or quantising has dropped them"
+    )
+
+
 def layers_of(config: Mapping[str, Any]) -> int:
     """Decoder layers of the model, without its MTP layers."""
     return (config.get("text_config") or config)["num_hidden_layers"]
 
 
 def has_layer(path: str, revision: str | None = None) -> bool:
-    """True where a model's files hold an MTP layer of a family of the table.
+    """True where a model's files hold an MTP layer of a family of the table."""
+    return promised_and_held(path, revision)[1]
+
+
+def promised_and_held(path: str, revision: str | None = None) -> tuple[int, bool]:
+    """MTP layers that a model's config names, and whether its files hold one; 0 if none is known.
 
     Args:
         path: folder, or Hub id, of which only the config and the index of shards are asked for.
@@ -110,15 +120,16 @@ def has_layer(path: str, revision: str | None = None) -> bool:
         config = model_config(Path(str(file)).parent)
         name = family_of(config)
         if name is None:
-            return False
+            return 0, False
         family, num_layers = FAMILIES[name], layers_of(config)
+        promised = num_promised(config, family)
         if folder.is_dir():
-            return bool(stored_names(folder, family, num_layers, path))
+            return promised, bool(stored_names(folder, family, num_layers, path))
         index = cached_file(path, "model.safetensors.index.json", revision=revision)
         held = json.loads(Path(str(index)).read_text())["weight_map"]
     except (OSError, InputError):
-        return False
-    return any(family.own_name(stored, num_layers) for stored in held)
+        return 0, False
+    return promised, any(family.own_name(stored, num_layers) for stored in held)
 
 
 def fused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -69,6 +69,8 @@ class CardFacts:
     license: str | None = None
     acceptance: dict[str, Any] | None = None
     speedup: dict[str, Any] | None = None
+    comparisons: list[str] = field(default_factory=list)
+    """Sentences and tables of `scripts/compare.py`."""
     figures: list[str] = field(default_factory=list)
     """File names beside the card."""
     exports: list[ExportFacts] = field(default_factory=list)
@@ -187,12 +189,13 @@ def _introduction(facts: CardFacts) -> str:
 
 def _measured(facts: CardFacts) -> str:
     parts = ["## Measured"]
-    if facts.acceptance is None and facts.speedup is None:
+    if facts.acceptance is None and facts.speedup is None and not facts.comparisons:
         parts.append("Nothing was measured before this head was published.")
     if facts.acceptance is not None:
         parts += _acceptance(facts.acceptance)
     if facts.speedup is not None:
         parts += _speedup(facts.speedup)
+    parts += facts.comparisons
     parts += [f"![{Path(name).stem}]({name})" for name in facts.figures]
     return "\n\n".join(parts)
 

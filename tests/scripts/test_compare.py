@@ -45,12 +45,14 @@ def folders(tmp_path: Path, **results: dict) -> list[str]:
 
 
 def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
-    medusa = result(1.5)
+    medusa = result(1.5, data={"sha256": "ab", "path": "/home/ann/chats.jsonl"})
     medusa["static_tree"] = medusa.pop("dynamic_tree")
     eagle = result(2.0, prompts=prompts(2, 4))
     paths = folders(tmp_path, medusa=medusa, eagle=eagle)
     compare.main(CompareRun(results=paths, out_dir=str(tmp_path / "out")))
     shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["2 prompts of chats.jsonl, first turns, greedy:", ""]
+    shown = shown[2:]
     assert shown[:2] == [
         "| head | tau, chain | 95% interval | more than medusa | tau, tree | more than medusa "
         "| alpha per depth of the chain |",
@@ -62,7 +64,7 @@ def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
         "| eagle | 2.000 | 1.900 to 2.100 | +1.500 (+1.000 to +2.000) "
         "| 2.500 | +0.000 (+0.000 to +0.000) | 0.50 0.25 |"
     )
-    assert (tmp_path / "out/comparison.md").read_text().splitlines() == shown[:4]
+    assert (tmp_path / "out/comparison.md").read_text().splitlines()[2:] == shown[:4]
     assert (tmp_path / "out/comparison.png").is_file()
 
 

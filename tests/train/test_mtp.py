@@ -1,6 +1,7 @@
 """`train/mtp.py`: a target's own layer trained on, a fresh one, and what commands take it for."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from mtp_targets import saved
 from stores import captured, save_inputs, settings
 
+from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import MtpConfig, MtpRun
@@ -66,6 +68,22 @@ def test_training_goes_on_from_the_targets_own_layer(inputs: Path, tmp_path: Pat
     for name, tensor in after.tensors().items():
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-4)
     assert any(not torch.equal(t, tensors[name]) for name, t in after.tensors().items())
+
+
+def test_a_target_that_has_lost_its_layer_is_not_given_a_fresh_one(
+    inputs: Path, tmp_path: Path
+) -> None:
+    lost = tmp_path / "lost"
+    shutil.copytree(inputs / "own", lost)
+    index = lost / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    kept = {name: file for name, file in places.items() if ".mtp_layers." not in name}
+    index.write_text(json.dumps({"weight_map": kept}))
+    (lost / "model-00002-of-00002.safetensors").unlink()
+    target = TargetConfig(path=str(lost), dtype=Dtype.float32)
+    with pytest.raises(InputError, match=r"names 1 MTP layers, .* set head\.path to the original"):
+        trained(tmp_path / "out", target, settings(inputs, tmp_path).data)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path, capsys) -> None:

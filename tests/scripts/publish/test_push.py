@@ -291,6 +291,18 @@ def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> 
     assert "head.path=me/qwen-medusa data.path" in card
 
 
+def test_card_shows_comparisons(run_dir: Path, tmp_path: Path) -> None:
+    tables = []
+    for name in ("heldout", "general"):
+        tables.append(tmp_path / name)
+        tables[-1].mkdir()
+        (tables[-1] / "comparison.md").write_text(f"8 prompts of {name}:\n\n| before | after |\n")
+    card = (dry(run_dir, tmp_path, comparisons=[*map(str, tables)]) / "README.md").read_text()
+    measured = card[card.index("## Measured") : card.index("## Use")]
+    assert "Nothing was measured" not in measured
+    assert measured.index("8 prompts of heldout:") < measured.index("8 prompts of general:")
+
+
 def test_measured_names_the_folder(run_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "measured"
     other.mkdir()
@@ -309,6 +321,7 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     refused("must be user/name", repo_id="a/b/c")
     refused("must be user/name", repo_id="me/bad name")
     refused("measured=nowhere: no such folder", measured="nowhere")
+    refused("comparisons=nowhere: has no comparison.md", comparisons=["nowhere"])
     refused("not an empty folder", out_dir=str(run_dir))
     with pytest.raises(InputError, match=r"head\.path is not set"):
         push.main(PushRun(repo_id="me/x", dry_run=True, out_dir=str(tmp_path / "o")))
