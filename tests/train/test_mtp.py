@@ -1,7 +1,10 @@
 """`train/mtp.py`: a target's own layer trained on, a fresh one, and what commands take it for."""
 
 import json
+import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from mtp_targets import saved
+from safetensors.torch import load_file
 from stores import captured, save_inputs, settings
 
 from conf.errors import InputError
@@ -21,6 +25,8 @@ from conf.settings.training import TrainConfig
 from eval import speedup
 from heads.kinds import load_head
 from heads.mtp.head import MtpHead
+from tests.train.parallel.test_launch import ROOT, TWO, begin, wait_for
+from tests.train.parallel.test_launch import trained as launched
 from train import mtp
 from train.loop import replay
 
@@ -95,6 +101,36 @@ def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path
     store = captured(inputs, tmp_path / "store", layers=[1, 2], **same)
     data = DataConfig(features=str(store))
     assert trained(tmp_path / "offline", TargetConfig(), data, max_steps=8) == online
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_and_a_killed_run_ends_as_if_it_had_not_been(
+    inputs: Path, tmp_path: Path
+) -> None:
+    def command(name: str, *more: str) -> list[str]:
+        return [
+            str(ROOT / "train/mtp.py"), f"target.path={inputs / 'own'}", "target.dtype=float32",
+            f"data.path={inputs / 'chat.jsonl'}", f"out_dir={tmp_path / name}",
+            "data.max_length=32", "data.eval_fraction=0.2", "train.batch_size=4",
+            "train.warmup_steps=2", "train.max_steps=12", "train.save_steps=2",
+            "train.eval_steps=6", "train.log_steps=1", "train.num_replay_prompts=2",
+            "train.learning_rate=0.01", *more,
+        ]  # fmt: skip
+
+    def weights(name: str) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / name / "head/model.safetensors")
+
+    launched([sys.executable, *command("one")], tmp_path)
+    launched([*TWO, *command("two")], tmp_path)
+    for name, found in weights("two").items():
+        torch.testing.assert_close(found, weights("one")[name], atol=1e-5, rtol=1e-4)
+    process = begin([sys.executable, *command("killed")], tmp_path)
+    wait_for(tmp_path / "killed/checkpoints/step-000004", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    launched([sys.executable, *command("killed", "train.resume=auto")], tmp_path)
+    for name, found in weights("killed").items():
+        assert torch.equal(found, weights("one")[name]), name
 
 
 def test_a_targets_own_layer_is_measured_beside_every_other_way(
