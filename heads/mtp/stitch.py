@@ -7,7 +7,9 @@ of the layer is linked, not copied, where the disk allows that.
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,11 @@ from heads.target_model.weight_files import tensors, weight_files
 
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LEFT_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")
+BITSANDBYTES = "llm_int8_skip_modules"
+LEFT_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers", BITSANDBYTES)
 """Keys under which quantisations list what they leave as it is."""
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""Dtypes of a layer, as safetensors call them."""
 
 
 def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
@@ -52,7 +57,7 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
     if files is None:
         raise InputError(f"{what}: its safetensors files are not all there")
     places = stored_names(folder, family, num_layers, what)
-    layer = _named(head, family, num_layers, places, _dtype(files[0]))
+    layer = _named(head, family, num_layers, places, _dtype(files))
     layer |= _lacking_copies(family.copy_names(num_layers), files)
     written = sorted({places[name].name for name in layer if name in places} | {SHARD})
 
@@ -155,14 +160,14 @@ def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
     return copies
 
 
-def _dtype(file: Path) -> torch.dtype:
-    """Of the first tensor of floats; bfloat16 where a model has none."""
-    with safe_open(file, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  no mapping
-            dtype = opened.get_tensor(name).dtype
-            if dtype.is_floating_point and dtype.itemsize > 1:
-                return dtype
-    return torch.bfloat16
+def _dtype(files: list[Path]) -> torch.dtype:
+    """Of most of the bytes that are no codes of a quantisation; bfloat16 where a model has none."""
+    sizes = Counter[str]()
+    for tensor in chain.from_iterable(tensors(file).values() for file in files):
+        begin, end = tensor["data_offsets"]
+        sizes[tensor["dtype"]] += end - begin
+    known = [name for name, _ in sizes.most_common() if name in DTYPES]
+    return DTYPES[known[0]] if known else torch.bfloat16
 
 
 def _held(file: Path, names: list[str]) -> dict[str, Tensor]:
@@ -194,6 +199,8 @@ def _with_layer(config: dict[str, Any], family: Family, names: list[str]) -> dic
     key = next((key for key in family.counts if key in text), family.counts[0])
     text[key] = text.get(key) or 1
     quantisation = changed.get("quantization_config") or {}
+    if quantisation.get("quant_method") == "bitsandbytes" and not quantisation.get(BITSANDBYTES):
+        quantisation[BITSANDBYTES] = ["lm_head"]  # as its readers do where there is no list
     modules = sorted({name.rpartition(".")[0] for name in names if name.endswith(".weight")})
     for key in LEFT_ALONE:
         if isinstance(quantisation.get(key), list):

@@ -95,7 +95,20 @@ def test_more_layers_stay_counted_and_what_does_not_come_back_is_not_left(
     assert {path.name for path in tmp_path.iterdir()} == {"model", "head", "whole"}
 
 
-def test_a_model_that_lost_its_layer_gets_that_of_the_original(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantisation", "key", "before"),
+    [
+        ({"ignore": ["lm_head", "model.norm"]}, "ignore", {"lm_head", "model.norm"}),
+        (
+            {"quant_method": "bitsandbytes", "llm_int8_skip_modules": None},
+            "llm_int8_skip_modules",
+            {"lm_head"},
+        ),
+    ],
+)
+def test_a_model_that_lost_its_layer_gets_that_of_the_original(
+    quantisation: dict[str, Any], key: str, before: set[str], tmp_path: Path
+) -> None:
     """As after `save_pretrained`: one file, and a quantisation's list of what it left alone."""
     architecture = "Qwen3NextForCausalLM"
     original = saved(tmp_path / "original", architecture)
@@ -103,13 +116,13 @@ def test_a_model_that_lost_its_layer_gets_that_of_the_original(tmp_path: Path) -
     robbed = tmp_path / "robbed"
     target.model.save_pretrained(robbed)
     config = json.loads((robbed / "config.json").read_text())
-    config |= {"architectures": [architecture], "quantization_config": {"ignore": ["lm_head"]}}
+    config |= {"architectures": [architecture], "quantization_config": quantisation}
     (robbed / "config.json").write_text(json.dumps(config))
     run(MtpAction.stitch, robbed, tmp_path / "whole", original)
     changed = json.loads((tmp_path / "whole/config.json").read_text())
     assert changed["num_nextn_predict_layers"] == 1
-    ignored = changed["quantization_config"]["ignore"]
-    assert {"lm_head", "mtp.fc", "mtp.layers.0.self_attn.q_proj"} <= set(ignored)
+    ignored = set(changed["quantization_config"][key])
+    assert before | {"mtp.fc", "mtp.layers.0.self_attn.q_proj"} <= ignored
     stored = all_tensors(tmp_path / "whole")
     whole = load_file(robbed / "model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
@@ -174,6 +187,16 @@ def test_norms_shifted_twice_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "twice", architecture, twice)
     with pytest.raises(InputError, match=r"weights around 1\.10, .* around 0\.00: a converter"):
         run(MtpAction.check, folder, tmp_path / "none")
+
+
+def test_a_layer_is_written_in_the_dtype_of_most_of_the_models_floats(tmp_path: Path) -> None:
+    codes, scales = torch.zeros(64, 64, dtype=torch.int8), torch.zeros(8)
+    first, second = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    save_file({"a.weight": codes, "a.SCB": scales}, first)
+    norm = torch.zeros(4, dtype=torch.bfloat16)
+    save_file({"norm": norm, "embed": torch.zeros(16, 16, dtype=torch.float16)}, second)
+    assert stitch._dtype([first, second]) is torch.float16
+    assert stitch._dtype([first]) is torch.float32
 
 
 @pytest.mark.parametrize(
