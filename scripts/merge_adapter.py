@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import torch
 
 from conf.settings.target import Dtype
+from heads.mtp.checkpoint import has_layer
 from heads.storage import write_folder
 from heads.target_model.adapter import merged, with_adapter
 from heads.target_model.load import load_model, load_tokenizer, resolve_dtype
@@ -39,6 +40,12 @@ def main(config: MergeAdapterRun) -> None:
 
     write_folder(out_dir, fill)
     print(f"merged {target.path} and {target.adapter} into {out_dir}")
+    if has_layer(str(target.path), target.revision):
+        print(
+            "without the target's MTP layer, which transformers does not load; with it:\n"
+            f"python scripts/mtp.py action=stitch target.path={out_dir} "
+            f"head.path={target.path} out_dir={out_dir}-mtp"
+        )
 
 
 if __name__ == "__main__":

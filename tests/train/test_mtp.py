@@ -25,8 +25,9 @@ from conf.settings.training import TrainConfig
 from eval import speedup
 from heads.kinds import load_head
 from heads.mtp.head import MtpHead
-from tests.train.parallel.test_launch import ROOT, TWO, begin, wait_for
+from tests.train.parallel.test_launch import ROOT, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
+from tests.train.parallel.test_placement import launched as laid_out
 from train import mtp
 from train.loop import replay
 
@@ -104,31 +105,37 @@ def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_and_a_killed_run_ends_as_if_it_had_not_been(
-    inputs: Path, tmp_path: Path
+@pytest.mark.parametrize("architecture", ["MiMoForCausalLM", "DeepseekV3ForCausalLM"])
+def test_every_layout_equals_one_process_and_a_killed_run_one_that_was_not(
+    architecture: str, inputs: Path, tmp_path: Path
 ) -> None:
+    """A plain layer, and one whose experts are not all asked in a step."""
+    saved(tmp_path / "own", architecture)
+
     def command(name: str, *more: str) -> list[str]:
         return [
-            str(ROOT / "train/mtp.py"), f"target.path={inputs / 'own'}", "target.dtype=float32",
+            str(ROOT / "train/mtp.py"), f"target.path={tmp_path / 'own'}", "target.dtype=float32",
             f"data.path={inputs / 'chat.jsonl'}", f"out_dir={tmp_path / name}",
             "data.max_length=32", "data.eval_fraction=0.2", "train.batch_size=4",
             "train.warmup_steps=2", "train.max_steps=12", "train.save_steps=2",
             "train.eval_steps=6", "train.log_steps=1", "train.num_replay_prompts=2",
-            "train.learning_rate=0.01", *more,
+            "train.optimizer=adamw", "train.learning_rate=0.001", *more,
         ]  # fmt: skip
 
     def weights(name: str) -> dict[str, torch.Tensor]:
         return load_file(tmp_path / name / "head/model.safetensors")
 
-    launched([sys.executable, *command("one")], tmp_path)
-    launched([*TWO, *command("two")], tmp_path)
-    for name, found in weights("two").items():
-        torch.testing.assert_close(found, weights("one")[name], atol=1e-5, rtol=1e-4)
-    process = begin([sys.executable, *command("killed")], tmp_path)
+    alone = [sys.executable]
+    launched([*alone, *command("one")], tmp_path)
+    for layout in ("ddp", "fsdp2", "zero3"):
+        launched([*laid_out(layout), *command(layout)], tmp_path)
+        for name, found in weights(layout).items():
+            torch.testing.assert_close(found, weights("one")[name], atol=1e-5, rtol=1e-4)
+    process = begin([*alone, *command("killed")], tmp_path)
     wait_for(tmp_path / "killed/checkpoints/step-000004", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    launched([sys.executable, *command("killed", "train.resume=auto")], tmp_path)
+    launched([*alone, *command("killed", "train.resume=auto")], tmp_path)
     for name, found in weights("killed").items():
         assert torch.equal(found, weights("one")[name]), name
 

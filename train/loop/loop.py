@@ -190,7 +190,7 @@ class Run:
         if unknown := resume.check(path, progress.run, now, self.config, progress.step):
             self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
         checkpoint.check_fits(path, tensors, head, state_keys(head, self.config))
-        head.load_state_dict(tensors.head)
+        head.load_state_dict(head.state_dict() | tensors.head)  # buffers are as they were read
         self.step, self.tokens = progress.step, progress.tokens
         self.skipped.numbers |= {*progress.skipped}
         return tensors.state
