@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 from mtp_targets import saved, target_with_layer
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
-from conf.settings.export import MtpAction, MtpFilesRun
+from conf.settings.export import MergeAdapterRun, MtpAction, MtpFilesRun
 from conf.settings.target import TargetConfig
 from heads.kinds import load_head
 from heads.mtp import stitch
 from heads.mtp.head import MtpHead
-from scripts import mtp
+from scripts import merge_adapter, mtp
 
 
 def run(action: MtpAction, target: Path, out_dir: Path, head: Path | None = None) -> None:
@@ -157,6 +158,31 @@ def test_copies_that_are_there_stay(tmp_path: Path) -> None:
     after = all_tensors(tmp_path / "whole")
     assert all(torch.equal(after[name], own[name]) for name in COPIES)
     assert {after[name].dtype for name in COPIES} == {torch.float16}
+
+
+def test_a_merge_names_the_command_that_gives_the_layer_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = saved(tmp_path / "base", "Glm4MoeForCausalLM")
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(0.01)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    target = TargetConfig(path=str(base), adapter=str(tmp_path / "adapter"))
+    merge_adapter.main(MergeAdapterRun(target, str(tmp_path / "merged")))
+    command = capsys.readouterr().out.splitlines()[-1]
+    stitch, head = f"target.path={tmp_path}/merged", f"head.path={base}"
+    out = f"out_dir={tmp_path}/merged-mtp"
+    assert command == f"python scripts/mtp.py action=stitch {stitch} {head} {out}"
+    with pytest.raises(InputError, match="its files hold no tensor of them"):
+        load_head(str(tmp_path / "merged"))
+    run(MtpAction.stitch, tmp_path / "merged", tmp_path / "merged-mtp", base)
+    found, expected = load_head(f"{tmp_path}/merged-mtp"), load_head(str(base))
+    kept = expected.files().tensors
+    assert all(torch.equal(t, kept[name]) for name, t in found.files().tensors.items())
 
 
 def test_the_layer_is_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
