@@ -45,8 +45,38 @@ HYBRID = {
     for name, value in toys.FAMILIES["qwen3_next"].items()
     if name.startswith(("layer_types", "linear"))
 }
+INDEXED = {**ROUTED, **LATENT, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 32}
 TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", {**ROUTED, **LATENT}, True),
+    # Within `index_topk` tokens these are models of the older kind.
+    "DeepseekV32ForCausalLM": ("deepseek_v3", INDEXED, True),
+    "GlmMoeDsaForCausalLM": ("deepseek_v3", INDEXED, True),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {**ROUTED, **LATENT}, True),
+    "HYV3ForCausalLM": ("hy_v3", toys.EXPERTS, True),
+    "MiMoV2FlashForCausalLM": (
+        "mimo_v2_flash",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6,
+            "num_attention_heads": 4, "v_head_dim": 16,
+        },
+        False,
+    ),
+    "NemotronHForCausalLM": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 4,
+            "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
+        },
+        True,
+    ),
+    "Exaone4_5_ForConditionalGeneration": (
+        "exaone4",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+        False,
+    ),
     "Glm4MoeForCausalLM": ("glm4_moe", {**ROUTED, "use_qk_norm": True}, True),
     "Qwen3NextForCausalLM": ("qwen3_next", toys.FAMILIES["qwen3_next"], True),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", HYBRID, False),
@@ -59,10 +89,11 @@ TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
         "exaone_moe",
         {
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
-            "topk_group": 1, "layer_types": ["full_attention"],
-            "mlp_layer_types": ["dense", "sparse"],
+            "topk_group": 1, "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"], "mtp_layer_types": ["full_attention"],
+            "mtp_sliding_windows": [0],
         },
-        True,
+        False,
     ),
     "MiMoForCausalLM": ("qwen2", {}, False),
     "Ernie4_5_MoeForCausalLM": (

@@ -20,20 +20,26 @@ from heads.eagle.branches import ROWS_PER_CHUNK, Branches, Stretch
 from heads.layers.documents import fits_flash
 
 
-def branch_attention(query: Tensor, branches: Branches) -> Tensor:
+def branch_attention(
+    query: Tensor, branches: Branches, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Softmax attention of each row over its text and its own drafts, in one distribution.
 
     With gradients and over one text it is fused, where a kernel takes the dtype and head size;
-    decoding, with few rows and no gradients, goes by `plain_attention`.
+    decoding, with few rows and no gradients, goes by `plain_attention`, and so do windows and
+    sinks.
 
     Args:
         query: [N, Q, d], rotated.
         branches: keys rotated; everything in the dtype of `query`.
+        window: tokens that a row sees, its own included; None for all before it.
+        sinks: [Q], the score per head of a key that has no value; None for no such key.
 
     Returns:
         [N, Q, d].
     """
-    if torch.is_grad_enabled() and len(branches.keys) == 1:
+    plain = window is None and sinks is None
+    if plain and torch.is_grad_enabled() and len(branches.keys) == 1:
         # Not `[0]`, whose gradient is written into zeros.
         text = (branches.keys.squeeze(0), branches.values.squeeze(0))
         own = (*branches.own_keys, *branches.own_values)
@@ -41,10 +47,12 @@ def branch_attention(query: Tensor, branches: Branches) -> Tensor:
             return Flash.apply(query, *text, branches.seen, *own)
         if query.device.type == "cpu" and query.dtype is not torch.float64:
             return Chunked.apply(query, *text, branches.spans, *own)
-    return plain_attention(query, branches)
+    return plain_attention(query, branches, window, sinks)
 
 
-def plain_attention(query: Tensor, branches: Branches) -> Tensor:
+def plain_attention(
+    query: Tensor, branches: Branches, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """`branch_attention` by its definition, for any dtype, device and number of texts.
 
     Scores of one text live for 256 rows at a time, in the backward pass too, so memory beyond
@@ -52,12 +60,16 @@ def plain_attention(query: Tensor, branches: Branches) -> Tensor:
     """
     chunks = []
     num_texts, num_tokens = branches.keys.shape[:2]
+    (first, end, *_), drafts = branches.seen, (branches.own_keys, branches.own_values)
+    if window is not None:
+        first = torch.maximum(first, end + len(branches.own_keys) - window)
+        drafts = (branches.own_keys[-window:], branches.own_values[-window:])
     rows_per_chunk = ROWS_PER_CHUNK if num_texts == 1 else len(query)
     for start in range(0, len(query), rows_per_chunk):
         here = slice(start, start + rows_per_chunk)
-        seen = Stretch(branches.seen.first[here], branches.seen.end[here])
-        inputs = (query[here], branches.keys, branches.values, seen.allowed(num_tokens))
-        own = [own[here] for own in (*branches.own_keys, *branches.own_values)]
+        allowed = Stretch(first[here], end[here]).allowed(num_tokens)
+        inputs = (query[here], branches.keys, branches.values, allowed, sinks)
+        own = [own[here] for own in (*drafts[0], *drafts[1])]
         if torch.is_grad_enabled():
             chunks.append(
                 checkpoint(_attend, *inputs, *own, use_reentrant=False, preserve_rng_state=False)
@@ -67,7 +79,9 @@ def plain_attention(query: Tensor, branches: Branches) -> Tensor:
     return torch.cat(chunks)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, *own: Tensor) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, sinks: Tensor | None, *own: Tensor
+) -> Tensor:
     """`own` holds J keys, then J values, each [N, K, d]."""
     num_rows, num_heads, size = query.shape
     num_texts, num_tokens, num_kv_heads, _ = keys.shape
@@ -80,9 +94,12 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, *own: 
     if num_own:
         own_keys, own_values = torch.stack(own[:num_own], 2), torch.stack(own[num_own:], 2)
         scores = torch.cat([scores, grouped @ own_keys.transpose(2, 3)], dim=-1)
+    if sinks is not None:
+        sunk = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1).expand(num_rows, -1, -1, 1)
+        scores = torch.cat([scores, sunk], dim=-1)
     at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
     weights = scores.to(at_least_float32).softmax(-1).to(values.dtype)
-    text, drafts = weights.split([num_tokens, num_own], dim=-1)
+    text, drafts, _ = weights.tensor_split([num_tokens, num_tokens + num_own], dim=-1)
     text = text.reshape(num_texts, -1, *text.shape[1:]).transpose(1, 2).flatten(2, 3)
     found = _by_row(text @ values.transpose(1, 2), num_rows)
     if num_own:

@@ -19,7 +19,7 @@ from heads.mtp.families import FAMILIES, NOT_READ, Family
 from heads.target_model.weight_files import tensors, weight_files
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+FUSED = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 """Tensors of all experts in transformers' modules, and the projections that they hold."""
 
 
@@ -37,8 +37,8 @@ def unread(config: Mapping[str, Any]) -> str | None:
 
 def num_promised(config: Mapping[str, Any], family: Family) -> int:
     """MTP layers that a `config.json` names."""
-    text = config.get("text_config") or config
-    return next((text[key] for key in family.counts if text.get(key)), 0)
+    places = (config.get("text_config") or config, config)
+    return next((at[key] for at in places for key in family.counts if at.get(key)), 0)
 
 
 def stored_names(folder: Path, family: Family, num_layers: int, path: str) -> dict[str, Path]:
@@ -99,7 +99,8 @@ def dropped(promised: int) -> str:
 
 def layers_of(config: Mapping[str, Any]) -> int:
     """Decoder layers of the model, without its MTP layers."""
-    return (config.get("text_config") or config)["num_hidden_layers"]
+    text = config.get("text_config") or config
+    return text.get("num_hidden_layers") or len(text["layers_block_type"])
 
 
 def has_layer(path: str, revision: str | None = None) -> bool:
@@ -143,8 +144,9 @@ def fused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             joined[name] = tensor
     for experts, held in single.items():
-        numbers = sorted({number for number, _ in held})
-        for name, kinds in FUSED.items():
+        numbers, has_gates = sorted({number for number, _ in held}), (0, "gate") in held
+        for name in ("gate_up_proj" if has_gates else "up_proj", "down_proj"):
+            kinds = FUSED[name]
             rows = [torch.cat([held[number, kind] for kind in kinds]) for number in numbers]
             joined[f"{experts}.{name}"] = torch.stack(rows)
     return joined

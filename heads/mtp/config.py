@@ -1,10 +1,12 @@
 """The architecture of an MTP head: the family of its target, and a decoder layer of that kind."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from conf.errors import InputError
@@ -27,7 +29,7 @@ class MtpHeadConfig:
         target: Hub id or folder of the target.
         hidden_size: of the target's last hidden state.
         vocab_size: of the target.
-        num_positions: that the target knows.
+        num_positions: that the head knows.
         state_first, zeroes_first, feeds_back_normed: of the family.
         num_draft_tokens: None, as a head goes on from its own outputs to any depth.
     """
@@ -54,17 +56,42 @@ class MtpHeadConfig:
         return FAMILIES[self.family]
 
 
+class SubLayers(nn.ModuleList):
+    """A decoder layer in parts, attention and experts, each with a norm and a residual."""
+
+    def __init__(self, block: type[nn.Module], config: PretrainedConfig, first: int) -> None:
+        numbers = range(first, first + config.num_hidden_layers)
+        super().__init__(block(config, number) for number in numbers)
+
+    @property
+    def input_layernorm(self) -> Any:
+        """Before attention."""
+        return self[0].norm
+
+    @property
+    def self_attn(self) -> Any:
+        """Attention."""
+        return self[0].mixer
+
+    def forward(self, rows: Tensor, **places: Any) -> Tensor:
+        """[B, T, H] of rows [B, T, H]."""
+        for part in self:
+            rows = part(rows, **places)
+        return rows
+
+
 class Parts(NamedTuple):
     """Classes of which transformers makes a model's layers, and their config."""
 
     config: PretrainedConfig
-    layer: type[nn.Module]
+    layer: Callable[[PretrainedConfig, int], Any]
     norm: type[nn.Module]
-    rotary: type[nn.Module]
+    rotary: type[nn.Module] | None
+    """None where nothing is rotated."""
 
 
 def layer_settings(config: Any, family: Family, sparse: bool) -> dict[str, Any]:
-    """Settings of a model of one decoder layer, which attends to all and is like the last ones.
+    """Settings of a model of one decoder layer, which is like the last ones.
 
     Args:
         config: of the target's text part.
@@ -75,6 +102,7 @@ def layer_settings(config: Any, family: Family, sparse: bool) -> dict[str, Any]:
     one = {
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],
+        "layers_block_type": ["full_attention", "moe"],
         "mlp_layer_types": ["sparse" if sparse else "dense"],
         "mlp_only_layers": [] if sparse else [0],
         "decoder_sparse_step": 1,
@@ -83,8 +111,20 @@ def layer_settings(config: Any, family: Family, sparse: bool) -> dict[str, Any]:
         "moe_layer_start_index": 0 if sparse else 1,
         "moe_layer_end_index": 0,
     }
+    if family.is_sliding is not False:
+        one |= _window(config, family)
     settings |= {key: value for key, value in one.items() if key in settings}
     return settings | ({"model_type": family.model_type} if family.model_type else {})
+
+
+def _window(config: Any, family: Family) -> dict[str, Any]:
+    """How a layer attends that may do so in a window, in which it rotates; one of 0 is of all."""
+    window = config.sliding_window
+    if family.is_sliding is None:
+        said = [getattr(config, name, None) for name in ("mtp_sliding_windows", "sliding_windows")]
+        kind = (getattr(config, "mtp_layer_types", None) or config.layer_types)[0]
+        window = 0 if kind == "full_attention" else (said[0] or said[1] or [window])[0]
+    return {"layer_types": ["sliding_attention"], "sliding_window": window}
 
 
 def parts_of(settings: dict[str, Any]) -> Parts:
@@ -103,7 +143,11 @@ def parts_of(settings: dict[str, Any]) -> Parts:
     prefix = model.__name__.removesuffix("ForCausalLM")
     rotary = module.get(f"{prefix}RotaryEmbedding", module.get(f"{prefix}TextRotaryEmbedding"))
     layer, norm = (module.get(prefix + name) for name in ("DecoderLayer", "RMSNorm"))
-    if layer is None or norm is None or rotary is None:
+    if hasattr(config, "mtp_layers_block_type"):
+        layer = partial(SubLayers, module[f"{prefix}Block"])
+    elif rotary is None:
+        layer = None
+    if layer is None or norm is None:
         raise InputError(
             f"target.path: a layer for multi-token prediction is made of the target's own layer, "
             f"and those of {model_type} have other parts; train another head, such as EAGLE-3.1"

@@ -26,8 +26,13 @@ class Family:
         state_first: `fc` reads the state before the embedding.
         zeroes_first: the embedding beside the state of position 0 is zeroed.
         feeds_back_normed: a draft goes on from the output behind the final norm.
+        is_dense: the layer is dense, whatever those of the target are.
+        is_sliding: it attends in a window; None has `mtp_layer_types` of `config.json` say so, or
+            else the first of `layer_types`.
+        has_indexer: a module that chooses the `index_topk` best keys. While a text is no longer,
+            all are chosen: the head knows no more positions, and keeps that module as it is.
         renamed: parts of names that transformers' own modules call otherwise.
-        model_type: whose decoder layer it is, where transformers does not know the target's own.
+        model_type: whose decoder layer it is, where that is not the target's own.
     """
 
     names: Mapping[str, str]
@@ -37,6 +42,9 @@ class Family:
     state_first: bool = False
     zeroes_first: bool = False
     feeds_back_normed: bool = True
+    is_dense: bool = False
+    is_sliding: bool | None = False
+    has_indexer: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
 
@@ -79,6 +87,9 @@ _DEEPSEEK = Family(
     copies=("model.layers.{n}.embed_tokens.weight", "model.layers.{n}.shared_head.head.weight"),
     zeroes_first=True,
 )
+_INDEXED = replace(_DEEPSEEK, has_indexer=True, model_type="deepseek_v3")
+# vLLM goes on from the sum before the norm, SGLang from behind it.
+_GLM = replace(_DEEPSEEK, feeds_back_normed=False)
 _QWEN = Family(
     names={
         "enorm": "mtp.pre_fc_norm_embedding.weight",
@@ -89,21 +100,34 @@ _QWEN = Family(
     block="mtp.layers.0.",
 )
 _QWEN3_5 = replace(_QWEN, counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+# vLLM rotates in a layer that attends to all, as it was trained; SGLang does not.
+_EXAONE = replace(_QWEN, is_dense=True, is_sliding=None)
 OTHER = "other"
 """The row of fresh layers for targets of which no such layer is known."""
 FAMILIES: dict[str, Family] = {
     OTHER: _QWEN,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
-    # vLLM goes on from the sum before the norm, SGLang from behind it.
-    "Glm4MoeForCausalLM": replace(_DEEPSEEK, feeds_back_normed=False),
+    "DeepseekV32ForCausalLM": _INDEXED,
+    "GlmMoeDsaForCausalLM": _INDEXED,
+    "Glm4MoeForCausalLM": _GLM,
+    "Glm4MoeLiteForCausalLM": _GLM,
+    "HYV3ForCausalLM": replace(
+        _DEEPSEEK,
+        names={**_DEEPSEEK.names, "norm": "model.layers.{n}.final_layernorm.weight"},
+        copies=(),
+        renamed={
+            "mlp.router.gate.": "mlp.gate.",
+            "mlp.expert_bias": "mlp.e_score_correction_bias",
+            "mlp.shared_mlp.": "mlp.shared_experts.",
+        },
+    ),
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
-    "ExaoneMoeForCausalLM": replace(
-        _QWEN, renamed={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"}
-    ),
+    "ExaoneMoeForCausalLM": _EXAONE,
+    "Exaone4_5_ForConditionalGeneration": _EXAONE,
     "MiMoForCausalLM": Family(
         names={
             "enorm": "model.mtp_layers.0.token_layernorm.weight",
@@ -116,6 +140,30 @@ FAMILIES: dict[str, Family] = {
         zeroes_first=True,
         model_type="qwen2",
     ),
+    "MiMoV2FlashForCausalLM": Family(
+        names={
+            "enorm": "model.mtp.layers.0.enorm.weight",
+            "hnorm": "model.mtp.layers.0.hnorm.weight",
+            "fc": "model.mtp.layers.0.eh_proj.weight",
+            "norm": "model.mtp.layers.0.final_layernorm.weight",
+        },
+        block="model.mtp.layers.0.",
+        is_dense=True,
+        is_sliding=True,
+        renamed={
+            "pre_mlp_layernorm": "post_attention_layernorm",
+            "attention_sink_bias": "sinks",
+        },
+    ),
+    "NemotronHForCausalLM": Family(
+        names={
+            "enorm": "mtp.layers.0.enorm.weight",
+            "hnorm": "mtp.layers.0.hnorm.weight",
+            "fc": "mtp.layers.0.eh_proj.weight",
+            "norm": "mtp.layers.1.final_layernorm.weight",
+        },
+        block="mtp.layers.",
+    ),
     "Ernie4_5_MoeForCausalLM": Family(
         names={
             "enorm": "model.mtp_emb_norm.0.weight",
@@ -125,22 +173,19 @@ FAMILIES: dict[str, Family] = {
         block="model.mtp_block.0.",
         zeroes_first=True,
         feeds_back_normed=False,
+        is_dense=True,
     ),
 }
 """Families by the architecture that `config.json` names."""
 
 KNOWN = ", ".join(name for name in FAMILIES if name != OTHER)
 NOT_READ: dict[str, str] = {
-    "deepseek_v32": "an indexer chooses the keys that it attends to",
-    "glm_moe_dsa": "an indexer chooses the keys that it attends to",
     "deepseek_v4": "it reads several residual streams before they are mixed",
     "qwen4_exp": "it reads several residual streams before they are mixed",
     "kimi_k3": "it reads the state before the final norm",
     "longcat_flash": "its attention is scaled by the rank of its latents",
-    "mimo_v2": "it attends in a window, with sinks",
-    "mimo_v2_flash": "it attends in a window, with sinks",
+    "mimo_v2": "its projections of queries, keys and values are one tensor, cut for eight GPUs",
     "minimax_m3": "it attends to blocks that an index chooses",
-    "nemotron_h": "it has sub-layers of several kinds",
     "step3p5": "it has several layers, each used once",
 }
 """Reasons why the layers of other models have no row yet, by model type."""

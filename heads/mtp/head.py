@@ -95,7 +95,7 @@ class MtpHead(MtpNetwork):
         """A fresh layer of the target's own kind, a mixture of experts where it has such layers."""
         del settings, vocab
         family = next((name for name in target.architectures if name in FAMILIES), OTHER)
-        sparse = any(
+        sparse = not FAMILIES[family].is_dense and any(
             getattr(target.config, name, None)
             for name in ("num_experts", "n_routed_experts", "moe_num_experts")
         )
@@ -148,13 +148,14 @@ def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConf
         sparse: whether the layer is a mixture of experts.
     """
     row = FAMILIES[family]
+    positions = config.max_position_embeddings
     return MtpHeadConfig(
         family=family,
         layer=layer_settings(config, row, sparse),
         target=name,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        num_positions=config.max_position_embeddings,
+        num_positions=min(positions, config.index_topk) if row.has_indexer else positions,
         state_first=row.state_first,
         zeroes_first=row.zeroes_first,
         feeds_back_normed=row.feeds_back_normed,

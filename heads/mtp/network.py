@@ -74,15 +74,17 @@ class _Drafting:
     ) -> Tensor:
         """[1, N, Q, d] of queries [1, Q, N, d], keys and values [1, K, N, d]."""
         del layer
-        if scores.window or scores.cap or scores.sinks is not None:
-            raise NotImplementedError("an MTP layer with a window, a soft cap or sinks")
+        if scores.cap:
+            raise NotImplementedError("an MTP layer with a soft cap")
         width, query, key = query.shape[-1], query.to(value.dtype), key.to(value.dtype)
         if self.remembered:
             self.branches.own_keys.append(_rows(key))
             self.branches.own_values.append(_padded(_rows(value), width))
         if scores.scale is not None and scores.scale != width**-0.5:
             query = query * (scores.scale * width**0.5)
-        attended = branch_attention(_rows(query), self.branches)
+        attended = branch_attention(
+            _rows(query), self.branches, scores.window or None, scores.sinks
+        )
         return attended[..., : value.shape[-1]].unsqueeze(0)
 
 
@@ -111,16 +113,22 @@ class MtpNetwork(ContinuingHead):
     def __init__(self, config: MtpHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
         parts, hidden = parts_of(config.layer), config.hidden_size
-        epsilon: Any = parts.config
-        self.enorm = parts.norm(hidden, epsilon.rms_norm_eps)
-        self.hnorm = parts.norm(hidden, epsilon.rms_norm_eps)
+        names = ("rms_norm_eps", "layer_norm_epsilon")
+        epsilon = next(getattr(parts.config, name) for name in names if hasattr(parts.config, name))
+        self.enorm = parts.norm(hidden, epsilon)
+        self.hnorm = parts.norm(hidden, epsilon)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer: Any = parts.layer(parts.config, 0)
-        self.norm = parts.norm(hidden, epsilon.rms_norm_eps) if "norm" in config.row.names else None
+        if config.row.has_indexer:
+            self.layer.self_attn.indexer = _indexer(parts.config)
+        self.norm = parts.norm(hidden, epsilon) if "norm" in config.row.names else None
         self.lm_head = self.embed_tokens = None
         self.taps, self.window = Taps(), config.num_positions
         # Outside the modules: its float32 frequencies must survive a cast of the head.
-        self._rotary: Any = (parts.rotary(config=parts.config),)
+        self._rotary: Any = parts.rotary and (parts.rotary(config=parts.config),)
+        rules = getattr(parts.config, "rope_parameters", None) or {}
+        # Where layers of several kinds are rotated apart, it asks for the kind.
+        self._kind = [kind for kind in getattr(parts.config, "layer_types", ()) if kind in rules]
 
     @property
     def num_layers(self) -> int:
@@ -161,11 +169,9 @@ class MtpNetwork(ContinuingHead):
     def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
         """See `ContinuingHead.read`."""
         inputs, reading = self.inputs(fused, token_ids, position_ids), _Reading()
-        normed = self.layer.input_layernorm(inputs).unsqueeze(0)
+        norm, rows = getattr(self.layer, "input_layernorm", nn.Identity()), inputs.unsqueeze(0)
         with running(reading):
-            self.layer.self_attn(
-                hidden_states=normed, **self._places(inputs.unsqueeze(0), position_ids)
-            )
+            self.layer.self_attn(hidden_states=norm(rows), **self._places(rows, position_ids))
         return Text(inputs, position_ids, reading.keys, reading.values)
 
     def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
@@ -191,5 +197,20 @@ class MtpNetwork(ContinuingHead):
     def _places(self, rows: Tensor, position_ids: Tensor) -> dict[str, Any]:
         """What a layer is told of positions [N], and that nothing is masked."""
         places = position_ids.unsqueeze(0)
-        rotation = self._rotary[0].to(rows.device)(rows, places)
-        return {"position_embeddings": rotation, "position_ids": places, "attention_mask": None}
+        told: dict[str, Any] = {"position_ids": places, "attention_mask": None}
+        if self._rotary is not None:
+            rotary = self._rotary[0].to(rows.device)
+            told["position_embeddings"] = rotary(rows, places, *self._kind)
+        return told
+
+
+def _indexer(config: Any) -> nn.Module:
+    """The weights of what chooses keys of long texts, kept as they are: nothing runs them here."""
+    hidden, size, num_heads = config.hidden_size, config.index_head_dim, config.index_n_heads
+    parts = {
+        "wq_b": nn.Linear(config.q_lora_rank, num_heads * size, bias=False),
+        "wk": nn.Linear(hidden, size, bias=False),
+        "k_norm": nn.LayerNorm(size),
+        "weights_proj": nn.Linear(hidden, num_heads, bias=False),
+    }
+    return nn.ModuleDict(parts).requires_grad_(False)

@@ -133,7 +133,7 @@ def _named(
 ) -> dict[str, Tensor]:
     """The layer's tensors by the names of the model's files, experts as they were there."""
     held = head.files().tensors
-    joined = any(name.endswith(".experts.gate_up_proj") for name in places)
+    joined = any(name.endswith(".experts.down_proj") for name in places)
     stored: dict[str, Tensor] = {}
     for name, tensor in (held if joined else unfused(held)).items():
         theirs = family.stored_name(name, num_layers)
@@ -196,8 +196,9 @@ def _with_layer(config: dict[str, Any], family: Family, names: list[str]) -> dic
     """A config that counts the layer, which the model's quantisation leaves as it is."""
     changed = json.loads(json.dumps(config))
     text = changed.get("text_config") or changed
-    key = next((key for key in family.counts if key in text), family.counts[0])
-    text[key] = text.get(key) or 1
+    found = ((at, key) for at in (text, changed) for key in family.counts if key in at)
+    place, key = next(found, (text, family.counts[0]))
+    place[key] = place.get(key) or 1
     quantisation = changed.get("quantization_config") or {}
     if quantisation.get("quant_method") == "bitsandbytes" and not quantisation.get(BITSANDBYTES):
         quantisation[BITSANDBYTES] = ["lm_head"]  # as its readers do where there is no list

@@ -43,8 +43,13 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3NextForCausalLM", "DeepseekV3ForCausalLM", "MiMoForCausalLM"]
-)
+    "architecture",
+    [
+        "Qwen3NextForCausalLM", "DeepseekV3ForCausalLM", "MiMoForCausalLM",
+        "DeepseekV32ForCausalLM", "HYV3ForCausalLM", "MiMoV2FlashForCausalLM",
+        "NemotronHForCausalLM",
+    ],
+)  # fmt: skip
 def test_a_trained_layer_is_stitched_and_nothing_else_changes(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -93,6 +93,17 @@ def test_a_target_that_has_lost_its_layer_is_not_given_a_fresh_one(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_indexer_stays_as_it_is(inputs: Path, tmp_path: Path) -> None:
+    """All else of the layer learns, the experts' balance apart, which no gradient moves."""
+    own = str(saved(tmp_path / "own", "GlmMoeDsaForCausalLM"))
+    data = settings(inputs, tmp_path).data
+    trained(tmp_path / "out", TargetConfig(path=own, dtype=Dtype.float32), data, max_steps=2)
+    before, after = (load_head(path).files().tensors for path in (own, str(tmp_path / "out/head")))
+    same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    kept = {name for name in after if ".indexer." in name or "correction_bias" in name}
+    assert (same, len(kept)) == (kept, 6)
+
+
 def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path, capsys) -> None:
     given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
     online = trained(tmp_path / "online", given.target, deepcopy(given.data), max_steps=8)

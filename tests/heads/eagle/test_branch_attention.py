@@ -1,5 +1,6 @@
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +16,22 @@ ALL, SOME = torch.arange(T), torch.tensor([1, 2, 5, 7, 9])
 HEADS = [(4, 2), (3, 3), (6, 1)]
 
 
-def literal(query: Tensor, keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
+def literal(
+    query: Tensor, keys: Tensor, values: Tensor, rows: Tensor, window: int = 0, sinks: Any = None
+) -> Tensor:
     """[N, Q, d] row by row and head by head; keys and values [1 + J, T, K, d]."""
     groups, found = query.shape[1] // keys.shape[2], []
     for number, row in enumerate(rows.tolist()):
         seen = [s for s in range(row + 1) if DOCUMENTS[s] == DOCUMENTS[row]]
         for head in range(query.shape[1]):
             k, v = (
-                torch.cat([each[0, seen, head // groups], each[1:, row, head // groups]])
+                torch.cat([each[0, seen, head // groups], each[1:, row, head // groups]])[-window:]
                 for each in (keys, values)
             )
-            weights = (k @ query[number, head] / query.shape[-1] ** 0.5).softmax(-1)
-            found.append(weights @ v)
+            scores = k @ query[number, head] / query.shape[-1] ** 0.5
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1]])
+            found.append(scores.softmax(-1)[: len(v)] @ v)
     return torch.stack(found).view_as(query)
 
 
@@ -91,6 +96,25 @@ def test_the_plain_path_is_the_definition(
     expected = literal(query, keys, values, rows)
     grads = torch.autograd.grad(expected, (query, keys, values), upstream)
     for mine, theirs in zip(found, (expected, *grads), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_own", [0, 1, 3])
+@pytest.mark.parametrize("window", [None, 1, 2, 4])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_windows_and_sinks_are_the_definition(num_own: int, window: int | None, sunk: bool) -> None:
+    """A window goes on over the row's own drafts, and so leaves the text behind."""
+    query, keys, values, upstream = tensors(num_own, ALL, (4, 2), torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64).requires_grad_() if sunk else None
+    inputs = [query, keys, values, *([sinks] if sunk else [])]
+    found = branch_attention(query, branches_of(keys, values, ALL), window, sinks)
+    expected = literal(query, keys, values, ALL, window or 0, sinks)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 

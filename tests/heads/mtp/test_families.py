@@ -3,22 +3,28 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from mtp_targets import TARGETS, saved, target_with_layer
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from conf.errors import InputError
-from eval.decode.engine import decode
+from conf.settings.eagle import MtpConfig
+from eval.decode.engine import NoDraft, decode
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.eagle.branches import Branches, causal_rows
 from heads.kinds import load_head
 from heads.layers.documents import Documents
 from heads.mtp.checkpoint import fused, unfused
+from heads.mtp.config import layer_settings
+from heads.mtp.families import FAMILIES
 from heads.mtp.head import MtpHead
 from heads.target_model.model import Target
+from heads.vocab import DraftVocab
 
 NUM_STEPS = 4
 HEAD = "shared_head.head"
@@ -37,13 +43,12 @@ def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> l
         halves = [head.enorm(embeds), head.hnorm(torch.stack(states))]
         rows = head.fc(torch.cat(halves[::-1] if row.state_first else halves, -1))[None]
         places = torch.arange(len(tokens))[None]
-        mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
         config = layer.self_attn.config
+        window = getattr(layer.self_attn, "sliding_window", None) or len(tokens)
+        hidden = torch.full((len(tokens), len(tokens)), float("-inf"))
+        mask = (hidden.triu(1) + hidden.tril(-window))[None, None]
         usual, config._attn_implementation = config._attn_implementation, "eager"
-        rotation = head._rotary[0](rows, places)
-        found = layer(
-            rows, position_embeddings=rotation, position_ids=places, attention_mask=mask
-        )  # fmt: skip
+        found = layer(rows, **{**head._places(rows[0], places[0]), "attention_mask": mask})
         config._attn_implementation = usual
         output = (found[0] if isinstance(found, tuple) else found)[0, -1]
         normed = output if head.norm is None else head.norm(output)
@@ -67,8 +72,9 @@ def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
     assert len(set(proposed[0].tokens[0].tolist())) > 1
 
 
-def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts() -> None:
-    target, head = target_with_layer("MiMoForCausalLM")
+@pytest.mark.parametrize("architecture", ["MiMoForCausalLM", "MiMoV2FlashForCausalLM"])
+def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts(architecture: str) -> None:
+    target, head = target_with_layer(architecture)
     ids = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(1))
     states = target.read_text(ids.tolist(), head.taps).hidden_states[0]
     known = torch.cat([ids, target.logits(states[-1]).argmax(-1, keepdim=True)])
@@ -105,6 +111,44 @@ NAMES = {
         model.layers.2.self_attn.kv_a_proj_with_mqa.weight model.layers.2.mlp.gate.weight
         model.layers.2.mlp.gate.e_score_correction_bias model.layers.2.mlp.experts.3.up_proj.weight
     """,
+    "DeepseekV32ForCausalLM": """
+        model.layers.2.eh_proj.weight model.layers.2.shared_head.norm.weight
+        model.layers.2.self_attn.indexer.wq_b.weight model.layers.2.self_attn.indexer.wk.weight
+        model.layers.2.self_attn.indexer.k_norm.weight model.layers.2.self_attn.indexer.k_norm.bias
+        model.layers.2.self_attn.indexer.weights_proj.weight
+    """,
+    "GlmMoeDsaForCausalLM": """
+        model.layers.2.self_attn.indexer.weights_proj.weight
+        model.layers.2.mlp.gate.e_score_correction_bias
+    """,
+    "Glm4MoeLiteForCausalLM": """
+        model.layers.2.enorm.weight model.layers.2.shared_head.norm.weight
+        model.layers.2.self_attn.q_a_proj.weight model.layers.2.mlp.shared_experts.up_proj.weight
+    """,
+    "HYV3ForCausalLM": """
+        model.layers.2.eh_proj.weight model.layers.2.final_layernorm.weight
+        model.layers.2.self_attn.q_norm.weight model.layers.2.mlp.router.gate.weight
+        model.layers.2.mlp.expert_bias model.layers.2.mlp.shared_mlp.gate_proj.weight
+        model.layers.2.mlp.experts.3.down_proj.weight
+    """,
+    "MiMoV2FlashForCausalLM": """
+        model.mtp.layers.0.enorm.weight model.mtp.layers.0.hnorm.weight
+        model.mtp.layers.0.eh_proj.weight model.mtp.layers.0.final_layernorm.weight
+        model.mtp.layers.0.input_layernorm.weight model.mtp.layers.0.pre_mlp_layernorm.weight
+        model.mtp.layers.0.self_attn.attention_sink_bias model.mtp.layers.0.self_attn.v_proj.weight
+        model.mtp.layers.0.mlp.down_proj.weight
+    """,
+    "NemotronHForCausalLM": """
+        mtp.layers.0.enorm.weight mtp.layers.0.hnorm.weight mtp.layers.0.eh_proj.weight
+        mtp.layers.0.norm.weight mtp.layers.0.mixer.q_proj.weight mtp.layers.1.norm.weight
+        mtp.layers.1.mixer.gate.e_score_correction_bias mtp.layers.1.mixer.experts.3.up_proj.weight
+        mtp.layers.1.mixer.shared_experts.down_proj.weight
+        mtp.layers.1.mixer.fc1_latent_proj.weight mtp.layers.1.final_layernorm.weight
+    """,
+    "Exaone4_5_ForConditionalGeneration": """
+        mtp.fc.weight mtp.pre_fc_norm_hidden.weight mtp.norm.weight mtp.layers.0.mlp.up_proj.weight
+        mtp.layers.0.self_attn.k_norm.weight mtp.layers.0.post_feedforward_layernorm.weight
+    """,
     "Glm4MoeForCausalLM": """
         model.layers.2.enorm.weight model.layers.2.shared_head.norm.weight
         model.layers.2.self_attn.q_norm.weight model.layers.2.mlp.shared_experts.down_proj.weight
@@ -116,7 +160,7 @@ NAMES = {
     """,
     "Qwen3_5ForCausalLM": "mtp.fc.weight mtp.layers.0.mlp.gate_proj.weight mtp.norm.weight",
     "Qwen3_5MoeForCausalLM": "mtp.layers.0.mlp.experts.3.down_proj.weight mtp.norm.weight",
-    "ExaoneMoeForCausalLM": "mtp.fc.weight mtp.layers.0.mlp.e_score_correction_bias",
+    "ExaoneMoeForCausalLM": "mtp.fc.weight mtp.layers.0.mlp.gate_proj.weight mtp.norm.weight",
     "MiMoForCausalLM": """
         model.mtp_layers.0.token_layernorm.weight model.mtp_layers.0.hidden_layernorm.weight
         model.mtp_layers.0.input_proj.weight model.mtp_layers.0.final_layernorm.weight
@@ -146,6 +190,45 @@ def test_the_layer_is_read_from_the_targets_own_files(architecture: str, tmp_pat
     assert all(torch.equal(own.files().tensors[name], t) for name, t in expected.items())
 
 
+def test_a_head_knows_as_many_positions_as_its_indexer_takes(tmp_path: Path) -> None:
+    """Further ones would see what the indexer chooses, which nothing here computes."""
+    target, head = target_with_layer("GlmMoeDsaForCausalLM")
+    assert (head.window, target.window) == (64, 256)
+    assert load_head(str(saved(tmp_path / "model", "GlmMoeDsaForCausalLM"))).window == 64
+    kept = [name for name, each in head.named_parameters() if not each.requires_grad]
+    parts = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+    assert kept == [f"layer.self_attn.indexer.{name}" for name in parts]
+    ids = list(range(5, 65))
+    text = decode(target, head.drafter(Tree.chain(3), GREEDY, [0]), ids, 12).token_ids
+    assert text == decode(target, NoDraft(), ids, 12).token_ids
+
+
+EXAONE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.mark.parametrize(
+    ("says", "window"),
+    [
+        ({}, 6),
+        ({"sliding_windows": [9, 0]}, 9),
+        ({"mtp_layer_types": ["full_attention"], "mtp_sliding_windows": [0]}, 0),
+        ({"mtp_layer_types": ["sliding_attention"], "mtp_sliding_windows": [7]}, 7),
+    ],
+)
+def test_exaones_window_is_that_of_the_mtp_layer_or_of_the_first(says, window: int) -> None:
+    config = AutoConfig.for_model("exaone_moe", num_hidden_layers=2, **EXAONE, **says)
+    settings = layer_settings(config, FAMILIES["ExaoneMoeForCausalLM"], sparse=False)
+    assert (settings["layer_types"], settings["sliding_window"]) == (["sliding_attention"], window)
+
+
+@pytest.mark.parametrize("name", ["MiMoV2FlashForCausalLM", "ExaoneMoeForCausalLM"])
+def test_a_fresh_layer_of_a_family_of_dense_ones_is_dense(name: str) -> None:
+    target, _ = target_with_layer(name)
+    with patch.object(type(target), "architectures", [name]):
+        fresh = MtpHead.untrained(target, MtpConfig(), DraftVocab.everything(300), seed=0)
+    assert not [each for each in fresh.tensors() if "experts" in each]
+
+
 def test_copies_of_the_targets_ends_are_not_of_the_layer(tmp_path: Path) -> None:
     ends = {f"model.layers.2.{n}.weight": torch.ones(300, 64) for n in ("embed_tokens", HEAD)}
     folder = saved(tmp_path / "model", "DeepseekV3ForCausalLM", ends)
@@ -164,7 +247,7 @@ def test_experts_may_be_joined_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("deepseek_v4", "several residual streams"), ("glm_moe_dsa", "an indexer chooses")],
+    [("deepseek_v4", "several residual streams"), ("mimo_v2", "one tensor, cut for eight GPUs")],
 )
 def test_layers_that_are_not_read_are_refused_by_name(model_type, reason, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "MiMoForCausalLM")
