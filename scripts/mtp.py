@@ -30,10 +30,17 @@ from torch import Tensor
 
 from conf.errors import InputError
 from heads.kinds import read_head
-from heads.mtp.checkpoint import family_of, model_config, num_promised
+from heads.mtp.checkpoint import (
+    family_of,
+    layers_of,
+    model_config,
+    num_promised,
+    stored_names,
+)
 from heads.mtp.families import FAMILIES
 from heads.mtp.head import MtpHead
-from heads.mtp.stitch import stitched
+from heads.mtp.left_alone import unlisted
+from heads.mtp.stitch import matrices, stitched
 from heads.storage import locate
 from heads.target_model.weight_files import tensors, weight_files
 
@@ -59,7 +66,11 @@ def main(config: MtpFilesRun) -> None:
         return
     check_norms(folder, head, target)
     settings = model_config(folder)
-    promised = num_promised(settings, FAMILIES[str(family_of(settings))])
+    family = FAMILIES[str(family_of(settings))]
+    places = stored_names(folder, family, layers_of(settings), target)
+    shapes = {name: tensors(file)[name]["shape"] for name, file in places.items()}
+    check_left_alone(settings, shapes, target)
+    promised = num_promised(settings, family)
     numbers = sum(tensor.numel() for tensor in head.files().tensors.values())
     print(f"{target}: an MTP layer of {head.config.family}, {numbers / 1e6:.1f} M numbers, whole")
     if promised != 1:
@@ -76,6 +87,21 @@ def layer_in(folder: Path, path: str) -> MtpHead:
     if not isinstance(head, MtpHead):
         raise InputError(f"{path}: {head.phrase}; name an MTP layer, or a model that has one")
     return head
+
+
+def check_left_alone(settings: dict[str, Any], shapes: dict[str, list[int]], path: str) -> None:
+    """Refuses a quantised model whose config does not say that its MTP layer is none.
+
+    Raises:
+        InputError: engines would read the layer's weights as codes.
+    """
+    missing = unlisted(settings.get("quantization_config") or {}, matrices(shapes))
+    for key, modules in missing.items():
+        raise InputError(
+            f"{path}: quantization_config.{key} of config.json does not name {modules[0]} and "
+            f"{len(modules) - 1} more modules of the MTP layer, which are not quantised; write the "
+            f"list anew: action=stitch head.path={path} out_dir=DIR"
+        )
 
 
 def check_norms(folder: Path, head: MtpHead, path: str) -> None:

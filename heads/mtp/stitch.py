@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,12 @@ from heads.head import other_target
 from heads.mtp.checkpoint import family_of, layers_of, model_config, stored_names, unfused
 from heads.mtp.families import FAMILIES, KNOWN, Family
 from heads.mtp.head import MtpHead
+from heads.mtp.left_alone import with_listed
 from heads.storage import write_folder
 from heads.target_model.weight_files import tensors, weight_files
 
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BITSANDBYTES = "llm_int8_skip_modules"
-LEFT_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers", BITSANDBYTES)
-"""Keys under which quantisations list what they leave as it is."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes of a layer, as safetensors call them."""
 
@@ -82,7 +80,7 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
             weight_map |= dict.fromkeys(rest, SHARD)
         index = {"metadata": _sizes(staging, weight_map), "weight_map": weight_map}
         (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-        changed = _with_layer(config, family, list(layer))
+        changed = _with_layer(config, family, {name: t.shape for name, t in layer.items()})
         (staging / "config.json").write_text(json.dumps(changed, indent=2))
         _verify(staging, head)
 
@@ -192,18 +190,23 @@ def _sizes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
     return {"total_size": total}
 
 
-def _with_layer(config: dict[str, Any], family: Family, names: list[str]) -> dict[str, Any]:
+def _with_layer(
+    config: dict[str, Any], family: Family, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
     """A config that counts the layer, which the model's quantisation leaves as it is."""
     changed = json.loads(json.dumps(config))
     text = changed.get("text_config") or changed
     found = ((at, key) for at in (text, changed) for key in family.counts if key in at)
     place, key = next(found, (text, family.counts[0]))
     place[key] = place.get(key) or 1
-    quantisation = changed.get("quantization_config") or {}
-    if quantisation.get("quant_method") == "bitsandbytes" and not quantisation.get(BITSANDBYTES):
-        quantisation[BITSANDBYTES] = ["lm_head"]  # as its readers do where there is no list
-    modules = sorted({name.rpartition(".")[0] for name in names if name.endswith(".weight")})
-    for key in LEFT_ALONE:
-        if isinstance(quantisation.get(key), list):
-            quantisation[key] += [name for name in modules if name not in quantisation[key]]
+    with_listed(changed.get("quantization_config") or {}, matrices(shapes))
     return changed
+
+
+def matrices(shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """The modules whose weights are matrices, of tensors by name."""
+    return sorted(
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) > 1
+    )

@@ -17,6 +17,7 @@ from conf.settings.export import MergeAdapterRun, MtpAction, MtpFilesRun
 from conf.settings.target import TargetConfig
 from heads.kinds import load_head
 from heads.mtp import stitch
+from heads.mtp.checkpoint import model_config
 from heads.mtp.head import MtpHead
 from scripts import merge_adapter, mtp
 
@@ -110,6 +111,8 @@ def test_more_layers_stay_counted_and_what_does_not_come_back_is_not_left(
             "llm_int8_skip_modules",
             {"lm_head"},
         ),
+        ({"quant_method": "compressed-tensors"}, "ignore", {"lm_head"}),
+        ({"quant_method": "fp8"}, "modules_to_not_convert", {"lm_head"}),
     ],
 )
 def test_a_model_that_lost_its_layer_gets_that_of_the_original(
@@ -249,6 +252,34 @@ def test_another_model_is_refused_and_nothing_is_written(
     with pytest.raises(InputError, match=message):
         run(MtpAction.stitch, folder, tmp_path / "whole", head)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "head"}
+
+
+@pytest.mark.parametrize(
+    ("listed", "missing"),
+    [
+        (["mtp"], 0),
+        (["lm_head", "re:.*mtp.*"], 0),
+        (["mtp.*"], 0),
+        (["mtp.layers.0"], 1),
+        # q, k, v and o, the router, 4 experts and a shared one of 3 matrices, its gate, and fc.
+        (["model.layers.0.mlp"], 4 + 1 + 3 * 5 + 1 + 1),
+    ],
+)
+def test_a_quantised_model_must_say_that_the_layer_is_none(
+    listed: list[str], missing: int, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "model", "Qwen3NextForCausalLM")
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"ignore": listed}}
+    file.write_text(json.dumps(config))
+    if missing:
+        more = rf"does not name mtp\.fc and {missing - 1} more modules"
+        with pytest.raises(InputError, match=more):
+            run(MtpAction.check, folder, tmp_path / "none")
+        run(MtpAction.stitch, folder, tmp_path / "whole", folder)
+        folder = tmp_path / "whole"
+        assert len(model_config(folder)["quantization_config"]["ignore"]) == len(listed) + missing
+    run(MtpAction.check, folder, tmp_path / "none")
 
 
 def test_settings_that_say_nothing_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""The lists of what a quantisation leaves as it is; they must name the modules of an MTP layer.
+
+Formats: `quantization_config` of `config.json` as compressed-tensors (`ignore`), FP8, GPTQ and AWQ
+(`modules_to_not_convert`, `ignored_layers`), ModelOpt (`ignore`, `exclude_modules`) and
+bitsandbytes write it.
+"""
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+LISTS = (
+    "modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules",
+    "llm_int8_skip_modules",
+)  # fmt: skip
+USUAL = {"bitsandbytes": "llm_int8_skip_modules", "compressed-tensors": "ignore"}
+"""The list of a method where a config has none; of others it is the first of `LISTS`."""
+
+
+def unlisted(quantisation: dict[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
+    """The modules that each list of a quantisation does not name, by the list's key.
+
+    Args:
+        quantisation: a `quantization_config`; empty of a model that is not quantised.
+        modules: names of matrices, as in the model's files.
+    """
+    if not quantisation:
+        return {}
+    lists = {key: quantisation[key] for key in LISTS if isinstance(quantisation.get(key), list)}
+    usual = USUAL.get(str(quantisation.get("quant_method")), LISTS[0])
+    missing = {
+        key: [name for name in modules if not any(_names(each, name) for each in listed)]
+        for key, listed in (lists or {usual: []}).items()
+    }
+    return {key: names for key, names in missing.items() if names}
+
+
+def with_listed(quantisation: dict[str, Any], modules: Iterable[str]) -> None:
+    """Has the lists of a quantisation name modules, in place."""
+    for key, missing in unlisted(quantisation, modules).items():
+        # Without a list readers leave the output head alone.
+        quantisation[key] = [*(quantisation.get(key) or ["lm_head"]), *missing]
+
+
+def _names(entry: str, module: str) -> bool:
+    """True where an entry is a module, what holds the module, or a pattern of either."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    parts = module.split(".")
+    holders = (".".join(parts[: n + 1]) for n in range(len(parts)))
+    return any(fnmatchcase(holder, entry) for holder in holders)
