@@ -7,13 +7,18 @@ MTP layer). The loss is DeepSeek-V3's (arXiv 2412.19437, eq. 24 and 25): the cro
 next token, and `--weight` times that of the token after it, whose gradient reaches the model too.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.launch import rest_while_waiting
+
+rest_while_waiting()
+
+import argparse
+import json
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
