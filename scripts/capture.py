@@ -53,12 +53,13 @@ from heads.target_model.remote import RemoteTarget
 from scripts.store.plan import Work, check_disk, prepared, target_json
 from scripts.store.states import (
     StatesOf,
-    states_from_server,
+    states_from_servers,
     states_from_target,
     stored,
     token_fields,
 )
 from train.loop.replay import heldout_answers
+from train.loop.served import longest_document
 
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
@@ -129,7 +130,9 @@ def write_shards(work: Work, state: PartialState) -> None:
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
     source: AbstractContextManager[StatesOf]
     if isinstance(target, RemoteTarget):
-        source = states_from_server(str(work.config.engine), target, layers)
+        source = states_from_servers(
+            work.config.target.engine, target, layers, longest_document(work.sets["train"])
+        )
     else:
         assert isinstance(target, Target)
         source = nullcontext(states_from_target(target, layers))
@@ -146,7 +149,7 @@ def write_shards(work: Work, state: PartialState) -> None:
 
 def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
     """The whole target, or what an engine that runs its layers leaves to us."""
-    if config.engine is None:
+    if not config.target.engine:
         target = load_target(config.target, device)
         told = follow_or_tell(target)
         if told is not None:

@@ -8,10 +8,14 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from eval.measure.answers import greedy_answers
+from heads.target_model.model import Taps
 
 Fault = tuple[int, dict[str, str]] | str
 
@@ -260,6 +264,32 @@ def state(token: int, layer: int) -> list[float]:
     return [100.0 * layer + token, -1.0]
 
 
+def serving(target: Any, folder: Path, layers: list[int]) -> "EngineServer":
+    """A server of a target's own states, before the final norm, and of its own answers."""
+    server = EngineServer(folder, layers)
+    server.models = ({"id": "toy"},)
+    taps, one_at_a_time = Taps(tuple(layers)), threading.Lock()
+
+    def states(ids: list[int]) -> Tensor:
+        with one_at_a_time:
+            found = target.read_text(ids, taps).layers
+        return torch.stack([found[index][0] for index in layers], 1)
+
+    def follows(ids: list[int], num_new: int) -> list[int]:
+        if num_new == 1:
+            return [0]  # nobody reads it
+        with one_at_a_time:
+            return greedy_answers(target, [ids], num_new, shown=False)[0]
+
+    def log_probs(ids: list[int]) -> list[float]:
+        with one_at_a_time:
+            logits = target.logits(target.read_text(ids).hidden_states[0, :-1])
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+    server.states, server.follows, server.log_probs = states, follows, log_probs
+    return server
+
+
 class EngineServer(ChatServer):
     """Writes hidden states as vLLM does, by a rule one can do by hand.
 
@@ -268,6 +298,11 @@ class EngineServer(ChatServer):
         folder: where it writes, in a folder named after its layers.
         write_s: how long after its reply a file is complete.
         change: applied to what is written.
+        version: that it tells; None for a server that tells none.
+        states: [S, L, D] of the tokens that it has read.
+        follows: the tokens that it answers, at most so many.
+        log_probs: of the tokens of a prompt but the first.
+        locks: it holds a lock on a file that is not complete.
     """
 
     path = "/v1/completions"
@@ -280,26 +315,51 @@ class EngineServer(ChatServer):
         self.folder.mkdir()
         self.write_s = 0.0
         self.change: Callable[[dict[str, Tensor]], object] = lambda _: None
+        self.version: str | None = None
+        self.states: Callable[[list[int]], Tensor] = self._by_hand
+        self.follows: Callable[[list[int], int], list[int]] = lambda ids, num: [ids[-1] + 1] * num
+        self.log_probs: Callable[[list[int]], list[float]] = lambda ids: [-1.0] * len(ids[1:])
+        self.locks = True
         self._counter = 0
+
+    def _by_hand(self, ids: list[int]) -> Tensor:
+        return torch.tensor([[state(token, layer) for layer in self.layers] for token in ids])
+
+    def page(self, path: str) -> dict | str | None:
+        if path == "/version" and self.version is not None:
+            return {"version": self.version}
+        return super().page(path)
 
     def answer(self, body: dict) -> dict:
         with self._lock:
             file = self.folder / f"{self._counter}.safetensors"
             self._counter += 1
-        lock = file.with_name(f"{file.name}.lock").open("wb")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = file.with_name(f"{file.name}.lock").open("wb") if self.locks else None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        new = self.follows(body["prompt"], body["max_tokens"])
+        outputs = body.get("kv_transfer_params", {}).get("include_output_tokens")
+        ids = body["prompt"] + (new[:-1] if outputs else [])
 
         def write() -> None:
-            time.sleep(self.write_s)
-            states = [[state(token, layer) for layer in self.layers] for token in body["prompt"]]
-            tensors = {
-                "hidden_states": torch.tensor(states),
-                "token_ids": torch.tensor(body["prompt"]),
-            }
-            self.change(tensors)
-            if tensors:
-                save_file(tensors, file)
-            lock.close()
+            try:
+                time.sleep(self.write_s)
+                tensors = {"hidden_states": self.states(ids), "token_ids": torch.tensor(ids)}
+                self.change(tensors)
+                if tensors:
+                    save_file(tensors, file)
+            finally:
+                if lock is not None:
+                    lock.close()
 
-        threading.Thread(target=write).start()
-        return {"kv_transfer_params": {"hidden_states_path": str(file)}}
+        if lock is None:
+            write()
+        else:
+            threading.Thread(target=write).start()
+        told: dict[str, Any] = {"token_ids": new} if body.get("return_token_ids") else {}
+        if "prompt_logprobs" in body:
+            found = zip(body["prompt"][1:], self.log_probs(body["prompt"]), strict=True)
+            after = [{str(token): {"logprob": nats}} for token, nats in found]
+            told["prompt_logprobs"] = [None, *after]
+        transfer = {"hidden_states_path": str(file)}
+        return {"choices": [told], "kv_transfer_params": transfer}

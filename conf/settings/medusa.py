@@ -121,6 +121,7 @@ class Medusa2Run(TrainRun):
     out_dir: str = "outputs/medusa2"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.joint.heads_only_steps is None:
             fresh = self.head.path is None
             self.joint.heads_only_steps = self.train.max_steps // 2 if fresh else 0

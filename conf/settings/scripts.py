@@ -38,11 +38,8 @@ class CaptureRun(PackedRun):
     micro_batch_size: int = 4
     """Packed sequences per forward pass of one process."""
     num_replay_prompts: int = 16
-    """Held-out prompts that the target answers, so that training can measure tau."""
-    engine: str | None = None
-    """Base URL of a vLLM server that gives hidden states, e.g. http://localhost:8000/v1; unset
-    runs the target in process. Of the target only embedding, final norm and output head are
-    then loaded here, and no prompts are answered for tau."""
+    """Held-out prompts that the target answers, so that training can measure tau; none of a
+    target with `target.engine`."""
     out_dir: str = "outputs/features"
     """A second start continues it."""
     seed: int = 0

@@ -1,6 +1,6 @@
 """Settings of the target: the frozen language model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -47,6 +47,10 @@ class TargetConfig:
     attention: str | None = None
     """transformers' name of how its layers attend to drafts: `sdpa`, `eager` or `flex_attention`;
     the last on GPUs alone; unset takes the first of these that changes nothing."""
+    engine: list[str] = field(default_factory=list)
+    """Base URLs of vLLM servers that run this target's layers, e.g.
+    [http://localhost:8000/v1]; a URL that is named twice gets twice the requests. Of the target
+    only embedding, final norm and output head are then loaded. Of training and of capture."""
     prefill_chunk: int = 512
     """Tokens of a prompt that are read at a time; recurrent targets read all of it at once."""
 

@@ -163,6 +163,13 @@ class TrainRun(PackedRun):
     seed: int = 0
     """Of new weights, the order of data, noise and draws."""
 
+    def __post_init__(self) -> None:
+        if self.target.engine and not isinstance(self, FrozenTargetRun):
+            raise InputError(
+                f"target.engine={self.target.engine}: this command trains the target itself, and "
+                "needs its layers; unset it"
+            )
+
 
 @dataclass
 class FrozenTargetRun(TrainRun):
@@ -172,6 +179,18 @@ class FrozenTargetRun(TrainRun):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target.engine and self.data.features is not None:
+            raise InputError(
+                f"target.engine={self.target.engine}: data.features={self.data.features} holds the "
+                "states that engines would give; unset one of them"
+            )
+        if self.target.engine and self.rollout.steps is not None:
+            raise InputError(
+                f"rollout.steps={self.rollout.steps}: the target answers in this process, and "
+                "target.engine runs its layers elsewhere; write the answers with "
+                "scripts/regenerate.py endpoint=URL, and name them in data.path"
+            )
         if self.rollout.steps is not None and self.data.features is not None:
             raise InputError(
                 f"rollout.steps={self.rollout.steps}: the target answers while training, so it is "

@@ -123,6 +123,16 @@ class Client:
             raise InputError(f"{self.endpoint}: lists no model; name one with model=...")
         return named
 
+    async def version(self) -> str | None:
+        """The version that the server tells, as vLLM does beside its base URL; None for none."""
+        root = self.endpoint.url.rstrip("/").removesuffix("/v1")
+        try:
+            response = await self._http.get(f"{root}/version")
+            told = response.json() if response.is_success else {}
+        except (httpx.RequestError, ValueError):
+            return None
+        return str(told["version"]) if isinstance(told, dict) and "version" in told else None
+
     async def answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
         """Asks for the next assistant message.
 

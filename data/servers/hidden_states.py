@@ -7,15 +7,16 @@ Letters: S tokens of a document, T tokens of a packed sequence, L layers in a fi
 """
 
 import fcntl
-import itertools
 import json
 import shlex
+import shutil
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import torch
@@ -25,10 +26,17 @@ from torch import Tensor
 
 from conf.errors import InputError
 from data.servers.endpoint import Connection, Endpoint, RowFailed, RowRefused
+from data.servers.versions import WRITINGS, Writing, writing_of
 
 # How long a file that the server has named may take to show on a network file system.
 VISIBLE_S = 10.0
 LOOK_EVERY_S = 0.01
+ROOM = 2
+"""Free space that is left, in files of the size that is asked for."""
+
+
+class NotReadError(InputError):
+    """A document's states did not come, or not right: another attempt, or server, may give them."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,14 @@ class ServerTaps:
         num_layers: decoder layers of the target.
         hidden_size: D.
         final_norm: the target's, on the CPU, for `hidden_states`; None leaves those out.
+        recurrent: the target has layers that carry states along the text.
     """
 
     layers: tuple[int, ...]
     num_layers: int
     hidden_size: int
     final_norm: Callable[[Tensor], Tensor] | None
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
         outside = [index for index in self.layers if not 0 <= index <= self.num_layers]
@@ -69,11 +79,12 @@ class ServerTaps:
         """Name of the folder that files lie in; a server says nowhere else what it writes."""
         return "-".join(["layers", *map(str, self.written)])
 
-    def serve_options(self, storage: str | Path) -> list[str]:
+    def serve_options(self, storage: str | Path, writing: Writing = WRITINGS[-1]) -> list[str]:
         """Arguments of `vllm serve` that make it write these states.
 
         Args:
             storage: the folder that server and reader share, under one name.
+            writing: of the server's version.
         """
         layers = {"eagle_aux_hidden_state_layer_ids": self.written}
         speculative = {
@@ -89,6 +100,7 @@ class ServerTaps:
         return [
             *("--speculative-config", json.dumps(speculative)),
             *("--kv-transfer-config", json.dumps(transfer)),
+            *writing.options,
         ]
 
     @torch.no_grad()
@@ -105,7 +117,11 @@ class ServerTaps:
 class HiddenStatesServer(Connection):
     """A server of documents' hidden states; a context manager, whose start tries it out.
 
-    The server must serve this target: its model's name is in `model`, its weights nobody checks.
+    Whether it serves this target, its weights included, `train.loop.engine_probe` finds out.
+
+    Attributes:
+        writing: how its version writes.
+        max_model_len: tokens that it takes, the one that it generates included; None: not told.
     """
 
     def __init__(self, endpoint: Endpoint, taps: ServerTaps, concurrency: int) -> None:
@@ -121,7 +137,10 @@ class HiddenStatesServer(Connection):
         self.concurrency = concurrency
         self.model = endpoint.model
         self.max_model_len: int | None = None
-        """Tokens that the server takes, the one that it generates included; None: not told."""
+        self.writing = WRITINGS[-1]
+        self._room = threading.Condition()
+        self._num_bytes = 0  # that are asked for and not read
+        self._storage: Path | None = None
 
     def start(self) -> None:
         """Raises InputError unless a first document can be read."""
@@ -130,6 +149,14 @@ class HiddenStatesServer(Connection):
         if self.model not in models:
             raise self._error(f"has no model {self.model}; it lists {sorted(models)}")
         self.max_model_len = models[self.model].get("max_model_len")
+        version = self.portal.call(self.client.version)
+        if version is not None:
+            self.writing = writing_of(version, str(self.endpoint))
+        if self.taps.recurrent and not self.writing.hybrids:
+            raise self._error(
+                f"vLLM {version} writes zeros for a target with recurrent layers; serve with 0.26 "
+                "or newer"
+            )
         self.read([0])
 
     def read(self, token_ids: list[int]) -> dict[str, Tensor]:
@@ -145,53 +172,85 @@ class HiddenStatesServer(Connection):
             InputError: the server does not answer, or not with these states; the message says
                 what to change.
         """
-        return next(self.read_many([token_ids]))
+        with self._room_for(len(token_ids)):
+            return self.portal.call(self._read, token_ids, 1)[1]
 
-    def read_many(self, documents: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
-        """States of each document as `read` gives them, in order, with several in flight."""
-        pending: deque[Future[dict[str, Tensor]]] = deque()
-        queue = iter(documents)
-        try:
-            while True:
-                for document in itertools.islice(queue, self.concurrency - len(pending)):
-                    pending.append(self.portal.start_task_soon(self._read, document))
-                if not pending:
-                    return
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+    def log_probs(self, token_ids: list[int]) -> list[float]:
+        """The log-probability of each token but the first, after those before it.
 
-    def read_rows(self, rows: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """States of the documents of packed sequences, with those of later ones in flight.
-
-        One sequence often holds fewer documents than keep the server busy.
-
-        Args:
-            rows: items of `data.prepared.pack.PackedDataset`, of T tokens.
-
-        Yields:
-            As `read`, each [T, D], with zeros on padding; in order.
+        Raises:
+            InputError: see `read`.
         """
-        rows, ahead = itertools.tee(rows)
-        states = self.read_many(document for row in ahead for document in documents_of(row))
-        for row in rows:
-            documents = list(itertools.islice(states, len(documents_of(row))))
-            yield {name: _placed(row, [d[name] for d in documents]) for name in documents[0]}
+        asked = {"prompt_logprobs": 1}
+        with self._room_for(len(token_ids)):
+            choice, _ = self.portal.call(self._read, token_ids, 1, asked)
+        told = (choice.get("prompt_logprobs") or [])[1:]
+        try:
+            return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], told, strict=True)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._error("gives no prompt_logprobs; serve with vLLM 0.18 or newer") from error
 
-    async def _read(self, token_ids: list[int]) -> dict[str, Tensor]:
+    def answer(self, prompt: list[int], max_new_tokens: int) -> tuple[list[int], dict[str, Tensor]]:
+        """The target's greedy answer to a prompt, and the states of both but its last token.
+
+        Where the server's version can, one request gives both.
+
+        Raises:
+            InputError: see `read`.
+        """
+        asked: dict[str, Any] = {"return_token_ids": True}
+        if self.writing.outputs:
+            asked |= {"kv_transfer_params": {"include_output_tokens": True}}
+        with self._room_for(len(prompt) + max_new_tokens):
+            choice, states = self.portal.call(self._read, prompt, max_new_tokens, asked)
+        ids = choice["token_ids"]
+        return ids, states if self.writing.outputs else self.read(prompt + ids[:-1])
+
+    @contextmanager
+    def _room_for(self, num_tokens: int) -> Iterator[None]:
+        """Waits until the storage has room for a file beside those that are asked for.
+
+        The server gives no notice of a full disk but a file that is short.
+
+        Raises:
+            NotReadError: others fill it.
+        """
+        itemsize = 4  # of the widest dtype that it may serve in
+        num_bytes = num_tokens * len(self.taps.written) * self.taps.hidden_size * itemsize
+        until = time.monotonic() + self.endpoint.timeout_s
+        with self._room:
+            while self._storage is not None and self._num_bytes:
+                if shutil.disk_usage(self._storage).free > ROOM * (self._num_bytes + num_bytes):
+                    break
+                if not self._room.wait(until - time.monotonic()):
+                    raise NotReadError(f"{self.endpoint}: {self._storage} is full")
+            self._num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._room:
+                self._num_bytes -= num_bytes
+                self._room.notify_all()
+
+    async def _read(
+        self, token_ids: list[int], num_new: int, asked: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The server's choice of up to `num_new` tokens, and the states of all that it has read."""
         num_tokens = len(token_ids)
-        if self.max_model_len is not None and num_tokens >= self.max_model_len:
+        if self.max_model_len is not None and num_tokens + num_new > self.max_model_len:
             raise self._error(
                 f"a document of {num_tokens} tokens, and the server takes "
-                f"{self.max_model_len - 1} and one more: serve with "
-                f"--max-model-len {num_tokens + 1}, or set data.max_length lower"
+                f"{self.max_model_len - num_new} and {num_new} more: serve with "
+                f"--max-model-len {num_tokens + num_new}, or set data.max_length lower"
             )
-        body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "temperature": 0}
+        body = {"model": self.model, "prompt": token_ids, "max_tokens": num_new, "temperature": 0}
+        body |= asked or {}
         try:
             reply = await self.client.request("POST", "completions", body)
         except (RowFailed, RowRefused) as error:
-            raise self._error(f"no states of a document of {num_tokens} tokens: {error}") from error
+            raise self._failed(
+                f"no states of a document of {num_tokens} tokens: {error}"
+            ) from error
         path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
         if path is None:
             raise self._error(f"answers without hidden states; {self._how_to_serve()}")
@@ -200,7 +259,12 @@ class HiddenStatesServer(Connection):
                 f"writes {path}, and not to {self.taps.folder}: it may be other layers; "
                 f"{self._how_to_serve()}"
             )
-        return await anyio.to_thread.run_sync(self._collect, Path(path), token_ids)
+        self._storage = Path(path).parent if Path(path).parent.is_dir() else None
+        choice = (reply.get("choices") or [{}])[0]
+        if num_new > 1 and not choice.get("token_ids"):
+            raise self._error("tells no token ids of its answers; serve with a newer vLLM")
+        more = choice["token_ids"][:-1] if num_new > 1 and self.writing.outputs else []
+        return choice, await anyio.to_thread.run_sync(self._collect, Path(path), token_ids + more)
 
     def _collect(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
         """Loads, deletes and checks a file that the server named."""
@@ -208,16 +272,16 @@ class HiddenStatesServer(Connection):
         try:
             tensors = load_file(path)  # mapped from the file
         except (OSError, SafetensorError) as error:
-            raise self._error(
+            raise self._failed(
                 f"{path} was not written whole ({error}): the disk may be full, see the "
                 "server's log"
             ) from error
         # Also keeps a reply from having any other file deleted.
         if tensors.get("token_ids", torch.empty(0)).tolist() != token_ids:
-            raise self._error(f"{path} does not hold the tokens that were sent")
+            raise self._failed(f"{path} does not hold the tokens that were sent")
         try:
             path.unlink()
-            _lock_of(path).unlink()
+            _lock_of(path).unlink(missing_ok=not self.writing.locks)
         except OSError as error:
             raise self._error(
                 f"cannot delete {path}, and the disk would fill up: {error}"
@@ -230,14 +294,16 @@ class HiddenStatesServer(Connection):
                 f"size): it serves another target, or other layers; {self._how_to_serve()}"
             )
         if not written.isfinite().all():
-            raise self._error("states hold NaN or infinity: check the server's --dtype")
+            raise self._failed("states hold NaN or infinity: check the server's --dtype")
         # Only a first token can have such states, where its embedding is zero.
         if not written[1:, -1].any(dim=1).all():
-            raise self._error("states of zeros: it left them out, see the server's log")
+            raise self._failed("states of zeros: it left them out, see the server's log")
         return self.taps.named(written)
 
     def _wait_for_writer(self, path: Path) -> None:
         """Waits until the file is closed: until then the server holds the lock beside it."""
+        if not self.writing.locks:
+            return  # whole before the server answered
         start = time.monotonic()
         while True:
             passed_s = time.monotonic() - start
@@ -247,7 +313,7 @@ class HiddenStatesServer(Connection):
                 return
             except BlockingIOError as error:
                 if passed_s > self.endpoint.timeout_s:
-                    raise self._error(
+                    raise self._failed(
                         f"{path} is not written after {passed_s:.0f} s: see the server's log"
                     ) from error
             except FileNotFoundError as error:
@@ -261,26 +327,14 @@ class HiddenStatesServer(Connection):
             time.sleep(LOOK_EVERY_S)
 
     def _how_to_serve(self) -> str:
-        options = self.taps.serve_options("/dev/shm")
+        options = self.taps.serve_options("/dev/shm", self.writing)
         return f"serve with: {shlex.join(['vllm', 'serve', str(self.model), *options])}"
+
+    def _failed(self, text: str) -> NotReadError:
+        return NotReadError(f"{self.endpoint}: {text}")
 
     def _error(self, text: str) -> InputError:
         return InputError(f"{self.endpoint}: {text}")
-
-
-def documents_of(row: dict[str, Tensor]) -> list[list[int]]:
-    """Token ids of each document of a packed sequence, in order."""
-    real = row["document_ids"] >= 0
-    lengths = torch.unique_consecutive(row["document_ids"][real], return_counts=True)[1]
-    return [part.tolist() for part in row["input_ids"][real].split(lengths.tolist())]
-
-
-def _placed(row: dict[str, Tensor], documents: list[Tensor]) -> Tensor:
-    """[T, D] where [S, D] of each document lie in place."""
-    states = torch.cat(documents)
-    placed = states.new_zeros(len(row["document_ids"]), states.shape[1])
-    placed[row["document_ids"] >= 0] = states
-    return placed
 
 
 def _lock_of(path: Path) -> Path:

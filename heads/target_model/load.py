@@ -33,6 +33,11 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
             architecture that cannot be served, with the reason.
     """
     assert config.path is not None
+    if config.engine:
+        raise InputError(
+            f"target.engine={config.engine}: this command runs the target in its own process; "
+            "unset the setting (of train/*.py and scripts/capture.py)"
+        )
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
     tell_if_slow("target.dtype", dtype, device)

@@ -138,7 +138,7 @@ def final_norm(model: Any) -> nn.Module:
 def _needs_more(who: str, parts: list[str]) -> InputError:
     return InputError(
         f"target.path: {who} makes final hidden states of the last layer's output by {parts} too; "
-        "allowed: hidden states of the target itself (engine=null)"
+        "allowed: hidden states of the target itself (target.engine=[])"
     )
 
 

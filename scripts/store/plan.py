@@ -62,7 +62,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     train, heldout, report = prepare(config.data, tokenizer, config.seed, state.is_main_process)
     sets = {"train": train, "heldout": heldout}
     # A serving engine gives states of texts, not answers.
-    num_prompts = config.num_replay_prompts if config.engine is None else 0
+    num_prompts = 0 if config.target.engine else config.num_replay_prompts
     prompts = heldout_prompts(heldout, num_prompts)
     lengths = {name: packed.lengths for name, packed in sets.items()}
     lengths["replay"] = [len(prompt) + MAX_NEW_TOKENS for prompt in prompts]
@@ -136,10 +136,10 @@ def target_json(
         identity = replace(identity, weights=None)
     if not (loaded or here("target.adapter", str(target.adapter))):
         identity = replace(identity, adapter_weights=None)
-    answers = config.engine is None and config.num_replay_prompts > 0
+    answers = not config.target.engine and config.num_replay_prompts > 0
     return {
         **asdict(identity),
-        "by_engine": config.engine is not None,
+        "by_engine": bool(config.target.engine),
         "generation_config": generation_config(target) if answers else None,
     }
 

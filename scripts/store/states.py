@@ -3,7 +3,7 @@
 Letters: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k teacher tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,17 +19,15 @@ from data.features.format import (
     Contents,
     encode,
 )
-from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import HiddenStatesServer, ServerTaps
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, Target
 from heads.target_model.remote import RemoteTarget
+from train.loop.served import opened
 from train.loss.ranking import fast_topk
 
 ROWS_PER_CHUNK = 1024
 GROUP = 8
-NUM_REQUESTS = 16
 
 StatesOf = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """From a batch of packed sequences, [B, T] tensors on the CPU, to [B, T, D] `hidden_states` and
@@ -54,26 +52,26 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
 
 
 @contextmanager
-def states_from_server(
-    url: str, target: RemoteTarget, layers: tuple[int, ...]
+def states_from_servers(
+    urls: Sequence[str], target: RemoteTarget, layers: tuple[int, ...], text: list[int]
 ) -> Iterator[StatesOf]:
-    """States by the passes of a server that has the same target.
+    """States by the passes of servers that have the same target.
 
     Args:
-        url: base URL of the server.
-        target: gives its final norm, which the server leaves out.
+        urls: base URLs of the servers.
+        target: gives its final norm, which a server leaves out.
         layers: to read.
+        text: token ids of the data, to probe with.
 
     Raises:
-        InputError: the server does not write these states.
+        InputError: a server does not write these states.
     """
-    taps = ServerTaps(layers, target.num_layers, target.hidden_size, target.final_norm)
-    with HiddenStatesServer(Endpoint(url, setting="engine"), taps, NUM_REQUESTS) as server:
+    with opened(urls, target, layers, text, target.final_norm) as pool:
 
         def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             names, columns = batch.keys(), batch.values()
             rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-            read = list(server.read_rows(rows))
+            read = list(pool.read_rows(rows))
             return {name: torch.stack([states[name] for states in read]) for name in read[0]}
 
         yield states_of

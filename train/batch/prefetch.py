@@ -9,6 +9,7 @@ before, whose memory it then writes over. The host, which is far ahead, lets go 
 asks for the next one.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,22 +63,32 @@ class Prefetcher:
         prepare: adds what the target gives to a batch on the device.
         device: where batches go.
         first, last: steps, from 0, the last one not included.
+        ahead: steps that are loaded at a time, before they are asked for.
     """
 
     def __init__(
-        self, load: Load, prepare: Prepare, device: torch.device, first: int, last: int
+        self,
+        load: Load,
+        prepare: Prepare,
+        device: torch.device,
+        first: int,
+        last: int,
+        ahead: int = 1,
     ) -> None:
         self._load, self._prepare, self._device = load, prepare, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(1, "headsmith-prefetch")
+        self._pool = ThreadPoolExecutor(ahead, "headsmith-prefetch")
         self._steps = iter(range(first, last))
-        self._coming = self._begin_loading()
+        self._coming: deque[Future[list[Batch]]] = deque()
+        for _ in range(ahead):
+            self._begin_loading()
         self._current: list[Batch] = []
         self._ahead: _Started | None = None
 
-    def _begin_loading(self) -> Future[list[Batch]] | None:
+    def _begin_loading(self) -> None:
         step = next(self._steps, None)
-        return None if step is None else self._pool.submit(self._load_pinned, step)
+        if step is not None:
+            self._coming.append(self._pool.submit(self._load_pinned, step))
 
     def _load_pinned(self, step: int) -> list[Batch]:
         batches = self._load(step)
@@ -87,10 +98,10 @@ class Prefetcher:
 
     def next_step(self) -> list[Batch]:
         """Micro batches of the next step as loaded, on the CPU; raises an error of loading."""
-        assert self._coming is not None, "no step is left"
+        assert self._coming, "no step is left"
         with record_function("waiting"):
-            self._current = self._coming.result()
-        self._coming = self._begin_loading()
+            self._current = self._coming.popleft().result()
+        self._begin_loading()
         return self._current
 
     def micro_batches(self) -> Iterator[Batch]:
@@ -110,7 +121,7 @@ class Prefetcher:
         """Batch after one of this step, if it is loaded."""
         if number + 1 < len(self._current):
             return self._current[number + 1]
-        coming = self._coming
+        coming = self._coming[0] if self._coming else None
         ready = coming is not None and coming.done() and coming.exception() is None
         return coming.result()[0] if coming is not None and ready else None
 

@@ -1,11 +1,12 @@
 """The part that all training commands share: checks, data, plan, loop, last words."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -30,13 +31,22 @@ from heads.target_model.identity import Identity, identify, other_target_notice
 from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
+from heads.target_model.remote import RemoteTarget
 from heads.vocab import DraftVocab, coverage_lines
+from train.batch.prefetch import Dataset
 from train.loop import loop, memory
 from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
 from train.loop.loop import Evaluate, Job, Outcome
 from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.rollouts import API_KEY, Rollouts
+from train.loop.served import (
+    STEPS_AHEAD,
+    ServedReplay,
+    ServedRows,
+    longest_document,
+    opened,
+)
 from train.loop.stored import check_taps, identity_of, load_embeddings_and_head, open_store
 from train.loss.sizes import LaunchSizes
 from train.objective import Objective
@@ -49,6 +59,14 @@ LOGITS_THAT_PAY = 3e10
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """Function from the target (`EmbeddingsAndHead` beside a feature store) and the training data to
 the objective and the lines to print about it."""
+
+
+class Sequences(NamedTuple):
+    """Packed sequences of a run, and tau on held-out prompts, see `TrainingSource`."""
+
+    train: Dataset
+    heldout: Dataset
+    replay: Callable[[int, Taps], Replay]
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,8 @@ class TrainingSource:
         report: what became of the data.
         lines: what to say about it.
         replay: tau on held-out prompts, for a depth and what the head reads.
+        engines: base URLs of servers that give the states of the sequences.
+        prompts: held-out ones, which such servers answer.
     """
 
     target: EmbeddingsAndHead
@@ -73,7 +93,31 @@ class TrainingSource:
     heldout: TrainingData
     report: DataReport
     lines: list[str]
-    replay: Callable[[int, Taps], Replay]
+    replay: Callable[[int, Taps], Replay] | None
+    engines: Sequence[str] = ()
+    prompts: Sequence[list[int]] = ()
+
+    @contextmanager
+    def opened(self, taps: Taps) -> Iterator[Sequences]:
+        """The sequences, with the states that a head reads where servers give them.
+
+        Raises:
+            InputError: a server does not.
+        """
+        if not self.engines:
+            assert self.replay is not None
+            yield Sequences(self.train, self.heldout, self.replay)
+            return
+        target = self.target
+        assert isinstance(target, RemoteTarget)
+        assert isinstance(self.train, PackedDataset)
+        assert isinstance(self.heldout, PackedDataset)
+        layers = sorted({*taps.layers, target.num_layers})
+        text = longest_document(self.train)
+        with opened(self.engines, target, layers, text) as pool:
+            replay = partial(ServedReplay, target, pool, list(self.prompts))
+            train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
+            yield Sequences(train, heldout, replay)
 
 
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
@@ -167,6 +211,7 @@ class Training:
 
 def replayed(_config: TrainRun, source: TrainingSource, objective: Objective) -> Evaluate | None:
     """Tau on held-out prompts, if there are any."""
+    assert source.replay is not None
     replay = source.replay(objective.depth, objective.head.taps)
     return replay if replay.prompts else None
 
@@ -220,22 +265,24 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     parts = memory_of(accelerator, objective, config.train, source.train)
     rollouts = rollouts_of(config, source)
     answers = {} if rollouts is None else {"answers": rollouts.answers}
-    job = Job(
-        config=config.train,
-        log=config.log,
-        seed=config.seed,
-        out_dir=out_dir,
-        objective=objective,
-        train=source.train,
-        heldout=source.heldout,
-        provenance=provenance(config, source.target.name, source.report)
-        | {"target_identity": plain(source.identity), "about_head": lines},
-        made_of=stated(target=source.identity, data={"checksum": source.checksum}, **answers),
-        goes_on=head.path is not None,
-        rollouts=rollouts,
-        evaluate=measure(config, source, objective),
-    )
-    outcome = loop.fit(accelerator, job)
+    with source.opened(objective.head.taps) as states:
+        job = Job(
+            config=config.train,
+            log=config.log,
+            seed=config.seed,
+            out_dir=out_dir,
+            objective=objective,
+            train=states.train,
+            heldout=states.heldout,
+            provenance=provenance(config, source.target.name, source.report)
+            | {"target_identity": plain(source.identity), "about_head": lines},
+            made_of=stated(target=source.identity, data={"checksum": source.checksum}, **answers),
+            goes_on=head.path is not None,
+            rollouts=rollouts,
+            evaluate=measure(config, replace(source, replay=states.replay), objective),
+            steps_ahead=STEPS_AHEAD if source.engines else 1,
+        )
+        outcome = loop.fit(accelerator, job)
     if accelerator.is_main_process:
         if parts and accelerator.device.type == "cuda":
             print(memory.afterwards(parts, accelerator.device))  # noqa: T201
@@ -281,14 +328,14 @@ def memory_of(
 
 
 def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
-    """Loads the target and prepares the data."""
+    """Loads the target, or what serving engines leave of it, and prepares the data."""
     fill_unset(config)
-    target = load_target(config.target, accelerator.device)
-    told = None
-    if config.rollout.steps is None:
-        told = follow_or_tell(target)
+    target: EmbeddingsAndHead
+    if config.target.engine:
+        target = RemoteTarget.of(config.target, accelerator.device)
+        told: str | None = f"hidden states: from {', '.join(config.target.engine)}"
     else:
-        follow(target)
+        target, told = whole_target(config, accelerator.device)
     train_data, heldout, report = prepare(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process
     )
@@ -296,11 +343,26 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
         data.check_ids(target)
     processes.wait()  # on a disk of its own another node may take longer
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
-    replay = partial(HeldoutReplay, target, prompts)
-    lines = [*filter(None, [told]), *report.lines(), f"attention of the target: {target.attention}"]
+    lines = [*filter(None, [told]), *report.lines()]
+    replay = None
+    if isinstance(target, Target):
+        replay = partial(HeldoutReplay, target, prompts)
+        lines.append(f"attention of the target: {target.attention}")
     identity = identify(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
-    return TrainingSource(target, identity, checksum, train_data, heldout, report, lines, replay)
+    return TrainingSource(
+        target, identity, checksum, train_data, heldout, report, lines, replay,
+        config.target.engine, prompts,
+    )  # fmt: skip
+
+
+def whole_target(config: TrainRun, device: torch.device) -> tuple[Target, str | None]:
+    """The target with its layers, and what to say of its generation config."""
+    target = load_target(config.target, device)
+    if config.rollout.steps is None:
+        return target, follow_or_tell(target)
+    follow(target)
+    return target, None
 
 
 def wants_compile(

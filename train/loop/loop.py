@@ -58,6 +58,7 @@ class Job:
         rollouts: answers of the target that are learnt in place of those of `train`.
         evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
             their names get the prefix `eval/`.
+        steps_ahead: optimizer steps whose sequences are loaded at a time.
     """
 
     config: TrainConfig
@@ -72,6 +73,7 @@ class Job:
     goes_on: bool = False
     rollouts: Rollouts | None = None
     evaluate: Evaluate | None = None
+    steps_ahead: int = 1
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -219,7 +221,8 @@ class Run:
                 self.metrics.log(self.step, written)
                 self.say(f"step {self.step}: {rollouts.line(written)}")
         last = min(self.round.last, self.config.max_steps)
-        return Prefetcher(self._load, objective.prepare, self.device, self.step, last)
+        ahead = self.job.steps_ahead
+        return Prefetcher(self._load, objective.prepare, self.device, self.step, last, ahead)
 
     def train(self) -> Outcome:
         """Make steps until the end or a stop."""

@@ -6,12 +6,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from data.prepared.pack import PackedDataset
 from data.servers import endpoint as endpoint_module
 from data.servers import hidden_states as engine_states
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import HiddenStatesServer, ServerTaps
-from data.templates.encoder import Sample
 from tests.servers import HIDDEN, EngineServer, state
 
 NUM_LAYERS = 4
@@ -102,38 +100,6 @@ def test_a_file_is_read_when_its_writer_is_done(tmp_path: Path) -> None:
         assert_same(states.read([7, 5]), expected([7, 5]))
 
 
-def test_documents_come_in_order_however_their_requests_end(tmp_path: Path) -> None:
-    documents = [[token, token + 1] for token in range(40)]
-    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, engine(server) as states:
-        server.faults = [(500, {}), "drop", (503, {}), (429, {"Retry-After": "0.1"})]
-        for document, found in zip(documents, states.read_many(documents), strict=True):
-            assert_same(found, expected(document))
-        assert server.most_at_once == 4
-    assert list(server.folder.iterdir()) == []
-
-
-def test_a_packed_sequence_has_each_document_in_its_place(tmp_path: Path) -> None:
-    samples = [Sample([5, 6, 7], [True] * 3), Sample([8, 9], [False, True])]
-    row = PackedDataset(samples, max_length=6, seed=0, pad_id=3)[0]
-    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 3]
-    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
-        found = next(states.read_rows([row]))
-    assert sorted(body["prompt"] for body in server.bodies[1:]) == [[5, 6, 7], [8, 9]]
-    padding = torch.zeros(1, HIDDEN)
-    wanted = expected([5, 6, 7, 8, 9])
-    assert_same(found, {name: torch.cat([states, padding]) for name, states in wanted.items()})
-
-
-def test_documents_of_later_rows_are_in_flight_too(tmp_path: Path) -> None:
-    samples = [Sample([token] * 4, [True] * 4) for token in range(1, 9)]
-    rows = PackedDataset(samples, max_length=4, seed=0)
-    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, engine(server) as states:
-        found = list(states.read_rows(rows[i] for i in range(8)))
-        assert server.most_at_once == 4
-    for i, row in enumerate(found):
-        assert_same(row, expected(rows[i]["input_ids"].tolist()))
-
-
 def refused(server: EngineServer, match: str, wanted: ServerTaps | None = None, **endpoint) -> None:
     """The server is refused before the first document."""
     with pytest.raises(InputError, match=match), engine(server, wanted, **endpoint):
@@ -218,23 +184,12 @@ def test_a_document_beyond_the_context_is_refused_unsent(tmp_path: Path) -> None
         assert states.read(list(range(16)))["layers.1"].shape == (16, HIDDEN)
         num_sent = len(server.bodies)
         message = (
-            r"a document of 17 tokens, and the server takes 16 and one more: serve with "
+            r"a document of 17 tokens, and the server takes 16 and 1 more: serve with "
             r"--max-model-len 18, or set data.max_length lower"
         )
         with pytest.raises(InputError, match=message):
             states.read(list(range(17)))
         assert len(server.bodies) == num_sent
-
-
-def test_a_failure_reaches_the_reader_in_its_place(tmp_path: Path) -> None:
-    documents = [[token] for token in range(20)]
-    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
-        server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
-        read = states.read_many(documents)
-        assert [next(read)["layers.1"][0, 0].item() for _ in range(7)] == [*range(100, 107)]
-        with pytest.raises(InputError, match="no states of a document of 1 tokens: HTTP 422"):
-            next(read)
-        assert_same(states.read([9]), expected([9]))
 
 
 def test_layers_that_the_target_lacks() -> None:

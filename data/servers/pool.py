@@ -1,0 +1,187 @@
+"""Servers of one target's hidden states that share its documents.
+
+Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
+"""
+
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from conf.errors import InputError
+from data.servers.hidden_states import HiddenStatesServer, NotReadError
+
+Result = TypeVar("Result")
+
+NUM_ATTEMPTS = 3
+"""Of a document, each at a server that has the least to do."""
+MOST_FAILURES = 16
+"""Attempts that may fail in a row, over all documents and servers."""
+
+
+class StatesPool:
+    """Servers that share the documents of a run; a context manager, which tries each out.
+
+    Args:
+        servers: one or more; one that is named twice gets twice the documents.
+        check: raises an InputError for a server of another target; asked of each that has failed
+            before it is asked for more, as it may have been started anew.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[HiddenStatesServer],
+        check: Callable[[HiddenStatesServer], object] = lambda _: None,
+    ) -> None:
+        self.servers, self.check = servers, check
+        self._suspects: set[int] = set()
+        self.num_failures = 0
+        self._in_a_row = 0
+        self._busy: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._concurrency = sum(server.concurrency for server in servers)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for server in self.servers:
+                stack.enter_context(server)
+            self._threads = ThreadPoolExecutor(self._concurrency, "headsmith-engine")
+            stack.callback(self._threads.shutdown, cancel_futures=True)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of `output_hidden_states` under `layers.{i}` of what is read."""
+        return self.servers[0].taps.layers
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.servers[0].taps.hidden_size
+
+    def submit(self, token_ids: list[int]) -> "Future[dict[str, Tensor]]":
+        """Asks for the states of a document, as `HiddenStatesServer.read` gives them."""
+        return self._threads.submit(self.read, token_ids)
+
+    def read(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """States of one document, as `HiddenStatesServer.read` gives them.
+
+        Raises:
+            NotReadError: no attempt gave them.
+            InputError: a server serves something else, or too many attempts have failed in a row.
+        """
+        return self._tried(lambda server: server.read(token_ids))
+
+    def answers(
+        self, prompts: Iterable[list[int]], max_new_tokens: int
+    ) -> list[tuple[list[int], dict[str, Tensor]]]:
+        """Answers and states, as `HiddenStatesServer.answer` gives them; raises as `read` does."""
+        asked = [
+            self._threads.submit(self._tried, partial(_answered, prompt, max_new_tokens))
+            for prompt in prompts
+        ]
+        return [future.result() for future in asked]
+
+    def _tried(self, ask: Callable[[HiddenStatesServer], Result]) -> Result:
+        tried: set[int] = set()
+        for attempt in range(1, NUM_ATTEMPTS + 1):
+            number = self._least_busy(tried)
+            tried.add(number)
+            try:
+                if number in self._suspects:
+                    self.check(self.servers[number])
+                    self._suspects.discard(number)
+                found = ask(self.servers[number])
+            except NotReadError as error:
+                with self._lock:
+                    self._suspects.add(number)
+                    self.num_failures += 1
+                    self._in_a_row += 1
+                    if self._in_a_row >= MOST_FAILURES:
+                        raise InputError(
+                            f"{error} ({self._in_a_row} attempts in a row have failed)"
+                        ) from error
+                if attempt == NUM_ATTEMPTS:
+                    raise
+            else:
+                with self._lock:
+                    self._in_a_row = 0
+                return found
+            finally:
+                with self._lock:
+                    self._busy[number] -= 1
+        raise AssertionError
+
+    def _least_busy(self, tried: set[int]) -> int:
+        """The number of the server to ask, one that has not failed if there is any."""
+        with self._lock:
+            number = min(
+                range(len(self.servers)), key=lambda each: (each in tried, self._busy[each])
+            )
+            self._busy[number] += 1
+        return number
+
+    def read_many(self, documents: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
+        """States of each document as `read` gives them, in order, with several in flight."""
+        pending: deque[Future[dict[str, Tensor]]] = deque()
+        queue = iter(documents)
+        try:
+            while True:
+                for document in itertools.islice(queue, self._concurrency - len(pending)):
+                    pending.append(self.submit(document))
+                if not pending:
+                    return
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def read_rows(self, rows: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """States of the documents of packed sequences, with those of later ones in flight.
+
+        One sequence often holds fewer documents than keep the servers busy.
+
+        Args:
+            rows: items of `data.prepared.pack.PackedDataset`, of T tokens.
+
+        Yields:
+            As `read`, each [T, D], with zeros on padding; in order.
+        """
+        rows, ahead = itertools.tee(rows)
+        states = self.read_many(document for row in ahead for document in documents_of(row))
+        for row in rows:
+            documents = list(itertools.islice(states, len(documents_of(row))))
+            yield {name: placed(row, [d[name] for d in documents]) for name in documents[0]}
+
+
+def _answered(
+    prompt: list[int], max_new_tokens: int, server: HiddenStatesServer
+) -> tuple[list[int], dict[str, Tensor]]:
+    return server.answer(prompt, max_new_tokens)
+
+
+def documents_of(row: dict[str, Tensor]) -> list[list[int]]:
+    """Token ids of each document of a packed sequence, in order."""
+    real = row["document_ids"] >= 0
+    lengths = torch.unique_consecutive(row["document_ids"][real], return_counts=True)[1]
+    return [part.tolist() for part in row["input_ids"][real].split(lengths.tolist())]
+
+
+def placed(row: dict[str, Tensor], documents: list[Tensor]) -> Tensor:
+    """[T, D] where [S, D] of each document lie in place."""
+    states = torch.cat(documents)
+    placed = states.new_zeros(len(row["document_ids"]), states.shape[1])
+    placed[row["document_ids"] >= 0] = states
+    return placed

@@ -1,0 +1,143 @@
+"""Servers of hidden states that share the documents of a run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.errors import InputError
+from data.prepared.pack import PackedDataset
+from data.servers import endpoint as endpoint_module
+from data.servers import hidden_states as engine_states
+from data.servers.hidden_states import NotReadError
+from data.servers.pool import MOST_FAILURES, StatesPool
+from data.templates.encoder import Sample
+from tests.data.servers.test_hidden_states import WRITTEN, assert_same, engine, expected
+from tests.servers import HIDDEN, EngineServer
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_states, "VISIBLE_S", 0.05)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def pooled(*servers: EngineServer) -> StatesPool:
+    return StatesPool([engine(server, max_retries=3) for server in servers])
+
+
+def test_documents_come_in_order_however_their_requests_end(tmp_path: Path) -> None:
+    documents = [[token, token + 1] for token in range(40)]
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, pooled(server) as states:
+        server.faults = [(500, {}), "drop", (503, {}), (429, {"Retry-After": "0.1"})]
+        for document, found in zip(documents, states.read_many(documents), strict=True):
+            assert_same(found, expected(document))
+        assert server.most_at_once == 4
+    assert list(server.folder.iterdir()) == []
+
+
+def test_a_packed_sequence_has_each_document_in_its_place(tmp_path: Path) -> None:
+    samples = [Sample([5, 6, 7], [True] * 3), Sample([8, 9], [False, True])]
+    row = PackedDataset(samples, max_length=6, seed=0, pad_id=3)[0]
+    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 3]
+    with EngineServer(tmp_path, WRITTEN) as server, pooled(server) as states:
+        found = next(states.read_rows([row]))
+    assert sorted(body["prompt"] for body in server.bodies[1:]) == [[5, 6, 7], [8, 9]]
+    padding = torch.zeros(1, HIDDEN)
+    wanted = expected([5, 6, 7, 8, 9])
+    assert_same(found, {name: torch.cat([states, padding]) for name, states in wanted.items()})
+
+
+def test_documents_of_later_rows_are_in_flight_too(tmp_path: Path) -> None:
+    samples = [Sample([token] * 4, [True] * 4) for token in range(1, 9)]
+    rows = PackedDataset(samples, max_length=4, seed=0)
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, pooled(server) as states:
+        found = list(states.read_rows(rows[i] for i in range(8)))
+        assert server.most_at_once == 4
+    for i, row in enumerate(found):
+        assert_same(row, expected(rows[i]["input_ids"].tolist()))
+
+
+def test_a_failure_reaches_the_reader_in_its_place(tmp_path: Path) -> None:
+    documents = [[token] for token in range(20)]
+    with EngineServer(tmp_path, WRITTEN) as server, pooled(server) as states:
+        server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
+        read = states.read_many(documents)
+        assert [next(read)["layers.1"][0, 0].item() for _ in range(7)] == [*range(100, 107)]
+        with pytest.raises(InputError, match="no states of a document of 1 tokens: HTTP 422"):
+            next(read)
+        assert_same(states.read([9]), expected([9]))
+
+
+def test_servers_share_the_documents(tmp_path: Path) -> None:
+    documents = [[token, token + 1] for token in range(40)]
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        EngineServer(folders[0], WRITTEN, delay_s=0.05) as first,
+        EngineServer(folders[1], WRITTEN, delay_s=0.05) as second,
+        pooled(first, second) as states,
+    ):
+        for document, found in zip(documents, states.read_many(documents), strict=True):
+            assert_same(found, expected(document))
+        asked = [[body["prompt"] for body in server.bodies[1:]] for server in (first, second)]
+        assert min(map(len, asked)) > 10
+        assert sorted(asked[0] + asked[1]) == documents
+        assert (first.most_at_once, second.most_at_once) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda t: t.clear(),
+        lambda t: t["hidden_states"][0, 1, 0].fill_(torch.nan),
+        lambda t: t["hidden_states"].zero_(),
+        lambda t: t["token_ids"].add_(1),
+    ],
+    ids=["no file", "NaN", "zeros", "other tokens"],
+)
+def test_what_one_server_spoils_another_gives(tmp_path: Path, fault) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        EngineServer(folders[0], WRITTEN) as good,
+        EngineServer(folders[1], WRITTEN) as bad,
+        pooled(bad, good) as states,
+    ):
+        assert_same(states.read([7, 5]), expected([7, 5]))
+        bad.change = fault
+        documents = [[token, 3] for token in range(MOST_FAILURES)]
+        for document in documents:
+            # The least busy one is the bad one; a busy one is not asked again at once.
+            assert_same(states.read(document), expected(document))
+        assert states.num_failures == len(documents)
+
+
+def test_a_document_that_no_attempt_gives_is_named_and_many_end_the_run(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, pooled(server) as states:
+        server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
+        with pytest.raises(NotReadError, match="no states of a document of 1 tokens: HTTP 422"):
+            states.read([7])
+        assert_same(states.read([9]), expected([9]))
+        server.fault_for = lambda _: (422, {})
+        for _ in range(MOST_FAILURES // 3):
+            with pytest.raises(NotReadError):
+                states.read([7])
+        with pytest.raises(InputError, match=rf"\({MOST_FAILURES} attempts in a row have failed\)"):
+            states.read([7])
+
+
+@pytest.mark.parametrize(("version", "num_requests"), [("0.32.0", 1), ("0.23.1", 2)])
+def test_answers_come_with_their_states(tmp_path: Path, version: str, num_requests: int) -> None:
+    """By one request where the version can hand out what it generates; no file is left."""
+    server = EngineServer(tmp_path, WRITTEN)
+    server.version = version
+    with server, pooled(server) as states:
+        ((ids, found),) = states.answers([[7, 5]], 3)
+        assert ids == [6, 6, 6]
+        assert_same(found, expected([7, 5, 6, 6]))
+        assert len(server.bodies) == 1 + num_requests
+    assert list(server.folder.iterdir()) == []

@@ -1,0 +1,131 @@
+"""Servers of another target, or of other states, are found out by asking."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from stores import NUM_LAYERS
+from torch import Tensor
+from toys import save_target
+
+from conf.errors import InputError
+from conf.settings.target import Dtype, TargetConfig
+from data.servers import endpoint
+from heads.target_model.load import load_target
+from heads.target_model.model import Taps, Target
+from heads.target_model.remote import RemoteTarget
+from tests.servers import EngineServer, serving
+from train.loop.served import opened
+
+LAYERS = [1, NUM_LAYERS]
+TEXT = torch.randint(3, 18, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TargetConfig:
+    folder = save_target(tmp_path_factory.mktemp("target") / "it", num_hidden_layers=NUM_LAYERS)
+    return TargetConfig(path=str(folder), dtype=Dtype.float32)
+
+
+@pytest.fixture(scope="module")
+def target(config: TargetConfig) -> Target:
+    """The norm's weights are not one, so that a norm that is left out shows."""
+    found = load_target(config, CPU)
+    found.decoder.norm.weight.data.uniform_(0.5, 2.0)
+    return found
+
+
+@pytest.fixture
+def server(target: Target, tmp_path: Path) -> Iterator[EngineServer]:
+    with serving(target, tmp_path, LAYERS) as server:
+        yield server
+
+
+def probed(server: EngineServer, config: TargetConfig, target: Target) -> None:
+    remote = RemoteTarget.of(config, CPU)
+    remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
+    with opened([server.url], remote, LAYERS, TEXT):
+        pass
+
+
+def test_the_targets_own_server_passes(
+    server: EngineServer, config: TargetConfig, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed(server, config, target)
+    line = "log-probabilities 0.0000 nats from those of its states; states 0.00% apart at most"
+    assert f"target.engine={server.url}: {line}" in capsys.readouterr().out
+    prompts = [body["prompt"] for body in server.bodies]
+    assert TEXT in prompts
+    assert prompts.count(TEXT[7:64]) == 2
+    assert list(server.folder.iterdir()) == []
+
+
+def test_other_weights_are_found_out(
+    server: EngineServer, config: TargetConfig, target: Target
+) -> None:
+    right = server.log_probs
+    server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]
+    with pytest.raises(InputError, match=r"0\.200 nats on average .*serves other weights"):
+        probed(server, config, target)
+
+
+def test_states_behind_the_final_norm_are_found_out(
+    server: EngineServer, config: TargetConfig, target: Target
+) -> None:
+    def normed(ids: list[int]) -> Tensor:
+        output = target.read_text(ids, Taps((1,)))
+        return torch.stack([output.layers[1][0], output.hidden_states[0]], 1)
+
+    server.states = normed
+    with pytest.raises(InputError, match="give other log-probabilities than it tells"):
+        probed(server, config, target)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("longest", "more text follows"),
+        ("again", "it is read a second time"),
+        ("at_once", "8 texts are read at once"),
+    ],
+)
+def test_states_that_depend_on_the_company_are_found_out(
+    fault: str, words: str, server: EngineServer, config: TargetConfig, target: Target
+) -> None:
+    right, seen = server.states, []
+
+    def states(ids: list[int]) -> Tensor:
+        seen.append(ids)
+        wrong = {
+            "longest": len(ids) > 64,
+            "again": len(seen) > 2 and ids == TEXT[:64],
+            # Each of the eight has been read alone before.
+            "at_once": ids != TEXT[:64] and seen.count(ids) == 2,
+        }[fault]
+        return right(ids) * (1.1 if wrong else 1.0)
+
+    server.states = states
+    with pytest.raises(InputError, match=f"the states of a text are others when {words}"):
+        probed(server, config, target)
+
+
+def test_a_server_that_comes_back_with_other_weights_ends_the_run(
+    server: EngineServer, config: TargetConfig, target: Target
+) -> None:
+    remote = RemoteTarget.of(config, CPU)
+    remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
+    with opened([server.url], remote, LAYERS, TEXT) as pool:
+        assert pool.read([5, 6]).keys() == {f"layers.{index}" for index in LAYERS}
+        right = server.log_probs
+        server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]
+        server.faults = [(422, {})]
+        with pytest.raises(InputError, match="serves other weights"):
+            pool.read([5, 6])

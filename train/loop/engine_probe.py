@@ -1,0 +1,122 @@
+"""Finds out whether serving engines run the target, before the first step and after a failure.
+
+Letters: S tokens, D hidden.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conf.errors import InputError
+from data.features.format import HIDDEN
+from data.servers.hidden_states import HiddenStatesServer
+from heads.target_model.remote import RemoteTarget
+from train.batch.states import LAYER
+
+NUM_TOKENS = 64
+"""Of the text whose log-probabilities are compared."""
+MOST_NATS = 0.05
+"""Mean difference of log-probabilities that bfloat16 may make; a layer too early made 0.11
+(vLLM #50815)."""
+MOST_SHARE = 0.05
+"""Distance of states that are read in another company, as a share of their norm."""
+AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class EngineProbe:
+    """Questions to servers of a target's hidden states whose answers are known.
+
+    Attributes:
+        target: the parts of it that are here.
+        token_ids: of a text of the data, as long as documents may be.
+    """
+
+    target: RemoteTarget
+    token_ids: list[int]
+
+    def __call__(self, server: HiddenStatesServer) -> dict[str, float]:
+        """Asks a server.
+
+        Returns:
+            `log_prob_difference`, the mean in nats between the log-probabilities that it tells and
+            those of its own states behind our final norm and output head; `longest`,
+            `again` and `at_once`, the largest distance between states of a text that were read in
+            a longer text, a second time, and beside others, as a share of their norm.
+
+        Raises:
+            InputError: it runs another target, or hands out other states.
+        """
+        short = self.token_ids[:NUM_TOKENS]
+        states = server.read(short)
+        nats = self._nats(server, short, states)
+        if not nats <= MOST_NATS:
+            raise InputError(
+                f"{server.endpoint}: its states, behind the final norm and the output head of "
+                f"target.path={self.target.name}, give other log-probabilities than it tells: "
+                f"{nats:.3f} nats on average (allowed: {MOST_NATS}). It serves other weights, an "
+                "adapter or a quantised copy; name those in target.path"
+            )
+        texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
+        alone = [server.read(text) for text in texts]
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            together = list(threads.map(server.read, texts))
+        found = {
+            "longest": distance(server.read(self.token_ids), states),
+            "again": distance(alone[0], states),
+            "at_once": max(map(distance, together, alone)),
+        }
+        for name, share in found.items():
+            if not share <= MOST_SHARE:
+                raise InputError(
+                    f"{server.endpoint}: the states of a text are others when {WORDS[name]}: "
+                    f"{share:.1%} apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
+                )
+        return {"log_prob_difference": nats, **found}
+
+    @torch.no_grad()
+    def _nats(
+        self, server: HiddenStatesServer, token_ids: list[int], states: Mapping[str, Tensor]
+    ) -> float:
+        target = self.target
+        last = states.get(HIDDEN)
+        if last is None:
+            last = target.final_norm(self._here(states[f"{LAYER}{target.num_layers}"]))
+        log_probs = target.logits(self._here(last)[:-1]).float().log_softmax(-1)
+        following = torch.tensor(token_ids[1:], device=target.device).unsqueeze(1)
+        told = torch.tensor(server.log_probs(token_ids), device=target.device)
+        return (log_probs.gather(1, following).squeeze(1) - told).abs().mean().item()
+
+    def _here(self, states: Tensor) -> Tensor:
+        return states.to(self.target.device, self.target.dtype)
+
+
+WORDS = {
+    "longest": "more text follows",
+    "again": "it is read a second time",
+    "at_once": f"{AT_ONCE} texts are read at once",
+}
+"""Figures of a probe, in words."""
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest distance of a token's states [S, D], as a share of their mean norm.
+
+    Of the longer text as many tokens count as the shorter has.
+    """
+    apart = []
+    for name, states in expected.items():
+        difference = (found[name][: len(states)].float() - states.float()).norm(dim=-1)
+        apart.append(difference.max() / states.float().norm(dim=-1).mean())
+    return torch.stack(apart).max().item()
+
+
+def told(figures: Mapping[str, float]) -> str:
+    """The figures of a probe as a line."""
+    return (
+        f"log-probabilities {figures['log_prob_difference']:.4f} nats from those of its states; "
+        f"states {max(figures[name] for name in WORDS):.2%} apart at most"
+    )
