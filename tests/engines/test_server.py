@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 from environments import SCRIPTS, VLLM, needs, opened
+from stores import NUM_LAYERS, save_inputs
 from toys import eagle_head, save_target
 
 from conf.settings.data import DataConfig
@@ -23,9 +24,13 @@ from conf.settings.scripts import ServeCheckRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import HiddenStatesServer, ServerTaps
+from data.servers.pool import StatesPool
+from data.servers.versions import WRITINGS
+from eval.measure.answers import greedy_answers
 from heads.target_model.model import Taps
 from heads.target_model.remote import final_norm, load_remote
 from scripts import serve_check
+from tests.train.loop.test_served import trained as heads_trained
 
 pytestmark = pytest.mark.engine
 
@@ -81,10 +86,12 @@ def test_vllm_hands_out_the_states_that_we_compute(
     arguments = [*options, *limits, *taps.serve_options(storage)]
     with (
         served(tmp_path / "server.log", *arguments) as url,
-        HiddenStatesServer(Endpoint(url), taps, concurrency=4) as engine,
+        StatesPool([HiddenStatesServer(Endpoint(url), taps, concurrency=4)]) as engine,
     ):
-        assert engine.max_model_len == 128
+        assert engine.servers[0].max_model_len == 128
+        assert engine.servers[0].writing == WRITINGS[-1]
         found = list(engine.read_many(documents))
+        answered = engine.answers([ids[:20], ids[:5]], 12)
         assert list((storage / "layers-0-1-3-4").iterdir()) == []
     assert len(found) == len(documents)
     for document, states in zip(documents, found, strict=True):
@@ -94,6 +101,27 @@ def test_vllm_hands_out_the_states_that_we_compute(
         assert states.keys() == wanted.keys()
         for name, tensor in wanted.items():
             torch.testing.assert_close(states[name], tensor, rtol=0, atol=1e-5, msg=name)
+    for prompt, (answer, states) in zip((ids[:20], ids[:5]), answered, strict=True):
+        assert answer == greedy_answers(target, [prompt], 12, shown=False)[0]
+        assert states["hidden_states"].shape == (len(prompt) + 11, target.hidden_size)
+
+
+@needs(VLLM)
+def test_a_head_learns_from_vllm_what_it_learns_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    inputs = save_inputs(tmp_path / "inputs")
+    taps = ServerTaps((0, 1, 2, NUM_LAYERS), NUM_LAYERS, 64, None)
+    options = ["--model", str(inputs / "target"), "--dtype", "float32", "--enforce-eager"]
+    limits = ["--max-model-len", "160", "--max-num-batched-tokens", "48", "--max-num-seqs", "16"]
+    arguments = [*options, *limits, *taps.serve_options(tmp_path / "states")]
+    expected = heads_trained("eagle", inputs, tmp_path / "here", [])
+    with served(tmp_path / "server.log", *arguments) as url:
+        found = heads_trained("eagle", inputs, tmp_path / "served", [url, url])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @needs(VLLM)
