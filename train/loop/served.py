@@ -32,7 +32,7 @@ NUM_RETRIES = 8
 """Of a request; with waits of half a second to a minute they take two minutes."""
 PADDING = -1
 """Document of tokens that nobody learns from."""
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 600.0
 """Of a request. Long: some versions of vLLM end themselves over a request that is given up."""
 
 

@@ -1,6 +1,7 @@
 """Servers of hidden states that share the documents of a run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,20 @@ def test_a_document_that_no_attempt_gives_is_named_and_many_end_the_run(tmp_path
                 states.read([7])
         with pytest.raises(InputError, match=rf"\({MOST_FAILURES} attempts in a row have failed\)"):
             states.read([7])
+
+
+def test_no_document_is_asked_for_that_the_storage_has_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two documents of 10 tokens, 3 layers and 2 channels, in float32 at most."""
+    size = 10 * 3 * 2 * 4
+    room = SimpleNamespace(free=2 * 2 * size)
+    monkeypatch.setattr(engine_states.shutil, "disk_usage", lambda _: room)
+    documents = [[token] * 10 for token in range(8)]
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, pooled(server) as states:
+        for document, found in zip(documents, states.read_many(documents), strict=True):
+            assert_same(found, expected(document))
+        assert server.most_at_once == 1  # two of them would leave none
 
 
 @pytest.mark.parametrize(("version", "num_requests"), [("0.32.0", 1), ("0.23.1", 2)])

@@ -1,7 +1,8 @@
 """Training from the states of serving engines: the weights of training with the target itself."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
 from data.servers import endpoint
 from heads.target_model.load import load_target
-from tests.servers import EngineServer, serving
+from tests.servers import EngineServer, Fault, serving
 from train import dflash, eagle, medusa
 from train.loop import replay
+from train.loop import served as loop_served
 
 RUNS: dict[str, tuple[Any, Any]] = {
     "medusa": (medusa, MedusaRun(head=MedusaConfig(num_heads=2))),
@@ -95,6 +97,63 @@ def test_heads_learn_the_same_from_engines(kind: str, inputs: Path, tmp_path: Pa
         assert last(tmp_path / "served", name) == pytest.approx(last(tmp_path / "here", name), 1e-4)
     assert all(list(each.folder.iterdir()) == [] for each in servers)
     assert min(len(each.bodies) for each in servers) > 5
+
+
+SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "no file": lambda t: t.clear(),
+    "NaN": lambda t: t["hidden_states"][0, 0, 0].fill_(torch.nan),
+    "zeros": lambda t: t["hidden_states"].zero_(),
+    "other tokens": lambda t: t["token_ids"].add_(1),
+    "fewer tokens": lambda t: t.update({name: each[:-1] for name, each in t.items()}),
+}
+REFUSED: dict[str, Fault] = {"died": "drop", "busy": (503, {}), "refuses": (422, {})}
+
+
+FAULTS = ("no file", "died", "hangs")
+RARE = [
+    pytest.param(each, marks=pytest.mark.slow) for each in (*SPOILT, *REFUSED) if each not in FAULTS
+]
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *RARE])
+def test_a_fault_that_passes_changes_nothing(
+    fault: str, inputs: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    server, hit = served(inputs, tmp_path / "a", "medusa"), []
+
+    def due() -> bool:
+        if len(server.bodies) > NUM_PROBED and not hit:
+            hit.append(fault)
+            return True
+        return False
+
+    if fault in REFUSED:
+        server.fault_for = lambda _: REFUSED[fault] if due() else None
+    elif fault == "hangs":
+        monkeypatch.setattr(loop_served, "TIMEOUT_S", 1.0)
+        server.change = lambda _: time.sleep(2.0) if due() else None
+    else:
+        server.change = lambda tensors: SPOILT[fault](tensors) if due() else None
+    with server:
+        found = trained("medusa", inputs, tmp_path / "out", [server.url])
+    assert hit
+    for name, tensor in undisturbed.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with served(inputs, folder / "a", "medusa") as server:
+        return trained("medusa", inputs, folder / "out", [server.url])
+
+
+def test_a_server_that_dies_ends_the_run_with_its_reason(inputs: Path, tmp_path: Path) -> None:
+    server = served(inputs, tmp_path / "a", "medusa")
+    server.fault_for = lambda _: (422, {}) if len(server.bodies) > NUM_PROBED else None
+    with server, pytest.raises(InputError, match=r"HTTP 422.*attempts in a row have failed"):
+        trained("medusa", inputs, tmp_path / "out", [server.url])
 
 
 def test_a_document_that_is_lost_is_not_learnt_from(
