@@ -9,22 +9,25 @@ import pytest
 import torch
 from mtp_targets import TARGETS, saved, target_with_layer
 from safetensors.torch import load_file
+from toys import texts, trained
 from transformers import AutoConfig
 
 from conf.errors import InputError
 from conf.settings.eagle import MtpConfig
 from eval.decode.engine import NoDraft, decode
+from eval.measure.replay import replay
 from heads.decoding.sampling import GREEDY
-from heads.decoding.tree import Tree
+from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import Branches, causal_rows
 from heads.kinds import load_head
 from heads.layers.documents import Documents
 from heads.mtp.checkpoint import fused, unfused
 from heads.mtp.config import layer_settings
 from heads.mtp.families import FAMILIES
-from heads.mtp.head import MtpHead
+from heads.mtp.head import MtpHead, mtp_config
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
+from train.mtp import MtpObjective
 
 NUM_STEPS = 4
 HEAD = "shared_head.head"
@@ -86,6 +89,23 @@ def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts(architecture
         steps = head.unroll(text, known, last, branches, own_tokens=True)
         found = [int(head.logits(next(steps)).argmax()) for _ in range(NUM_STEPS)]
     assert found == replica(target, head, ids.tolist(), NUM_STEPS)
+
+
+@pytest.mark.parametrize("architecture", ["MiMoV2FlashForCausalLM", "NemotronHForCausalLM"])
+def test_decoding_loses_nothing_and_replays(architecture: str) -> None:
+    """Of a layer with a window and sinks, and of one in parts without rotation."""
+    target, _ = target_with_layer(architecture)
+    shape = mtp_config(target.config, architecture, "toy", sparse=False)
+    head = MtpHead(shape, DraftVocab.everything(300)).begin(target, seed=0)
+    documents = texts(target, 2, 30)
+    head = trained(MtpObjective(head, target, MtpConfig(num_steps=3)), documents, 40)
+    prompt, text = documents[0][:4], documents[0][4:]
+    chain = Tree.chain(3)
+    found = decode(target, head.drafter(chain, GREEDY, [0]), prompt, 30)
+    assert found.token_ids == text
+    assert replay(target, head, chain, prompt, text) == found.steps
+    assert sum(step.num_accepted for step in found.steps) > 10
+    assert decode(target, head.tree(head, DynamicShape(3, 3, 8)), prompt, 30).token_ids == text
 
 
 @pytest.mark.parametrize("architecture", TARGETS)
