@@ -164,6 +164,7 @@ FAMILIES: dict[str, Family] = {
         },
         block="mtp.layers.",
     ),
+    # vLLM 0.32 rotates halves of a head here; the model, and this layer in SGLang, rotate pairs.
     "Ernie4_5_MoeForCausalLM": Family(
         names={
             "enorm": "model.mtp_emb_norm.0.weight",
