@@ -1,6 +1,9 @@
 """Training from the states of serving engines: the weights of training with the target itself."""
 
 import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,6 +26,8 @@ from conf.settings.training import RolloutConfig, TrainConfig
 from data.servers import endpoint
 from heads.target_model.load import load_target
 from tests.servers import EngineServer, Fault, serving
+from tests.train.parallel.test_launch import ROOT, TWO, begin, wait_for
+from tests.train.parallel.test_launch import trained as launched
 from train import dflash, eagle, medusa
 from train.loop import replay
 from train.loop import served as loop_served
@@ -187,3 +192,37 @@ def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> 
     run.head.path = str(inputs / "target")
     with pytest.raises(InputError, match="runs the target in its own process"):
         load_target(target, torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_two_trainers_and_two_servers_equal_one_of_each_and_a_killed_trainer_goes_on(
+    inputs: Path, tmp_path: Path
+) -> None:
+    def command(name: str, urls: list[str], *more: str) -> list[str]:
+        return [
+            str(ROOT / "train/medusa.py"), f"target.path={inputs / 'target'}",
+            "target.dtype=float32", f"target.engine=[{','.join(urls)}]", "head.num_heads=2",
+            f"data.path={inputs / 'chat.jsonl'}", f"out_dir={tmp_path / name}",
+            "data.max_length=32", "data.eval_fraction=0.2", "train.batch_size=4",
+            "train.warmup_steps=2", "train.max_steps=12", "train.save_steps=2",
+            "train.eval_steps=6", "train.log_steps=1", "train.num_replay_prompts=2",
+            "train.optimizer=adamw", "train.learning_rate=0.001", *more,
+        ]  # fmt: skip
+
+    def weights(name: str) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / name / "head/medusa_lm_head.safetensors")
+
+    with ExitStack() as stack:
+        servers = [served(inputs, tmp_path / name, "medusa") for name in "ab"]
+        urls = [stack.enter_context(each).url for each in servers]
+        alone = [sys.executable]
+        launched([*alone, *command("one", urls[:1])], tmp_path)
+        launched([*TWO, *command("two", urls)], tmp_path)
+        process = begin([*alone, *command("killed", urls)], tmp_path)
+        wait_for(tmp_path / "killed/checkpoints/step-000004", process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        launched([*alone, *command("killed", urls, "train.resume=auto")], tmp_path)
+    for name, expected in weights("one").items():
+        torch.testing.assert_close(weights("two")[name], expected, atol=1e-5, rtol=1e-4)
+        assert torch.equal(weights("killed")[name], expected), name
