@@ -33,6 +33,9 @@ class StatesPool:
         servers: one or more; one that is named twice gets twice the documents.
         check: raises an InputError for a server of another target; asked of each that has failed
             before it is asked for more, as it may have been started anew.
+
+    Attributes:
+        told: a line about each server, from whoever opened them.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class StatesPool:
         check: Callable[[HiddenStatesServer], object] = lambda _: None,
     ) -> None:
         self.servers, self.check = servers, check
+        self.told: list[str] = []
         self._suspects: set[int] = set()
         self.num_failures = 0
         self._in_a_row = 0

@@ -17,6 +17,8 @@ LOCAL_PATH = re.compile(
     re.VERBOSE,
 )
 
+OWN_SERVER = re.compile(r"(https?://)(?!localhost|127\.)[^/\s,\]]+:\d+")
+
 
 def published(provenance: dict[str, Any]) -> dict[str, Any]:
     """The contents of a `headsmith.json` as others may read them."""
@@ -28,7 +30,10 @@ def published(provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def scrubbed(value: Any) -> Any:
-    """Leaves only the last name of every absolute local path in a JSON value, and masks keys."""
+    """Leaves only the last name of every absolute local path in a JSON value, and masks keys.
+
+    So are the hosts of URLs with a port: those are servers of one's own.
+    """
     if isinstance(value, dict):
         return {_scrubbed_text(str(key)): scrubbed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -38,6 +43,7 @@ def scrubbed(value: Any) -> Any:
 
 def _scrubbed_text(text: str) -> str:
     # A text that is one path, or key=path, may hold spaces; inside prose a path ends at them.
+    text = OWN_SERVER.sub(r"\1HOST", text)
     key, equals, path = text.rpartition("=")
     if not re.search(r"[\s=]", key) and "\n" not in path:
         if path.startswith(("/", "~")):

@@ -62,11 +62,12 @@ the objective and the lines to print about it."""
 
 
 class Sequences(NamedTuple):
-    """Packed sequences of a run, and tau on held-out prompts, see `TrainingSource`."""
+    """Packed sequences of a run, tau on held-out prompts, and what is said of servers."""
 
     train: Dataset
     heldout: Dataset
     replay: Callable[[int, Taps], Replay]
+    told: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class TrainingSource:
         with opened(self.engines, target, layers, text) as pool:
             replay = partial(ServedReplay, target, pool, list(self.prompts))
             train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
-            yield Sequences(train, heldout, replay)
+            yield Sequences(train, heldout, replay, pool.told)
 
 
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
@@ -275,7 +276,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
             train=states.train,
             heldout=states.heldout,
             provenance=provenance(config, source.target.name, source.report)
-            | {"target_identity": plain(source.identity), "about_head": lines},
+            | {"target_identity": plain(source.identity), "about_head": [*lines, *states.told]},
             made_of=stated(target=source.identity, data={"checksum": source.checksum}, **answers),
             goes_on=head.path is not None,
             rollouts=rollouts,

@@ -67,9 +67,9 @@ def opened(
     probe = EngineProbe(target, text)
     with StatesPool(servers, probe) as pool:
         for server in servers:
-            figures = probe(server)
-            if PartialState().is_main_process:
-                print(f"{server.endpoint}: {told(figures)}")  # noqa: T201
+            pool.told.append(f"{server.endpoint}: {told(probe(server))}")
+        if PartialState().is_main_process:
+            print(*pool.told, sep="\n")  # noqa: T201
         yield pool
 
 

@@ -274,6 +274,9 @@ def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path)
         ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
         ("tokens / second", "tokens / second"),
         ("outputs/run", "outputs/run"),
+        ("target.engine=[http://10.0.0.5:8000/v1]", "target.engine=[http://HOST/v1]"),
+        ("https://gpu-3.lab:443/v1: fine", "https://HOST/v1: fine"),
+        ("https://huggingface.co/me/it", "https://huggingface.co/me/it"),
     ],
 )
 def test_scrubbed(text: str, expected: str) -> None:

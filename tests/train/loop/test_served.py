@@ -102,6 +102,8 @@ def test_heads_learn_the_same_from_engines(kind: str, inputs: Path, tmp_path: Pa
         assert last(tmp_path / "served", name) == pytest.approx(last(tmp_path / "here", name), 1e-4)
     assert all(list(each.folder.iterdir()) == [] for each in servers)
     assert min(len(each.bodies) for each in servers) > 5
+    about = json.loads((tmp_path / "served/head/headsmith.json").read_text())["about_head"]
+    assert f"target.engine={urls[0]}: log-probabilities 0.0000 nats" in "".join(about)
 
 
 SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
