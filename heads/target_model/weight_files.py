@@ -159,7 +159,8 @@ def reads_codes(model_config: Any) -> bool:
     stored = getattr(model_config, "quantization_config", None)
     stored = stored or getattr(model_config.get_text_config(), "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-    return method in AUTO_QUANTIZATION_CONFIG_MAPPING
+    # A config says `bitsandbytes`, the table `bitsandbytes_4bit` and `bitsandbytes_8bit`.
+    return any(f"{name}_".startswith(f"{method}_") for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
 
 
 def check_codes(config: TargetConfig, place: str, is_read: Callable[[str], bool]) -> None:

@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toys import save_target
+from transformers import LlamaConfig
 
 from conf.errors import InputError
 from conf.settings.target import Quantization, TargetConfig
 from heads.target_model import load
 from heads.target_model.load import load_config, load_model
+from heads.target_model.weight_files import reads_codes
 from tests.eval.decode.test_engine import OWN
 
 Weights = dict[str, Tensor]
@@ -179,3 +181,17 @@ def test_codes_that_transformers_reads_are_loaded(tmp_path: Path) -> None:
     codes = load_file(tmp_path / WEIGHTS)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(found[name].float(), 2 * codes[name].float())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "read"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, True),
+        ({"quant_method": "fp8"}, True),
+        ({"quant_method": "mine"}, False),
+        ({"quant_method": "bits"}, False),
+        (None, False),
+    ],
+)
+def test_quantisations_that_transformers_reads(quantization: Any, read: bool) -> None:
+    assert reads_codes(LlamaConfig(quantization_config=quantization)) is read
