@@ -28,6 +28,21 @@ RUNNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ExaoneMoeForCausalLM": (
         {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "sliding_window": 12}, {}
     ),
+    # Of latent attention, a CPU knows one size.
+    "DeepseekV3ForCausalLM": (
+        {
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+        },
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "HYV3ForCausalLM": (
+        {},
+        {
+            "first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True,
+            "qk_norm": True,
+        },
+    ),
     # vLLM's window counts what transformers adds one to.
     "MiMoV2FlashForCausalLM": (
         {"v_head_dim": 32},
