@@ -22,20 +22,20 @@ from heads.vocab import DraftVocab
 from train.mtp import MtpObjective
 
 NUM_TOKENS = 60
+# Of latent attention, a CPU knows one size.
+LATENT = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
+ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 RUNNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "MiMoForCausalLM": ({}, {}),
     "Glm4MoeForCausalLM": ({}, {}),
     "ExaoneMoeForCausalLM": (
         {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "sliding_window": 12}, {}
     ),
-    # Of latent attention, a CPU knows one size.
-    "DeepseekV3ForCausalLM": (
-        {
-            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-        },
-        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    ),
+    "DeepseekV3ForCausalLM": (LATENT, ROUTED),
+    "Glm4MoeLiteForCausalLM": (LATENT, ROUTED),
     "HYV3ForCausalLM": (
         {},
         {
