@@ -9,11 +9,13 @@ from unittest.mock import patch
 import torch
 import toys
 from safetensors.torch import save_file
+from torch import Tensor
 from toys import endless_target, tokenizer
 
 from heads.mtp.checkpoint import unfused
 from heads.mtp.head import MtpHead, mtp_config
 from heads.target_model.model import Target
+from heads.target_model.remote import final_norm
 from heads.target_model.weight_files import tensors
 from heads.vocab import DraftVocab
 
@@ -108,6 +110,11 @@ TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
 """By architecture: the model type, its settings, and whether the layer is a mixture."""
 
 
+def uneven(norm: Tensor) -> None:
+    """Has the state before a norm, of these weights, be another one than the state behind it."""
+    norm.data.add_(torch.randn(norm.shape, generator=torch.Generator().manual_seed(2)))
+
+
 @cache
 def target_with_layer(architecture: str) -> tuple[Target, MtpHead]:
     """A target whose texts no token ends, and its layer with weights that count."""
@@ -115,6 +122,7 @@ def target_with_layer(architecture: str) -> tuple[Target, MtpHead]:
     with patch.dict(toys.FAMILIES, {model_type: settings}):
         target = endless_target(model_type, vocab_size=300)
     target.tokenizer = tokenizer()
+    uneven(final_norm(target.model).weight)
     shape = mtp_config(target.config, architecture, "toy", sparse)
     head = MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
     generator = torch.Generator().manual_seed(1)

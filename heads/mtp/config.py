@@ -30,7 +30,8 @@ class MtpHeadConfig:
         hidden_size: of the target's last hidden state.
         vocab_size: of the target.
         num_positions: that the head knows.
-        state_first, zeroes_first, feeds_back_normed: of the family.
+        state_first, zeroes_first, state_before_norm, feeds_back_normed: of the family.
+        num_target_layers: decoder layers of the target.
         num_draft_tokens: None, as a head goes on from its own outputs to any depth.
     """
 
@@ -42,13 +43,15 @@ class MtpHeadConfig:
     num_positions: int
     state_first: bool = False
     zeroes_first: bool = False
+    state_before_norm: bool = False
     feeds_back_normed: bool = True
+    num_target_layers: int = 0
     num_draft_tokens: None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """No hidden states besides the last one."""
-        return ()
+        """The output of the target's last layer, where that is read before the final norm."""
+        return (self.num_target_layers,) if self.state_before_norm else ()
 
     @property
     def row(self) -> Family:

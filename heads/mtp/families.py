@@ -25,6 +25,7 @@ class Family:
         copies: of the target's embedding and output head, which are written, not read.
         state_first: `fc` reads the state before the embedding.
         zeroes_first: the embedding beside the state of position 0 is zeroed.
+        state_before_norm: the layer reads the target's last state before the final norm.
         feeds_back_normed: a draft goes on from the output behind the final norm.
         is_dense: the layer is dense, whatever those of the target are.
         is_sliding: it attends in a window; None has `mtp_layer_types` of `config.json` say so, or
@@ -41,6 +42,7 @@ class Family:
     copies: tuple[str, ...] = ()
     state_first: bool = False
     zeroes_first: bool = False
+    state_before_norm: bool = False
     feeds_back_normed: bool = True
     is_dense: bool = False
     is_sliding: bool | None = False
@@ -138,6 +140,7 @@ FAMILIES: dict[str, Family] = {
         block="model.mtp_layers.0.",
         state_first=True,
         zeroes_first=True,
+        state_before_norm=True,
         model_type="qwen2",
     ),
     "MiMoV2FlashForCausalLM": Family(

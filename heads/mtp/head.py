@@ -18,6 +18,7 @@ from heads.mtp.config import MtpHeadConfig, layer_settings
 from heads.mtp.families import FAMILIES, KNOWN, OTHER
 from heads.mtp.network import MtpNetwork
 from heads.readings import Readings, flipped
+from heads.target_model import sizes
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -158,5 +159,7 @@ def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConf
         num_positions=min(positions, config.index_topk) if row.has_indexer else positions,
         state_first=row.state_first,
         zeroes_first=row.zeroes_first,
+        state_before_norm=row.state_before_norm,
         feeds_back_normed=row.feeds_back_normed,
+        num_target_layers=sizes.num_layers(config),
     )

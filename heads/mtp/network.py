@@ -123,7 +123,7 @@ class MtpNetwork(ContinuingHead):
             self.layer.self_attn.indexer = _indexer(parts.config)
         self.norm = parts.norm(hidden, epsilon) if "norm" in config.row.names else None
         self.lm_head = self.embed_tokens = None
-        self.taps, self.window = Taps(), config.num_positions
+        self.taps, self.window = Taps(config.layers), config.num_positions
         # Outside the modules: its float32 frequencies must survive a cast of the head.
         self._rotary: Any = parts.rotary and (parts.rotary(config=parts.config),)
         rules = getattr(parts.config, "rope_parameters", None) or {}
@@ -151,8 +151,10 @@ class MtpNetwork(ContinuingHead):
         return self.config
 
     def features(self, output: TargetOutput) -> Tensor:
-        """[..., H] the last hidden state, behind the target's final norm."""
-        return output.hidden_states.to(self.fc.weight)
+        """[..., H] the last hidden state, behind the target's final norm or before it."""
+        layers = self.config.layers
+        states = output.layers[layers[0]] if layers else output.hidden_states
+        return states.to(self.fc.weight)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The feature itself."""

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import toys
 from environments import VLLM, counts_of_vllm, needs, opened
-from mtp_targets import TARGETS
+from mtp_targets import TARGETS, uneven
+from safetensors.torch import load_file, save_file
 from toys import save_target, texts, trained
 
 from conf.settings.eagle import MtpConfig
@@ -69,6 +70,9 @@ def test_vllm_drafts_and_accepts_what_we_do(architecture: str, tmp_path: Path) -
     with patch.dict(toys.FAMILIES, {model_type: settings | changes}):
         plain = save_target(tmp_path / "plain", model_type, num_hidden_layers=4)
     told(plain, {"architectures": [architecture]})
+    weights = load_file(plain / "model.safetensors")
+    uneven(weights["model.norm.weight"])
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
     target = opened(plain)
     shape = mtp_config(target.config, architecture, "toy", sparse)
     layer = MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)

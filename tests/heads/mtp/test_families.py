@@ -25,7 +25,7 @@ from heads.mtp.checkpoint import fused, unfused
 from heads.mtp.config import layer_settings
 from heads.mtp.families import FAMILIES
 from heads.mtp.head import MtpHead, mtp_config
-from heads.target_model.model import Target
+from heads.target_model.model import Taps, Target
 from heads.vocab import DraftVocab
 from train.mtp import MtpObjective
 
@@ -37,8 +37,10 @@ HEAD = "shared_head.head"
 def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> list[int]:
     """Drafts by the table of families, each from all rows anew, under a causal mask."""
     row, layer = head.config, head.layer
-    states = list(target.read_text(ids, head.taps).hidden_states[0])
-    tokens = [*ids[1:], int(target.logits(states[-1]).argmax())]
+    read = target.read_text(ids, Taps((target.num_layers,)))
+    tokens = [*ids[1:], int(target.logits(read.hidden_states[0, -1]).argmax())]
+    normed = read.hidden_states[0]
+    states = list(read.layers[target.num_layers][0] if row.state_before_norm else normed)
     for _ in range(num_drafts):
         embeds = target.embedding.weight[torch.tensor(tokens)].clone()
         if row.zeroes_first:
@@ -79,8 +81,10 @@ def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
 def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts(architecture: str) -> None:
     target, head = target_with_layer(architecture)
     ids = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(1))
-    states = target.read_text(ids.tolist(), head.taps).hidden_states[0]
-    known = torch.cat([ids, target.logits(states[-1]).argmax(-1, keepdim=True)])
+    output = target.read_text(ids.tolist(), head.taps)
+    states = head.features(output)[0]
+    next_id = target.logits(output.hidden_states[0, -1]).argmax(-1, keepdim=True)
+    known = torch.cat([ids, next_id])
     places, last = torch.arange(20), torch.tensor([19])
     text = head.read(states, known[1:], places)
     seen = causal_rows(Documents.single(20, ids.device), last)
@@ -113,7 +117,7 @@ def test_a_layer_learns_under_autocast(architecture: str) -> None:
     """Norms of queries and keys leave them wider than values."""
     target, head = target_with_layer(architecture)
     ids, places = torch.arange(5, 25), torch.arange(19)
-    features = target.read_text(ids[:-1].tolist(), head.taps).hidden_states[0]
+    features = head.features(target.read_text(ids[:-1].tolist(), head.taps))[0]
     with torch.autocast("cpu", torch.bfloat16):
         text = head.read(features, ids[1:], places)
         seen = causal_rows(Documents.single(len(places), ids.device), places)
