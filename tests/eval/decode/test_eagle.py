@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,9 @@ def test_drafts_read_texts_of_few_lengths(target, monkeypatch, kind: str) -> Non
     widths: list[int] = []
     usual = branch_attention.plain_attention
 
-    def plain_attention(query: torch.Tensor, branches: Branches) -> torch.Tensor:
+    def plain_attention(query: torch.Tensor, branches: Branches, *more: Any) -> torch.Tensor:
         widths.append(branches.keys.shape[1])
-        return usual(query, branches)
+        return usual(query, branches, *more)
 
     monkeypatch.setattr(branch_attention, "plain_attention", plain_attention)
     head = learnt("eagle3")
