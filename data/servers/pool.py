@@ -5,6 +5,7 @@ Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
 
 import itertools
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ NUM_ATTEMPTS = 3
 """Of a document, each at a server that has the least to do."""
 MOST_FAILURES = 16
 """Attempts that may fail in a row, over all documents and servers."""
+REST_S = 60.0
+"""For which a server that has failed is asked only where every other has failed too."""
 
 
 class StatesPool:
@@ -45,7 +48,8 @@ class StatesPool:
     ) -> None:
         self.servers, self.check = servers, check
         self.told: list[str] = []
-        self._suspects: set[int] = set()
+        self._failed_at: dict[int, float] = {}
+        self._checking = threading.Lock()
         self.num_failures = 0
         self._in_a_row = 0
         self._busy: Counter[int] = Counter()
@@ -104,13 +108,11 @@ class StatesPool:
             number = self._least_busy(tried)
             tried.add(number)
             try:
-                if number in self._suspects:
-                    self.check(self.servers[number])
-                    self._suspects.discard(number)
+                self._check_again(number)
                 found = ask(self.servers[number])
             except NotReadError as error:
                 with self._lock:
-                    self._suspects.add(number)
+                    self._failed_at[number] = time.monotonic()
                     self.num_failures += 1
                     self._in_a_row += 1
                     if self._in_a_row >= MOST_FAILURES:
@@ -128,11 +130,22 @@ class StatesPool:
                     self._busy[number] -= 1
         raise AssertionError
 
+    def _check_again(self, number: int) -> None:
+        """Checks a server that has failed, once for all who wait for it."""
+        with self._checking:
+            if number in self._failed_at:
+                self.check(self.servers[number])
+                with self._lock:
+                    self._failed_at.pop(number, None)
+
     def _least_busy(self, tried: set[int]) -> int:
-        """The number of the server to ask, one that has not failed if there is any."""
+        """The number of the server to ask: the least busy one, of those that have not failed."""
         with self._lock:
+            rested = time.monotonic() - REST_S
+            failed = {each for each, when in self._failed_at.items() if when > rested}
             number = min(
-                range(len(self.servers)), key=lambda each: (each in tried, self._busy[each])
+                range(len(self.servers)),
+                key=lambda each: (each in tried, each in failed, self._busy[each]),
             )
             self._busy[number] += 1
         return number
