@@ -161,7 +161,22 @@ class EagleConfig(FeatureHeadConfig):
 
 
 @dataclass
-class EagleRun(FrozenTargetRun):
+class UnrolledRun(FrozenTargetRun):
+    """A training of such a head."""
+
+    head: UnrolledConfig = field(default_factory=UnrolledConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head.num_steps >= self.data.max_length:
+            raise InputError(
+                f"head.num_steps={self.head.num_steps}: no token of a sequence of "
+                f"data.max_length={self.data.max_length} is followed by so many; set it lower"
+            )
+
+
+@dataclass
+class EagleRun(UnrolledRun):
     """`train/eagle.py`."""
 
     head: EagleConfig = field(default_factory=EagleConfig)
@@ -199,7 +214,7 @@ class PEagleConfig(FeatureHeadConfig):
 
 
 @dataclass
-class PEagleRun(FrozenTargetRun):
+class PEagleRun(UnrolledRun):
     """`train/peagle.py`."""
 
     head: PEagleConfig = field(default_factory=PEagleConfig)
@@ -219,7 +234,7 @@ class MtpConfig(UnrolledConfig):
 
 
 @dataclass
-class MtpRun(FrozenTargetRun):
+class MtpRun(UnrolledRun):
     """`train/mtp.py`."""
 
     head: MtpConfig = field(default_factory=MtpConfig)

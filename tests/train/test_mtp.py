@@ -104,6 +104,12 @@ def test_an_indexer_stays_as_it_is(inputs: Path, tmp_path: Path) -> None:
     assert (same, len(kept)) == (kept, 6)
 
 
+def test_no_more_steps_than_a_sequence_has_tokens() -> None:
+    with pytest.raises(InputError, match=r"head\.num_steps=64: no token .*max_length=64 is"):
+        MtpRun(head=MtpConfig(num_steps=64), data=DataConfig(max_length=64))
+    MtpRun(head=MtpConfig(num_steps=63), data=DataConfig(max_length=64))
+
+
 def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path, capsys) -> None:
     given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
     online = trained(tmp_path / "online", given.target, deepcopy(given.data), max_steps=8)
