@@ -96,7 +96,8 @@ def check_left_alone(settings: dict[str, Any], shapes: dict[str, list[int]], pat
         InputError: engines would read the layer's weights as codes.
     """
     missing = unlisted(settings.get("quantization_config") or {}, matrices(shapes))
-    for key, modules in missing.items():
+    if missing:
+        key, modules = next(iter(missing.items()))
         raise InputError(
             f"{path}: quantization_config.{key} of config.json does not name {modules[0]} and "
             f"{len(modules) - 1} more modules of the MTP layer, which are not quantised; write the "

@@ -50,7 +50,6 @@ class StatesPool:
         self.told: list[str] = []
         self._failed_at: dict[int, float] = {}
         self._checking = threading.Lock()
-        self.num_failures = 0
         self._in_a_row = 0
         self._busy: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -113,7 +112,6 @@ class StatesPool:
             except NotReadError as error:
                 with self._lock:
                     self._failed_at[number] = time.monotonic()
-                    self.num_failures += 1
                     self._in_a_row += 1
                     if self._in_a_row >= MOST_FAILURES:
                         raise InputError(

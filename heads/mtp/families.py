@@ -186,7 +186,7 @@ KNOWN = ", ".join(name for name in FAMILIES if name != OTHER)
 NOT_READ: dict[str, str] = {
     "deepseek_v4": "it reads several residual streams before they are mixed",
     "qwen4_exp": "it reads several residual streams before they are mixed",
-    "kimi_k3": "it reads the state before the final norm",
+    "kimi_k3": "its experts are codes of four bits",
     "longcat_flash": "its attention is scaled by the rank of its latents",
     "mimo_v2": "its projections of queries, keys and values are one tensor, cut for eight GPUs",
     "minimax_m3": "it attends to blocks that an index chooses",

@@ -30,7 +30,7 @@ from heads.target_model.weight_files import tensors, weight_files
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Dtypes of a layer, as safetensors call them."""
+"""Dtypes that are no codes, as safetensors call them."""
 
 
 def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
@@ -153,7 +153,7 @@ def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
     is_tied = not any(name.startswith("lm_head.") for name in held)
     copies: dict[str, Tensor] = {}
     for name, end in zip(names, (EMBEDDING, EMBEDDING if is_tied else HEAD), strict=False):
-        if name not in held and end in held and held[end][1]["dtype"] in ("F32", "F16", "BF16"):
+        if name not in held and end in held and held[end][1]["dtype"] in DTYPES:
             copies[name] = _held(held[end][0], [end])[end].clone()
     return copies
 

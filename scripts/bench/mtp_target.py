@@ -123,13 +123,14 @@ def losses_of(target: Target, head: MtpHead, data: PackedDataset, numbers: range
     own = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)
     own = own.masked_fill(batch["document_ids"] < 0, -1).flatten()
     documents = Documents.of(batch["document_ids"])
-    states = target.read(batch["input_ids"], batch["position_ids"], documents).hidden_states
-    text = head.read(states.flatten(0, 1), ids.roll(-1), positions)
+    output = target.read(batch["input_ids"], batch["position_ids"], documents, head.taps)
+    states = output.hidden_states.flatten(0, 1)
+    text = head.read(head.features(output).flatten(0, 1), ids.roll(-1), positions)
     rows = torch.arange(len(ids))
     seen = causal_rows(documents, rows)
     outputs = head.draft(text, rows, Branches(text.keys[None], text.values[None], seen))
     found = []
-    for logits, ahead in ((target.logits(states.flatten(0, 1)), 1), (head.logits(outputs), 2)):
+    for logits, ahead in ((target.logits(states), 1), (head.logits(outputs), 2)):
         same = (own == own.roll(-ahead)) & (own >= 0)
         same[-ahead:] = False
         found.append(cross_entropy(logits[same].float(), ids.roll(-ahead)[same]))

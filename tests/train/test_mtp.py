@@ -28,6 +28,7 @@ from heads.mtp.head import MtpHead
 from tests.train.parallel.test_launch import ROOT, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
 from tests.train.parallel.test_placement import launched as laid_out
+from tests.train.test_eagle_launch import arguments
 from train import mtp
 from train.loop import replay
 
@@ -127,17 +128,12 @@ def test_every_layout_equals_one_process_and_a_killed_run_one_that_was_not(
     architecture: str, inputs: Path, tmp_path: Path
 ) -> None:
     """A plain layer, and one whose experts are not all asked in a step."""
-    saved(tmp_path / "own", architecture)
+    saved(tmp_path / "target", architecture)
+    shutil.copy(inputs / "chat.jsonl", tmp_path)
 
     def command(name: str, *more: str) -> list[str]:
-        return [
-            str(ROOT / "train/mtp.py"), f"target.path={tmp_path / 'own'}", "target.dtype=float32",
-            f"data.path={inputs / 'chat.jsonl'}", f"out_dir={tmp_path / name}",
-            "data.max_length=32", "data.eval_fraction=0.2", "train.batch_size=4",
-            "train.warmup_steps=2", "train.max_steps=12", "train.save_steps=2",
-            "train.eval_steps=6", "train.log_steps=1", "train.num_replay_prompts=2",
-            "train.optimizer=adamw", "train.learning_rate=0.001", *more,
-        ]  # fmt: skip
+        own = ("target.dtype=float32", "train.optimizer=adamw", "train.learning_rate=0.001", *more)
+        return [str(ROOT / "train/mtp.py"), *arguments(tmp_path, tmp_path / name, *own)[1:]]
 
     def weights(name: str) -> dict[str, torch.Tensor]:
         return load_file(tmp_path / name / "head/model.safetensors")

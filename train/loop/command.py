@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -61,15 +61,6 @@ Build = Callable[[Any, Any], tuple[Any, list[str]]]
 the objective and the lines to print about it."""
 
 
-class Sequences(NamedTuple):
-    """Packed sequences of a run, tau on held-out prompts, and what is said of servers."""
-
-    train: Dataset
-    heldout: Dataset
-    replay: Callable[[int, Taps], Replay]
-    told: Sequence[str] = ()
-
-
 @dataclass(frozen=True)
 class TrainingSource:
     """A target and the data that a head is trained on.
@@ -85,29 +76,30 @@ class TrainingSource:
         replay: tau on held-out prompts, for a depth and what the head reads.
         engines: base URLs of servers that give the states of the sequences.
         prompts: held-out ones, which such servers answer.
+        told: lines about these servers.
     """
 
     target: EmbeddingsAndHead
     identity: Identity
     checksum: str
-    train: TrainingData
-    heldout: TrainingData
+    train: TrainingData | ServedRows
+    heldout: TrainingData | ServedRows
     report: DataReport
     lines: list[str]
     replay: Callable[[int, Taps], Replay] | None
     engines: Sequence[str] = ()
     prompts: Sequence[list[int]] = ()
+    told: Sequence[str] = ()
 
     @contextmanager
-    def opened(self, taps: Taps) -> Iterator[Sequences]:
-        """The sequences, with the states that a head reads where servers give them.
+    def opened(self, taps: Taps) -> Iterator["TrainingSource"]:
+        """The same with the states that a head reads, where servers give them.
 
         Raises:
             InputError: a server does not.
         """
         if not self.engines:
-            assert self.replay is not None
-            yield Sequences(self.train, self.heldout, self.replay)
+            yield self
             return
         target = self.target
         assert isinstance(target, RemoteTarget)
@@ -118,7 +110,7 @@ class TrainingSource:
         with opened(self.engines, target, layers, text) as pool:
             replay = partial(ServedReplay, target, pool, list(self.prompts))
             train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
-            yield Sequences(train, heldout, replay, pool.told)
+            yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.told)
 
 
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
@@ -266,21 +258,24 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     parts = memory_of(accelerator, objective, config.train, source.train)
     rollouts = rollouts_of(config, source)
     answers = {} if rollouts is None else {"answers": rollouts.answers}
-    with source.opened(objective.head.taps) as states:
+    with source.opened(objective.head.taps) as opened_source:
         job = Job(
             config=config.train,
             log=config.log,
             seed=config.seed,
             out_dir=out_dir,
             objective=objective,
-            train=states.train,
-            heldout=states.heldout,
+            train=opened_source.train,
+            heldout=opened_source.heldout,
             provenance=provenance(config, source.target.name, source.report)
-            | {"target_identity": plain(source.identity), "about_head": [*lines, *states.told]},
+            | {
+                "target_identity": plain(source.identity),
+                "about_head": [*lines, *opened_source.told],
+            },
             made_of=stated(target=source.identity, data={"checksum": source.checksum}, **answers),
             goes_on=head.path is not None,
             rollouts=rollouts,
-            evaluate=measure(config, replace(source, replay=states.replay), objective),
+            evaluate=measure(config, opened_source, objective),
             steps_ahead=STEPS_AHEAD if source.engines else 1,
         )
         outcome = loop.fit(accelerator, job)
@@ -307,7 +302,7 @@ def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
 
 
 def memory_of(
-    accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: TrainingData
+    accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: Dataset
 ) -> memory.Parts | None:
     """The memory that a run needs by part, if that can be told; says it on rank 0.
 

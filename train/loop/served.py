@@ -5,8 +5,9 @@ Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import count
 
 import torch
 from accelerate import PartialState
@@ -87,12 +88,12 @@ class ServedRows:
     Attributes:
         rows: without states.
         pool: has them.
-        num_lost: documents that were left out.
+        lost: counts the documents that are left out, in whichever thread.
     """
 
     rows: PackedDataset
     pool: StatesPool
-    num_lost: int = 0
+    lost: Iterator[int] = field(default_factory=partial(count, 1))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -107,8 +108,10 @@ class ServedRows:
             except NotReadError as error:
                 found.append({})
                 ids[row["document_ids"] == number] = PADDING
-                self.num_lost += 1
-                tqdm.write(f"document {number} of sequence {index} is left out: {error}")
+                tqdm.write(
+                    f"document {number} of sequence {index} is left out, the {next(self.lost)}. "
+                    f"of this run: {error}"
+                )
         dtype = next((t.dtype for states in found for t in states.values()), torch.bfloat16)
         states = {}
         for layer in self.pool.layers:

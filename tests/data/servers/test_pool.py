@@ -112,15 +112,15 @@ def test_what_one_server_spoils_another_gives(
         pooled(bad, good) as states,
     ):
         assert_same(states.read([7, 5]), expected([7, 5]))
-        bad.change = fault
+        bad.change, num_before = fault, len(bad.bodies)
         documents = [[token, 3] for token in range(MOST_FAILURES)]
         for document in documents:
             assert_same(states.read(document), expected(document))
-        assert states.num_failures == 1  # then the bad one rests
+        assert len(bad.bodies) == num_before + 1  # then the bad one rests
         monkeypatch.setattr(pool, "REST_S", 0.0)
         for document in documents[:3]:
             assert_same(states.read(document), expected(document))
-        assert states.num_failures == 4
+        assert len(bad.bodies) == num_before + 4
 
 
 def test_a_document_that_no_attempt_gives_is_named_and_many_end_the_run(tmp_path: Path) -> None:

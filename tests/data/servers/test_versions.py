@@ -24,6 +24,7 @@ from tests.servers import EngineServer
         ("0.32.1.dev7+gabc", (), True, True, True),
         ("1.0.0", (), True, True, True),
         ("dev", (), True, True, True),
+        ("0.1.dev17+gabc", (), True, True, True),
     ],
 )
 def test_versions(

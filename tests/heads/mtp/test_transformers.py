@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from mtp_targets import saved, target_with_layer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_layers
 
 from heads.eagle.branches import Branches, causal_rows
 from heads.kinds import load_head
 from heads.layers.documents import Documents
 from heads.mtp.head import MtpHead
-
-modeling_layers = pytest.importorskip("transformers.modeling_layers")
 
 
 @torch.no_grad()

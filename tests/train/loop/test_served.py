@@ -26,7 +26,7 @@ from conf.settings.training import RolloutConfig, TrainConfig
 from data.servers import endpoint
 from heads.target_model.load import load_target
 from tests.servers import EngineServer, Fault, serving
-from tests.train.parallel.test_launch import ROOT, TWO, begin, wait_for
+from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
 from train import dflash, eagle, medusa
 from train.loop import replay
@@ -182,7 +182,7 @@ def test_a_document_that_is_lost_is_not_learnt_from(
         found = trained("medusa", inputs, tmp_path / "out", [server.url])
     assert lost
     assert all(tensor.isfinite().all() for tensor in found.values())
-    assert " is left out: target.engine=http" in capsys.readouterr().out
+    assert " is left out, the 1. of this run: target.engine=http" in capsys.readouterr().out
 
 
 def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> None:
@@ -204,15 +204,9 @@ def test_two_trainers_and_two_servers_equal_one_of_each_and_a_killed_trainer_goe
     inputs: Path, tmp_path: Path
 ) -> None:
     def command(name: str, urls: list[str], *more: str) -> list[str]:
-        return [
-            str(ROOT / "train/medusa.py"), f"target.path={inputs / 'target'}",
-            "target.dtype=float32", f"target.engine=[{','.join(urls)}]", "head.num_heads=2",
-            f"data.path={inputs / 'chat.jsonl'}", f"out_dir={tmp_path / name}",
-            "data.max_length=32", "data.eval_fraction=0.2", "train.batch_size=4",
-            "train.warmup_steps=2", "train.max_steps=12", "train.save_steps=2",
-            "train.eval_steps=6", "train.log_steps=1", "train.num_replay_prompts=2",
-            "train.optimizer=adamw", "train.learning_rate=0.001", *more,
-        ]  # fmt: skip
+        engine = f"target.engine=[{','.join(urls)}]"
+        own = ("target.dtype=float32", engine, "train.num_replay_prompts=2", *more)
+        return arguments(inputs, tmp_path / name, *own)
 
     def weights(name: str) -> dict[str, torch.Tensor]:
         return load_file(tmp_path / name / "head/medusa_lm_head.safetensors")
