@@ -44,6 +44,7 @@ SPLITS = ("train", "heldout", "replay")
 """`replay`: held-out prompts with the target's answers, which alone are learnt; not packed."""
 
 HIDDEN = "hidden_states"
+LAYER = "layers."
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher.ids", "teacher.log_probs"
 SCALE = ".scale"
 NO_PROBABILITY = torch.finfo(torch.float16).min
@@ -107,7 +108,7 @@ class Contents:
     def states(self) -> tuple[str, ...]:
         """Names of the hidden states."""
         last = (HIDDEN,) if self.teacher is TeacherKind.hidden else ()
-        return *last, *(f"layers.{index}" for index in self.layers)
+        return *last, *(f"{LAYER}{index}" for index in self.layers)
 
     @property
     def fields(self) -> tuple[Field, ...]:

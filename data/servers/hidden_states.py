@@ -117,7 +117,7 @@ class ServerTaps:
 class HiddenStatesServer(Connection):
     """A server of documents' hidden states; a context manager, whose start tries it out.
 
-    Whether it serves this target, its weights included, `train.loop.engine_probe` finds out.
+    Whether it serves this target, its weights included, `eval.measure.engine_probe` finds out.
 
     Attributes:
         writing: how its version writes.

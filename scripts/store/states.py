@@ -19,11 +19,11 @@ from data.features.format import (
     Contents,
     encode,
 )
+from eval.measure.engines import opened
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, Target
 from heads.target_model.remote import RemoteTarget
-from train.loop.served import opened
 from train.loss.ranking import fast_topk
 
 ROWS_PER_CHUNK = 1024

@@ -2,14 +2,12 @@
 
 import torch
 
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN, LAYER
 from data.features.reader import restore
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, Target, TargetOutput
 from heads.target_model.remote import RemoteTarget
 from train.batch.supervision import DOCUMENTS, Batch
-
-LAYER = "layers."
 
 
 def with_states(target: EmbeddingsAndHead, batch: Batch, taps: Taps) -> Batch:

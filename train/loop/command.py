@@ -23,6 +23,7 @@ from data.prepared.pack import PackedDataset
 from data.prepared.prepare import DataReport, prepare
 from data.servers.endpoint import Endpoint
 from eval.decode.generation_config import follow, follow_or_tell
+from eval.measure.engines import opened
 from heads.head import DraftHead
 from heads.kinds import load_head, name_of
 from heads.target_model.dequantise import folder_of
@@ -45,7 +46,6 @@ from train.loop.served import (
     ServedReplay,
     ServedRows,
     longest_document,
-    opened,
 )
 from train.loop.stored import check_taps, identity_of, load_embeddings_and_head, open_store
 from train.loss.sizes import LaunchSizes

@@ -3,75 +3,28 @@
 Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
+from data.features.format import LAYER
 from data.prepared.pack import PackedDataset
-from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import HiddenStatesServer, NotReadError, ServerTaps
+from data.servers.hidden_states import NotReadError
 from data.servers.pool import StatesPool, documents_of, placed
-from heads.target_model.attention_pattern import AttentionPattern
+from eval.measure.engines import answered
 from heads.target_model.model import Taps, TargetOutput
 from heads.target_model.remote import RemoteTarget
-from train.batch.states import LAYER
 from train.loop import replay
-from train.loop.engine_probe import EngineProbe, told
 
-NUM_REQUESTS = 16
-"""Documents that a server is asked for at a time."""
 STEPS_AHEAD = 4
 """Optimizer steps whose sequences are asked for together."""
-NUM_RETRIES = 8
-"""Of a request; with waits of half a second to a minute they take two minutes."""
 PADDING = -1
 """Document of tokens that nobody learns from."""
-TIMEOUT_S = 600.0
-"""Of a request. Long: some versions of vLLM end themselves over a request that is given up."""
-
-
-@contextmanager
-def opened(
-    urls: Sequence[str],
-    target: RemoteTarget,
-    layers: Iterable[int],
-    text: list[int],
-    final_norm: Callable[[Tensor], Tensor] | None = None,
-) -> Iterator[StatesPool]:
-    """Servers of a target's hidden states, each probed.
-
-    Args:
-        urls: base URLs.
-        target: the parts of it that are here.
-        layers: indices of `output_hidden_states`.
-        text: token ids of the data, to probe with.
-        final_norm: for `hidden_states`, on the CPU; None leaves those out.
-
-    Raises:
-        InputError: a server does not give them.
-    """
-    recurrent = AttentionPattern.of(target.config, target.name).recurrent
-    size = target.num_layers, target.hidden_size
-    taps = ServerTaps(tuple(layers), *size, final_norm, recurrent)
-    endpoints = [
-        Endpoint(url, max_retries=NUM_RETRIES, timeout_s=TIMEOUT_S, setting="target.engine")
-        for url in urls
-    ]
-    servers = [HiddenStatesServer(each, taps, NUM_REQUESTS) for each in endpoints]
-    probe = EngineProbe(target, text)
-    with StatesPool(servers, probe) as pool:
-        for server in servers:
-            pool.told.append(f"{server.endpoint}: {told(probe(server))}")
-        if PartialState().is_main_process:
-            print(*pool.told, sep="\n")  # noqa: T201
-        yield pool
 
 
 def longest_document(rows: PackedDataset) -> list[int]:
@@ -141,11 +94,4 @@ class ServedReplay(replay.Replay):
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
         """Answers and states."""
-        found = self.pool.answers(self.prompts, replay.MAX_NEW_TOKENS)
-        return [(ids, self._output(states)) for ids, states in found]
-
-    def _output(self, states: dict[str, Tensor]) -> TargetOutput:
-        target = self.target
-        moved = {name: each[None].to(target.device, target.dtype) for name, each in states.items()}
-        last = target.final_norm(moved[f"{LAYER}{target.num_layers}"])
-        return TargetOutput(last, {index: moved[f"{LAYER}{index}"] for index in self.taps.layers})
+        return answered(self.pool, self.target, self.prompts, replay.MAX_NEW_TOKENS, self.taps)

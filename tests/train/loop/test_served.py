@@ -24,13 +24,13 @@ from conf.settings.medusa import Medusa2Run, MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
 from data.servers import endpoint
+from eval.measure import engines
 from heads.target_model.load import load_target
 from tests.servers import EngineServer, Fault, serving
 from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
 from train import dflash, eagle, medusa
 from train.loop import replay
-from train.loop import served as loop_served
 
 RUNS: dict[str, tuple[Any, Any]] = {
     "medusa": (medusa, MedusaRun(head=MedusaConfig(num_heads=2))),
@@ -141,7 +141,7 @@ def test_a_fault_that_passes_changes_nothing(
     if fault in REFUSED:
         server.fault_for = lambda _: REFUSED[fault] if due() else None
     elif fault == "hangs":
-        monkeypatch.setattr(loop_served, "TIMEOUT_S", 1.0)
+        monkeypatch.setattr(engines, "TIMEOUT_S", 1.0)
         server.change = lambda _: time.sleep(2.0) if due() else None
     else:
         server.change = lambda tensors: SPOILT[fault](tensors) if due() else None

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN, LAYER
 from data.servers.hidden_states import HiddenStatesServer
 from heads.target_model.remote import RemoteTarget
-from train.batch.states import LAYER
 
 NUM_TOKENS = 64
 """Of the text whose log-probabilities are compared."""

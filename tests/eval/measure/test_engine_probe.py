@@ -12,11 +12,11 @@ from toys import save_target
 from conf.errors import InputError
 from conf.settings.target import Dtype, TargetConfig
 from data.servers import endpoint
+from eval.measure.engines import opened
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
 from heads.target_model.remote import RemoteTarget
 from tests.servers import EngineServer, serving
-from train.loop.served import opened
 
 LAYERS = [1, NUM_LAYERS]
 TEXT = torch.randint(3, 18, (90,), generator=torch.Generator().manual_seed(0)).tolist()
