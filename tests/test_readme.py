@@ -15,7 +15,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from mutants import TESTS
 from omegaconf import DictConfig, OmegaConf
 
-from data.rows.forms import FORMS, MASKS, PROMPTS, REPLIES, SYSTEM_TEXTS, TEMPLATE_KWARGS, TOOLS
+from data.rows.forms import (
+    CATEGORIES,
+    FORMS,
+    MASKS,
+    PROMPTS,
+    REPLIES,
+    SYSTEM_TEXTS,
+    TEMPLATE_KWARGS,
+    TOOLS,
+)
 from data.rows.messages import LEARNT, REASONING, ROLES
 from data.servers.hidden_states import ServerTaps
 from eval.compare.names import known_methods
@@ -44,7 +53,7 @@ NAMES = """
     tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
     captured step truncated_turns
     target_attention target_state_bytes baseline baselines prompts by_part
-    top1 draft_seconds parity category from value role content tool_calls save_to_disk null
+    top1 draft_seconds parity from value role content tool_calls save_to_disk null
     d2t lm_head token_map output_hidden_states
 """
 
@@ -208,7 +217,7 @@ def test_words_in_code_are_known() -> None:
     words = in_code(r"[a-z][a-z0-9_]*")
     known = VALUES | RECIPES | {*known_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
     known |= {name for spec in FORMS for name in spec.keys}
-    known |= {*PROMPTS, *REPLIES, *MASKS, "labels", "context", "history"}
+    known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels", "context", "history"}
     known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}
     for page, word in words:
         assert word in known.union(NAMES.split()), f"{page}: {word}"

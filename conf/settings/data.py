@@ -69,8 +69,8 @@ class RowsConfig:
     """A file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of them, or a Hub dataset id; unset
     means the embedded default."""
     subset: str | None = None
-    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k, or its folder in a clone; unset
-    means its default, in a clone all."""
+    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k, or its folder or file in a copy
+    of it, e.g. `qualitative` of SPEED-Bench; unset means its default, in a copy all."""
     split: str = "train"
     """Split of a Hub dataset, or of a folder with files that are named for splits."""
     streaming: bool = False

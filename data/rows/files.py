@@ -68,7 +68,7 @@ def find_source(
 
     Args:
         path: a file, a folder, a dataset that `save_to_disk` wrote, or a Hub dataset id.
-        subset: configuration of a Hub dataset, or the folder of one in a clone of it.
+        subset: configuration of a Hub dataset, or its folder or file in a copy of it.
         split: of a Hub dataset, and of a folder with files that are named for splits; a file
             that is named for none belongs to `train` then.
         streaming: of a Hub dataset.
@@ -121,9 +121,13 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
     files = [file for file in seen if _is_data(file)]
     if not files:
         raise InputError(f"{path}: a folder without files that end in {ALLOWED}")
-    wanted = [file for file in files if subset is None or subset in inside[file].parts[:-1]]
+    wanted = [file for file in files if subset is None or subset in _names(inside[file])]
     if not wanted:
-        raise InputError(f"{path}: data.subset={subset}: no folder of this name with files in it")
+        there = ", ".join(str(inside[file]) for file in files)
+        raise InputError(
+            f"{path}: data.subset={subset}: no file and no folder with files has this name; it "
+            f"holds {there}"
+        )
     chosen = _of_split(wanted, inside, path, split)
     why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
     taken = set(chosen)
@@ -153,7 +157,7 @@ def _is_data(file: Path) -> bool:
 
 def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
     """The files of a split, or all of them where none is named for a split."""
-    names = {file: _names(inside[file]) for file in files}
+    names = {file: [name.lower() for name in _names(inside[file])] for file in files}
     splits = {file: _split_named(names[file]) for file in files}
     if not any(splits.values()):
         return files
@@ -170,11 +174,11 @@ def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str
 
 
 def _names(file: Path) -> list[str]:
-    """The names that may be those of a split: folders, and the file's without its shard."""
-    stem = file.name.lower()
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        stem = stem.removesuffix(suffix)
-    return [*(folder.lower() for folder in file.parts[:-1]), SHARD.sub("", stem)]
+    """The names that may be those of a split or subset: folders, and the file's without shard."""
+    ending = next(
+        s for s in sorted(SUFFIXES, key=len, reverse=True) if file.name.lower().endswith(s)
+    )
+    return [*file.parts[:-1], SHARD.sub("", file.name[: -len(ending)])]
 
 
 def _split_named(names: list[str]) -> str | None:

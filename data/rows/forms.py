@@ -24,6 +24,8 @@ from data.templates.markers import begins_rendered, refuse_dialogue, turn_marker
 
 NUM_LOOKED_AT = 100
 NAME = re.compile(r"\w+")
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""How prompts of SPEED-Bench begin that its publisher may not hand on."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,9 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         raise MalformedRowError(
             spec.keys[0], show_fields(value), f"a row of data.form={form.value}"
         )
-    category = fields.pop("category", None)
-    record = Record(
-        None, None, row.where, category="all" if empty(category) else str(category), row=value
-    )
+    named = next((name for name in CATEGORIES if not empty(fields.get(name))), None)
+    category = "all" if named is None else str(fields.pop(named))
+    record = Record(None, None, row.where, category=category, row=value)
     talk = Conversation()
     if spec.parse is not None:
         refuse_media(fields)
@@ -175,6 +176,10 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         spec.parse(fields, key, talk)
         if all(message["role"] in SYSTEM for message in talk.messages):
             raise MalformedRowError(key, "only a system message", "at least one user message")
+        if any(PLACEHOLDER in message["content"] for message in talk.messages):
+            found = "a placeholder of SPEED-Bench in place of the prompt"
+            allowed = "rows that its own script has fetched (NeMo-Skills, speed-bench/prepare.py)"
+            raise MalformedRowError(key, found, allowed)
         record = replace(
             record,
             messages=talk.messages,
@@ -245,7 +250,11 @@ def _conversation(fields: Fields, key: str, talk: Conversation) -> None:
 
 
 def _turns(fields: Fields, key: str, talk: Conversation) -> None:
-    for index, turn in enumerate(list_of(fields.pop(key), key, "strings")):
+    turns = decoded(fields.pop(key))
+    if isinstance(turns, str):  # one question, as speculators splits SPEED-Bench
+        _say(turns, key, "user", talk)
+        return
+    for index, turn in enumerate(list_of(turns, key, "strings")):
         talk.say("user", turn, f"{key}[{index}]")
 
 
@@ -304,16 +313,22 @@ def _reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
     key = next((name for name in names if fields.get(name) is not None), None)
     if key is None:
         return
-    _say(fields.pop(key), key, "assistant", talk)
+    value = fields.pop(key)
+    if key in RESULTS and type(value) is int:
+        value = str(value)
+    _say(value, key, "assistant", talk)
     if not empty(fields.get("reasoning_content")) and talk.messages[-1]["role"] == "assistant":
         reasoning = fields.pop("reasoning_content")
         talk.messages[-1]["reasoning_content"] = text_of(reasoning, "reasoning_content")
 
 
 def _say(value: object, key: str, role: str, talk: Conversation) -> None:
-    """Adds a plain text of a role, or a list of messages."""
+    """Adds a plain text of a role, a list of messages, or a list of the user's questions."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         talk.add_all(value, key)
+    elif isinstance(value, list) and value and role == "user":  # MT-bench's questions on the Hub
+        for index, text in enumerate(value):
+            talk.say(role, text, f"{key}[{index}]")
     else:
         text = text_of(value, key, "a string or a list of messages")
         marker = begins_rendered(text)
@@ -355,7 +370,9 @@ TEMPLATE_KWARGS = ("chat_template_kwargs",)
 CUT_OFF = "truncated_turns"
 SYSTEM_TEXTS = ("system", "system_prompt")
 PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
-REPLIES = ("response", "completion", "output", "solution", "answer")
+RESULTS = ("answer", "Answer")  # of AIME's problems: numbers
+REPLIES = ("response", "completion", "output", "solution", "answer", "Solution", "Answer")
+CATEGORIES = ("category", "subject")
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
 
@@ -371,5 +388,7 @@ FORMS = (
     FormSpec(Form.prompt, ("prompt",), _pair),
     FormSpec(Form.tokens, ("input_ids",), None),
     FormSpec(Form.text, ("text",), None),
-    FormSpec(Form.question, ("question", "query", "problem", "input"), _pair),
+    FormSpec(
+        Form.question, ("question", "query", "problem", "input", "Question", "Problem"), _pair
+    ),
 )

@@ -23,6 +23,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_records
+from data.rows.version import version_of
 from data.templates.encoder import Encoder
 from eval.decode.engine import Request
 from eval.decode.generation_config import follow
@@ -125,6 +126,8 @@ def open_bench(
     prompts = _later_turns(run, chosen, mine, target, encoder)
     data = {
         "path": run.data.path,
+        "subset": run.data.subset,
+        "split": run.data.split,
         "form": records.form.value,
         "sha256": records.sha256,
         "num_prompts": len(processes.gathered(prompts)),
@@ -311,7 +314,9 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "num_turns": run.num_turns,
         "seed": run.seed,
         "tree": bench.heads[0].described() if bench.heads else None,
-        **provenance(run, bench.target.name, bench.data),
+        **provenance(
+            run, bench.target.name, {**bench.data, "version": version_of(bench.data["path"])}
+        ),
     }
     path = Path(run.out_dir) / name
     try:

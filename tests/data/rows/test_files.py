@@ -198,7 +198,9 @@ def test_configurations_in_folders(folder):
     assert source.files == (path / "main/train.jsonl",)
     why = "(data.subset=main data.split=train)"
     assert source.left_out == (f"main/test.jsonl {why}", f"socratic/train.jsonl {why}")
-    with pytest.raises(InputError, match=r"data.subset=other: no folder of this name"):
+    with pytest.raises(
+        InputError, match=r"data.subset=other: no file and no folder with files has"
+    ):
         find_source(str(path), subset="other")
 
 

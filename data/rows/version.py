@@ -1,0 +1,68 @@
+"""The version of a published data set: its commit on the Hub, or that of a copy of it."""
+
+import re
+from pathlib import Path
+
+from conf.files import here
+from data.rows.files import SUFFIXES
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
+
+
+def version_of(path: str) -> str | None:
+    """The commit of a Hub dataset, or of the one that a local path is a copy of.
+
+    Args:
+        path: as `data.path`: a Hub dataset id; a clone; or a file or folder in the cache of the
+            Hub's client, or where `hf download --local-dir` put it.
+
+    Returns:
+        40 hexadecimal digits; None where nothing tells, or the Hub cannot be asked.
+    """
+    local = here("data.path", path, SUFFIXES)
+    if local is None:
+        return _on_the_hub(path)
+    if found := SNAPSHOT.search(local.absolute().as_posix()):
+        return found[1]
+    if (local / ".git").is_dir():  # not one further up, which is of whoever keeps data there
+        return _checked_out(local / ".git")
+    places = [place / ".cache/huggingface/download" for place in (local, *local.absolute().parents)]
+    return next((_downloaded(place) for place in places[:3] if place.is_dir()), None)
+
+
+def _on_the_hub(path: str) -> str | None:
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(path).sha
+    except OSError:
+        return None
+
+
+def _checked_out(git: Path) -> str | None:
+    """The commit that a clone is at."""
+    head = _text(git / "HEAD")
+    if not head.startswith("ref: "):
+        return _commit(head)
+    name = head.removeprefix("ref: ").strip()
+    packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(name)}$", _text(git / "packed-refs"), re.M)
+    return _commit(_text(git / name)) or (packed[1] if packed else None)
+
+
+def _downloaded(notes: Path) -> str | None:
+    """The commit that the Hub's client noted for every file; None where there are several."""
+    commits = {_commit(_text(file)) for file in notes.rglob("*.metadata")}
+    return commits.pop() if len(commits) == 1 else None
+
+
+def _commit(text: str) -> str | None:
+    found = COMMIT.match(text)
+    return found[0] if found else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
