@@ -29,32 +29,30 @@ from conf.command.journal import Journal
 from conf.settings.measure import Mode
 from eval.decode.engine import Step, decode
 from eval.measure import processes
-from eval.measure.answers import NUM_TOGETHER, greedy_answers
+from eval.measure.answers import Answered
 from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
 from eval.measure.prompts import Prompt, num_thinking
-from eval.measure.replay import agreements, ranked_drafts, steps_along
+from eval.measure.replay import agreements, ranked_drafts, replayed, steps_along
 from eval.measure.stats import PromptSteps, shown, summary, tree_figures
 from eval.report.figures import plot_acceptance
 from heads.decoding.tree import Tree
 
 
 def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, Any]:
-    """The contents of `acceptance.json`: the chain's figures, the tree's under its own key.
-
-    What an EAGLE tree holds depends on all that was drawn, right or wrong, so it is decoded in
-    either mode.
-    """
+    """The contents of `acceptance.json`: the chain's figures, the tree's under its own key."""
     numbers = range(len(bench.prompts))
     with tqdm(total=len(numbers), desc=config.mode.value, unit="prompt") as bar:
-        for first in numbers[::NUM_TOGETHER]:
-            group = numbers[first : first + NUM_TOGETHER]
+        size = bench.texts.num_together
+        for first in numbers[::size]:
+            group = numbers[first : first + size]
             todo = [number for number in group if number not in journal.done]
             bar.update(len(group) - len(todo))
-            answers: list[list[int]] = [[] for _ in group]
+            answers: list[Answered | None] = [None for _ in group]
             if todo and config.mode is Mode.replay:
                 # Of all: in rare ties an answer depends on those that are written beside it.
                 asked = [bench.prompts[number].token_ids for number in group]
-                answers = greedy_answers(bench.target, asked, config.max_new_tokens, shown=False)
+                taps, length = bench.head.head.taps, config.max_new_tokens
+                answers = [*bench.texts.answers(asked, length, taps)]
             for number in todo:
                 row = _measured(bench, config, bench.prompts[number], answers[number - first])
                 journal.append([{"id": number, **row}])
@@ -79,7 +77,7 @@ def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, 
 
 
 def _measured(
-    bench: Bench, config: AcceptanceRun, prompt: Prompt, answer: list[int]
+    bench: Bench, config: AcceptanceRun, prompt: Prompt, answered: Answered | None
 ) -> dict[str, Any]:
     """The steps of chain and tree, and of a replay the chain's agreement per depth.
 
@@ -87,28 +85,30 @@ def _measured(
         bench: target and head.
         config: the settings.
         prompt: one of the bench.
-        answer: the target's own, for a replay.
+        answered: the target's own answer and states, for a replay.
     """
-    target, head, length = bench.target, bench.head, config.max_new_tokens
+    head, length = bench.head, config.max_new_tokens
 
     def row(response: list[int], steps: list[Step], drafted: list[int]) -> dict[str, Any]:
-        thinking = num_thinking(prompt, response, target.tokenizer)
+        thinking = num_thinking(prompt, response, bench.ends.tokenizer)
         place = (prompt.dialogue, prompt.turn)
         return asdict(PromptSteps(prompt.category, steps, drafted, *place, thinking))
 
     def decoded(name: str) -> dict[str, Any]:
         seed = seed_of(prompt, config.seed)
         drafter = head.drafter(name, bench.sampling, [seed])
-        text = decode(target, drafter, prompt.token_ids, length, bench.sampling, seed)
+        text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
         return row(text.token_ids, text.steps, text.drafted)
 
-    if config.mode is Mode.decode:
+    if answered is None:
         return {name: decoded(name) for name in ("chain", "tree")}
-    output = target.read_response(prompt.token_ids, answer, head.head.taps)
+    answer, output = answered
     measured: dict[str, Any] = {}
     for name, shape in (("chain", head.chain), ("tree", head.tree)):
         if not isinstance(shape, Tree):
-            measured[name] = decoded(name)
+            drafter = head.drafter(name, bench.sampling, [config.seed])
+            steps, drafted = replayed(drafter, output, prompt.token_ids, answer)
+            measured[name] = row(answer, steps, drafted)
             continue
         ranked = ranked_drafts(head.head, shape, output, prompt.token_ids, answer)
         steps = steps_along(shape, ranked, answer)
@@ -142,8 +142,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def main(config: AcceptanceRun) -> None:
     """Measures, prints, writes `acceptance.json` and `acceptance.png`."""
-    bench = open_bench(config, "acceptance.json")
-    with open_journal(config, "acceptance.json", bench) as journal:
+    with (
+        open_bench(config, "acceptance.json", served=True) as bench,
+        open_journal(config, "acceptance.json", bench) as journal,
+    ):
         result = measure(bench, config, journal)
     if not bench.main:
         return

@@ -10,7 +10,7 @@ several machines into a folder that all of them see; a second start continues.
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,20 +45,14 @@ from data.features.format import (
 from data.features.manifest import Manifest, ShardEntry
 from data.features.writer import SHARD_BYTES, Copies, PlannedShard, Writers, write_shard
 from eval.decode.generation_config import follow_or_tell
+from eval.measure.answers import Texts
 from eval.measure.processes import start
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.load import load_target, load_tokenizer
-from heads.target_model.model import Target
 from heads.target_model.remote import RemoteTarget
 from scripts.store.plan import Work, check_disk, prepared, target_json
-from scripts.store.states import (
-    StatesOf,
-    states_from_servers,
-    states_from_target,
-    stored,
-    token_fields,
-)
-from train.loop.replay import heldout_answers
+from scripts.store.states import Source, source_of, stored, token_fields
+from train.loop import replay
 from train.loop.served import longest_document
 
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
@@ -128,34 +122,29 @@ def write_shards(work: Work, state: PartialState) -> None:
     if lacks_head:
         save_embeddings_and_head(target, of_target)
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
-    source: AbstractContextManager[StatesOf]
-    if isinstance(target, RemoteTarget):
-        source = states_from_servers(
-            work.config.target.engine, target, layers, longest_document(work.sets["train"])
-        )
-    else:
-        assert isinstance(target, Target)
-        source = nullcontext(states_from_target(target, layers))
+    text = longest_document(work.sets["train"])
     with (
-        source as states_of,
+        source_of(work.config.target, target, layers, text) as source,
         Writers() as writers,
         tqdm(total=total, desc="capturing", unit="token", unit_scale=True, disable=quiet) as bar,
     ):
         if state.num_processes > 1:
             bar.set_postfix_str(f"each of {state.num_processes} processes")
         for shard in todo:
-            capture_shard(work, shard, target, states_of, writers, bar)
+            capture_shard(work, shard, target, source, writers, bar)
 
 
 def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
     """The whole target, or what an engine that runs its layers leaves to us."""
-    if not config.target.engine:
+    target: EmbeddingsAndHead
+    if config.target.engine:
+        target = RemoteTarget.of(config.target, torch.device("cpu"))
+    else:
         target = load_target(config.target, device)
-        told = follow_or_tell(target)
-        if told is not None:
-            print(told, file=sys.stderr)
-        return target
-    return RemoteTarget.of(config.target, torch.device("cpu"))
+    told = follow_or_tell(target)
+    if told is not None:
+        print(told, file=sys.stderr)
+    return target
 
 
 def save_embeddings_and_head(target: EmbeddingsAndHead, folder: Path) -> None:
@@ -183,7 +172,7 @@ def capture_shard(
     work: Work,
     shard: PlannedShard,
     target: EmbeddingsAndHead,
-    states_of: StatesOf,
+    source: Source,
     writers: Writers,
     bar: tqdm,
 ) -> None:
@@ -192,9 +181,11 @@ def capture_shard(
     num_bytes = shard.num_tokens * contents.bytes_per_token
     copies = Copies(target.device, work.config.micro_batch_size, num_bytes)
     sequences = []
-    for rows in batches(work, shard, target):
+    for rows in batches(work, shard, source.texts):
         writers.check()
-        states = states_of({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        states = source.states_of(
+            {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        )
         for number, row in enumerate(rows):
             tokens = token_fields(row)
             num_tokens = len(tokens["input_ids"])
@@ -209,15 +200,13 @@ def capture_shard(
     writers.submit(write)
 
 
-def batches(
-    work: Work, shard: PlannedShard, target: EmbeddingsAndHead
-) -> Iterator[list[dict[str, Tensor]]]:
+def batches(work: Work, shard: PlannedShard, texts: Texts) -> Iterator[list[dict[str, Tensor]]]:
     """The sequences of a shard, as many at a time as run together."""
     if shard.split == "replay":
-        assert isinstance(target, Target)
         prompts = work.prompts[shard.first : shard.last]
-        answers = heldout_answers(target, prompts)
-        for prompt, answer in zip(prompts, answers, strict=True):
+        answers = dict(texts.written(prompts, replay.MAX_NEW_TOKENS))
+        for number, prompt in enumerate(prompts):
+            answer = answers[number]
             # A packed sequence of one document, without padding.
             ids = torch.tensor(prompt + answer)
             places = torch.arange(len(ids))

@@ -29,6 +29,7 @@ from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
 from data.features.format import HIDDEN
 from data.prepared.pack import PackedDataset
+from eval.measure.answers import OwnTexts
 from heads.medusa.adapted import AdaptedMedusa
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
@@ -179,7 +180,7 @@ def measured(config: Medusa2Run, source: command.TrainingSource, objective: Obje
     def evaluate(head: AdaptedMedusa) -> dict[str, float]:
         if not prompts:
             return loss()
-        replay = HeldoutReplay(target, prompts, objective.depth, head.taps)
+        replay = HeldoutReplay(OwnTexts(target), prompts, objective.depth, head.taps)
         return loss() | replay(head)
 
     return evaluate

@@ -135,6 +135,11 @@ class AcceptanceRun(DecodingSettings, MeasureRun):
                 f"temperature={self.temperature}: only greedy text can be replayed; set "
                 "mode=decode or temperature=0"
             )
+        if self.mode is Mode.decode and self.target.engine:
+            raise InputError(
+                f"mode=decode: runs the target's layers, and target.engine={self.target.engine} "
+                "has them; set mode=replay, or unset target.engine"
+            )
 
 
 @dataclass

@@ -38,8 +38,7 @@ class CaptureRun(PackedRun):
     micro_batch_size: int = 4
     """Packed sequences per forward pass of one process."""
     num_replay_prompts: int = 16
-    """Held-out prompts that the target answers, so that training can measure tau; none of a
-    target with `target.engine`."""
+    """Held-out prompts that the target answers, so that training can measure tau."""
     out_dir: str = "outputs/features"
     """A second start continues it."""
     seed: int = 0

@@ -50,7 +50,8 @@ class TargetConfig:
     engine: list[str] = field(default_factory=list)
     """Base URLs of vLLM servers that run this target's layers, e.g.
     [http://localhost:8000/v1]; a URL that is named twice gets twice the requests. Of the target
-    only embedding, final norm and output head are then loaded. Of training and of capture."""
+    only embedding, final norm and output head are then loaded. Of training, of capture and of
+    `eval/acceptance.py`."""
     prefill_chunk: int = 512
     """Tokens of a prompt that are read at a time; recurrent targets read all of it at once."""
 

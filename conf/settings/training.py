@@ -142,7 +142,8 @@ class RolloutConfig:
     """Answers that a process writes, or asks for, side by side."""
     endpoint: str | None = None
     """URL of a vLLM server of the target, e.g. http://localhost:8000/v1, that answers instead;
-    its key, if it needs one, is OPENAI_API_KEY's."""
+    its key, if it needs one, is OPENAI_API_KEY's. Unset: the servers of `target.engine`, if
+    there are any."""
 
     def __post_init__(self) -> None:
         positive("rollout", self, "steps", "max_new_tokens", "batch_size")
@@ -184,12 +185,6 @@ class FrozenTargetRun(TrainRun):
             raise InputError(
                 f"target.engine={self.target.engine}: data.features={self.data.features} holds the "
                 "states that engines would give; unset one of them"
-            )
-        if self.target.engine and self.rollout.steps is not None:
-            raise InputError(
-                f"rollout.steps={self.rollout.steps}: the target answers in this process, and "
-                "target.engine runs its layers elsewhere; write the answers with "
-                "scripts/regenerate.py endpoint=URL, and name them in data.path"
             )
         if self.rollout.steps is not None and self.data.features is not None:
             raise InputError(

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -24,6 +24,8 @@ FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 REFUSED = frozenset({400, 413, 422})
+WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Without these a server takes over what the target's generation_config.json draws from."""
 ENDED = frozenset({None, "stop", "eos", "eos_token", "tool_calls", "function_call"})
 """`finish_reason` of answers that the target ended itself; `length` and `abort` are none."""
 
@@ -300,8 +302,8 @@ async def as_completed(
 def continuations(
     endpoint: Endpoint,
     prompts: Sequence[list[int]],
-    seeds: Sequence[int],
-    told: Mapping[str, float],
+    max_new_tokens: int,
+    told: Sequence[Mapping[str, Any]],
     concurrency: int,
 ) -> list[list[int]]:
     """The answers to rendered prompts, stop tokens included, from vLLM (0.32).
@@ -309,26 +311,15 @@ def continuations(
     Args:
         endpoint: the server; the first model that it lists answers.
         prompts: token ids.
-        seeds: of each answer, where it is sampled.
-        told: `max_tokens`, `temperature`, of which 0 is greedy, and `repetition_penalty`, of which
-            1 is none.
+        max_new_tokens: tokens of an answer at most.
+        told: further settings of each request, e.g. `temperature`.
         concurrency: requests in flight.
 
     Raises:
         InputError: a prompt got no answer, or one without token ids.
     """
-    asked: dict[str, object] = {
-        **told,
-        # Without these a server takes over what the target's generation_config.json draws from.
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "return_token_ids": True,
-    }
-    bodies = [
-        asked | {"prompt": prompt} | ({"seed": seed} if told["temperature"] > 0 else {})
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
+    asked = {**WHOLE_DISTRIBUTION, "max_tokens": max_new_tokens, "return_token_ids": True}
+    bodies = [{**asked, **own, "prompt": ids} for ids, own in zip(prompts, told, strict=True)]
     answers: dict[int, list[int]] = {}
 
     async def ask_all() -> None:

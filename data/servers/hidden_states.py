@@ -25,7 +25,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers.endpoint import Connection, Endpoint, RowFailed, RowRefused
+from data.servers.endpoint import (
+    WHOLE_DISTRIBUTION,
+    Connection,
+    Endpoint,
+    RowFailed,
+    RowRefused,
+)
 from data.servers.versions import WRITINGS, Writing, writing_of
 
 # How long a file that the server has named may take to show on a network file system.
@@ -33,6 +39,12 @@ VISIBLE_S = 10.0
 LOOK_EVERY_S = 0.01
 ROOM = 2
 """Free space that is left, in files of the size that is asked for."""
+
+TRANSFER = "kv_transfer_params"
+OUTPUTS = {"include_output_tokens": True}
+
+Told = Mapping[str, Any]
+"""Settings of a request that OpenAI's protocol, or vLLM's additions, names."""
 
 
 class NotReadError(InputError):
@@ -190,21 +202,39 @@ class HiddenStatesServer(Connection):
         except (KeyError, TypeError, ValueError) as error:
             raise self._error("gives no prompt_logprobs; serve with vLLM 0.18 or newer") from error
 
-    def answer(self, prompt: list[int], max_new_tokens: int) -> tuple[list[int], dict[str, Tensor]]:
-        """The target's greedy answer to a prompt, and the states of both but its last token.
+    def write(self, prompt: list[int], max_new_tokens: int, told: Told) -> list[int]:
+        """The target's answer to a prompt: token ids, the one that ends it included.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: tokens of the answer at most.
+            told: further settings of the request, e.g. `temperature` and `seed`.
+
+        Raises:
+            InputError: see `read`.
+        """
+        asked = {**WHOLE_DISTRIBUTION, **told, "return_token_ids": True}
+        with self._room_for(len(prompt)):
+            choice, _ = self.portal.call(self._read, prompt, max_new_tokens, asked)
+        return choice["token_ids"]
+
+    def answer(
+        self, prompt: list[int], max_new_tokens: int, told: Told
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """As `write`, and the states of prompt and answer, its last token left out.
 
         Where the server's version can, one request gives both.
 
         Raises:
             InputError: see `read`.
         """
-        asked: dict[str, Any] = {"return_token_ids": True}
-        if self.writing.outputs:
-            asked |= {"kv_transfer_params": {"include_output_tokens": True}}
+        if not self.writing.outputs:
+            ids = self.write(prompt, max_new_tokens, told)
+            return ids, self.read(prompt + ids[:-1])
+        asked = {**WHOLE_DISTRIBUTION, **told, "return_token_ids": True, TRANSFER: OUTPUTS}
         with self._room_for(len(prompt) + max_new_tokens):
             choice, states = self.portal.call(self._read, prompt, max_new_tokens, asked)
-        ids = choice["token_ids"]
-        return ids, states if self.writing.outputs else self.read(prompt + ids[:-1])
+        return choice["token_ids"], states
 
     @contextmanager
     def _room_for(self, num_tokens: int) -> Iterator[None]:
@@ -251,7 +281,7 @@ class HiddenStatesServer(Connection):
             raise self._failed(
                 f"no states of a document of {num_tokens} tokens: {error}"
             ) from error
-        path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
+        path = (reply.get(TRANSFER) or {}).get("hidden_states_path")
         if path is None:
             raise self._error(f"answers without hidden states; {self._how_to_serve()}")
         if Path(path).parent.name != self.taps.folder:
@@ -261,9 +291,10 @@ class HiddenStatesServer(Connection):
             )
         self._storage = Path(path).parent if Path(path).parent.is_dir() else None
         choice = (reply.get("choices") or [{}])[0]
-        if num_new > 1 and not choice.get("token_ids"):
+        asked = asked or {}
+        if "return_token_ids" in asked and not choice.get("token_ids"):
             raise self._error("tells no token ids of its answers; serve with a newer vLLM")
-        more = choice["token_ids"][:-1] if num_new > 1 and self.writing.outputs else []
+        more = choice["token_ids"][:-1] if TRANSFER in asked else []
         return choice, await anyio.to_thread.run_sync(self._collect, Path(path), token_ids + more)
 
     def _collect(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from functools import partial
 from typing import Self, TypeVar
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers.hidden_states import HiddenStatesServer, NotReadError
+from data.servers.hidden_states import HiddenStatesServer, NotReadError, Told
 
 Result = TypeVar("Result")
 
@@ -38,6 +38,7 @@ class StatesPool:
             before it is asked for more, as it may have been started anew.
 
     Attributes:
+        concurrency: documents in flight.
         told: a line about each server, from whoever opened them.
     """
 
@@ -54,13 +55,13 @@ class StatesPool:
         self._busy: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._stack = ExitStack()
-        self._concurrency = sum(server.concurrency for server in servers)
+        self.concurrency = sum(server.concurrency for server in servers)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for server in self.servers:
                 stack.enter_context(server)
-            self._threads = ThreadPoolExecutor(self._concurrency, "headsmith-engine")
+            self._threads = ThreadPoolExecutor(self.concurrency, "headsmith-engine")
             stack.callback(self._threads.shutdown, cancel_futures=True)
             self._stack = stack.pop_all()
         return self
@@ -92,14 +93,37 @@ class StatesPool:
         return self._tried(lambda server: server.read(token_ids))
 
     def answers(
-        self, prompts: Iterable[list[int]], max_new_tokens: int
+        self, prompts: Iterable[list[int]], max_new_tokens: int, told: Told
     ) -> list[tuple[list[int], dict[str, Tensor]]]:
         """Answers and states, as `HiddenStatesServer.answer` gives them; raises as `read` does."""
+
+        def ask(prompt: list[int]) -> Future[tuple[list[int], dict[str, Tensor]]]:
+            return self._threads.submit(
+                self._tried, lambda server: server.answer(prompt, max_new_tokens, told)
+            )
+
+        return [future.result() for future in list(map(ask, prompts))]
+
+    def texts(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, told: Sequence[Told]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Numbers of prompts with their answers, as these end; raises as `read` does.
+
+        Args:
+            prompts: token ids.
+            max_new_tokens: tokens of an answer at most.
+            told: of each prompt, see `HiddenStatesServer.write`.
+        """
+
+        def write(number: int, server: HiddenStatesServer) -> tuple[int, list[int]]:
+            return number, server.write(prompts[number], max_new_tokens, told[number])
+
         asked = [
-            self._threads.submit(self._tried, partial(_answered, prompt, max_new_tokens))
-            for prompt in prompts
+            self._threads.submit(self._tried, partial(write, number))
+            for number in range(len(prompts))
         ]
-        return [future.result() for future in asked]
+        for future in as_completed(asked):
+            yield future.result()
 
     def _tried(self, ask: Callable[[HiddenStatesServer], Result]) -> Result:
         tried: set[int] = set()
@@ -154,7 +178,7 @@ class StatesPool:
         queue = iter(documents)
         try:
             while True:
-                for document in itertools.islice(queue, self._concurrency - len(pending)):
+                for document in itertools.islice(queue, self.concurrency - len(pending)):
                     pending.append(self.submit(document))
                 if not pending:
                     return
@@ -179,12 +203,6 @@ class StatesPool:
         for row in rows:
             documents = list(itertools.islice(states, len(documents_of(row))))
             yield {name: placed(row, [d[name] for d in documents]) for name in documents[0]}
-
-
-def _answered(
-    prompt: list[int], max_new_tokens: int, server: HiddenStatesServer
-) -> tuple[list[int], dict[str, Tensor]]:
-    return server.answer(prompt, max_new_tokens)
 
 
 def documents_of(row: dict[str, Tensor]) -> list[list[int]]:

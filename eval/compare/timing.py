@@ -109,7 +109,7 @@ def time_methods(
         first = job.group  # of one prompt each, or the only one
         for run, text in zip(runs[first:], kept[job.id], strict=False):
             run.texts[job.method].append(text)
-    if bench.target is not None and bench.target.device.type == "cuda":
+    if bench.ends is not None and bench.ends.device.type == "cuda":
         for name, method in methods.items():
             _profile(name, method, runs[: len(groups[0])], config.seed, batch_size)
     gathered = processes.gathered(runs)

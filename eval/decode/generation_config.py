@@ -149,7 +149,7 @@ class Stops:
         self.reach = max((len(text.encode()) + 1 for text in strings), default=1)
 
     @classmethod
-    def of(cls, target: Target) -> "Stops":
+    def of(cls, target: EmbeddingsAndHead) -> "Stops":
         """Those of a target."""
         ids = [] if target.ignores_stops else target.stop_ids
         return cls(ids, target.stop_strings, target.tokenizer)
@@ -187,7 +187,11 @@ NOTHING = {
 
 
 def follow(
-    target: Target, *, stop: Sequence[str] = (), plain: bool = False, ignore_eos: bool = False
+    target: EmbeddingsAndHead,
+    *,
+    stop: Sequence[str] = (),
+    plain: bool = False,
+    ignore_eos: bool = False,
 ) -> None:
     """Has a target answer as its generation config says, whoever decodes.
 
@@ -204,14 +208,17 @@ def follow(
     target.logits_processing = {} if plain else asked_of(target)
     theirs = [ours.stop_strings] if isinstance(ours.stop_strings, str) else ours.stop_strings
     target.stop_strings = tuple(stop or ([] if plain else theirs or []))
-    # What else it says, e.g. to keep no cache, `generate` would follow and nobody else.
-    target.model.generation_config = GenerationConfig(
-        eos_token_id=ours.eos_token_id, pad_token_id=ours.pad_token_id, **target.logits_processing
-    )
     target.ignores_stops = ignore_eos
+    if isinstance(target, Target):
+        # What else it says, e.g. to keep no cache, `generate` would follow and nobody else.
+        target.model.generation_config = GenerationConfig(
+            eos_token_id=ours.eos_token_id,
+            pad_token_id=ours.pad_token_id,
+            **target.logits_processing,
+        )
 
 
-def follow_or_tell(target: Target) -> str | None:
+def follow_or_tell(target: EmbeddingsAndHead) -> str | None:
     """`follow`, or plain answers and a line about them, where only a figure depends on them."""
     try:
         follow(target)

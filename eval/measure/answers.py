@@ -1,12 +1,14 @@
 """The target's own texts, many at a time."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from tqdm import tqdm
 
 from eval.decode.engine import Batch, NoDraft, Request
 from heads.decoding.sampling import GREEDY, Sampling
-from heads.target_model.model import Target
+from heads.target_model.model import Taps, Target, TargetOutput
 
 NUM_TOGETHER = 16
 """Texts at a time, as a pass over 16 tokens takes little longer than one over one."""
@@ -50,3 +52,53 @@ def greedy_answers(
     ):
         texts[number] = ids
     return texts
+
+
+Answered = tuple[list[int], TargetOutput]
+"""An answer, and the target's states [1, S, D] of prompt and answer but its last token."""
+
+
+class Texts(Protocol):
+    """Writes the target's own greedy texts: the target here, or engines that serve it.
+
+    Attributes:
+        num_together: texts that are best asked for at a time.
+    """
+
+    @property
+    def num_together(self) -> int:
+        """See above."""
+
+    def written(
+        self, prompts: Sequence[list[int]], max_new_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Numbers of prompts of token ids with their answers, as these end."""
+
+    def answers(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
+    ) -> list[Answered]:
+        """Answers to prompts of token ids, with the states that `taps` name."""
+
+
+@dataclass(frozen=True)
+class OwnTexts:
+    """Texts of a target that is here."""
+
+    target: Target
+    num_together = NUM_TOGETHER
+
+    def written(
+        self, prompts: Sequence[list[int]], max_new_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """See `Texts`."""
+        return answers(self.target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
+
+    def answers(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
+    ) -> list[Answered]:
+        """See `Texts`."""
+        texts = greedy_answers(self.target, prompts, max_new_tokens, shown=False)
+        return [
+            (ids, self.target.read_response(prompt, ids, taps))
+            for prompt, ids in zip(prompts, texts, strict=True)
+        ]

@@ -1,13 +1,13 @@
 """The start and the end of every measurement: target, heads, prompts, and the results file."""
 
-import contextlib
 import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -24,21 +24,24 @@ from conf.settings.measure import MeasureRun
 from data.embedded import fill_unset
 from data.rows.records import Record, Records, load_records
 from data.rows.version import version_of
+from data.servers.pool import StatesPool
 from data.templates.encoder import Encoder
-from eval.decode.engine import Request
 from eval.decode.generation_config import follow
 from eval.measure import processes
-from eval.measure.answers import NUM_TOGETHER, answers
+from eval.measure.answers import OwnTexts, Texts
+from eval.measure.engines import ServedTexts, opened
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, questions, share
 from eval.refusals import check_measure
 from heads.decoding.sampling import Sampling
 from heads.layers.low_rank import reduce_rank
 from heads.layers.packed import pack
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.identity import identify, other_target_notice, weights_checksum
 from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
+from heads.target_model.remote import RemoteTarget
 
 NUM_SPARE = 8
 
@@ -47,22 +50,49 @@ NUM_SPARE = 8
 class Bench:
     """A target with the heads and the prompts to measure, in one of several processes.
 
+    A context manager where engines run the target's layers, which are let go at its end.
+
     Attributes:
+        ends: the target, or the parts of it that engines leave to us.
         heads: the head of `head.path` first, if there is one.
         prompts: this process's share, dialogue by dialogue in each turn.
         spare: first questions of dialogues that are not measured, for searches.
+        engines: run the target's layers.
+        held: lets go of them.
         sampling: how tokens are chosen.
         data: where the prompts came from, for the results file.
         main: whether this process prints and writes.
     """
 
-    target: Target
+    ends: EmbeddingsAndHead
     heads: list[BenchHead]
     prompts: list[Prompt]
     sampling: Sampling
     data: dict[str, Any]
     main: bool
     spare: list[Prompt] = field(default_factory=list)
+    engines: StatesPool | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.held.close()
+
+    @property
+    def texts(self) -> Texts:
+        """Writes the target's own texts."""
+        if self.engines is None:
+            return OwnTexts(self.target)
+        assert isinstance(self.ends, RemoteTarget)
+        return ServedTexts(self.engines, self.ends)
+
+    @property
+    def target(self) -> Target:
+        """The target with its layers, for a measurement that runs them."""
+        assert isinstance(self.ends, Target)
+        return self.ends
 
     @property
     def head(self) -> BenchHead:
@@ -71,7 +101,11 @@ class Bench:
 
 
 def open_bench(
-    run: MeasureRun, result_name: str, more_heads: Sequence[str] = (), need_head: bool = True
+    run: MeasureRun,
+    result_name: str,
+    more_heads: Sequence[str] = (),
+    need_head: bool = True,
+    served: bool = False,
 ) -> Bench:
     """Checks what is cheap to check, then loads everything.
 
@@ -80,6 +114,7 @@ def open_bench(
         result_name: the file that will be written.
         more_heads: paths besides `head.path`.
         need_head: refuse to go without one.
+        served: engines may run the target's layers.
 
     Raises:
         InputError: see each part; nothing has been written when it is raised.
@@ -94,11 +129,13 @@ def open_bench(
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = [open_head(run, ref) for ref in refs]
-    target = load_target(run.target, state.device)
+    by_engines = served and bool(run.target.engine)
+    target = (RemoteTarget.of if by_engines else load_target)(run.target, state.device)
     follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
     for head in heads:
         _attach(run, head, target, records)
-    pack(target.model, target.output_head, *(head.head for head in heads))
+    whole = [target.model] if isinstance(target, Target) else []
+    pack(*whole, target.output_head, *(head.head for head in heads))
     chosen = records.records[: run.data.num_prompts]
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts, left_out = fitting(run, target, first_turns(chosen, encoder))
@@ -123,22 +160,38 @@ def open_bench(
             f"data.num_prompts={len(prompts)}: fewer dialogues than the {state.num_processes} "
             "processes of this launch"
         )
-    prompts = _later_turns(run, chosen, mine, target, encoder)
     data = {
         "path": run.data.path,
         "subset": run.data.subset,
         "split": run.data.split,
         "form": records.form.value,
         "sha256": records.sha256,
-        "num_prompts": len(processes.gathered(prompts)),
+        "num_prompts": 0,
         "num_bad": len(records.bad) + len(left_out),
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     spare = _spare(run, records.records, target, encoder)
-    return Bench(target, heads, prompts, sampling, data, state.is_main_process, spare)
+    held, main = ExitStack(), state.is_main_process
+    engines = held.enter_context(_engines(run, target, heads, mine)) if by_engines else None
+    bench = Bench(target, heads, mine, sampling, data, main, spare, engines, held)
+    with ExitStack() as if_it_fails:
+        if_it_fails.push(bench)
+        prompts = _later_turns(run, chosen, mine, bench, encoder)
+        data["num_prompts"] = len(processes.gathered(prompts))
+        if_it_fails.pop_all()
+    return replace(bench, prompts=prompts)
 
 
-def _attach(run: MeasureRun, head: BenchHead, target: Target, records: Records) -> None:
+def _engines(
+    run: MeasureRun, target: Any, heads: Sequence[BenchHead], prompts: Sequence[Prompt]
+) -> AbstractContextManager[StatesPool]:
+    """Engines that give what heads read."""
+    layers = {index for head in heads for index in head.head.taps.layers} | {target.num_layers}
+    text = max((prompt.token_ids for prompt in prompts), key=len)
+    return opened(run.target.engine, target, sorted(layers), text)
+
+
+def _attach(run: MeasureRun, head: BenchHead, target: EmbeddingsAndHead, records: Records) -> None:
     """Makes a head ready to draft; says so where its drafts were fitted to these very prompts."""
     for data, words, what in (
         (head.searched_on, "its draft tree was searched for", "tree"),
@@ -161,7 +214,7 @@ def _tell(*lines: str | None) -> None:
 
 
 def _spare(
-    run: MeasureRun, records: Sequence[Record], target: Target, encoder: Encoder
+    run: MeasureRun, records: Sequence[Record], target: EmbeddingsAndHead, encoder: Encoder
 ) -> list[Prompt]:
     """Some prompts behind those that are measured, if there are any."""
     measured = run.data.num_prompts or len(records)
@@ -180,7 +233,7 @@ def _later_turns(
     run: MeasureRun,
     records: Sequence[Record],
     prompts: list[Prompt],
-    target: Target,
+    bench: Bench,
     encoder: Encoder,
 ) -> list[Prompt]:
     """The prompts of all turns; every method later gets the same answers in them.
@@ -194,20 +247,20 @@ def _later_turns(
         # Behind answers that say nothing, where the template takes such.
         following: list[Prompt] = []
         for prompt in least:
-            with contextlib.suppress(InputError):
+            with suppress(InputError):
                 following += next_turns(records, [prompt], [[]], encoder)
-        least, _ = fitting(run, target, following)
+        least, _ = fitting(run, bench.ends, following)
     turns, latest = list(prompts), prompts
     for turn in range(1, run.num_turns):
         going_on = [p for p in latest if len(questions(records[p.dialogue])) > turn]
         latest = []
         # The longest first: what leaves no room behind its answer is told of early.
         going_on.sort(key=lambda p: -len(p.token_ids))
-        asked = [Request(prompt.token_ids) for prompt in going_on]
-        texts = answers(target, asked, run.max_new_tokens, NUM_TOGETHER)
+        asked = [prompt.token_ids for prompt in going_on]
+        texts = bench.texts.written(asked, run.max_new_tokens)
         for number, ids in tqdm(texts, "target's own text", len(asked), unit="prompt"):
             following = next_turns(records, [going_on[number]], [ids], encoder)
-            fit, left_out = fitting(run, target, following)
+            fit, left_out = fitting(run, bench.ends, following)
             _tell(*(f"left out: {why}" for why in left_out))
             latest += fit
         latest.sort(key=lambda p: p.dialogue)
@@ -216,7 +269,7 @@ def _later_turns(
 
 
 def fitting(
-    run: MeasureRun, target: Target, prompts: Sequence[Prompt]
+    run: MeasureRun, target: EmbeddingsAndHead, prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[str]]:
     """The prompts that a target can answer, and why it cannot the others.
 
@@ -255,14 +308,14 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
     """
     state = processes.start()
     settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
-    made = provenance(settings, bench.target.name, bench.data)
+    made = provenance(settings, bench.ends.name, bench.data)
     manifest: dict[str, object] = flat(
         {
             **{key: made[key] for key in ("config", "data", "versions", "git")},
-            "target": plain(identify(run.target, bench.target.tokenizer, bench.target.dtype)),
+            "target": plain(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
             "heads": [checksums(head.path) for head in bench.heads],
-            "generation_config": bench.target.logits_processing,
-            "stop": [*bench.target.stop_ids, *bench.target.stop_strings],
+            "generation_config": bench.ends.logits_processing,
+            "stop": [*bench.ends.stop_ids, *bench.ends.stop_strings],
             "device": device_name(),
             "torch_threads": torch.get_num_threads(),
             "num_processes": state.num_processes,
@@ -297,10 +350,9 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     result = {
         **result,
         "head": run.head.path,
-        "target_identity": plain(identify(run.target, bench.target.tokenizer, bench.target.dtype)),
-        "target_dtype": str(bench.target.dtype).removeprefix("torch."),
-        "target_attention": bench.target.attention,
-        "target_state_bytes": bench.target.state_bytes,
+        "target_identity": plain(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
+        "target_dtype": str(bench.ends.dtype).removeprefix("torch."),
+        **_how_run(bench),
         "device": device_name(),
         "torch_threads": torch.get_num_threads(),
         "max_new_tokens": run.max_new_tokens,
@@ -308,14 +360,14 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "top_p": run.top_p,
         "top_k": run.top_k,
         "min_p": run.min_p,
-        "stop": list(bench.target.stop_strings),
+        "stop": list(bench.ends.stop_strings),
         "ignore_eos": run.ignore_eos,
-        "generation_config": bench.target.logits_processing,
+        "generation_config": bench.ends.logits_processing,
         "num_turns": run.num_turns,
         "seed": run.seed,
         "tree": bench.heads[0].described() if bench.heads else None,
         **provenance(
-            run, bench.target.name, {**bench.data, "version": version_of(bench.data["path"])}
+            run, bench.ends.name, {**bench.data, "version": version_of(bench.data["path"])}
         ),
     }
     path = Path(run.out_dir) / name
@@ -326,6 +378,14 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
     shutil.rmtree(partial_folder(run, name), ignore_errors=True)
     return path
+
+
+def _how_run(bench: Bench) -> dict[str, Any]:
+    """Whatever of the target's layers changes figures."""
+    target = bench.ends
+    if not isinstance(target, Target):
+        return {"engines": bench.engines.told if bench.engines else []}
+    return {"target_attention": target.attention, "target_state_bytes": target.state_bytes}
 
 
 def _dense(text: str) -> str:

@@ -5,16 +5,22 @@ Letters: S tokens, D hidden.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from accelerate import PartialState
 from torch import Tensor
 
+from conf.errors import InputError
 from data.features.format import LAYER
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import HiddenStatesServer, ServerTaps
 from data.servers.pool import StatesPool
+from eval.decode.generation_config import Stops
+from eval.measure.answers import Answered
 from eval.measure.engine_probe import EngineProbe, told
 from heads.target_model.attention_pattern import AttentionPattern
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, TargetOutput
 from heads.target_model.remote import RemoteTarget
 
@@ -24,6 +30,8 @@ NUM_RETRIES = 8
 """Of a request; with waits of half a second to a minute they take two minutes."""
 TIMEOUT_S = 600.0
 """Of a request. Long: some versions of vLLM end themselves over a request that is given up."""
+PENALTY = "repetition_penalty"
+"""The one part of a generation config that a server can be told."""
 
 
 @contextmanager
@@ -63,29 +71,66 @@ def opened(
         yield pool
 
 
-def answered(
-    pool: StatesPool,
-    target: RemoteTarget,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    taps: Taps,
-) -> list[tuple[list[int], TargetOutput]]:
-    """The target's greedy answers, and its states [1, S, D] of each prompt and answer.
-
-    Args:
-        pool: servers that give the state of the last layer, and those of `taps`.
-        target: its final norm.
-        prompts: token ids.
-        max_new_tokens: tokens of an answer at most.
-        taps: the states that a head reads.
+def told_of(
+    target: EmbeddingsAndHead, who: str = "target.engine", temperature: float = 0.0
+) -> dict[str, Any]:
+    """Settings of a request that is answered as the target's generation config asks.
 
     Raises:
-        InputError: see `StatesPool.read`.
+        InputError: it asks for what a server cannot be told.
+    """
+    asked = target.logits_processing
+    if untold := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
+        raise InputError(
+            f"{who}: cannot be told {', '.join(untold)}, which the generation config of "
+            f"{target.name} asks for; allowed: {PENALTY}; take the others out of "
+            "generation_config.json"
+        )
+    told: dict[str, Any] = {"temperature": temperature, PENALTY: asked.get(PENALTY, 1.0)}
+    return told | ({"ignore_eos": True} if target.ignores_stops else {})
+
+
+@dataclass(frozen=True)
+class ServedTexts:
+    """Texts of a target whose layers engines run.
+
+    Attributes:
+        pool: gives the state of the last layer, and those that a head reads.
+        target: the parts that are here.
     """
 
-    def output(states: dict[str, Tensor]) -> TargetOutput:
-        moved = {name: each[None].to(target.device, target.dtype) for name, each in states.items()}
-        last = target.final_norm(moved[f"{LAYER}{target.num_layers}"])
-        return TargetOutput(last, {index: moved[f"{LAYER}{index}"] for index in taps.layers})
+    pool: StatesPool
+    target: RemoteTarget
 
-    return [(ids, output(states)) for ids, states in pool.answers(prompts, max_new_tokens)]
+    @property
+    def num_together(self) -> int:
+        """See `Texts`."""
+        return self.pool.concurrency
+
+    def written(
+        self, prompts: Sequence[list[int]], max_new_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """See `Texts`."""
+        told = [told_of(self.target)] * len(prompts)
+        for number, ids in self.pool.texts(prompts, max_new_tokens, told):
+            yield number, Stops.of(self.target).cut([], ids)
+
+    def answers(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
+    ) -> list[Answered]:
+        """See `Texts`."""
+        found = []
+        answers = self.pool.answers(prompts, max_new_tokens, told_of(self.target))
+        for prompt, (whole, states) in zip(prompts, answers, strict=True):
+            ids = Stops.of(self.target).cut([], whole)
+            found.append((ids, self._output(states, len(prompt) + len(ids) - 1, taps)))
+        return found
+
+    def _output(self, states: dict[str, Tensor], num_tokens: int, taps: Taps) -> TargetOutput:
+        target = self.target
+        here = {
+            name: each[None, :num_tokens].to(target.device, target.dtype)
+            for name, each in states.items()
+        }
+        last = target.final_norm(here[f"{LAYER}{target.num_layers}"])
+        return TargetOutput(last, {index: here[f"{LAYER}{index}"] for index in taps.layers})

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from eval.decode.engine import Step
-from heads.decoding.drafting import PAD
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target, TargetOutput
 
@@ -76,6 +77,57 @@ def ranked_drafts(
         for depth in range(switch - root, tree.depth + 1):
             ranked[root - begin][depth - 1] = [PAD] * tree.width
     return ranked
+
+
+@torch.inference_mode()
+def replayed(
+    drafter: Drafter, output: TargetOutput, prompt_ids: list[int], response_ids: list[int]
+) -> tuple[list[Step], list[int]]:
+    """The verify passes of a drafter whose drafts depend on what it drew before: step by step.
+
+    Args:
+        drafter: a head's, fresh.
+        output: the target's states of prompt and response, the last token left out.
+        prompt_ids: the rendered prompt.
+        response_ids: [n], the target's greedy text.
+
+    Returns:
+        The steps, and how many draft tokens each checked.
+    """
+    device, ids = output.hidden_states.device, prompt_ids + response_ids
+    cache = TreeCache(1, device, num_layers=0)
+
+    def commit(first: int, last: int) -> Committed:
+        cache.slots.rewind([last])
+        places = torch.arange(first, last, device=device).unsqueeze(0)
+        return Committed([ids[first:last]], output.at(places), cache)
+
+    accepted, drafted = [0] * len(response_ids), []
+    root, seen = len(prompt_ids), 0
+    while root < len(ids) - 1:
+        drafter.observe(commit(seen, root))
+        draft = drafter.propose(Roots.of([ids[root]], device))
+        length = _accepted(draft, ids[root + 1 :])
+        if output.switch is not None and root < output.switch:
+            # What is drafted across a switch is not accepted.
+            length = min(length, output.switch - 1 - root)
+        accepted[root - len(prompt_ids)] = length
+        drafted.append(int((draft.tokens != PAD).sum()))
+        seen, root = root, root + length + 1
+    return verify_steps(accepted, len(response_ids)), drafted
+
+
+def _accepted(draft: Draft, following: list[int]) -> int:
+    """Draft tokens that a text accepts which goes on with these tokens."""
+    parents, tokens = draft.layout().parents[0].tolist(), draft.tokens[0].tolist()
+    node, length = 0, 0
+    for wanted in following:
+        below = (n for n in range(1, len(parents)) if parents[n] == node)
+        node = next((n for n in below if tokens[n - 1] == wanted), -1)
+        if node < 0:
+            break
+        length += 1
+    return length
 
 
 def accepted_lengths(

@@ -34,6 +34,10 @@ class EmbeddingsAndHead:
         generation_config: names the tokens that end a response.
         tokenizer: its tokenizer.
         name: Hub id or folder it came from.
+        logits_processing: settings of its generation config that its logits go through, where
+            that is followed.
+        stop_strings: texts that end a response.
+        ignores_stops: whether its stop tokens end none.
         prefill_chunk: tokens of a prompt that are read at a time.
     """
 
@@ -55,6 +59,9 @@ class EmbeddingsAndHead:
         self.generation_config = generation_config
         self.tokenizer = tokenizer
         self.name = name
+        self.logits_processing: dict[str, Any] = {}
+        self.stop_strings: tuple[str, ...] = ()
+        self.ignores_stops = False
         choose_kernels(self.device)
 
     @property

@@ -36,7 +36,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     if config.engine:
         raise InputError(
             f"target.engine={config.engine}: this command runs the target in its own process; "
-            "unset the setting (of train/*.py and scripts/capture.py)"
+            "unset the setting (of train/*.py, eval/acceptance.py and scripts/capture.py)"
         )
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)

@@ -125,10 +125,6 @@ class Target(EmbeddingsAndHead):
         attention_calls: window and kernel of each attention layer in the last `read`.
         numerical_difference: how decoding differs from reading, in words, if a recurrent layer
             of transformers does not do the same to a token and to many; replay then differs too.
-        logits_processing: settings of its generation config that its logits go through, where
-            that is followed.
-        stop_strings: texts that end a response.
-        ignores_stops: whether its stop tokens end none.
         capacity: slots that `compile` was told; None before.
         needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
     """
@@ -157,9 +153,6 @@ class Target(EmbeddingsAndHead):
         scale_by_position(self.decoder)
         self.attention_calls: list[tuple[int | None, str]] = []
         self.needs_masks = self.numerical_difference = ""
-        self.logits_processing: dict[str, Any] = {}
-        self.stop_strings: tuple[str, ...] = ()
-        self.ignores_stops = False
 
     @cached_property
     def blocks(self) -> nn.ModuleList:

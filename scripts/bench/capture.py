@@ -39,7 +39,7 @@ from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from scripts.capture import batches, capture_shard
 from scripts.store.plan import Work, prepared
-from scripts.store.states import ROWS_PER_CHUNK, states_from_target
+from scripts.store.states import ROWS_PER_CHUNK, Source
 
 STORED = [
     (StateFormat.bf16, TeacherKind.hidden),
@@ -58,9 +58,11 @@ def stored_as(contents: Contents, state_format: StateFormat, teacher: TeacherKin
 @torch.no_grad()
 def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> None:
     """Runs the target over the sequences of a shard, and nothing else."""
-    states_of = states_from_target(target, work.plan.contents.layers)
-    for rows in batches(work, shard, target):
-        states = states_of({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    source = Source.of(target, work.plan.contents.layers)
+    for rows in batches(work, shard, source.texts):
+        states = source.states_of(
+            {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        )
         if with_logits:
             for part in states[HIDDEN].flatten(0, 1).split(ROWS_PER_CHUNK):
                 target.logits(part)
@@ -68,9 +70,9 @@ def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> 
 
 def written(work: Work, target: Target, shard: PlannedShard) -> None:
     """Captures a shard to disk."""
-    states_of = states_from_target(target, work.plan.contents.layers)
+    source = Source.of(target, work.plan.contents.layers)
     with Writers() as writers:
-        capture_shard(work, shard, target, states_of, writers, tqdm(disable=True))
+        capture_shard(work, shard, target, source, writers, tqdm(disable=True))
 
 
 def seconds(run: Callable[[], None]) -> float:

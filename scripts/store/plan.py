@@ -61,9 +61,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     contents = contents_of(config, model_config.get_text_config())
     train, heldout, report = prepare(config.data, tokenizer, config.seed, state.is_main_process)
     sets = {"train": train, "heldout": heldout}
-    # A serving engine gives states of texts, not answers.
-    num_prompts = 0 if config.target.engine else config.num_replay_prompts
-    prompts = heldout_prompts(heldout, num_prompts)
+    prompts = heldout_prompts(heldout, config.num_replay_prompts)
     lengths = {name: packed.lengths for name, packed in sets.items()}
     lengths["replay"] = [len(prompt) + MAX_NEW_TOKENS for prompt in prompts]
     shards = [
@@ -136,11 +134,10 @@ def target_json(
         identity = replace(identity, weights=None)
     if not (loaded or here("target.adapter", str(target.adapter))):
         identity = replace(identity, adapter_weights=None)
-    answers = not config.target.engine and config.num_replay_prompts > 0
     return {
         **asdict(identity),
         "by_engine": bool(config.target.engine),
-        "generation_config": generation_config(target) if answers else None,
+        "generation_config": generation_config(target) if config.num_replay_prompts > 0 else None,
     }
 
 

@@ -3,12 +3,14 @@
 Letters: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k teacher tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from conf.settings.target import TargetConfig
 from data.features.format import (
     HIDDEN,
     NO_PROBABILITY,
@@ -19,7 +21,8 @@ from data.features.format import (
     Contents,
     encode,
 )
-from eval.measure.engines import opened
+from eval.measure.answers import OwnTexts, Texts
+from eval.measure.engines import ServedTexts, opened
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, Target
@@ -51,22 +54,39 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
     return states_of
 
 
+@dataclass(frozen=True)
+class Source:
+    """The target's states of texts, and its own texts."""
+
+    states_of: StatesOf
+    texts: Texts
+
+    @classmethod
+    def of(cls, target: Target, layers: tuple[int, ...]) -> "Source":
+        """Those of a target that is here, and of its layers."""
+        return cls(states_from_target(target, layers), OwnTexts(target))
+
+
 @contextmanager
-def states_from_servers(
-    urls: Sequence[str], target: RemoteTarget, layers: tuple[int, ...], text: list[int]
-) -> Iterator[StatesOf]:
-    """States by the passes of servers that have the same target.
+def source_of(
+    config: TargetConfig, target: EmbeddingsAndHead, layers: tuple[int, ...], text: list[int]
+) -> Iterator[Source]:
+    """The target's states and its own texts, from a pass of it here or from engines.
 
     Args:
-        urls: base URLs of the servers.
-        target: gives its final norm, which a server leaves out.
+        config: names the engines.
+        target: the whole of it, or the parts that engines leave to us.
         layers: to read.
-        text: token ids of the data, to probe with.
+        text: token ids of the data, to probe engines with.
 
     Raises:
-        InputError: a server does not write these states.
+        InputError: an engine does not write these states.
     """
-    with opened(urls, target, layers, text, target.final_norm) as pool:
+    if isinstance(target, Target):
+        yield Source.of(target, layers)
+        return
+    assert isinstance(target, RemoteTarget)
+    with opened(config.engine, target, layers, text, target.final_norm) as pool:
 
         def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             names, columns = batch.keys(), batch.values()
@@ -74,7 +94,7 @@ def states_from_servers(
             read = list(pool.read_rows(rows))
             return {name: torch.stack([states[name] for states in read]) for name in read[0]}
 
-        yield states_of
+        yield Source(states_of, ServedTexts(pool, target))
 
 
 @torch.no_grad()

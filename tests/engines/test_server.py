@@ -91,7 +91,7 @@ def test_vllm_hands_out_the_states_that_we_compute(
         assert engine.servers[0].max_model_len == 128
         assert engine.servers[0].writing == WRITINGS[-1]
         found = list(engine.read_many(documents))
-        answered = engine.answers([ids[:20], ids[:5]], 12)
+        answered = engine.answers([ids[:20], ids[:5]], 12, {"temperature": 0.0})
         assert list((storage / "layers-0-1-3-4").iterdir()) == []
     assert len(found) == len(documents)
     for document, states in zip(documents, found, strict=True):

@@ -17,7 +17,7 @@ from feature_heads import (
 )
 
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.measure.replay import replay
+from eval.measure.replay import replay, replayed
 from heads.decoding.drafting import PAD, Committed, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree
@@ -49,11 +49,14 @@ def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [DynamicShape(4, 3, 10), DynamicShape(1, 4, 4)])
-def test_trees_are_lossless(name: str, shape: DynamicShape) -> None:
-    head = learnt(name)
+def test_trees_are_lossless_and_replayed_along_a_text(name: str, shape: DynamicShape) -> None:
+    head, target = learnt(name), shared_target()
     for prompt, text in zip(prompts(), answers(), strict=True):
-        decoded = decode(shared_target(), head.tree(head, shape), prompt, 20)
+        decoded = decode(target, head.tree(head, shape), prompt, 20)
         assert decoded.token_ids == text[:20]
+        output = target.read_response(prompt, text[:20], head.taps)
+        found = replayed(head.tree(head, shape), output, prompt, text[:20])
+        assert found == (decoded.steps, decoded.drafted)
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts()[-1]
 
 

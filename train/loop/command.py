@@ -22,8 +22,9 @@ from data.features.reader import FeatureStore, TrainingData
 from data.prepared.pack import PackedDataset
 from data.prepared.prepare import DataReport, prepare
 from data.servers.endpoint import Endpoint
-from eval.decode.generation_config import follow, follow_or_tell
-from eval.measure.engines import opened
+from eval.decode.generation_config import follow
+from eval.measure.answers import OwnTexts
+from eval.measure.engines import ServedTexts, opened, told_of
 from heads.head import DraftHead
 from heads.kinds import load_head, name_of
 from heads.target_model.dequantise import folder_of
@@ -43,7 +44,6 @@ from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_promp
 from train.loop.rollouts import API_KEY, Rollouts
 from train.loop.served import (
     STEPS_AHEAD,
-    ServedReplay,
     ServedRows,
     longest_document,
 )
@@ -108,7 +108,7 @@ class TrainingSource:
         layers = sorted({*taps.layers, target.num_layers})
         text = longest_document(self.train)
         with opened(self.engines, target, layers, text) as pool:
-            replay = partial(ServedReplay, target, pool, list(self.prompts))
+            replay = partial(HeldoutReplay, ServedTexts(pool, target), list(self.prompts))
             train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
             yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.told)
 
@@ -256,9 +256,9 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         lines_of_run.append(describe_length(config.train, size, length))
         print_plan(config, source.target.name, lines_of_run, where)
     parts = memory_of(accelerator, objective, config.train, source.train)
-    rollouts = rollouts_of(config, source)
-    answers = {} if rollouts is None else {"answers": rollouts.answers}
     with source.opened(objective.head.taps) as opened_source:
+        rollouts = rollouts_of(config, opened_source)
+        answers = {} if rollouts is None else {"answers": rollouts.answers}
         job = Job(
             config=config.train,
             log=config.log,
@@ -290,14 +290,15 @@ def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     """Rounds of the target's own answers, if they are asked for."""
     if config.rollout.steps is None:
         return None
-    assert isinstance(source.target, Target)  # refused before
-    assert isinstance(source.train, PackedDataset)
     size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
     url, key = config.rollout.endpoint, os.environ.get(API_KEY)
     server = None if url is None else Endpoint(url, api_key=key, setting="rollout.endpoint")
+    served = source.train if isinstance(source.train, ServedRows) else None
+    data = source.train if served is None else served.rows
+    assert isinstance(data, PackedDataset)  # a store is refused before
     made_of = stated(target=source.identity)
     return Rollouts(
-        config.rollout, source.target, source.train, size, config.seed, folder, server, made_of
+        config.rollout, source.target, data, size, config.seed, folder, server, served, made_of
     )
 
 
@@ -326,12 +327,7 @@ def memory_of(
 def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     """Loads the target, or what serving engines leave of it, and prepares the data."""
     fill_unset(config)
-    target: EmbeddingsAndHead
-    if config.target.engine:
-        target = RemoteTarget.of(config.target, accelerator.device)
-        told: str | None = f"hidden states: from {', '.join(config.target.engine)}"
-    else:
-        target, told = whole_target(config, accelerator.device)
+    target, told = target_of(config, accelerator.device)
     train_data, heldout, report = prepare(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process
     )
@@ -339,10 +335,10 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
         data.check_ids(target)
     processes.wait()  # on a disk of its own another node may take longer
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
-    lines = [*filter(None, [told]), *report.lines()]
+    lines = [*told, *report.lines()]
     replay = None
     if isinstance(target, Target):
-        replay = partial(HeldoutReplay, target, prompts)
+        replay = partial(HeldoutReplay, OwnTexts(target), prompts)
         lines.append(f"attention of the target: {target.attention}")
     identity = identify(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
@@ -352,13 +348,25 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     )  # fmt: skip
 
 
-def whole_target(config: TrainRun, device: torch.device) -> tuple[Target, str | None]:
-    """The target with its layers, and what to say of its generation config."""
-    target = load_target(config.target, device)
-    if config.rollout.steps is None:
-        return target, follow_or_tell(target)
-    follow(target)
-    return target, None
+def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndHead, list[str]]:
+    """The target, whole or without the layers that engines run, and what to say of it.
+
+    Raises:
+        InputError: it is to answer, and cannot as its generation config asks.
+    """
+    urls = config.target.engine
+    target = (RemoteTarget.of if urls else load_target)(config.target, device)
+    lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
+    try:
+        follow(target)
+        if urls:
+            told_of(target)
+    except InputError as error:
+        if config.rollout.steps is not None:
+            raise
+        follow(target, plain=True)
+        lines.append(f"tau is of plain greedy answers: {error}")
+    return target, lines
 
 
 def wants_compile(

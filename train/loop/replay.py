@@ -14,12 +14,12 @@ from torch import Tensor
 from data.features.format import HIDDEN
 from data.features.reader import StoredDataset, restore
 from data.prepared.pack import PackedDataset
-from eval.measure.answers import greedy_answers
+from eval.measure.answers import Texts
 from eval.measure.replay import Replayable, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, tau
 from heads.decoding.tree import Tree
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import Taps, TargetOutput
 
 MAX_PROMPT_TOKENS = 256
 MAX_NEW_TOKENS = 64
@@ -61,18 +61,14 @@ class Replay(ABC):
 class HeldoutReplay(Replay):
     """Replay over answers that the target gives when they are first needed."""
 
-    def __init__(self, target: Target, prompts: list[list[int]], depth: int, taps: Taps) -> None:
+    def __init__(self, texts: Texts, prompts: list[list[int]], depth: int, taps: Taps) -> None:
         super().__init__(prompts, depth, taps)
-        self.target = target
+        self.texts = texts
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
         """Answers and states, from one decoding of each prompt."""
-        answers = heldout_answers(self.target, self.prompts)
-        return [
-            (answer, self.target.read_response(prompt, answer, self.taps))
-            for prompt, answer in zip(self.prompts, answers, strict=True)
-        ]
+        return self.texts.answers(self.prompts, MAX_NEW_TOKENS, self.taps)
 
 
 class StoredReplay(Replay):
@@ -108,11 +104,6 @@ class StoredReplay(Replay):
         layers = {index: states[f"layers.{index}"] for index in self.taps.layers}
         some = next(iter(states.values()))
         return TargetOutput(states.get(HIDDEN, some[..., :0]), layers)
-
-
-def heldout_answers(target: Target, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations of prompts by the target, at most 64 tokens each."""
-    return greedy_answers(target, prompts, MAX_NEW_TOKENS, shown=False)
 
 
 def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ head that has changed since is ever learnt from.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,24 +29,25 @@ from data.servers.endpoint import Endpoint, continuations
 from data.templates.encoder import Sample
 from eval.decode.engine import Generation, Request, decode_many
 from eval.decode.generation_config import Stops
+from eval.measure.engines import told_of
 from eval.measure.processes import gathered
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
 from heads.head import DraftHead
 from heads.storage import load_tensors, write_folder
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from train import schedule
 from train.batch.prefetch import Dataset
 from train.loop.replay import prompts_of
+from train.loop.served import ServedRows
 from train.parallel import processes
 
 GROUP = 4
 """Answers that are dealt to a process at once, as a multiple of those it writes side by side."""
 TEXTS = "texts.safetensors"
 MADE = "made_of"
-PENALTY = "repetition_penalty"
-"""The one part of a generation config that a server can be told."""
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the key of a server that answers."""
 
@@ -111,16 +112,18 @@ class Rollouts:
         seed: of the run.
         folder: keeps the rounds, which a resumed run reads again.
         server: answers in place of the target here.
+        served: the data with the states of engines, which also answer where no server does.
         made_of: the statement of the target.
     """
 
     config: RolloutConfig
-    target: Target
+    target: EmbeddingsAndHead
     data: PackedDataset
     batch_size: int
     seed: int
     folder: Path
     server: Endpoint | None = None
+    served: ServedRows | None = None
     made_of: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -161,7 +164,8 @@ class Rollouts:
         packed = PackedDataset(
             texts.samples(), self.data.max_length, seed=seed, pad_id=self.data.pad_id
         )
-        return Round(packed, first, first + self.config.steps, seed), figures
+        data = packed if self.served is None else replace(self.served, rows=packed)
+        return Round(data, first, first + self.config.steps, seed), figures
 
     @staticmethod
     def line(figures: dict[str, float]) -> str:
@@ -246,8 +250,9 @@ class Rollouts:
         requests = [
             Request(prompts[index], schedule.draw_seed(self.seed, number, index)) for index in group
         ]
-        if self.server is not None:
+        if self.server is not None or self.served is not None:
             return self._served(requests)
+        assert isinstance(self.target, Target)
         sampling, chain = Sampling(self.config.temperature), Tree.chain(head.usual_depth)
 
         def make(seeds: list[int]) -> Drafter:
@@ -257,27 +262,25 @@ class Rollouts:
         return decode_many(self.target, make, requests, *limits, sampling)
 
     def _served(self, requests: list[Request]) -> list[Generation]:
-        """Answers of a server, which does not tell of its drafts."""
-        assert self.server is not None
-        asked = self.target.logits_processing
-        if untold := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
-            raise InputError(
-                f"{self.server}: cannot be told {', '.join(untold)}, which the generation config "
-                f"of {self.target.name} asks for; leave rollout.endpoint unset"
-            )
-        prompts = [request.prompt_ids for request in requests]
-        seeds = [request.seed for request in requests]
-        told = {
-            "max_tokens": self.config.max_new_tokens,
-            "temperature": self.config.temperature,
-            PENALTY: asked.get(PENALTY, 1.0),
-        }
-        answers = continuations(self.server, prompts, seeds, told, self.config.batch_size)
+        """Answers of a server or of engines, which do not tell of their drafts."""
+        who = "target.engine" if self.server is None else str(self.server)
+        told = told_of(self.target, who, self.config.temperature)
+        seeds = [{"seed": each.seed} if self.config.temperature > 0 else {} for each in requests]
+        asked = (
+            [request.prompt_ids for request in requests],
+            self.config.max_new_tokens,
+            [told | seed for seed in seeds],
+        )
+        if self.server is not None:
+            answers = continuations(self.server, *asked, self.config.batch_size)
+        else:
+            assert self.served is not None
+            answers = [ids for _, ids in sorted(self.served.pool.texts(*asked))]
         vocab_size, highest = self.target.vocab_size, max(map(max, answers), default=0)
         if highest >= vocab_size:
             raise InputError(
-                f"{self.server}: answers with token {highest}, and {self.target.name} has "
-                f"{vocab_size}: it serves another model"
+                f"{who}: answers with token {highest}, and {self.target.name} has {vocab_size}: "
+                "it serves another model"
             )
         stops = Stops.of(self.target)
         return [Generation(stops.cut([], answer)) for answer in answers]

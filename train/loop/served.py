@@ -5,7 +5,7 @@ Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 
 import torch
@@ -16,10 +16,6 @@ from data.features.format import LAYER
 from data.prepared.pack import PackedDataset
 from data.servers.hidden_states import NotReadError
 from data.servers.pool import StatesPool, documents_of, placed
-from eval.measure.engines import answered
-from heads.target_model.model import Taps, TargetOutput
-from heads.target_model.remote import RemoteTarget
-from train.loop import replay
 
 STEPS_AHEAD = 4
 """Optimizer steps whose sequences are asked for together."""
@@ -75,23 +71,3 @@ class ServedRows:
             ]
             states[name] = placed(row, parts)
         return {**row, "document_ids": ids, **states}
-
-
-class ServedReplay(replay.Replay):
-    """Replay over answers of the servers, from which their states come too."""
-
-    def __init__(
-        self,
-        target: RemoteTarget,
-        pool: StatesPool,
-        prompts: list[list[int]],
-        depth: int,
-        taps: Taps,
-    ) -> None:
-        super().__init__(prompts, depth, taps)
-        self.target, self.pool = target, pool
-
-    @cached_property
-    def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Answers and states."""
-        return answered(self.pool, self.target, self.prompts, replay.MAX_NEW_TOKENS, self.taps)

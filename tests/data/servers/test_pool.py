@@ -157,7 +157,7 @@ def test_answers_come_with_their_states(tmp_path: Path, version: str, num_reques
     server = EngineServer(tmp_path, WRITTEN)
     server.version = version
     with server, pooled(server) as states:
-        ((ids, found),) = states.answers([[7, 5]], 3)
+        ((ids, found),) = states.answers([[7, 5]], 3, {"temperature": 0.0})
         assert ids == [6, 6, 6]
         assert_same(found, expected([7, 5, 6, 6]))
         assert len(server.bodies) == 1 + num_requests

@@ -7,8 +7,8 @@ from toys import eagle_head, endless_target, noisy_head, random_model, random_ta
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
-from eval.measure.replay import replay
-from heads.decoding.tree import Tree
+from eval.measure.replay import replay, replayed
+from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain
 from heads.layers.documents import Documents
 from heads.medusa.drafter import MedusaDrafter
@@ -153,6 +153,10 @@ def test_replay_of_features_equals_decoding() -> None:
     for prompt in PROMPTS:
         found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)
         assert replay(target, head, Tree.chain(3), prompt, found.token_ids) == found.steps
+        found = decode(target, head.tree(head, DynamicShape(3, 3, 8)), prompt, NUM_NEW)
+        output = target.read_response(prompt, found.token_ids, head.taps)
+        tree = head.tree(head, DynamicShape(3, 3, 8))
+        assert replayed(tree, output, prompt, found.token_ids) == (found.steps, found.drafted)
 
 
 @torch.no_grad()

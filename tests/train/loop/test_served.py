@@ -40,6 +40,7 @@ RUNS: dict[str, tuple[Any, Any]] = {
         DFlashRun(head=DFlashConfig(layers=[1, 2], num_features=2, num_layers=1, block_size=4)),
     ),
 }
+NONE = RolloutConfig()
 NUM_PROBED = 22
 """Requests that a probe makes, no fewer than."""
 LAYERS = {"medusa": [], "eagle": [0, 1, 2], "dflash": [1, 2]}
@@ -61,7 +62,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(
-    kind: str, inputs: Path, out_dir: Path, engines: list[str], **changes: Any
+    kind: str,
+    inputs: Path,
+    out_dir: Path,
+    engines: list[str],
+    rollout: RolloutConfig = NONE,
+    **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """The weights of a short run."""
     module, usual = RUNS[kind]
@@ -71,7 +77,10 @@ def trained(
     )  # fmt: skip
     target = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32, engine=engines)
     data = DataConfig(path=str(inputs / "chat.jsonl"), max_length=128, eval_fraction=0.2)
-    run = type(usual)(head=usual.head, train=train, target=target, data=data, out_dir=str(out_dir))
+    run = type(usual)(
+        head=usual.head, train=train, target=target, data=data, rollout=rollout,
+        out_dir=str(out_dir),
+    )  # fmt: skip
     module.main(run)
     (weights,) = (out_dir / "head").glob("*.safetensors")
     return load_file(weights)
@@ -107,6 +116,20 @@ def test_heads_learn_the_same_from_engines(kind: str, inputs: Path, tmp_path: Pa
     assert min(len(each.bodies) for each in servers) > 5
     about = json.loads((tmp_path / "served/head/headsmith.json").read_text())["about_head"]
     assert f"target.engine={urls[0]}: log-probabilities 0.0000 nats" in "".join(about)
+
+
+def test_engines_answer_what_the_target_answers_here(inputs: Path, tmp_path: Path) -> None:
+    """Rounds of own words, and the states of these."""
+    own = RolloutConfig(steps=3, max_new_tokens=6)
+    expected = trained("medusa", inputs, tmp_path / "here", [], own)
+    with served(inputs, tmp_path / "a", "medusa") as server:
+        found = trained("medusa", inputs, tmp_path / "served", [server.url], own)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+    asked = [body for body in server.bodies if body["max_tokens"] == 6]
+    assert {(each["temperature"], each["top_p"], each["top_k"]) for each in asked} == {(0, 1, 0)}
+    assert not any("include_output_tokens" in json.dumps(body) for body in asked)
+    assert list(server.folder.iterdir()) == []
 
 
 SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
@@ -189,8 +212,6 @@ def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> 
     target = TargetConfig(path=str(inputs / "target"), engine=["http://localhost:1/v1"])
     with pytest.raises(InputError, match="holds the states that engines would give"):
         MedusaRun(target=target, data=DataConfig(features="store"))
-    with pytest.raises(InputError, match=r"scripts/regenerate\.py endpoint=URL"):
-        MedusaRun(target=target, rollout=RolloutConfig(steps=2))
     with pytest.raises(InputError, match="this command trains the target itself"):
         Medusa2Run(target=target)
     run = AcceptanceRun(target=target, out_dir=str(tmp_path / "out"))
