@@ -6,10 +6,8 @@ request's prompt to a file on storage that both machines see, and names the file
 Letters: S tokens of a document, T tokens of a packed sequence, L layers in a file, D hidden.
 """
 
-import fcntl
 import json
 import shlex
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +18,6 @@ from typing import Any
 
 import anyio
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.errors import InputError
@@ -32,11 +28,9 @@ from data.servers.endpoint import (
     RowFailed,
     RowRefused,
 )
+from data.servers.files import Files, Folder, NotReadError
 from data.servers.versions import WRITINGS, Writing, writing_of
 
-# How long a file that the server has named may take to show on a network file system.
-VISIBLE_S = 10.0
-LOOK_EVERY_S = 0.01
 ROOM = 2
 """Free space that is left, in files of the size that is asked for."""
 
@@ -45,10 +39,6 @@ OUTPUTS = {"include_output_tokens": True}
 
 Told = Mapping[str, Any]
 """Settings of a request that OpenAI's protocol, or vLLM's additions, names."""
-
-
-class NotReadError(InputError):
-    """A document's states did not come, or not right: another attempt, or server, may give them."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +108,7 @@ class ServerTaps:
     @torch.no_grad()
     def named(self, written: Tensor) -> dict[str, Tensor]:
         """`layers.{i}` and `hidden_states`, each [S, D], of a file's states [S, L, D]."""
-        # Copies, so that the disk space of the deleted file is given back.
-        at = {index: written[:, place].clone() for place, index in enumerate(self.written)}
+        at = dict(zip(self.written, written.unbind(1), strict=True))
         states = {f"layers.{index}": at[index] for index in self.layers}
         if self.final_norm is not None:
             states["hidden_states"] = self.final_norm(at[self.num_layers]).to(written.dtype)
@@ -136,23 +125,30 @@ class HiddenStatesServer(Connection):
         max_model_len: tokens that it takes, the one that it generates included; None: not told.
     """
 
-    def __init__(self, endpoint: Endpoint, taps: ServerTaps, concurrency: int) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        taps: ServerTaps,
+        concurrency: int,
+        files: Files | None = None,
+    ) -> None:
         """Opens no connection yet.
 
         Args:
             endpoint: the server; without a model it is the first one that it lists.
             taps: what the server was started to write.
             concurrency: documents in flight.
+            files: the way to its files; unset is a folder that this machine sees.
         """
         super().__init__(endpoint, concurrency)
         self.taps = taps
+        self.files = files or Folder(endpoint.timeout_s)
         self.concurrency = concurrency
         self.model = endpoint.model
         self.max_model_len: int | None = None
         self.writing = WRITINGS[-1]
         self._room = threading.Condition()
         self._num_bytes = 0  # that are asked for and not read
-        self._storage: Path | None = None
 
     def start(self) -> None:
         """Raises InputError unless a first document can be read."""
@@ -249,11 +245,11 @@ class HiddenStatesServer(Connection):
         num_bytes = num_tokens * len(self.taps.written) * self.taps.hidden_size * itemsize
         until = time.monotonic() + self.endpoint.timeout_s
         with self._room:
-            while self._storage is not None and self._num_bytes:
-                if shutil.disk_usage(self._storage).free > ROOM * (self._num_bytes + num_bytes):
+            while self._num_bytes and (free := self.files.free_bytes()) is not None:
+                if free > ROOM * (self._num_bytes + num_bytes):
                     break
                 if not self._room.wait(until - time.monotonic()):
-                    raise NotReadError(f"{self.endpoint}: {self._storage} is full")
+                    raise self._failed(f"{free} bytes are free where it writes")
             self._num_bytes += num_bytes
         try:
             yield
@@ -289,73 +285,32 @@ class HiddenStatesServer(Connection):
                 f"writes {path}, and not to {self.taps.folder}: it may be other layers; "
                 f"{self._how_to_serve()}"
             )
-        self._storage = Path(path).parent if Path(path).parent.is_dir() else None
         choice = (reply.get("choices") or [{}])[0]
         asked = asked or {}
         if "return_token_ids" in asked and not choice.get("token_ids"):
             raise self._error("tells no token ids of its answers; serve with a newer vLLM")
-        more = choice["token_ids"][:-1] if TRANSFER in asked else []
-        return choice, await anyio.to_thread.run_sync(self._collect, Path(path), token_ids + more)
+        ids = token_ids + (choice["token_ids"][:-1] if TRANSFER in asked else [])
+        return choice, await anyio.to_thread.run_sync(self._collect, Path(path), ids)
 
     def _collect(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
-        """Loads, deletes and checks a file that the server named."""
-        self._wait_for_writer(path)
+        """Takes and checks the states of a file that the server named."""
         try:
-            tensors = load_file(path)  # mapped from the file
-        except (OSError, SafetensorError) as error:
-            raise self._failed(
-                f"{path} was not written whole ({error}): the disk may be full, see the "
-                "server's log"
-            ) from error
-        # Also keeps a reply from having any other file deleted.
-        if tensors.get("token_ids", torch.empty(0)).tolist() != token_ids:
-            raise self._failed(f"{path} does not hold the tokens that were sent")
-        try:
-            path.unlink()
-            _lock_of(path).unlink(missing_ok=not self.writing.locks)
-        except OSError as error:
-            raise self._error(
-                f"cannot delete {path}, and the disk would fill up: {error}"
-            ) from error
-        written = tensors["hidden_states"]
+            written = self.files.take(path, token_ids, self.writing.locks)
+        except InputError as error:
+            raise type(error)(f"{self.endpoint}: {error}") from error
         wanted = [len(token_ids), len(self.taps.written), self.taps.hidden_size]
         if list(written.shape) != wanted:
             raise self._error(
                 f"states of shape {list(written.shape)} and not {wanted} (tokens, layers, hidden "
                 f"size): it serves another target, or other layers; {self._how_to_serve()}"
             )
-        if not written.isfinite().all():
+        norms = torch.linalg.vector_norm(written, dim=-1)  # one pass; narrow ones may overflow
+        if not norms.isfinite().all() and not written.isfinite().all():
             raise self._failed("states hold NaN or infinity: check the server's --dtype")
         # Only a first token can have such states, where its embedding is zero.
-        if not written[1:, -1].any(dim=1).all():
+        if not norms[1:, -1].all() and not written[1:, -1].any(dim=1).all():
             raise self._failed("states of zeros: it left them out, see the server's log")
         return self.taps.named(written)
-
-    def _wait_for_writer(self, path: Path) -> None:
-        """Waits until the file is closed: until then the server holds the lock beside it."""
-        if not self.writing.locks:
-            return  # whole before the server answered
-        start = time.monotonic()
-        while True:
-            passed_s = time.monotonic() - start
-            try:
-                with _lock_of(path).open("rb") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if passed_s > self.endpoint.timeout_s:
-                    raise self._failed(
-                        f"{path} is not written after {passed_s:.0f} s: see the server's log"
-                    ) from error
-            except FileNotFoundError as error:
-                if passed_s > VISIBLE_S:
-                    raise self._error(
-                        f"{error.filename} cannot be seen from this machine: mount the server's "
-                        "shared_storage_path here under the same name"
-                    ) from error
-            except OSError as error:
-                raise self._error(f"cannot lock {_lock_of(path)}: {error}") from error
-            time.sleep(LOOK_EVERY_S)
 
     def _how_to_serve(self) -> str:
         options = self.taps.serve_options("/dev/shm", self.writing)
@@ -366,7 +321,3 @@ class HiddenStatesServer(Connection):
 
     def _error(self, text: str) -> InputError:
         return InputError(f"{self.endpoint}: {text}")
-
-
-def _lock_of(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers.hidden_states import HiddenStatesServer, NotReadError, Told
+from data.servers.files import NotReadError
+from data.servers.hidden_states import HiddenStatesServer, Told
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data.features.format import LAYER
 from data.prepared.pack import PackedDataset
-from data.servers.hidden_states import NotReadError
+from data.servers.files import NotReadError
 from data.servers.pool import StatesPool, documents_of, placed
 
 STEPS_AHEAD = 4

@@ -9,9 +9,8 @@ import torch
 from conf.errors import InputError
 from data.prepared.pack import PackedDataset
 from data.servers import endpoint as endpoint_module
-from data.servers import hidden_states as engine_states
-from data.servers import pool
-from data.servers.hidden_states import NotReadError
+from data.servers import files, pool
+from data.servers.files import NotReadError
 from data.servers.pool import MOST_FAILURES, StatesPool
 from data.templates.encoder import Sample
 from tests.data.servers.test_hidden_states import WRITTEN, assert_same, engine, expected
@@ -21,7 +20,7 @@ from tests.servers import HIDDEN, EngineServer
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(engine_states, "VISIBLE_S", 0.05)
+    monkeypatch.setattr(files, "VISIBLE_S", 0.05)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -143,7 +142,7 @@ def test_no_document_is_asked_for_that_the_storage_has_no_room_for(
     """Of two documents of 10 tokens, 3 layers and 2 channels, in float32 at most."""
     size = 10 * 3 * 2 * 4
     room = SimpleNamespace(free=2 * 2 * size)
-    monkeypatch.setattr(engine_states.shutil, "disk_usage", lambda _: room)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: room)
     documents = [[token] * 10 for token in range(8)]
     with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, pooled(server) as states:
         for document, found in zip(documents, states.read_many(documents), strict=True):

@@ -23,7 +23,7 @@ from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import Medusa2Run, MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
-from data.servers import endpoint
+from data.servers import endpoint, files
 from eval.measure import engines
 from heads.target_model.load import load_target
 from tests.servers import EngineServer, Fault, serving
@@ -53,6 +53,7 @@ def on_cpu() -> Iterator[None]:
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setattr(replay, "MAX_NEW_TOKENS", 12)
         patch.setattr(endpoint, "FIRST_DELAY_S", 0.01)
+        patch.setattr(files, "VISIBLE_S", 0.05)
         yield
 
 

@@ -1,0 +1,200 @@
+"""Files of hidden states in a folder that this machine sees."""
+
+import errno
+import fcntl
+import io
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from conf.errors import InputError
+from data.servers import files
+from data.servers.files import Folder, NotReadError, lock_of, read_tensors, sweep
+
+IDS = [7, 5, 6]
+STATES = torch.arange(3 * 2 * 4).view(3, 2, 4).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "VISIBLE_S", 0.1)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that is whole, its lock free."""
+    path = tmp_path / "cmpl-1-0.safetensors"
+    save_file({"hidden_states": STATES, "token_ids": torch.tensor(IDS)}, path)
+    lock_of(path).touch()
+    return path
+
+
+def later(seconds: float, action: Any) -> None:
+    threading.Timer(seconds, action).start()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_file_is_read_and_deleted_with_its_lock(path: Path, locks: bool) -> None:
+    folder = Folder(timeout_s=5.0)
+    assert folder.free_bytes() is None
+    assert torch.equal(folder.take(path, IDS, locks), STATES)
+    assert list(path.parent.iterdir()) == []
+    assert folder.free_bytes() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_are_those_that_safetensors_reads(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(5, 2, 3).to(dtype), "a": torch.arange(5), "none": torch.empty(0)}
+    save_file(tensors, tmp_path / "file.safetensors", {"format": "pt"})
+    content = (tmp_path / "file.safetensors").read_bytes()
+    found = read_tensors(io.BytesIO(content), len(content))
+    for name, expected in load_file(tmp_path / "file.safetensors").items():
+        if expected.numel():
+            assert found[name].dtype is expected.dtype
+            assert torch.equal(found[name], expected)
+
+
+def test_no_part_of_a_file_is_taken_for_a_whole_one() -> None:
+    content = save({"hidden_states": STATES, "token_ids": torch.tensor(IDS)})
+    for size in range(len(content)):
+        with pytest.raises(ValueError, match="bytes"):
+            read_tensors(io.BytesIO(content[:size]), size)
+        with pytest.raises(ValueError, match=r"early|header|bytes"):
+            read_tensors(io.BytesIO(content[:size]), len(content))
+    for place in range(160):
+        spoilt = bytearray(content)
+        spoilt[place] ^= 0x15
+        with suppress(ValueError):  # and nothing else
+            read_tensors(io.BytesIO(spoilt), len(spoilt))
+
+
+def held(path: Path) -> Any:
+    """The lock of a file, as its writer holds it."""
+    lock = lock_of(path).open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def test_a_held_lock_is_waited_for_and_then_the_file(path: Path) -> None:
+    lock, content = held(path), path.read_bytes()
+    path.write_bytes(content[:-8] + bytes(8))
+
+    def end() -> None:
+        path.unlink()
+        lock.close()
+        later(0.05, lambda: path.write_bytes(content))
+
+    later(0.3, end)
+    assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+
+
+def test_a_lock_that_shows_behind_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, num_looks, locks = path.read_bytes(), [], []
+    lock_of(path).unlink()
+    path.write_bytes(content[:-8] + bytes(8))
+
+    def sleep(_: float) -> None:
+        num_looks.append(1)
+        if len(num_looks) == 1:
+            locks.append(held(path))
+        elif len(num_looks) == 5:
+            path.write_bytes(content)
+            locks.pop().close()
+
+    monkeypatch.setattr(files.time, "sleep", sleep)
+    assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+    assert len(num_looks) == 5
+
+
+def test_a_lock_that_is_held_for_ever(path: Path) -> None:
+    message = r"is not written after 0 s: see the server's log"
+    with held(path), pytest.raises(NotReadError, match=message):
+        Folder(0.1).take(path, IDS, locks=True)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_file_that_shows_late(path: Path, locked: bool) -> None:
+    """As network file systems may show it: first nothing, then a part, then all."""
+    content = path.read_bytes()
+    path.unlink()
+    if not locked:
+        lock_of(path).unlink()
+    later(0.03, lambda: path.write_bytes(content[:150]))
+    later(0.08, lambda: path.write_bytes(content))
+    assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [(errno.ENOTSUP, None), (errno.ENOLCK, None), (errno.EIO, "cannot lock .*safetensors.lock: ")],
+)
+def test_where_the_file_system_cannot_lock_the_size_tells(
+    error: int, refused: str | None, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    if refused is None:
+        assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+        return
+    with pytest.raises(InputError, match=refused):
+        Folder(5.0).take(path, IDS, locks=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.unlink(), r"was not written whole \(no such file\): the disk may be"),
+        (lambda path: path.write_bytes(b""), r"was not written whole \(0 bytes\)"),
+        (lambda path: os.truncate(path, 199), r"was not written whole \(199 bytes\)"),
+        (lambda path: path.write_bytes(bytes(200)), r"was not written whole \(200 bytes\)"),
+        (lambda path: save_file({"a": STATES}, path), "does not hold the tokens that were sent"),
+        (
+            lambda path: [each.unlink() for each in (path, lock_of(path))],
+            "cannot be seen from this machine: mount the server's shared_storage_path here under",
+        ),
+    ],
+)
+def test_what_another_attempt_may_give(path: Path, change: Any, message: str) -> None:
+    change(path)
+    with pytest.raises(NotReadError, match=message):
+        Folder(5.0).take(path, IDS, locks=True)
+
+
+def test_what_nobody_waits_for_is_deleted_now_and_then(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Files and locks that are older than three timeouts; nothing else, and nothing younger."""
+    folder, again, content = Folder(timeout_s=20.0), path.with_name("b"), path.read_bytes()
+
+    def leave(age_s: float) -> None:
+        for name in ("old.safetensors", "old.safetensors.lock", ".tmpQx3f9z", "notes.txt"):
+            (path.parent / name).touch()
+            os.utime(path.parent / name, (time.time() - age_s,) * 2)
+
+    leave(61)
+    (path.parent / "young.safetensors").touch()
+    folder.take(path, IDS, locks=True)
+    names = {each.name for each in path.parent.iterdir()}
+    assert names == {"young.safetensors", "notes.txt"}
+    told = f"{path.parent}: deleted 2 files that nobody has read for 1 minutes\n"
+    assert capfd.readouterr().err == told
+    leave(61)
+    again.write_bytes(content)
+    folder.take(again, IDS, locks=False)
+    assert (path.parent / "old.safetensors").exists()  # too soon to look again
+    monkeypatch.setattr(files, "SWEEP_EVERY_S", 0.0)
+    again.write_bytes(content)
+    folder.take(again, IDS, locks=False)
+    assert not (path.parent / "old.safetensors").exists()
+    leave(59)
+    assert sweep(path.parent, 60) == 0
