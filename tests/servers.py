@@ -312,7 +312,7 @@ class EngineServer(ChatServer):
         self.models = ({"id": "toy", "max_model_len": 17}, {"id": "other"})
         self.layers = layers
         self.folder = folder / "-".join(map(str, ["layers", *layers]))
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         self.write_s = 0.0
         self.change: Callable[[dict[str, Tensor]], object] = lambda _: None
         self.version: str | None = None

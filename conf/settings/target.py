@@ -52,11 +52,19 @@ class TargetConfig:
     [http://localhost:8000/v1]; a URL that is named twice gets twice the requests. Of the target
     only embedding, final norm and output head are then loaded. Of training, of capture and of
     `eval/acceptance.py`."""
+    adapter_name: str | None = None
+    """Name under which the servers of `target.engine` serve a LoRA adapter of this target
+    (`vllm serve ... --enable-lora --lora-modules NAME=PATH`), which is then the target."""
     prefill_chunk: int = 512
     """Tokens of a prompt that are read at a time; recurrent targets read all of it at once."""
 
     def __post_init__(self) -> None:
         positive("target", self, "prefill_chunk")
+        if self.adapter_name is not None and not self.engine:
+            raise InputError(
+                f"target.adapter_name={self.adapter_name}: names an adapter of the servers of "
+                "target.engine, which is empty; an adapter that is here is target.adapter=PATH"
+            )
         for name in ("path", "adapter"):  # transformers knows no ~
             if (path := getattr(self, name)) is not None and path.startswith("~"):
                 setattr(self, name, str(Path(path).expanduser()))

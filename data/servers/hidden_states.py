@@ -156,7 +156,9 @@ class HiddenStatesServer(Connection):
         self.model = self.model or next(iter(models))
         if self.model not in models:
             raise self._error(f"has no model {self.model}; it lists {sorted(models)}")
-        self.max_model_len = models[self.model].get("max_model_len")
+        listed = models[self.model]
+        base = models.get(str(listed.get("parent")), {})  # of an adapter
+        self.max_model_len = listed.get("max_model_len") or base.get("max_model_len")
         version = self.portal.call(self.client.version)
         if version is not None:
             self.writing = writing_of(version, str(self.endpoint))

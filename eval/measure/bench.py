@@ -188,7 +188,7 @@ def _engines(
     """Engines that give what heads read."""
     layers = {index for head in heads for index in head.head.taps.layers} | {target.num_layers}
     text = max((prompt.token_ids for prompt in prompts), key=len)
-    return opened(run.target.engine, target, sorted(layers), text)
+    return opened(run.target, target, sorted(layers), text)
 
 
 def _attach(run: MeasureRun, head: BenchHead, target: EmbeddingsAndHead, records: Records) -> None:

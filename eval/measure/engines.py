@@ -12,6 +12,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from conf.errors import InputError
+from conf.settings.target import TargetConfig
 from data.features.format import LAYER
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import HiddenStatesServer, ServerTaps
@@ -36,7 +37,7 @@ PENALTY = "repetition_penalty"
 
 @contextmanager
 def opened(
-    urls: Sequence[str],
+    config: TargetConfig,
     target: RemoteTarget,
     layers: Iterable[int],
     text: list[int],
@@ -45,7 +46,7 @@ def opened(
     """Servers of a target's hidden states, each probed.
 
     Args:
-        urls: base URLs.
+        config: names the servers.
         target: the parts of it that are here.
         layers: indices of `output_hidden_states`.
         text: token ids of the data, to probe with.
@@ -58,8 +59,14 @@ def opened(
     size = target.num_layers, target.hidden_size
     taps = ServerTaps(tuple(layers), *size, final_norm, recurrent)
     endpoints = [
-        Endpoint(url, max_retries=NUM_RETRIES, timeout_s=TIMEOUT_S, setting="target.engine")
-        for url in urls
+        Endpoint(
+            url,
+            config.adapter_name,
+            max_retries=NUM_RETRIES,
+            timeout_s=TIMEOUT_S,
+            setting="target.engine",
+        )
+        for url in config.engine
     ]
     servers = [HiddenStatesServer(each, taps, NUM_REQUESTS) for each in endpoints]
     probe = EngineProbe(target, text)

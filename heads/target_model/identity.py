@@ -34,7 +34,7 @@ class Identity:
         template: checksum of its chat template; None without one.
         weights: checksum of the names, shapes, dtypes and some bytes of the tensors in the weight
             files, in however many; None if they are not on this machine.
-        adapter: Hub id or folder.
+        adapter: Hub id or folder, or its name on a server.
         adapter_weights: like `weights`.
         quantization: of the weights: `none`, bitsandbytes' as set, or the type of a GGUF file.
         dtype: of what is computed, e.g. `float32`.
@@ -89,7 +89,7 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
         revision=extract_commit_hash(file.as_posix(), None),
         tokenizer=_sha256(rules),
         template=None if template is None else _sha256(template),
-        adapter=config.adapter,
+        adapter=config.adapter or config.adapter_name,
         adapter_weights=weights_checksum(adapter.parent, "adapter_model") if adapter else None,
         dtype=str(dtype).removeprefix("torch."),
         **own,

@@ -73,7 +73,8 @@ def load_remote(config: TargetConfig, device: torch.device) -> Any:
         if value is not None:
             raise InputError(
                 f"target.{name}={value}: says how layers are run, and the engine runs those; "
-                "unset it, and give the engine what it needs"
+                "unset it, and give the engine what it needs (an adapter that it serves is "
+                "target.adapter_name)"
             )
     whole, bare = load_config(config), load_config(config)
     _empty(bare)

@@ -86,7 +86,7 @@ def source_of(
         yield Source.of(target, layers)
         return
     assert isinstance(target, RemoteTarget)
-    with opened(config.engine, target, layers, text, target.final_norm) as pool:
+    with opened(config, target, layers, text, target.final_norm) as pool:
 
         def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             names, columns = batch.keys(), batch.values()

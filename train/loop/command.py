@@ -16,6 +16,7 @@ from conf.command.entry import Command, head_recipe
 from conf.command.provenance import provenance
 from conf.command.statement import plain, stated
 from conf.errors import InputError
+from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig, TrainRun
 from data.embedded import fill_unset
 from data.features.reader import FeatureStore, TrainingData
@@ -42,11 +43,7 @@ from train.loop.loop import Evaluate, Job, Outcome
 from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
 from train.loop.rollouts import API_KEY, Rollouts
-from train.loop.served import (
-    STEPS_AHEAD,
-    ServedRows,
-    longest_document,
-)
+from train.loop.served import ServedRows, longest_document, steps_ahead
 from train.loop.stored import check_taps, identity_of, load_embeddings_and_head, open_store
 from train.loss.sizes import LaunchSizes
 from train.objective import Objective
@@ -74,7 +71,7 @@ class TrainingSource:
         report: what became of the data.
         lines: what to say about it.
         replay: tau on held-out prompts, for a depth and what the head reads.
-        engines: base URLs of servers that give the states of the sequences.
+        served_by: names servers that give the states of the sequences, where there are any.
         prompts: held-out ones, which such servers answer.
         told: lines about these servers.
     """
@@ -87,7 +84,7 @@ class TrainingSource:
     report: DataReport
     lines: list[str]
     replay: Callable[[int, Taps], Replay] | None
-    engines: Sequence[str] = ()
+    served_by: TargetConfig | None = None
     prompts: Sequence[list[int]] = ()
     told: Sequence[str] = ()
 
@@ -98,7 +95,7 @@ class TrainingSource:
         Raises:
             InputError: a server does not.
         """
-        if not self.engines:
+        if self.served_by is None:
             yield self
             return
         target = self.target
@@ -107,10 +104,16 @@ class TrainingSource:
         assert isinstance(self.heldout, PackedDataset)
         layers = sorted({*taps.layers, target.num_layers})
         text = longest_document(self.train)
-        with opened(self.engines, target, layers, text) as pool:
+        with opened(self.served_by, target, layers, text) as pool:
             replay = partial(HeldoutReplay, ServedTexts(pool, target), list(self.prompts))
             train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
             yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.told)
+
+    def steps_ahead(self, num_tokens: int) -> int:
+        """Optimizer steps whose sequences are loaded at a time, each of so many tokens here."""
+        if not isinstance(self.train, ServedRows):
+            return 1
+        return steps_ahead(self.train.pool, num_tokens)
 
 
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
@@ -276,7 +279,8 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
             goes_on=head.path is not None,
             rollouts=rollouts,
             evaluate=measure(config, opened_source, objective),
-            steps_ahead=STEPS_AHEAD if source.engines else 1,
+            steps_ahead=opened_source.steps_ahead(config.train.batch_size * length // world),
+            served=source.served_by is not None,
         )
         outcome = loop.fit(accelerator, job)
     if accelerator.is_main_process:
@@ -344,7 +348,7 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     checksum = train_data.checksum
     return TrainingSource(
         target, identity, checksum, train_data, heldout, report, lines, replay,
-        config.target.engine, prompts,
+        config.target if config.target.engine else None, prompts,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from train.loop.evaluation import Evaluate, evaluate, figures
 from train.loop.non_finite import SkippedSequences
 from train.loop.rollouts import Rollouts, Round
 from train.loop.tracking import Metrics
+from train.loop.waiting import Waiting, balance
 from train.loss.sums import Sums
 from train.objective import Objective
 from train.parallel import checkpoint, processes
@@ -59,6 +60,7 @@ class Job:
         evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
             their names get the prefix `eval/`.
         steps_ahead: optimizer steps whose sequences are loaded at a time.
+        served: engines give hidden states.
     """
 
     config: TrainConfig
@@ -74,6 +76,7 @@ class Job:
     rollouts: Rollouts | None = None
     evaluate: Evaluate | None = None
     steps_ahead: int = 1
+    served: bool = False
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -156,6 +159,7 @@ class Run:
         self.evaluation: dict[str, float] = {}
         self._term_weights, self._rate = job.objective.weights, 0.0
         self._watch, self._started_tokens = Stopwatch(), 0
+        self._waiting = Waiting()
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
@@ -235,6 +239,7 @@ class Run:
             if self.step == 0 and self.job.goes_on:
                 self._evaluate()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
+            self._waiting.begin()
             while self.step < config.max_steps:
                 if self.stopping:
                     self._save()
@@ -267,7 +272,8 @@ class Run:
 
     def optimizer_step(self) -> float:
         """Make one optimizer step; return its loss. The host waits for the device once."""
-        batches = self.prefetcher.next_step()
+        with self._waiting.here():
+            batches = self.prefetcher.next_step()
         result = self._gradients(batches, self.prefetcher.micro_batches())
         again = False
         while not all(map(math.isfinite, result.losses)):
@@ -418,6 +424,9 @@ class Run:
         metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         metrics["train/skipped_sequences"] = len(self.skipped.numbers)
+        metrics["train/waiting"] = self._waiting.share()
+        if self.job.served and self._waiting.num_looks == 2:  # before, nothing was on its way
+            self.say(balance(metrics["train/waiting"]))
         if self.metrics is not None:
             self.metrics.log(self.step, metrics)
 

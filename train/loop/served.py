@@ -3,11 +3,13 @@
 Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -18,14 +20,33 @@ from data.servers.files import NotReadError
 from data.servers.pool import StatesPool, documents_of, placed
 
 STEPS_AHEAD = 4
-"""Optimizer steps whose sequences are asked for together."""
+"""Optimizer steps at most whose sequences are asked for together."""
+SHARE_OF_MEMORY = 0.25
+"""Of the host's, for their states."""
+NUM_LOOKED_AT = 64
+"""Sequences among which the longest document is looked for."""
 PADDING = -1
 """Document of tokens that nobody learns from."""
 
 
 def longest_document(rows: PackedDataset) -> list[int]:
-    """Token ids of the longest document of the first sequence."""
-    return max(documents_of(rows[0]), key=len)
+    """Token ids of the longest document of the first sequences."""
+    first = (rows[index] for index in range(min(len(rows), NUM_LOOKED_AT)))
+    return max((document for row in first for document in documents_of(row)), key=len)
+
+
+def steps_ahead(pool: StatesPool, num_tokens: int) -> int:
+    """Optimizer steps that are asked for together, as many as the host's memory has room for.
+
+    Args:
+        pool: gives bfloat16 or float32.
+        num_tokens: of a step, in this process.
+    """
+    itemsize = 4  # of the widest dtype that a server may use
+    num_bytes = num_tokens * len(pool.layers) * pool.hidden_size * itemsize
+    room = psutil.virtual_memory().available * SHARE_OF_MEMORY
+    room /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(STEPS_AHEAD, int(room // num_bytes)))
 
 
 @dataclass

@@ -77,6 +77,18 @@ def test_a_last_layer_that_is_also_tapped_is_written_once(tmp_path: Path) -> Non
     }
 
 
+def test_an_adapter_is_asked_for_by_its_name(tmp_path: Path) -> None:
+    """vLLM lists it beside the target, and tells the window of the target alone."""
+    server = EngineServer(tmp_path, WRITTEN)
+    server.models = ({"id": "toy", "max_model_len": 17}, {"id": "tuned", "parent": "toy"})
+    with server, engine(server, model="tuned") as states:
+        assert states.max_model_len == 17
+        states.read([7, 5])
+    assert {body["model"] for body in server.bodies} == {"tuned"}
+    with EngineServer(tmp_path / "b", WRITTEN) as other:
+        refused(other, r"has no model tuned; it lists \['other', 'toy'\]", model="tuned")
+
+
 def test_without_a_final_norm_there_are_layers_alone(tmp_path: Path) -> None:
     wanted = taps((2,), final_norm=None)
     with EngineServer(tmp_path, [2]) as server, engine(server, wanted) as states:

@@ -52,7 +52,7 @@ def server(target: Target, tmp_path: Path) -> Iterator[EngineServer]:
 def probed(server: EngineServer, config: TargetConfig, target: Target) -> None:
     remote = RemoteTarget.of(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
-    with opened([server.url], remote, LAYERS, TEXT):
+    with opened(TargetConfig(engine=[server.url]), remote, LAYERS, TEXT):
         pass
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_comes_back_with_other_weights_ends_the_run(
 ) -> None:
     remote = RemoteTarget.of(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
-    with opened([server.url], remote, LAYERS, TEXT) as pool:
+    with opened(TargetConfig(engine=[server.url]), remote, LAYERS, TEXT) as pool:
         assert pool.read([5, 6]).keys() == {f"layers.{index}" for index in LAYERS}
         right = server.log_probs
         server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]

@@ -25,7 +25,8 @@ from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
 from data.servers import endpoint, files
 from eval.measure import engines
-from heads.target_model.load import load_target
+from heads.target_model.identity import identify
+from heads.target_model.load import load_target, load_tokenizer
 from tests.servers import EngineServer, Fault, serving
 from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
@@ -103,7 +104,9 @@ def last(out_dir: Path, name: str) -> float:
     "kind",
     ["eagle", *(pytest.param(each, marks=pytest.mark.slow) for each in ("medusa", "dflash"))],
 )
-def test_heads_learn_the_same_from_engines(kind: str, inputs: Path, tmp_path: Path) -> None:
+def test_heads_learn_the_same_from_engines(
+    kind: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = trained(kind, inputs, tmp_path / "here", [])
     with ExitStack() as stack:
         servers = [served(inputs, tmp_path / name, kind) for name in "ab"]
@@ -115,6 +118,8 @@ def test_heads_learn_the_same_from_engines(kind: str, inputs: Path, tmp_path: Pa
         assert last(tmp_path / "served", name) == pytest.approx(last(tmp_path / "here", name), 1e-4)
     assert all(list(each.folder.iterdir()) == [] for each in servers)
     assert min(len(each.bodies) for each in servers) > 5
+    assert "training waits for hidden states" in capsys.readouterr().out
+    assert 0 <= last(tmp_path / "served", "train/waiting") <= 1
     about = json.loads((tmp_path / "served/head/headsmith.json").read_text())["about_head"]
     assert f"target.engine={urls[0]}: log-probabilities 0.0000 nats" in "".join(about)
 
@@ -215,6 +220,10 @@ def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> 
         MedusaRun(target=target, data=DataConfig(features="store"))
     with pytest.raises(InputError, match="this command trains the target itself"):
         Medusa2Run(target=target)
+    with pytest.raises(InputError, match=r"names an adapter .*engine, which is empty"):
+        TargetConfig(path=str(inputs / "target"), adapter_name="tuned")
+    target = TargetConfig(path=str(inputs / "target"), adapter_name="tuned", engine=target.engine)
+    assert identify(target, load_tokenizer(target)[1], torch.float32).adapter == "tuned"
     run = AcceptanceRun(target=target, out_dir=str(tmp_path / "out"))
     run.head.path = str(inputs / "target")
     with pytest.raises(InputError, match="runs the target in its own process"):
