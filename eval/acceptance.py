@@ -18,6 +18,7 @@ COMMAND = Command(__doc__, AcceptanceRun, "acceptance", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +32,8 @@ from eval.decode.engine import Step, decode
 from eval.measure import processes
 from eval.measure.answers import Answered
 from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
+from eval.measure.conditions import caption
+from eval.measure.lengths import show_lengths
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, replayed, steps_along
 from eval.measure.stats import PromptSteps, shown, summary, tree_figures
@@ -91,8 +94,8 @@ def _measured(
 
     def row(response: list[int], steps: list[Step], drafted: list[int]) -> dict[str, Any]:
         thinking = num_thinking(prompt, response, bench.ends.tokenizer)
-        place = (prompt.dialogue, prompt.turn)
-        return asdict(PromptSteps(prompt.category, steps, drafted, *place, thinking))
+        about = (prompt.dialogue, prompt.turn, thinking, len(prompt.token_ids))
+        return asdict(PromptSteps(prompt.category, steps, drafted, *about))
 
     def decoded(name: str) -> dict[str, Any]:
         seed = seed_of(prompt, config.seed)
@@ -138,6 +141,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             console.print(
                 f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
             )
+    show_lengths(result["acceptance_length"], console)
 
 
 def main(config: AcceptanceRun) -> None:
@@ -152,7 +156,9 @@ def main(config: AcceptanceRun) -> None:
     console = Console()
     show(result, console)
     path = write_result(config, "acceptance.json", result, bench)
-    plot_acceptance(result, path.with_suffix(".png"))
+    written = json.loads(path.read_text())
+    plot_acceptance(written, path.with_suffix(".png"))
+    console.print(caption(written), highlight=False, markup=False)
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
 
 

@@ -38,6 +38,7 @@ from eval.compare.timing import time_methods
 from eval.decode.captured import slots_for
 from eval.measure import processes
 from eval.measure.bench import checksums, open_bench, open_journal, write_result
+from eval.measure.conditions import caption
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
@@ -105,10 +106,12 @@ def main(config: SpeedupRun) -> None:
     if config.concurrency:
         show_sizes(result, console)
     path = write_result(config, "speedup.json", result, bench)
-    plot_speedup(result, path.with_suffix(".png"))
+    written = json.loads(path.read_text())
+    plot_speedup(written, path.with_suffix(".png"))
     if config.concurrency:
-        plot_concurrency(result["concurrency"], path.with_name("concurrency.png"))
-    write_report(json.loads(path.read_text()), path.with_suffix(".html"))
+        plot_concurrency(written, path.with_name("concurrency.png"))
+    write_report(written, path.with_suffix(".html"))
+    console.print(caption(written), highlight=False, markup=False)
     console.print(f"wrote {path}, {path.with_suffix('.png')} and {path.with_suffix('.html')}")
 
 

@@ -52,7 +52,8 @@ FOREIGN = {"eagle_export_rope_scaling"}
 NAMES = """
     tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
     captured step truncated_turns
-    target_attention target_state_bytes baseline baselines prompts by_part
+    target_attention target_state_bytes baseline baselines prompts by_part by_input_length histogram
+    conditions
     top1 draft_seconds parity from value role content tool_calls save_to_disk null
     d2t lm_head token_map output_hidden_states
 """

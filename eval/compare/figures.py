@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from eval.compare.names import BASELINES, VANILLA
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, common_prefix
 from eval.measure.bench import Bench
+from eval.measure.lengths import length_name
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.stats import Interval, PromptSteps, interval, summary, tau
 from heads.decoding.tree import Tree
@@ -56,7 +57,7 @@ def _figures(
     steps = [
         PromptSteps(
             run.prompt.category, text.steps, text.drafted, run.prompt.dialogue, run.prompt.turn,
-            num_thinking(run.prompt, text.token_ids, tokenizer),
+            num_thinking(run.prompt, text.token_ids, tokenizer), len(run.prompt.token_ids),
         )
         for run, text in zip(runs, texts, strict=True)
     ]  # fmt: skip
@@ -64,6 +65,7 @@ def _figures(
     measured: dict[str, Any] = summary(steps, depth, seed)
     mean, decode_speedup = tau(steps), ratio(name, baseline, runs, "decode")
     figures: dict[str, Any] = {
+        "draft_tokens": measured["draft_tokens"],
         "tau": mean,
         "tau_ci95": measured["tau_ci95"],
         "tokens_per_s": tokens_per_s(name, runs, "total"),
@@ -72,25 +74,34 @@ def _figures(
         "decode_tokens_per_s": tokens_per_s(name, runs, "decode"),
         "decode_speedup": decode_speedup,
         "efficiency": None if decode_speedup is None else decode_speedup / mean,
-        "alpha": measured["alpha"],
-        "per_position": measured["per_position"],
+        **{
+            key: measured[key]
+            for key in ("acceptance_length", "alpha", "per_position", "histogram")
+        },
         "num_tokens": sum(len(text.token_ids) for text in texts),
         **{key: measured[key] for key in ("num_steps", "num_drafted", "num_accepted")},
         "breakdown": _breakdown(name, runs),
         "lossy": method.lossy,
         "by_category": {},
+        "by_input_length": {},
         "by_part": measured["by_part"],
         **method.settings,
     }
-    for category, row in measured["by_category"].items():
-        members = [run for run in runs if run.prompt.category == category]
-        figures["by_category"][category] = {
-            "tau": row["tau"],
-            "tau_ci95": row["ci95"],
-            "speedup": ratio(name, baseline, members, "total"),
-            "speedup_ci95": speedup_interval(name, baseline, members, seed),
-            "num_prompts": row["num_prompts"],
-        }
+    groups: dict[str, Callable[[Prompt], str]] = {
+        "by_category": lambda prompt: prompt.category,
+        "by_input_length": lambda prompt: length_name(len(prompt.token_ids)),
+    }
+    for key, name_of in groups.items():
+        for group, row in measured[key].items():
+            members = [run for run in runs if name_of(run.prompt) == group]
+            figures[key][group] = {
+                "tau": row["tau"],
+                "tau_ci95": row["ci95"],
+                "per_draft": row["per_draft"],
+                "speedup": ratio(name, baseline, members, "total"),
+                "speedup_ci95": speedup_interval(name, baseline, members, seed),
+                "num_prompts": row["num_prompts"],
+            }
     if method.tree is not None and method.tree.num_nodes > 1:
         figures["tree"] = _tree(method.tree, texts)
     # Per prompt its passes, and per repeat its shares of the seconds of its batches.

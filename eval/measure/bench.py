@@ -29,6 +29,7 @@ from data.templates.encoder import Encoder
 from eval.decode.generation_config import follow
 from eval.measure import processes
 from eval.measure.answers import OwnTexts, Texts
+from eval.measure.conditions import conditions
 from eval.measure.engines import ServedTexts, opened
 from eval.measure.heads import BenchHead, device_name, open_head
 from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, questions, share
@@ -168,6 +169,7 @@ def open_bench(
         "sha256": records.sha256,
         "num_prompts": 0,
         "num_bad": len(records.bad) + len(left_out),
+        "most_turns": max(len(questions(record)) for record in chosen),
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     spare = _spare(run, records.records, target, encoder)
@@ -370,6 +372,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
             run, bench.ends.name, {**bench.data, "version": version_of(bench.data["path"])}
         ),
     }
+    result["conditions"] = conditions(result)
     path = Path(run.out_dir) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

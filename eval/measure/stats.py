@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eval.decode.engine import Step
+from eval.measure.lengths import acceptance_lengths, histogram, length_name, per_draft
 
 Item = TypeVar("Item")
 Interval = tuple[float, float] | None
@@ -28,6 +29,7 @@ class PromptSteps:
         dialogue: the prompts of one share what they are about, so intervals take them together.
         turn: of the dialogue, from 1.
         num_thinking: tokens of its response, from the first on, that are thinking.
+        prompt_tokens: of the prompt; 0 where nobody counted.
     """
 
     category: str
@@ -36,6 +38,7 @@ class PromptSteps:
     dialogue: int = 0
     turn: int = 1
     num_thinking: int = 0
+    prompt_tokens: int = 0
 
     def row(self) -> dict[str, Any]:
         """For a results file: numbers per pass."""
@@ -43,6 +46,7 @@ class PromptSteps:
             "dialogue": self.dialogue,
             "turn": self.turn,
             "category": self.category,
+            "prompt_tokens": self.prompt_tokens,
             "drafted": list(self.drafted),
             "accepted": [step.num_accepted for step in self.steps],
             "emitted": [step.num_emitted for step in self.steps],
@@ -75,25 +79,32 @@ def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     ]
 
 
-def by_part(prompts: Sequence[PromptSteps]) -> dict[str, dict[str, float]]:
-    """tau and tokens of thinking and of answers; empty where nothing thinks.
+def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, Any]]:
+    """Figures of thinking and of answers; empty where nothing thinks.
 
     A pass belongs to the part of the first token that it gives.
     """
     if not any(prompt.num_thinking for prompt in prompts):
         return {}
     parts: dict[str, list[Step]] = {"thinking": [], "answer": []}
+    drafted: dict[str, list[int]] = {"thinking": [], "answer": []}
     for prompt in prompts:
         place = 1  # the prompt's own pass gives the first token
-        for step in prompt.steps:
-            parts["thinking" if place < prompt.num_thinking else "answer"].append(step)
+        sizes = prompt.drafted or [depth] * len(prompt.steps)
+        for step, size in zip(prompt.steps, sizes, strict=True):
+            part = "thinking" if place < prompt.num_thinking else "answer"
+            parts[part].append(step)
+            drafted[part].append(size)
             place += step.num_emitted
+    texts = {name: [PromptSteps("", steps, drafted[name])] for name, steps in parts.items()}
     return {
         name: {
-            "tau": tau([PromptSteps("", steps)]),
-            "num_tokens": sum(step.num_emitted for step in steps),
+            "tau": tau(text),
+            "per_draft": per_draft([text[0].row()]),
+            "alpha": alpha(text, depth),
+            "num_tokens": sum(step.num_emitted for step in text[0].steps),
         }
-        for name, steps in parts.items()
+        for name, text in texts.items()
     }
 
 
@@ -186,27 +197,40 @@ def tree_figures(result: dict[str, Any]) -> dict[str, Any]:
 
 def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, object]:
     """The figures of `acceptance.json` that come from the steps alone."""
-    categories = sorted({prompt.category for prompt in prompts})
-    by_category = {name: [p for p in prompts if p.category == name] for name in categories}
-    return {
-        "tau": tau(prompts),
-        "tau_ci95": tau_interval(prompts, seed),
-        "alpha": alpha(prompts, depth),
-        "per_position": per_position(prompts, depth),
-        "by_category": {
+    rows = [prompt.row() for prompt in prompts]
+
+    def by(key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]) -> dict[str, object]:
+        """The figures of groups, in the order of their keys."""
+        groups: dict[str, list[PromptSteps]] = {}
+        for prompt in sorted(prompts, key=key):
+            groups.setdefault(name_of(key(prompt)), []).append(prompt)
+        return {
             name: {
                 "tau": tau(members),
                 "ci95": tau_interval(members, seed),
+                "per_draft": per_draft([member.row() for member in members]),
                 "alpha": alpha(members, depth),
                 "num_prompts": len(members),
             }
-            for name, members in by_category.items()
-        },
-        "by_part": by_part(prompts),
+            for name, members in groups.items()
+        }
+
+    counted = all(prompt.prompt_tokens for prompt in prompts)
+    return {
+        "draft_tokens": max((size for p in prompts for size in p.drafted), default=depth),
+        "tau": tau(prompts),
+        "tau_ci95": tau_interval(prompts, seed),
+        "acceptance_length": acceptance_lengths(rows),
+        "alpha": alpha(prompts, depth),
+        "per_position": per_position(prompts, depth),
+        "histogram": histogram(rows, depth),
+        "by_category": by(lambda prompt: prompt.category, str),
+        "by_input_length": by(lambda prompt: prompt.prompt_tokens, length_name) if counted else {},
+        "by_part": by_part(prompts, depth),
         "num_prompts": len(prompts),
         "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
         "num_steps": sum(len(prompt.steps) for prompt in prompts),
         "num_drafted": sum(sum(prompt.drafted) for prompt in prompts),
         "num_accepted": sum(step.num_accepted for prompt in prompts for step in prompt.steps),
-        "prompts": [prompt.row() for prompt in prompts],
+        "prompts": rows,
     }

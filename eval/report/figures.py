@@ -13,6 +13,7 @@ mpl.use("Agg")
 from cycler import cycler
 from matplotlib import pyplot as plt
 
+from eval.measure.conditions import caption
 from eval.measure.stats import tree_figures
 
 STEP_PARTS = ("draft", "verify", "accept", "step", "host")
@@ -22,6 +23,8 @@ COLORS = dict(
 )
 LINE = 30
 """Letters of a name on one line."""
+LETTERS_AN_INCH = 13
+"""Of small text, on average."""
 STYLES = list(cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"])
 """Of curves: more than there are colors."""
 
@@ -43,7 +46,7 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     right.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
     right.set_xticks(range(1, len(result["alpha"]) + 1))
     _legend(figure, right)
-    _save(figure, path)
+    _save(figure, path, caption(result))
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
@@ -81,11 +84,12 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         lines = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         if lines:
             axis.legend(lines.values(), lines.keys(), fontsize="small")
-    _save(figure, path)
+    _save(figure, path, caption(result))
 
 
-def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
+def plot_concurrency(result: dict[str, Any], path: Path) -> None:
     """Draws throughput, speed-up and waits of every method by the number of texts at a time."""
+    sizes = result["concurrency"]
     figure, (speed, gain, waits) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     numbers = [int(size) for size in sizes]
     for place, name in enumerate(next(iter(sizes.values()))["methods"]):
@@ -107,7 +111,7 @@ def plot_concurrency(sizes: dict[str, Any], path: Path) -> None:
         axis.minorticks_off()
         axis.set(xlabel="texts at a time", ylim=(0, None))
     _legend(figure, speed)
-    _save(figure, path)
+    _save(figure, path, caption(result))
 
 
 def step_ms(row: dict[str, Any]) -> dict[str, float]:
@@ -202,7 +206,7 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     for axis in (middle, right):
         axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
     _legend(figure, middle)
-    _save(figure, path)
+    _save(figure, path, caption(next(iter(results.values()))))
 
 
 def plot_pruning(result: dict[str, Any], path: Path) -> None:
@@ -322,7 +326,11 @@ def _legend(figure: Any, panel: Any) -> None:
     figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, under: str = "") -> None:
+    """Writes a picture, with a line of text under it if there is one."""
+    if under:
+        width = int(LETTERS_AN_INCH * figure.get_figwidth())
+        figure.supxlabel(textwrap.fill(under, width, break_on_hyphens=False), fontsize="small")
     _close_gaps(figure)
     _fit_labels(figure)
     temporary = path.with_suffix(".tmp.png")

@@ -81,7 +81,10 @@ def with_eagle(eagles: dict, name: str) -> dict:
 
 
 def figures(result: dict, tree: str) -> list:
-    names = ("tau", "alpha", "per_position", "by_category", "num_tokens", tree)
+    names = (
+        "tau", "acceptance_length", "alpha", "per_position", "histogram", "by_category",
+        "by_input_length", "num_tokens", "draft_tokens", tree,
+    )  # fmt: skip
     return [result[name] for name in names]
 
 
@@ -95,6 +98,16 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
     assert replayed["by_category"]["math"].keys() >= {"tau", "ci95", "num_prompts"}
     assert replayed["versions"]["torch"]
     assert replayed["data"]["form"] == "turns"
+    assert replayed["conditions"] == {
+        "data": f"prompts.jsonl, sha256 {replayed['data']['sha256'][:8]}",
+        "turns": "all turns",
+        "draft_tokens": 3,
+        "sampling": "greedy",
+        "draft_sample_method": "greedy",
+        "rejection_sample_method": "standard",
+        "max_new_tokens": 24,
+        "chat_template": replayed["target_identity"]["template"],
+    }
 
 
 @pytest.mark.parametrize("head", ["eagle1", "eagle3"])
@@ -139,6 +152,12 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
         assert sum(sum(prompt["emitted"]) for prompt in row["prompts"]) + 12 <= row["num_tokens"]
         assert [p["dialogue"] for p in row["prompts"]] == [*range(6)] * 2
         assert row["breakdown"].keys() == {"prefill", "draft", "verify", "accept", "host"}
+        assert row["acceptance_length"]["passes"]["pooled"] == row["tau"]
+        assert sum(row["histogram"]) == row["num_steps"]
+        assert row["by_input_length"].keys() == {"<1k"}
+    assert result["methods"]["medusa_chain"]["draft_tokens"] == 3
+    assert result["methods"]["vanilla"]["acceptance_length"]["drafts"]["pooled"] is None
+    assert result["conditions"]["sampling"] == "greedy"
     assert result["lossless"] == {"num_prompts": 12, "num_equal": 12, "first_divergences": []}
     assert (tmp_path / "speedup.png").is_file()
     assert "medusa_tree" in (tmp_path / "speedup.html").read_text()

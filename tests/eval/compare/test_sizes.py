@@ -85,7 +85,9 @@ def test_the_table_says_what_pays_and_what_does_not() -> None:
 
 
 def test_a_picture_of_sizes(drawn) -> None:  # noqa: F811
-    speed, gain, waits = drawn(plot_concurrency, sizes(vanilla=[1, 1, 1], tree=[2, 1.5, 0.5]))
+    speed, gain, waits = drawn(
+        plot_concurrency, {"concurrency": sizes(vanilla=[1, 1, 1], tree=[2, 1.5, 0.5])}
+    )
     assert lines(speed) == [[(1, 1), (4, 4), (16, 16)], [(1, 2), (4, 6), (16, 8)]]
     assert lines(gain)[1] == [(1, 2), (4, 1.5), (16, 0.5)]
     assert lines(waits)[0] == [(1, 12.25), (4, 12.25), (16, 12.25)]

@@ -1,6 +1,7 @@
 import pytest
 
 from eval.decode.engine import Step
+from eval.measure.lengths import acceptance_lengths
 from eval.measure.stats import (
     PromptSteps,
     alpha,
@@ -34,19 +35,26 @@ def test_categories_are_summed_up_by_themselves() -> None:
     other = PromptSteps("b", [Step(0, 1, 2), Step(0, 1, 1)], [4, 2], dialogue=1, turn=2)
     result = summary([STEPS, other], 2, seed=0)
     assert result == {
+        "draft_tokens": 4,
         "tau": pytest.approx(7 / 5),
         "tau_ci95": (1.0, pytest.approx(5 / 3)),
+        "acceptance_length": acceptance_lengths([STEPS.row(), other.row()]),
         "alpha": [pytest.approx(2 / 5), 1.0],
         "per_position": [pytest.approx(2 / 5), pytest.approx(1 / 5)],
+        "histogram": [3, 1, 1],
         "by_category": {
             "a": {
                 "tau": pytest.approx(5 / 3),
                 "ci95": None,
+                "per_draft": 2.0,
                 "alpha": [pytest.approx(2 / 3), 1.0],
                 "num_prompts": 1,
             },
-            "b": {"tau": 1.0, "ci95": None, "alpha": [0.0, 0.0], "num_prompts": 1},
+            "b": {
+                "tau": 1.0, "ci95": None, "per_draft": 1.0, "alpha": [0.0, 0.0], "num_prompts": 1,
+            },
         },
+        "by_input_length": {},
         "by_part": {},
         "num_prompts": 2,
         "num_tokens": 7,
@@ -55,15 +63,27 @@ def test_categories_are_summed_up_by_themselves() -> None:
         "num_accepted": 3,
         "prompts": [
             {
-                "dialogue": 0, "turn": 1, "category": "a", "drafted": [], "accepted": [2, 0, 1],
-                "emitted": [3, 1, 1],
+                "dialogue": 0, "turn": 1, "category": "a", "prompt_tokens": 0, "drafted": [],
+                "accepted": [2, 0, 1], "emitted": [3, 1, 1],
             },
             {
-                "dialogue": 1, "turn": 2, "category": "b", "drafted": [4, 2], "accepted": [0, 0],
-                "emitted": [1, 1],
+                "dialogue": 1, "turn": 2, "category": "b", "prompt_tokens": 0, "drafted": [4, 2],
+                "accepted": [0, 0], "emitted": [1, 1],
             },
         ],
     }  # fmt: skip
+
+
+def test_input_lengths_are_summed_up_from_short_to_long() -> None:
+    tokens = {0: 9_000, 1: 16_000, 2: 700, 3: 8_000}
+    prompts = [
+        PromptSteps("a", [Step(n, n + 1, 9)], dialogue=n, prompt_tokens=each)
+        for n, each in tokens.items()
+    ]
+    found = summary(prompts, 3, seed=0)["by_input_length"]
+    assert [(name, row["tau"], row["num_prompts"]) for name, row in found.items()] == [
+        ("<1k", 3.0, 1), ("8k", 2.5, 2), ("16k", 2.0, 1),
+    ]  # fmt: skip
 
 
 def test_the_interval_of_tau_leaves_out_a_fortieth_at_each_end() -> None:
@@ -99,7 +119,7 @@ def test_the_interval_of_tau_is_that_of_its_seed() -> None:
     prompts = [PromptSteps("a", [Step(n * n, n * n + 1, 999)], dialogue=n) for n in range(12)]
     assert tau_interval(prompts, seed=1) == tau_interval(prompts, seed=1)
     assert tau_interval(prompts, seed=1) != tau_interval(prompts, seed=2)
-    found = summary(prompts, 0, seed=1)
+    found = summary(prompts, 121, seed=1)
     assert found["tau_ci95"] == found["by_category"]["a"]["ci95"] == tau_interval(prompts, seed=1)
 
 

@@ -57,16 +57,24 @@ def test_thinking_ends_with_what_the_template_puts_behind_it(
 def test_a_pass_belongs_to_the_part_of_its_first_token() -> None:
     steps = [Step(1, 2, 9), Step(2, 3, 7), Step(0, 1, 4), Step(2, 3, 3)]  # at 1, 3, 6 and 7
     both = [PromptSteps("a", steps, num_thinking=4), PromptSteps("a", steps[2:])]
-    assert by_part(both) == {
-        "thinking": {"tau": 2.5, "num_tokens": 5},
-        "answer": {"tau": 2.0, "num_tokens": 8},
+    assert by_part(both, 2) == {
+        "thinking": {"tau": 2.5, "per_draft": 2.5, "alpha": [1.0, 0.5], "num_tokens": 5},
+        "answer": {"tau": 2.0, "per_draft": 2.0, "alpha": [0.5, 1.0], "num_tokens": 8},
     }
-    assert summary(both, 2, 0)["by_part"] == by_part(both)
-    assert by_part([PromptSteps("a", steps, num_thinking=3)])["thinking"] == {
+    assert summary(both, 2, 0)["by_part"] == by_part(both, 2)
+    assert by_part([PromptSteps("a", steps, num_thinking=3)], 1)["thinking"] == {
         "tau": 2.0,
+        "per_draft": 2.0,
+        "alpha": [1.0],
         "num_tokens": 2,
     }
-    assert by_part([PromptSteps("a", steps)]) == {}
+    assert by_part([PromptSteps("a", steps)], 2) == {}
+
+
+def test_passes_without_a_draft_are_none_of_a_part() -> None:
+    steps = [Step(1, 2, 9), Step(0, 1, 7), Step(0, 1, 6), Step(2, 3, 5)]
+    parts = by_part([PromptSteps("a", steps, [2, 0, 2, 2], num_thinking=4)], 2)
+    assert [row["per_draft"] for row in parts.values()] == [2.0, 2.0]  # of one and of two drafts
 
 
 def test_both_results_tell_thinking_from_answers() -> None:
@@ -79,12 +87,14 @@ def test_both_results_tell_thinking_from_answers() -> None:
     text = Generation([*before, *after], steps, times=Times(total=1.0))
     bench = Bench(target, [], [prompt], GREEDY, {}, True)
     expected = {
-        "thinking": {"tau": len(before), "num_tokens": len(before)},
-        "answer": {"tau": 1.0, "num_tokens": 1},
-    }
+        "thinking": {
+            "tau": len(before), "per_draft": 2.0, "alpha": [1.0], "num_tokens": len(before)
+        },
+        "answer": {"tau": 1.0, "per_draft": 1.0, "alpha": [0.0], "num_tokens": 1},
+    }  # fmt: skip
     found = [PromptRun(prompt, {"vanilla": [text]})]
     methods = {"vanilla": Method(lambda *_: [text])}
     [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["by_part"] == expected
     thinking = num_thinking(prompt, text.token_ids, made)
-    assert by_part([PromptSteps("", steps, num_thinking=thinking)]) == expected
+    assert by_part([PromptSteps("", steps, num_thinking=thinking)], 1) == expected

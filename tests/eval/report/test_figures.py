@@ -185,12 +185,24 @@ def without_waits() -> dict[str, Any]:
     for size in found.values():
         for row in size["methods"].values():
             row["between_tokens_ms"] = None
-    return found
+    return {"concurrency": found}
 
 
 def pruned(num_ids: int) -> dict[str, Any]:
     own = {"num_ids": num_ids, "tau": 2.0, "tau_ci95": None, "coverage": 0.5, "speedup": 1.0}
     return {**own, "rank": 8}
+
+
+CONDITIONS = {
+    "data": "nvidia/SPEED-Bench throughput_16k, test, version 0123abcd",
+    "turns": "first 2 turns of up to 7",
+    "draft_tokens": 15,
+    "sampling": "temperature 0.7, top_p 0.95, top_k 20, min_p 0.05",
+    "draft_sample_method": "probabilistic in chains, greedy in trees and copies",
+    "rejection_sample_method": "standard; in trees the rule for candidates that were not drawn",
+    "max_new_tokens": 4096,
+    "chat_template": "ab" * 32,
+}
 
 
 LONG = [f"a_method_whose_very_long_name_has_the_number_{n}_tree_typical" for n in range(10)]
@@ -201,10 +213,14 @@ LABELLED: dict[str, tuple[Callable[[Any, Path], None], Callable[[], Any], int]] 
     "few methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", "ngram"]), 4),
     "no depth": (plot_speedup, lambda: of_methods(["vanilla", "generate"]), 3),
     "one method": (plot_speedup, lambda: of_methods(["vanilla"]), 3),
-    "texts at a time": (plot_concurrency, lambda: large()["concurrency"], 3),
+    "texts at a time": (plot_concurrency, large, 3),
     "no waits": (plot_concurrency, without_waits, 2),
     "long categories": (plot_acceptance, lambda: accepted(LONG), 2),
-    "heads": (plot_comparison, lambda: dict.fromkeys(LONG, accepted(["math"])), 2),
+    "heads": (
+        plot_comparison,
+        lambda: {key: {**accepted(["math"]), "conditions": CONDITIONS} for key in LONG},
+        2,
+    ),
     "pruning": (
         plot_pruning,
         lambda: {
@@ -229,13 +245,18 @@ def test_all_words_are_within_the_picture_and_clear_of_other_panels(name: str, m
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     monkeypatch.setattr(Path, "replace", lambda *_: None)
     plot, make, num_panels = LABELLED[name]
-    plot(make(), Path("picture.png"))
+    results = make() if plot is plot_comparison else {**make(), "conditions": CONDITIONS}
+    plot(results, Path("picture.png"))
     (figure,) = figures
+    captions = {plot_acceptance, plot_speedup, plot_concurrency, plot_comparison}
+    assert (figure._supxlabel is not None) == (plot in captions)
     assert len(figure.axes) == num_panels
     assert all(panel.has_data() for panel in figure.axes)
     (left, bottom), (right, top) = figure.get_tightbbox().get_points()
     width, height = figure.get_size_inches()
     assert min(left, bottom, width - right, height - top) >= 0
     boxes = [each.get_tightbbox() for each in (*figure.axes, *figure.legends)]
+    if figure._supxlabel is not None:
+        boxes.append(figure._supxlabel.get_window_extent())
     for one, other in combinations(boxes, 2):
         assert not one.overlaps(other)

@@ -1,0 +1,107 @@
+"""Acceptance lengths as others define them: what is counted, and over what the mean is taken.
+
+From rows of `PromptSteps.row` alone. Every figure is a mean of ratios; of one text with n verify
+passes that emit E tokens, d of them with drafts, of which A tokens are accepted:
+
+    passes       E / n              tau: what drafting saves, in passes of the target
+    drafts       (d + A) / d        vLLM: its bonus token counts even where the text ends before it
+    first_token  (E + 1) / n        SGLang: with the token that the prompt's pass gives
+    first_pass   (E + 1) / (n + 1)  Model-Optimizer: with that pass as well
+
+Pooled, sums over all texts are divided; otherwise the ratios of turns, or of dialogues (sums over
+their turns), are averaged. Drafts beyond the end of a text are not counted here; vLLM and SGLang
+count those that a text's last pass accepts.
+
+Sources: vLLM 0.32 `benchmarks/serve.py`, `v1/spec_decode/metrics.py`; SGLang
+`managers/tokenizer_manager.py`; Model-Optimizer `examples/specdec_bench/specdec_bench/metrics`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Ratio = tuple[int, int]
+COUNTS = {
+    "passes": "tau: tokens per pass",
+    "drafts": "1 + accepted / drafts, as vLLM",
+    "first_token": "with the prompt's token, as SGLang",
+    "first_pass": "with its pass too, as Model-Optimizer",
+}
+MEANS = ("pooled", "turns", "dialogues")
+FEWEST = 725
+"""Tokens of the shortest prompts that are told apart: a power of two from 1,024 on is nearest."""
+
+
+def acceptance_lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """All counts under all means; None where nothing was counted."""
+    return {count: _means(count, rows) for count in COUNTS}
+
+
+def per_draft(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """1 + accepted / drafts, as vLLM prints it."""
+    return _means("drafts", rows)["pooled"]
+
+
+def show_lengths(lengths: dict[str, dict[str, float | None]], console: Console) -> None:
+    """Prints a row per count and a column per mean."""
+    table = Table(title="Acceptance length of the chain, as others define it")
+    table.add_column("counted")
+    for name in ("pooled", "mean over turns", "over dialogues"):
+        table.add_column(name, justify="right")
+    for count, words in COUNTS.items():
+        row = (lengths[count][mean] for mean in MEANS)
+        table.add_row(words, *("-" if each is None else f"{each:.3f}" for each in row))
+    console.print(table)
+
+
+def _means(count: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    turns = [_ratios(row)[count] for row in rows]
+    dialogues: dict[int, list[Ratio]] = {}
+    for row, ratio in zip(rows, turns, strict=True):
+        dialogues.setdefault(row["dialogue"], []).append(ratio)
+    return {
+        "pooled": _mean([_sum(turns)]),
+        "turns": _mean(turns),
+        "dialogues": _mean(map(_sum, dialogues.values())),
+    }
+
+
+def _ratios(row: Mapping[str, Any]) -> dict[str, Ratio]:
+    accepted, emitted, n = sum(row["accepted"]), sum(row["emitted"]), len(row["emitted"])
+    # Passes that drafted nothing are no drafts; where drafts were not counted, all are.
+    drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
+    return {
+        "passes": (emitted, n),
+        "drafts": (drafts + accepted, drafts),
+        "first_token": (emitted + 1, n),
+        "first_pass": (emitted + 1, n + 1),
+    }
+
+
+def _sum(ratios: Sequence[Ratio]) -> Ratio:
+    return sum(above for above, _ in ratios), sum(below for _, below in ratios)
+
+
+def _mean(ratios: Iterable[Ratio]) -> float | None:
+    """A text of one token has no pass, and engines give no figure for it."""
+    values = [above / below for above, below in ratios if below]
+    return sum(values) / len(values) if values else None
+
+
+def histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
+    """[depth + 1] passes that accepted as many draft tokens; their bonus tokens left out."""
+    passes = [0] * (depth + 1)
+    for row in rows:
+        for accepted in row["accepted"]:
+            passes[accepted] += 1
+    return passes
+
+
+def length_name(prompt_tokens: int) -> str:
+    """The length of a prompt to the nearest power of two: `8k` of 5,793 to 11,585 tokens."""
+    if prompt_tokens < FEWEST:
+        return "<1k"
+    return f"{2 ** round(math.log2(prompt_tokens) - 10)}k"
