@@ -33,6 +33,7 @@ from eval.measure import processes
 from eval.measure.answers import Answered
 from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
 from eval.measure.conditions import caption
+from eval.measure.handed_on import hand_on
 from eval.measure.lengths import show_lengths
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, replayed, steps_along
@@ -145,7 +146,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def main(config: AcceptanceRun) -> None:
-    """Measures, prints, writes `acceptance.json` and `acceptance.png`."""
+    """Measures, prints, writes `acceptance.json`, its picture, and what other tools read."""
     with (
         open_bench(config, "acceptance.json", served=True) as bench,
         open_journal(config, "acceptance.json", bench) as journal,
@@ -159,7 +160,8 @@ def main(config: AcceptanceRun) -> None:
     written = json.loads(path.read_text())
     plot_acceptance(written, path.with_suffix(".png"))
     console.print(caption(written), highlight=False, markup=False)
-    console.print(f"wrote {path} and {path.with_suffix('.png')}")
+    files = [path, path.with_suffix(".png"), *hand_on(written, path.parent)]
+    console.print("wrote " + ", ".join(map(str, files)))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from eval.decode.captured import slots_for
 from eval.measure import processes
 from eval.measure.bench import checksums, open_bench, open_journal, write_result
 from eval.measure.conditions import caption
+from eval.measure.handed_on import hand_on
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
@@ -80,7 +81,7 @@ def own_layer(config: SpeedupRun) -> list[str]:
 
 
 def main(config: SpeedupRun) -> None:
-    """Measures, prints, writes `speedup.json` and its pictures and page."""
+    """Measures, prints, writes `speedup.json`, its pictures and page, and what other tools read."""
     check_methods(config.methods)
     check_compile("compile", config.compile, processes.start().device.type)
     heads = [*config.heads, *own_layer(config)]
@@ -112,7 +113,9 @@ def main(config: SpeedupRun) -> None:
         plot_concurrency(written, path.with_name("concurrency.png"))
     write_report(written, path.with_suffix(".html"))
     console.print(caption(written), highlight=False, markup=False)
-    console.print(f"wrote {path}, {path.with_suffix('.png')} and {path.with_suffix('.html')}")
+    files = [path, path.with_suffix(".png"), path.with_suffix(".html")]
+    files += hand_on(written, path.parent)
+    console.print("wrote " + ", ".join(map(str, files)))
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ def settings(setting: dict, out_dir: Path) -> dict:
 def measured(setting: dict, out_dir: Path, **changes: Any) -> dict:
     acceptance.main(AcceptanceRun(**{**settings(setting, out_dir), **changes}))
     assert (out_dir / "acceptance.png").is_file()
+    assert (out_dir / "golden.yaml").is_file()
     return json.loads((out_dir / "acceptance.json").read_text())
 
 
@@ -161,6 +162,9 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
     assert result["lossless"] == {"num_prompts": 12, "num_equal": 12, "first_divergences": []}
     assert (tmp_path / "speedup.png").is_file()
     assert "medusa_tree" in (tmp_path / "speedup.html").read_text()
+    golden = {file.name for file in tmp_path.glob("golden_*.yaml")}
+    assert golden >= {"golden_medusa_chain.yaml"}
+    assert not golden & {"golden_medusa_tree.yaml", "golden_vanilla.yaml", "golden_suffix.yaml"}
     tree = result["methods"]["medusa_tree"]["tree"]
     assert len(tree["parents"]) == len(tree["acceptance"]) == 9
     own = result["methods"]["medusa_tree"]

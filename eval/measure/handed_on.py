@@ -1,0 +1,157 @@
+"""Results in forms that other tools read: vLLM's acceptance per request, and golden lengths.
+
+Sources: vLLM 0.32 `entrypoints/generate/base/protocol.py`, `v1/metrics/stats.py`
+(`RequestSpecDecodeMetrics`), `config/speculative.py`; SGLang `speculative/spec_utils.py`;
+InferenceX `golden_al_distribution/`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import InputError
+from conf.files import write_whole
+from eval.measure.conditions import caption
+from eval.measure.lengths import histogram, per_draft
+from eval.measure.stats import tree_figures
+
+REQUESTS, GOLDEN = "requests.jsonl", "golden.yaml"
+PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
+SIMULATED = (
+    "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token"
+)
+
+
+def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes beside a result what other tools read of it.
+
+    Args:
+        result: the contents of `acceptance.json` or `speedup.json`.
+        folder: where that lies.
+
+    Returns:
+        The files: `requests.jsonl`, and `golden.yaml` where a chain was measured, of
+        `speedup.json` one for each method that drafts chains.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    methods = figures_of(result)
+    lines = [json.dumps(row) for name, row in methods.items() for row in requests(name, row)]
+    files = {folder / REQUESTS: "".join(line + "\n" for line in lines)}
+    for name, row in methods.items():
+        if is_chain(name, row):
+            own = GOLDEN if "methods" not in result else f"golden_{name}.yaml"
+            files[folder / own] = golden({row["draft_tokens"]: row}, result)
+    try:
+        for path, text in files.items():
+            write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"out_dir={folder}: cannot write there: {error}") from error
+    return list(files)
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The figures of each way to draft, by its name."""
+    if "methods" not in result:
+        return {"chain": result, "tree": tree_figures(dict(result))}
+    return {name: row for name, row in result["methods"].items() if row["num_drafted"]}
+
+
+def is_chain(name: str, row: Mapping[str, Any]) -> bool:
+    """Whether every draft was a chain of one length, which is all that golden files know."""
+    sizes = {size for text in row["prompts"] for size in text["drafted"]} - {0}
+    parents = (row.get("tree") or {}).get("parents") if name != "chain" else [0]
+    chain = parents is not None and list(parents[1:]) == list(range(len(parents) - 1))
+    return chain and sizes <= {row["draft_tokens"]}
+
+
+def requests(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The answers' parts that tell of acceptance, as `--per-request-spec-decode-metrics detailed`.
+
+    Args:
+        method: its name.
+        row: its figures.
+    """
+    for text in row["prompts"]:
+        written = text.get("num_tokens", 1 + sum(text["emitted"]))
+        usage = {"prompt_tokens": text["prompt_tokens"], "completion_tokens": written}
+        yield {
+            "id": f"{text['dialogue']}.{text['turn']}",
+            "method": method,
+            "category": text["category"],
+            "usage": usage | {"total_tokens": sum(usage.values())},
+            "metrics": {"speculative_decoding": speculative_decoding(text, row["draft_tokens"])},
+        }
+
+
+def speculative_decoding(text: Mapping[str, Any], draft_tokens: int) -> dict[str, Any]:
+    """vLLM's object for a text: of passes with drafts alone.
+
+    Args:
+        text: of the rows of `PromptSteps.row`.
+        draft_tokens: that a pass checks at most.
+    """
+    sizes = text["drafted"] or [draft_tokens] * len(text["accepted"])
+    steps = [pair for pair in zip(text["accepted"], sizes, strict=True) if pair[1]]
+    accepted, drafted = [kept for kept, _ in steps], [size for _, size in steps]
+    proposed = sum(drafted)
+    return {
+        "mean_acceptance_length": per_draft([text]) or 1.0,
+        "draft_acceptance_rate": sum(accepted) / proposed if proposed else 0.0,
+        "acceptance_histogram": histogram([{"accepted": accepted}], draft_tokens),
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": proposed,
+        "num_spec_tokens": draft_tokens,
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
+    }
+
+
+def golden(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> str:
+    """A golden file: acceptance lengths by draft tokens, and how engines are made to accept so.
+
+    Args:
+        rows: figures of chains by their length.
+        result: that one of them is from.
+    """
+    lengths = {size: per_draft(row["prompts"]) or 1.0 for size, row in sorted(rows.items())}
+    target = str((result.get("target_identity") or {}).get("name") or result.get("target"))
+    thinking = "thinking_on" if any(row["by_part"] for row in rows.values()) else "thinking_off"
+    kwargs = ((result.get("config") or {}).get("data") or {}).get("chat_template_kwargs") or {}
+    last, length = list(lengths.items())[-1]
+    rates = _rates(rows[last]["prompts"], last)
+    model = Path(target).name.lower()
+    comments = [
+        f"Acceptance lengths, 1 + accepted / drafts, of {result.get('head') or 'drafts'} on "
+        f"{target}, measured by Headsmith {result.get('git') or ''}".rstrip()
+        + ".",
+        f"{caption(result)}",
+        f"{thinking} chat_template_kwargs: {json.dumps(kwargs)}",
+        "An engine is made to accept as much, whatever is drafted, by",
+        f'vLLM: "num_speculative_tokens": {last}, "rejection_sample_method": "synthetic", '
+        f'"synthetic_acceptance_length": {length:.4f} in --speculative-config',
+        f'  or, depth by depth, "synthetic_acceptance_rates": {rates}',
+        f"SGLang: SGLANG_SIMULATE_ACC_LEN={length:.4f} {SIMULATED} before its command, which "
+        f"drafts {last} tokens",
+        "key = num_speculative_tokens; value = acceptance length",
+    ]
+    lines = [
+        *("# " + " ".join(line.splitlines()) for line in comments if line),
+        f"{model if PLAIN.fullmatch(model) else json.dumps(model)}:",
+        f"  {thinking}:",
+        *(f"    {size}: {length:.4f}" for size, length in lengths.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
+    """Share of drafts that were accepted to each depth; never rising, as vLLM wants them."""
+    whole = [speculative_decoding(text, depth) for text in texts]
+    drafts = sum(text["num_spec_steps"] for text in whole) or 1
+    columns = zip(*(text["acceptance_histogram"] for text in whole), strict=True)
+    counts = [sum(column) for column in columns]
+    return [round(sum(counts[place:]) / drafts, 4) for place in range(1, depth + 1)]
