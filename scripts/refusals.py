@@ -1,5 +1,7 @@
 """Settings of scripts that are refused before anything heavy is imported."""
 
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 from conf.errors import InputError
@@ -11,9 +13,10 @@ from conf.settings.export import (
     MtpFilesRun,
     PushRun,
 )
-from conf.settings.scripts import ContestRun, PruneRun
+from conf.settings.scripts import ContestRun, PruneRun, RelayRun
 from conf.settings.target import Quantization
 from data.rows.files import check_data
+from data.servers.token import TOKEN, token
 from eval.refusals import check_inputs
 from heads.folders import PROVENANCE, check_head, check_target
 from scripts.publish.staging import read_json
@@ -123,6 +126,26 @@ def check_merge(config: MergeAdapterRun) -> None:
     if taken(config.out_dir):
         raise InputError(f"out_dir={config.out_dir} is there and not empty: name another folder")
     check_inputs(config)
+
+
+def check_relay(config: RelayRun) -> None:
+    """Refuses to answer other machines without a token.
+
+    Raises:
+        InputError: which variable, or that its value cannot be sent.
+    """
+    if token() is None and not is_loopback(config.host):
+        raise InputError(
+            f"host={config.host}: other machines reach it; export {TOKEN}=$(openssl rand -hex 32) "
+            "here, and the same where trainers run"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True of an address, or name, that only this machine reaches."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def check_push(config: PushRun) -> None:

@@ -5,7 +5,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf.settings.scripts import RelayRun
 from eval.measure.answers import greedy_answers
 from heads.target_model.model import Taps
+from scripts.relay import RelayServer
 
 Fault = tuple[int, dict[str, str]] | str
 
@@ -290,6 +293,23 @@ def serving(target: Any, folder: Path, layers: list[int]) -> "EngineServer":
     return server
 
 
+@contextmanager
+def relaying(
+    folder: Path, key: str | None = None, port: int = 0, **settings: float
+) -> Iterator[RelayServer]:
+    """A relay beside a server."""
+    config = RelayRun(folder=str(folder), **settings)  # type: ignore[arg-type]
+    config.port = port
+    with RelayServer(config, key) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 class EngineServer(ChatServer):
     """Writes hidden states as vLLM does, by a rule one can do by hand.
 
@@ -303,6 +323,7 @@ class EngineServer(ChatServer):
         follows: the tokens that it answers, at most so many.
         log_probs: of the tokens of a prompt but the first.
         locks: it holds a lock on a file that is not complete.
+        told_folder: the folder that it names in its replies.
     """
 
     path = "/v1/completions"
@@ -320,6 +341,7 @@ class EngineServer(ChatServer):
         self.follows: Callable[[list[int], int], list[int]] = lambda ids, num: [ids[-1] + 1] * num
         self.log_probs: Callable[[list[int]], list[float]] = lambda ids: [-1.0] * len(ids[1:])
         self.locks = True
+        self.told_folder = self.folder
         self._counter = 0
 
     def _by_hand(self, ids: list[int]) -> Tensor:
@@ -361,5 +383,5 @@ class EngineServer(ChatServer):
             found = zip(body["prompt"][1:], self.log_probs(body["prompt"]), strict=True)
             after = [{str(token): {"logprob": nats}} for token, nats in found]
             told["prompt_logprobs"] = [None, *after]
-        transfer = {"hidden_states_path": str(file)}
+        transfer = {"hidden_states_path": str(self.told_folder / file.name)}
         return {"choices": [told], "kv_transfer_params": transfer}

@@ -44,6 +44,7 @@ REQUIRED = {
     "scripts/push.py": ["repo_id=me/head"],
     "scripts/serve_check.py": ["endpoint=http://localhost:8000"],
     "scripts/export.py": ["format=vllm"],
+    "scripts/relay.py": ["folder=/dev/shm/layers-2-18-33-36"],
 }
 # A setting of ModelOpt.
 FOREIGN = {"eagle_export_rope_scaling"}

@@ -105,6 +105,26 @@ class RegenerateRun(DataRun):
 
 
 @dataclass
+class RelayRun:
+    """`scripts/relay.py`."""
+
+    folder: str = "???"
+    """The folder that the server writes to, e.g. /dev/shm/layers-2-18-33-36; made if missing."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Of another than this machine's own, name a private one: texts and
+    states go unencrypted to whoever has the token."""
+    port: int = 8100
+    """Of that address."""
+    max_age_s: float = 3600.0
+    """Age in seconds at which files and their locks are deleted, above what trainers wait for."""
+
+    def __post_init__(self) -> None:
+        positive("", self, "port", "max_age_s")
+        if self.port > 65535:
+            raise InputError(f"port={self.port}: must be at most 65535")
+
+
+@dataclass
 class PruneRun(ChainSettings, PackedRun):
     """`scripts/prune.py`."""
 

@@ -55,6 +55,9 @@ class TargetConfig:
     adapter_name: str | None = None
     """Name under which the servers of `target.engine` serve a LoRA adapter of this target
     (`vllm serve ... --enable-lora --lora-modules NAME=PATH`), which is then the target."""
+    relay: list[str] = field(default_factory=list)
+    """Base URLs of `scripts/relay.py` beside each server of `target.engine`, in the same order;
+    unset reads files from the folder itself."""
     prefill_chunk: int = 512
     """Tokens of a prompt that are read at a time; recurrent targets read all of it at once."""
 
@@ -64,6 +67,12 @@ class TargetConfig:
             raise InputError(
                 f"target.adapter_name={self.adapter_name}: names an adapter of the servers of "
                 "target.engine, which is empty; an adapter that is here is target.adapter=PATH"
+            )
+        if self.relay and len(self.relay) != len(self.engine):
+            raise InputError(
+                f"target.relay={self.relay}: name one beside each server of "
+                f"target.engine={self.engine}, in the same order; or none, where trainers see "
+                "the servers' folders"
             )
         for name in ("path", "adapter"):  # transformers knows no ~
             if (path := getattr(self, name)) is not None and path.startswith("~"):

@@ -62,6 +62,9 @@ class Files(Protocol):
     def free_bytes(self) -> int | None:
         """Room where the server writes; None where nobody knows."""
 
+    def close(self) -> None:
+        """Ends what is open."""
+
 
 class Folder:
     """Files in a folder that this machine sees under the server's name for it.
@@ -109,6 +112,9 @@ class Folder:
     def free_bytes(self) -> int | None:
         """See `Files`."""
         return None if self._folder is None else shutil.disk_usage(self._folder).free
+
+    def close(self) -> None:
+        """See `Files`."""
 
 
 def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
@@ -177,7 +183,8 @@ def _why_not_whole(path: Path) -> str:
     if not path.exists() and not lock_of(path).exists():
         return (
             f"{path} cannot be seen from this machine: mount the server's shared_storage_path here "
-            "under the same name"
+            "under the same name, or start scripts/relay.py beside the server and name it in "
+            "target.relay"
         )
     found = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
     return f"{path} was not written whole ({found}): the disk may be full, see the server's log"

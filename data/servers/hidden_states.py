@@ -150,6 +150,10 @@ class HiddenStatesServer(Connection):
         self._room = threading.Condition()
         self._num_bytes = 0  # that are asked for and not read
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.files.close()
+
     def start(self) -> None:
         """Raises InputError unless a first document can be read."""
         models = {str(model["id"]): model for model in self.portal.call(self.client.models)}

@@ -15,8 +15,10 @@ from conf.errors import InputError
 from conf.settings.target import TargetConfig
 from data.features.format import LAYER
 from data.servers.endpoint import Endpoint
+from data.servers.files import Files
 from data.servers.hidden_states import HiddenStatesServer, ServerTaps
 from data.servers.pool import StatesPool
+from data.servers.relay import Relay
 from eval.decode.generation_config import Stops
 from eval.measure.answers import Answered
 from eval.measure.engine_probe import EngineProbe, told
@@ -46,7 +48,7 @@ def opened(
     """Servers of a target's hidden states, each probed.
 
     Args:
-        config: names the servers.
+        config: names the servers, and relays beside them where their folders are not seen.
         target: the parts of it that are here.
         layers: indices of `output_hidden_states`.
         text: token ids of the data, to probe with.
@@ -68,7 +70,11 @@ def opened(
         )
         for url in config.engine
     ]
-    servers = [HiddenStatesServer(each, taps, NUM_REQUESTS) for each in endpoints]
+    files: list[Files | None] = [Relay(url, TIMEOUT_S) for url in config.relay]
+    servers = [
+        HiddenStatesServer(endpoint, taps, NUM_REQUESTS, way)
+        for endpoint, way in zip(endpoints, files or [None] * len(endpoints), strict=True)
+    ]
     probe = EngineProbe(target, text)
     with StatesPool(servers, probe) as pool:
         for server in servers:

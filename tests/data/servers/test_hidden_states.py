@@ -129,7 +129,7 @@ def test_a_server_that_cannot_do_it_is_refused_before_the_first_document(tmp_pat
         refused(server, rf"{address}states of shape \[1, 3, 2\] and not \[1, 3, 8\]", deep)
         server.layers = [1, 2, 3, 4]
         refused(server, rf"{address}states of shape \[1, 4, 2\] and not \[1, 3, 2\].*{SERVE}")
-        server.folder = tmp_path
+        server.folder = server.told_folder = tmp_path
         refused(server, rf"{address}writes .*, and not to layers-1-3-4: it may be other.*{SERVE}")
         server.answer = lambda _: {"choices": [], "kv_transfer_params": None}  # type: ignore[method-assign]
         refused(server, f"{address}answers without hidden states{SERVE}")

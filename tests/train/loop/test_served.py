@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from data.servers import endpoint, files
 from eval.measure import engines
 from heads.target_model.identity import identify
 from heads.target_model.load import load_target, load_tokenizer
-from tests.servers import EngineServer, Fault, serving
+from tests.servers import EngineServer, Fault, relaying, serving
 from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
 from train import dflash, eagle, medusa
@@ -69,6 +69,7 @@ def trained(
     out_dir: Path,
     engines: list[str],
     rollout: RolloutConfig = NONE,
+    relays: Sequence[str] = (),
     **changes: Any,
 ) -> dict[str, torch.Tensor]:
     """The weights of a short run."""
@@ -77,7 +78,9 @@ def trained(
         max_steps=6, batch_size=2, warmup_steps=0, log_steps=1, num_eval_sequences=2,
         num_replay_prompts=2, learning_rate=1e-2, adam_learning_rate=1e-2, **changes,
     )  # fmt: skip
-    target = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32, engine=engines)
+    target = TargetConfig(
+        path=str(inputs / "target"), dtype=Dtype.float32, engine=engines, relay=[*relays]
+    )
     data = DataConfig(path=str(inputs / "chat.jsonl"), max_length=128, eval_fraction=0.2)
     run = type(usual)(
         head=usual.head, train=train, target=target, data=data, rollout=rollout,
@@ -186,6 +189,18 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     folder = tmp_path_factory.mktemp("undisturbed")
     with served(inputs, folder / "a", "medusa") as server:
         return trained("medusa", inputs, folder / "out", [server.url])
+
+
+def test_a_relay_changes_nothing(
+    inputs: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    server = served(inputs, tmp_path / "a", "medusa")
+    server.told_folder = Path("/elsewhere") / server.folder.name
+    with server, relaying(server.folder) as relay:
+        found = trained("medusa", inputs, tmp_path / "out", [server.url], relays=[relay.url])
+    assert list(server.folder.iterdir()) == []
+    for name, tensor in undisturbed.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_a_server_that_dies_ends_the_run_with_its_reason(inputs: Path, tmp_path: Path) -> None:

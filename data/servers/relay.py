@@ -1,0 +1,143 @@
+"""Files of hidden states by HTTP, from `scripts/relay.py` beside the server that writes them."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote, urlsplit
+
+from torch import Tensor
+
+from conf.errors import InputError
+from data.servers.files import NotReadError, read_tensors, states_of
+from data.servers.token import TOKEN, token
+
+NUM_ATTEMPTS = 4
+FIRST_DELAY_S = 0.5
+"""Before the third attempt; the second follows at once, as a relay ends idle connections."""
+CONNECT_S = 30.0
+FREE_FOR_S = 1.0
+"""For which the room that a relay tells is taken for true."""
+MOST_WORDS = 500
+"""Bytes of a reason that are read."""
+
+Result = TypeVar("Result")
+
+
+class Relay:
+    """Files of one relay; see `data.servers.files.Files`.
+
+    Each thread that reads has a connection of its own, and leaves it to the next one.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Opens no connection yet.
+
+        Args:
+            url: of the relay.
+            timeout_s: for which a file is waited for.
+        """
+        parsed = urlsplit(url)
+        try:
+            host, port = parsed.hostname, parsed.port
+        except ValueError:
+            host = port = None
+        if parsed.scheme not in ("http", "https") or not host or parsed.username is not None:
+            raise InputError(f"target.relay={url}: must be like http://10.0.0.5:8100")
+        self.url, self.timeout_s = url, timeout_s
+        self._host, self._port, self._root = host, port, parsed.path.rstrip("/")
+        self._kind = HTTPSConnection if parsed.scheme == "https" else HTTPConnection
+        key = token()
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._idle: list[HTTPConnection] = []
+        self._free: int | None = None
+        self._free_at = -FREE_FOR_S
+
+    def take(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:  # noqa: ARG002  the relay sees
+        """See `Files`."""
+        tensors = self._asked(
+            "GET", path.name, lambda body: read_tensors(body, body.length or 0), self.timeout_s
+        )
+        states = states_of(tensors, token_ids, path)
+        self._asked("DELETE", path.name, HTTPResponse.read, self.timeout_s)
+        return states
+
+    def free_bytes(self) -> int | None:
+        """See `Files`."""
+        if time.monotonic() - self._free_at >= FREE_FOR_S:
+            try:
+                told = self._asked("GET", "health", HTTPResponse.read, CONNECT_S, num_attempts=1)
+                self._free = int(json.loads(told)["free_bytes"])
+            except (InputError, ValueError, KeyError, TypeError):
+                self._free = None  # whoever takes a file says why
+            self._free_at = time.monotonic()
+        return self._free
+
+    def close(self) -> None:
+        """Ends connections that nobody uses."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _asked(
+        self,
+        method: str,
+        name: str,
+        read: Callable[[HTTPResponse], Result],
+        timeout_s: float,
+        num_attempts: int = NUM_ATTEMPTS,
+    ) -> Result:
+        """What is read of the answer to a request, which is sent again if its connection breaks."""
+        target, problem, attempt = f"{self._root}/{quote(name, safe='')}", "", 0
+        for attempt in range(num_attempts):
+            time.sleep(FIRST_DELAY_S * 2 ** (attempt - 2) if attempt > 1 else 0)
+            connection = self._connection()
+            try:
+                connection.request(method, target, headers=self._headers)
+                connection.sock.settimeout(timeout_s)
+                response = connection.getresponse()
+                if response.status == 200:
+                    found = read(response)
+                    self._idle.append(connection)
+                    return found
+                problem = self._refusal(response, name)
+                connection.close()
+            except InputError:
+                connection.close()
+                raise
+            except (HTTPException, OSError, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                connection.close()
+                self.close()  # the relay may have ended all of them
+                if isinstance(error, TimeoutError):
+                    break
+        raise NotReadError(f"target.relay={self.url}: {problem} ({attempt + 1} attempts)")
+
+    def _connection(self) -> HTTPConnection:
+        with suppress(IndexError):
+            return self._idle.pop()
+        return self._kind(self._host, self._port, timeout=CONNECT_S)
+
+    def _refusal(self, response: HTTPResponse, name: str) -> str:
+        """Why an answer is none, where another attempt may give one.
+
+        Raises:
+            NotReadError: this file is not there, or not whole.
+            InputError: the relay answers nobody with this token.
+        """
+        words = response.read(MOST_WORDS).decode(errors="replace").strip()
+        who = f"target.relay={self.url}"
+        if response.status in (401, 403):
+            raise InputError(
+                f"{who}: HTTP {response.status}: set {TOKEN} here to what it is for the relay"
+            )
+        if response.status == 404:
+            raise NotReadError(
+                f"{who}: has no {name}: start scripts/relay.py beside the server, on the folder "
+                "that it writes to; relays stand in the order of target.engine"
+            )
+        if response.status == 409:
+            raise NotReadError(f"{who}: {words}")
+        return f"HTTP {response.status}: {words}"

@@ -1,0 +1,215 @@
+"""Hands hidden states that a vLLM server wrote to trainers that do not see its folder.
+
+    export HEADSMITH_RELAY_TOKEN=$(openssl rand -hex 32)      # the same where trainers run
+    python scripts/relay.py folder=/dev/shm/layers-2-18-33-36 host=10.0.0.5
+
+Runs beside the server, on the node of its first process; trainers then set
+`target.relay=[http://10.0.0.5:8100]`. `GET` and `DELETE` of a file's base name and `GET /health`
+is all that it answers.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from conf.command.entry import Command
+from conf.settings.scripts import RelayRun
+from scripts.refusals import check_relay
+
+COMMAND = Command(__doc__, RelayRun, "relay", check=check_relay)
+if __name__ == "__main__":
+    COMMAND.begin()
+
+import hmac
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from conf.errors import InputError
+from conf.files import make_folder
+from data.servers.files import NotReadError, delete, lock_of, sweep, wait_until_whole
+from data.servers.token import TOKEN, token
+
+NAME = re.compile(r"/(\w[\w.-]{0,200}\.safetensors)", re.ASCII)
+"""Path of a request for a file: no folder, no hidden file."""
+WAIT_S = 600.0
+"""For which a file may be written."""
+IDLE_S = 120.0
+"""After which a connection that asks for nothing is ended."""
+SWEEPS = 10
+"""In the age at which files are deleted."""
+
+
+class RelayServer(ThreadingHTTPServer):
+    """Serves the files of a folder; a context manager, which also deletes old ones.
+
+    Attributes:
+        folder: where the server writes.
+        url: to name in `target.relay`.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, config: RelayRun, key: str | None) -> None:
+        """Listens, and answers nobody yet.
+
+        Args:
+            config: port 0 takes a free one.
+            key: the token that requests must have; None for none.
+
+        Raises:
+            InputError: the folder cannot be made, or the address not be had.
+        """
+        self.folder, self.max_age_s = Path(config.folder).expanduser(), config.max_age_s
+        self._key = f"Bearer {key}".encode() if key else None
+        make_folder(self.folder)
+        if ":" in config.host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((config.host, config.port), Handler)
+        except OSError as error:
+            raise InputError(f"host={config.host}, port={config.port}: {error}") from error
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{self.server_port}"
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "RelayServer":
+        threading.Thread(target=self._sweep, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of connections that others ended."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+    def allows(self, header: str) -> bool:
+        """True if a request with such an `Authorization` is answered."""
+        return self._key is None or hmac.compare_digest(header.encode(), self._key)
+
+    def health(self) -> dict[str, float | None]:
+        """Bytes free, number of files of states, and seconds since the oldest was written."""
+        written = []
+        for path in self.folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):
+                written.append(path.lstat().st_mtime)
+        return {
+            "free_bytes": shutil.disk_usage(self.folder).free,
+            "files": len(written),
+            "oldest_s": round(time.time() - min(written), 1) if written else None,
+        }
+
+    def _sweep(self) -> None:
+        while not self._ended.wait(self.max_age_s / SWEEPS):
+            try:
+                num_files = sweep(self.folder, self.max_age_s)
+            except OSError as error:
+                print(f"{self.folder}: {error}", file=sys.stderr, flush=True)
+                continue
+            if num_files:
+                print(
+                    f"deleted {num_files} files that nobody has read for {self.max_age_s:.0f} s",
+                    flush=True,
+                )
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: RelayServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = IDLE_S
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing: a line for each file would be many."""
+
+    def do_GET(self) -> None:
+        """Sends a file, or how the relay is."""
+        self._answer(self._send)
+
+    def do_DELETE(self) -> None:
+        """Deletes a file and its lock, if they are there."""
+        self._answer(self._delete)
+
+    def _answer(self, of_file: Callable[[Path], None]) -> None:
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # nobody reads a body
+        named = NAME.fullmatch(self.path)
+        try:
+            if not self.server.allows(self.headers.get("Authorization", "")):
+                self._say(401, f"{TOKEN} is not this relay's")
+            elif named is not None:
+                of_file(self.server.folder / named[1])
+            elif self.path == "/health":
+                self._say(200, json.dumps(self.server.health()))
+            else:
+                self._say(404, "allowed: /health and /NAME.safetensors")
+        except FileNotFoundError:
+            self._say(404, "no such file")
+        except NotReadError as error:
+            self._say(409, str(error))
+        except (InputError, OSError) as error:
+            self._say(500, str(error))
+
+    def _send(self, path: Path) -> None:
+        if path.is_symlink() or not (path.exists() or lock_of(path).exists()):
+            raise FileNotFoundError
+        wait_until_whole(path, locks=True, timeout_s=WAIT_S)
+        with open(path, "rb", buffering=0, opener=_no_link) as file:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            try:
+                self.end_headers()
+                self.connection.sendfile(file)
+            except OSError:  # whoever asked is gone, or sees a short body
+                self.close_connection = True
+
+    def _delete(self, path: Path) -> None:
+        delete(path)
+        self._say(200, "deleted")
+
+    def _say(self, status: int, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
+
+
+def main(config: RelayRun) -> None:
+    """Serves until Ctrl-C."""
+    check_relay(config)
+    key = token()
+    with RelayServer(config, key) as relay:
+        told = f", and {TOKEN} as here" if key else ""
+        print(
+            f"{relay.folder}: set target.relay=[{relay.url}] where heads are trained{told}; end "
+            "with Ctrl-C",
+            flush=True,
+        )
+        with suppress(KeyboardInterrupt):
+            relay.serve_forever()
+    print("ended")
+
+
+if __name__ == "__main__":
+    COMMAND.run(main)
