@@ -271,7 +271,7 @@ def serving(target: Any, folder: Path, layers: list[int]) -> "EngineServer":
     """A server of a target's own states, before the final norm, and of its own answers."""
     server = EngineServer(folder, layers)
     server.models = ({"id": "toy"},)
-    taps, one_at_a_time = Taps(tuple(layers)), threading.Lock()
+    taps, one_at_a_time = Taps(tuple(layers)), server.one_at_a_time
 
     def states(ids: list[int]) -> Tensor:
         with one_at_a_time:
@@ -322,6 +322,7 @@ class EngineServer(ChatServer):
         states: [S, L, D] of the tokens that it has read.
         follows: the tokens that it answers, at most so many.
         log_probs: of the tokens of a prompt but the first.
+        one_at_a_time: held while a target is read, which threads cannot share.
         locks: it holds a lock on a file that is not complete.
         told_folder: the folder that it names in its replies.
     """
@@ -341,6 +342,7 @@ class EngineServer(ChatServer):
         self.follows: Callable[[list[int], int], list[int]] = lambda ids, num: [ids[-1] + 1] * num
         self.log_probs: Callable[[list[int]], list[float]] = lambda ids: [-1.0] * len(ids[1:])
         self.locks = True
+        self.one_at_a_time = threading.Lock()
         self.told_folder = self.folder
         self._counter = 0
 

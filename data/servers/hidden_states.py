@@ -37,6 +37,11 @@ ROOM = 2
 TRANSFER = "kv_transfer_params"
 OUTPUTS = {"include_output_tokens": True}
 
+
+class NoAnswerError(NotReadError):
+    """A server does not answer, or says that it cannot now."""
+
+
 Told = Mapping[str, Any]
 """Settings of a request that OpenAI's protocol, or vLLM's additions, names."""
 
@@ -280,8 +285,9 @@ class HiddenStatesServer(Connection):
         try:
             reply = await self.client.request("POST", "completions", body)
         except (RowFailed, RowRefused) as error:
-            raise self._failed(
-                f"no states of a document of {num_tokens} tokens: {error}"
+            kind = NoAnswerError if isinstance(error, RowFailed) else NotReadError
+            raise kind(
+                f"{self.endpoint}: no states of a document of {num_tokens} tokens: {error}"
             ) from error
         path = (reply.get(TRANSFER) or {}).get("hidden_states_path")
         if path is None:

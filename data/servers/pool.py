@@ -18,12 +18,14 @@ from torch import Tensor
 
 from conf.errors import InputError
 from data.servers.files import NotReadError
-from data.servers.hidden_states import HiddenStatesServer, Told
+from data.servers.hidden_states import HiddenStatesServer, NoAnswerError, Told
 
 Result = TypeVar("Result")
 
 NUM_ATTEMPTS = 3
-"""Of a document, each at a server that has the least to do."""
+"""Of a document that servers answer with nothing usable, each where there is the least to do."""
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""Between attempts where no server answers, as each of them may be starting anew."""
 MOST_FAILURES = 16
 """Attempts that may fail in a row, over all documents and servers."""
 REST_S = 60.0
@@ -54,7 +56,7 @@ class StatesPool:
         self._checking = threading.Lock()
         self._in_a_row = 0
         self._busy: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._stack = ExitStack()
         self.concurrency = sum(server.concurrency for server in servers)
 
@@ -64,6 +66,7 @@ class StatesPool:
                 stack.enter_context(server)
             self._threads = ThreadPoolExecutor(self.concurrency, "headsmith-engine")
             stack.callback(self._threads.shutdown, cancel_futures=True)
+            stack.callback(self._closing.set)
             self._stack = stack.pop_all()
         return self
 
@@ -127,31 +130,51 @@ class StatesPool:
             yield future.result()
 
     def _tried(self, ask: Callable[[HiddenStatesServer], Result]) -> Result:
+        """Asks servers in turn, and for a while all of them again if none of them answers."""
         tried: set[int] = set()
-        for attempt in range(1, NUM_ATTEMPTS + 1):
+        failures, waits_s = 0, iter(WAITS_S)
+        while True:
             number = self._least_busy(tried)
             tried.add(number)
             try:
-                self._check_again(number)
-                found = ask(self.servers[number])
-            except NotReadError as error:
-                with self._lock:
-                    self._failed_at[number] = time.monotonic()
-                    self._in_a_row += 1
-                    if self._in_a_row >= MOST_FAILURES:
-                        raise InputError(
-                            f"{error} ({self._in_a_row} attempts in a row have failed)"
-                        ) from error
-                if attempt == NUM_ATTEMPTS:
+                return self._attempt(number, ask)
+            except NoAnswerError as error:
+                if len(tried) < len(self.servers):
+                    continue
+                wait_s = next(waits_s, None)
+                if wait_s is None or self._closing.wait(wait_s):
+                    self._count(error)
                     raise
-            else:
-                with self._lock:
-                    self._in_a_row = 0
-                return found
-            finally:
-                with self._lock:
-                    self._busy[number] -= 1
-        raise AssertionError
+                tried.clear()
+            except NotReadError as error:
+                self._count(error)
+                failures += 1
+                if failures == NUM_ATTEMPTS:
+                    raise
+
+    def _attempt(self, number: int, ask: Callable[[HiddenStatesServer], Result]) -> Result:
+        try:
+            self._check_again(number)
+            found = ask(self.servers[number])
+        except NotReadError:
+            with self._lock:
+                self._failed_at[number] = time.monotonic()
+            raise
+        else:
+            self._in_a_row = 0
+            return found
+        finally:
+            with self._lock:
+                self._busy[number] -= 1
+
+    def _count(self, error: NotReadError) -> None:
+        """Counts a failure; raises an InputError where too many have come in a row."""
+        with self._lock:
+            self._in_a_row += 1
+            if self._in_a_row >= MOST_FAILURES:
+                raise InputError(
+                    f"{error} ({self._in_a_row} attempts in a row have failed)"
+                ) from error
 
     def _check_again(self, number: int) -> None:
         """Checks a server that has failed, once for all who wait for it."""

@@ -29,8 +29,8 @@ from heads.target_model.remote import RemoteTarget
 
 NUM_REQUESTS = 16
 """Documents that a server is asked for at a time."""
-NUM_RETRIES = 8
-"""Of a request; with waits of half a second to a minute they take two minutes."""
+NUM_RETRIES = 1
+"""Of a request, for a connection that was dropped; others are then asked."""
 TIMEOUT_S = 600.0
 """Of a request. Long: some versions of vLLM end themselves over a request that is given up."""
 PENALTY = "repetition_penalty"

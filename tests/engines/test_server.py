@@ -1,14 +1,18 @@
 """vLLM's own server on a CPU: what `scripts/serve_check.py` reads of it, and hidden states."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -30,32 +34,69 @@ from eval.measure.answers import greedy_answers
 from heads.target_model.model import Taps
 from heads.target_model.remote import final_norm, load_remote
 from scripts import serve_check
+from tests.train.loop.test_served import LAYERS
 from tests.train.loop.test_served import trained as heads_trained
 
 pytestmark = pytest.mark.engine
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@dataclass
+class Server:
+    """vLLM's server in a process of its own."""
+
+    log: Path
+    arguments: Sequence[str]
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def start(self) -> None:
+        command = [os.environ[VLLM], str(SCRIPTS / "vllm_server.py"), "--host", "127.0.0.1"]
+        with self.log.open("a") as output:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(self.port), *self.arguments],
+                stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        while not answers(f"{self.url}/models"):
+            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            time.sleep(0.2)
+
+    def end(self, how: int = signal.SIGTERM) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, how)
+        self.process.wait()
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Servers that answer."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait()
+        yield
+    finally:
+        for server in servers:
+            server.end()
+
+
 @contextmanager
 def served(log: Path, *arguments: str) -> Iterator[str]:
     """The base URL of vLLM's server, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [os.environ[VLLM], str(SCRIPTS / "vllm_server.py"), "--host", "127.0.0.1"]
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [*command, "--port", str(port), *arguments],
-            stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}/v1"
-    try:
-        while not answers(f"{url}/models"):
-            assert server.poll() is None, log.read_text()[-5000:]
-            time.sleep(0.2)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait()
+    server = Server(log, arguments)
+    with running(server):
+        yield server.url
 
 
 def answers(url: str) -> bool:
@@ -106,20 +147,97 @@ def test_vllm_hands_out_the_states_that_we_compute(
         assert states["hidden_states"].shape == (len(prompt) + 11, target.hidden_size)
 
 
+def arguments_of(inputs: Path, storage: Path, kind: str) -> list[str]:
+    """Of a server of the states that a kind of head reads."""
+    taps = ServerTaps((*LAYERS[kind], NUM_LAYERS), NUM_LAYERS, 64, None)
+    options = ["--model", str(inputs / "target"), "--dtype", "float32", "--enforce-eager"]
+    limits = ["--max-model-len", "160", "--max-num-batched-tokens", "48", "--max-num-seqs", "16"]
+    return [*options, *limits, *taps.serve_options(storage)]
+
+
 @needs(VLLM)
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
 def test_a_head_learns_from_vllm_what_it_learns_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     inputs = save_inputs(tmp_path / "inputs")
-    taps = ServerTaps((0, 1, 2, NUM_LAYERS), NUM_LAYERS, 64, None)
-    options = ["--model", str(inputs / "target"), "--dtype", "float32", "--enforce-eager"]
-    limits = ["--max-model-len", "160", "--max-num-batched-tokens", "48", "--max-num-seqs", "16"]
-    arguments = [*options, *limits, *taps.serve_options(tmp_path / "states")]
-    expected = heads_trained("eagle", inputs, tmp_path / "here", [])
-    with served(tmp_path / "server.log", *arguments) as url:
-        found = heads_trained("eagle", inputs, tmp_path / "served", [url, url])
+    expected = heads_trained(kind, inputs, tmp_path / "here", [])
+    with served(tmp_path / "log", *arguments_of(inputs, tmp_path / "states", kind)) as url:
+        found = heads_trained(kind, inputs, tmp_path / "served", [url, url])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+
+
+NUM_STEPS = 60
+
+
+def steps_done(out_dir: Path) -> int:
+    file = out_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@contextmanager
+def meanwhile(out_dir: Path, what: Callable[[], object]) -> Iterator[None]:
+    """Does something once a run has made a third of its steps."""
+
+    def wait() -> None:
+        while steps_done(out_dir) < NUM_STEPS // 3:
+            time.sleep(0.02)
+        what()
+
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(wait)
+        yield
+        done.result()
+
+
+def small_disk(folder: Path) -> None:
+    """A file system of 2 MiB."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+
+
+@needs(VLLM)
+@pytest.mark.parametrize("fault", ["killed", "restarted", "full"])
+def test_what_befalls_vllm_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """One of two servers dies; the only one is started anew; its folder is full for a while."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    inputs, storage, out_dir = save_inputs(tmp_path / "inputs"), tmp_path / "states", tmp_path / "o"
+    settings: dict[str, Any] = {"max_steps": NUM_STEPS, "eval_steps": 1000}
+    expected = heads_trained("medusa", inputs, tmp_path / "here", [], **settings)
+    arguments = arguments_of(inputs, storage, "medusa")
+    servers = [
+        Server(tmp_path / f"log{n}", arguments) for n in range(2 if fault == "killed" else 1)
+    ]
+    filler = storage / "filler"
+
+    def strike() -> None:
+        if fault == "full":
+            with contextlib.suppress(OSError), filler.open("wb") as file:
+                file.write(bytes(4 << 20))
+            time.sleep(5)
+            filler.unlink()
+            return
+        servers[0].end(signal.SIGKILL)
+        if fault == "restarted":
+            servers[0].start()
+
+    if fault == "full":
+        small_disk(storage)
+    try:
+        with running(*servers), meanwhile(out_dir, strike):
+            urls = [server.url for server in servers]
+            found = heads_trained("medusa", inputs, out_dir, urls, **settings)
+    finally:
+        if fault == "full":
+            subprocess.run(["umount", str(storage)], check=True)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 

@@ -11,6 +11,7 @@ from data.prepared.pack import PackedDataset
 from data.servers import endpoint as endpoint_module
 from data.servers import files, pool
 from data.servers.files import NotReadError
+from data.servers.hidden_states import HiddenStatesServer
 from data.servers.pool import MOST_FAILURES, StatesPool
 from data.templates.encoder import Sample
 from tests.data.servers.test_hidden_states import WRITTEN, assert_same, engine, expected
@@ -134,6 +135,37 @@ def test_a_document_that_no_attempt_gives_is_named_and_many_end_the_run(tmp_path
                 states.read([7])
         with pytest.raises(InputError, match=rf"\({MOST_FAILURES} attempts in a row have failed\)"):
             states.read([7])
+
+
+def test_a_server_that_is_started_anew_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked again, and no failure counts while it is away."""
+    monkeypatch.setattr(pool, "WAITS_S", (0.01,) * 5)
+    checked: list[HiddenStatesServer] = []
+    with EngineServer(tmp_path, WRITTEN) as server:
+        states = StatesPool([engine(server, max_retries=0)], checked.append)
+        with states:
+            server.faults = ["drop"] * 5
+            assert_same(states.read([7, 5]), expected([7, 5]))
+            assert checked == states.servers * 5
+            server.faults = ["drop"] * 6
+            with pytest.raises(NotReadError, match=r"no states .* of 2 tokens: RemoteProtocolE"):
+                states.read([7, 5])
+            assert_same(states.read([7, 5]), expected([7, 5]))
+
+
+def test_where_one_server_dies_another_is_asked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "WAITS_S", (1000.0,))
+    dead, alive = EngineServer(tmp_path / "a", WRITTEN), EngineServer(tmp_path / "b", WRITTEN)
+    servers = [engine(each, max_retries=0) for each in (dead, alive)]
+    with dead, alive, StatesPool(servers) as states:
+        dead.fault_for = lambda _: "drop"
+        for token in range(2 * MOST_FAILURES):
+            assert_same(states.read([token]), expected([token]))
+        assert len(dead.bodies) == 1
 
 
 def test_no_document_is_asked_for_that_the_storage_has_no_room_for(

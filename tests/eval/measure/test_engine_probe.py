@@ -81,7 +81,8 @@ def test_states_behind_the_final_norm_are_found_out(
     server: EngineServer, config: TargetConfig, target: Target
 ) -> None:
     def normed(ids: list[int]) -> Tensor:
-        output = target.read_text(ids, Taps((1,)))
+        with server.one_at_a_time:
+            output = target.read_text(ids, Taps((1,)))
         return torch.stack([output.layers[1][0], output.hidden_states[0]], 1)
 
     server.states = normed

@@ -74,10 +74,11 @@ def trained(
 ) -> dict[str, torch.Tensor]:
     """The weights of a short run."""
     module, usual = RUNS[kind]
-    train = TrainConfig(
-        max_steps=6, batch_size=2, warmup_steps=0, log_steps=1, num_eval_sequences=2,
-        num_replay_prompts=2, learning_rate=1e-2, adam_learning_rate=1e-2, **changes,
-    )  # fmt: skip
+    usual_train: dict[str, Any] = {
+        "max_steps": 6, "batch_size": 2, "warmup_steps": 0, "log_steps": 1, "num_eval_sequences": 2,
+        "num_replay_prompts": 2, "learning_rate": 1e-2, "adam_learning_rate": 1e-2,
+    }  # fmt: skip
+    train = TrainConfig(**usual_train | changes)
     target = TargetConfig(
         path=str(inputs / "target"), dtype=Dtype.float32, engine=engines, relay=[*relays]
     )
