@@ -3,7 +3,9 @@
 `python scripts/compare.py results=[outputs/medusa-accept,outputs/eagle3-accept]`
 
 Differences are taken prompt by prompt against the first result, so that what makes prompts easy
-or hard for every head is not in their intervals.
+or hard for every head is not in their intervals. Results of `vllm bench serve`, Model-Optimizer
+(`acceptance_rate.json`) and speculators (`acceptance.csv`) stand beside ours under the definitions
+that they share.
 """
 
 import sys
@@ -18,14 +20,19 @@ COMMAND = Command(__doc__, CompareRun, "compare")
 if __name__ == "__main__":
     COMMAND.begin()
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from conf.command.statement import changed, differences, stated
 from conf.errors import InputError
+from conf.files import write_whole
+from eval.compare.reported import NAMES, Reported, check_comparable, find, read, read_own, table
+from eval.measure.conditions import caption
+from eval.measure.handed_on import GOLDEN, golden
+from eval.measure.lengths import COUNTS
 from eval.measure.stats import shown, tau_difference, tree_figures
-from eval.report.figures import plot_comparison
+from eval.report.figures import plot_comparison, plot_reported
 
 # What must agree for two rows to say anything about each other.
 SAME = (
@@ -34,26 +41,40 @@ SAME = (
 )  # fmt: skip
 
 
-def load_results(folders: list[str]) -> dict[str, dict[str, Any]]:
-    """The `acceptance.json` of each folder, by the folder's name.
+def find_all(paths: list[str]) -> dict[str, Path]:
+    """The file of each result, by what it is called.
 
     Raises:
-        InputError: none or fewer than two, a missing or broken file, equal names, or
-            measurements of different things.
+        InputError: fewer than two, a missing file, or equal names.
     """
-    if len(folders) < 2:
-        raise InputError(f"results={folders}: name at least two folders with acceptance.json")
-    found: dict[str, dict[str, Any]] = {}
-    for folder in folders:
-        path, name = Path(folder) / "acceptance.json", Path(folder).name
+    if len(paths) < 2:
+        raise InputError(f"results={paths}: name at least two folders with acceptance.json")
+    found: dict[str, Path] = {}
+    for path in paths:
+        name, file = find(path)
         if name in found:
             raise InputError(f"results: two folders are called {name}; rename one")
-        try:
-            found[name] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(f"results: cannot read {path}: {error}") from error
-        if "prompts" not in found[name]:
-            raise InputError(f"results: {path} holds no prompts; measure again")
+        found[name] = file
+    return found
+
+
+def load_results(paths: list[str]) -> dict[str, dict[str, Any]]:
+    """The contents of the `acceptance.json` of each folder, by the folder's name.
+
+    Raises:
+        InputError: fewer than two, a missing or broken file, equal names, or measurements of
+            different things.
+    """
+    return load_files(find_all(paths))
+
+
+def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """The contents of files of `eval/acceptance.py`, which are of the same thing.
+
+    Raises:
+        InputError: a missing or broken file, or measurements of different things.
+    """
+    found = {name: read_own(path) for name, path in files.items()}
     (first, reference), *others = found.items()
     before = _statement(reference)
     for name, result in others:
@@ -63,7 +84,15 @@ def load_results(folders: list[str]) -> dict[str, dict[str, Any]]:
                 f"results: {first} and {name} are not of the same thing: "
                 f"{differences(before, now, keys)}"
             )
+        if _texts(reference) != _texts(result):
+            raise InputError(f"results: {first} and {name} hold other texts: one is damaged")
     return found
+
+
+def _texts(result: dict[str, Any]) -> list[tuple[int, int]]:
+    """Dialogue and turn of the texts of chain and tree."""
+    texts = [*result["prompts"], *tree_figures(result)["prompts"]]
+    return [(text["dialogue"], text["turn"]) for text in texts]
 
 
 def _statement(result: dict[str, Any]) -> dict[str, Any]:
@@ -125,19 +154,57 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
     )
 
 
+def curve(results: dict[str, dict[str, Any]]) -> str | None:
+    """A golden file of one head with chains of several lengths; None of other results."""
+    rows = {result.get("draft_tokens", 0): result for result in results.values()}
+    heads = {result.get("head") for result in results.values()}
+    if len(heads) > 1 or 0 in rows or len(rows) < len(results):
+        return None
+    return golden(rows, next(iter(results.values())))
+
+
+def side_by_side(results: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Callable[..., None]]]:
+    """Our own results: the text, and what writes each file beside it."""
+    text = f"{_about(results)}\n\n{markdown(rows(results))}"
+    files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
+    if lengths := curve(results):
+        files[GOLDEN] = lambda path: write_whole(path, lengths)
+    return text, files
+
+
+def with_others(files: Mapping[str, Path]) -> tuple[str, dict[str, Callable[..., None]]]:
+    """Results of several tools: the text, and what writes each file beside it."""
+    results: dict[str, Reported] = {name: read(file) for name, file in files.items()}
+    ours = {name: files[name] for name, each in results.items() if each.tool == "Headsmith"}
+    own = load_files(ours) if ours else {}
+    shared = check_comparable(results)
+    under = caption(next(iter(own.values()))) if own else ""
+    text = "\n\n".join([*([f"{under}:"] if under else []), markdown(table(results, shared))])
+    figures = {
+        name: (each.lengths.get(shared[0]), each.per_position) for name, each in results.items()
+    }
+    count, mean = shared[0]
+    what = f"acceptance length: {COUNTS[count]} ({mean})"
+    return text, {"comparison.png": partial(plot_reported, figures, what, under)}
+
+
 def main(config: CompareRun) -> None:
     """Prints the table; writes `comparison.md` and `comparison.png`."""
-    results = load_results(config.results)
-    text = f"{_about(results)}\n\n{markdown(rows(results))}"
+    found = find_all(config.results)
+    if all(file.name == NAMES[0] for file in found.values()):
+        text, files = side_by_side(load_files(found))
+    else:
+        text, files = with_others(found)
     print(text)
     out_dir = Path(config.out_dir)
+    files = {"comparison.md": lambda path: write_whole(path, text + "\n"), **files}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "comparison.md").write_text(text + "\n")
-        plot_comparison(results, out_dir / "comparison.png")
+        for name, write in files.items():
+            write(out_dir / name)
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: cannot write there: {error}") from error
-    print(f"wrote {out_dir / 'comparison.md'} and {out_dir / 'comparison.png'}")
+    print("wrote " + ", ".join(str(out_dir / name) for name in files))
 
 
 if __name__ == "__main__":

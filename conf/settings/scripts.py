@@ -187,7 +187,9 @@ class CompareRun:
     """`scripts/compare.py`."""
 
     results: list[str] = field(default_factory=list)
-    """Folders with `acceptance.json`; a row is called after its folder."""
+    """Folders with `acceptance.json`, each a row that is called after its folder; or files, or
+    folders with one: results of `vllm bench serve`, Model-Optimizer's `acceptance_rate.json`,
+    speculators' `acceptance.csv`."""
     out_dir: str = "outputs/comparison"
     """Folder for the table and the picture."""
 

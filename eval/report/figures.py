@@ -209,6 +209,32 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     _save(figure, path, caption(next(iter(results.values()))))
 
 
+def plot_reported(
+    results: dict[str, tuple[float | None, list[float]]], what: str, under: str, path: Path
+) -> None:
+    """Draws an acceptance length per result, and how often each position was accepted.
+
+    Args:
+        results: the two figures by name, the length None where there is none.
+        what: the definition of the length.
+        under: the conditions, or nothing.
+        path: of the picture.
+    """
+    names, height = _named(results)
+    size = (12, max(4.2, 1 + height))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
+    for place, (length, rates) in enumerate(results.values()):
+        left.barh(place, length or 0, color="tab:blue")
+        _curve(right, place, names[place], rates)
+    left.set(yticks=range(len(names)), yticklabels=names, xlabel=what, xlim=(1, None))
+    left.invert_yaxis()
+    right.set(xlabel="position", ylabel="share of drafts accepted that far", ylim=(0, 1))
+    right.xaxis.get_major_locator().set_params(integer=True)
+    if any(rates for _, rates in results.values()):
+        _legend(figure, right)
+    _save(figure, path, under)
+
+
 def plot_pruning(result: dict[str, Any], path: Path) -> None:
     """Draws tau, coverage and expected speed-up by the size of the draft vocabulary."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")

@@ -51,6 +51,7 @@ def test_a_text_as_vllm_tells_of_it() -> None:
     }
     alone = speculative_decoding(text(0, []).row(), 3)
     assert (alone["mean_acceptance_length"], alone["acceptance_histogram"]) == (1.0, [0] * 4)
+    assert alone["draft_acceptance_rate"] == 0.0
 
 
 def test_a_line_for_every_request(tmp_path: Path) -> None:
@@ -87,6 +88,7 @@ def test_lengths_by_draft_tokens_and_names_that_are_no_plain_words() -> None:
     long["target_identity"]["name"] = "models/my: own\nmodel"
     written = golden({3: long, 1: short}, long)
     assert yaml.safe_load(written) == {"my: own\nmodel": {"thinking_on": {1: 2.0, 3: 4.0}}}
+    assert written.endswith("    1: 2.0000\n    3: 4.0000\n")
     assert '# thinking_on chat_template_kwargs: {"enable_thinking": true}\n' in written
 
 

@@ -16,6 +16,7 @@ from eval.report.figures import (
     plot_comparison,
     plot_concurrency,
     plot_pruning,
+    plot_reported,
     plot_speedup,
     plot_tree_search,
     step_ms,
@@ -141,6 +142,16 @@ def test_a_picture_of_heads_side_by_side(drawn) -> None:
     assert lines(middle) == [[(1, 0.5)], [(1, 0.75), (2, 0.5)]]
     assert lines(right) == [[(1, 0.875), (2, 0.625)]]
     assert right.lines[0].get_color() == middle.lines[1].get_color()
+
+
+def test_a_picture_of_tools_side_by_side(drawn) -> None:
+    def plot(results: Any, path: Path) -> None:
+        plot_reported(results, "acceptance length", "greedy", path)
+
+    left, right = drawn(plot, {"ours": (2.5, [0.75, 0.5]), "theirs": (None, [])})
+    assert words(left) == ["ours", "theirs"]
+    assert bars(left) == [2.5, 0]
+    assert lines(right) == [[(1, 0.75), (2, 0.5)]]
 
 
 def test_a_picture_of_pruning(drawn) -> None:

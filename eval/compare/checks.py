@@ -1,0 +1,67 @@
+"""Checks the fields of results files, whoever wrote them; each raises `MalformedRowError`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from data.rows.values import MalformedRowError, show
+
+ROUNDING = 1e-6
+MOST = 1e15
+"""Above all that is counted, and below what is no number."""
+
+
+def number_of(value: object, name: str, least: float = 0, most: float = MOST) -> float:
+    """A number within limits."""
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        limits = f"of at least {least:g}" if most == MOST else f"from {least:g} to {most:g}"
+        raise MalformedRowError(name, show(value), f"a number {limits}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def whole_of(value: object, name: str, least: int = 0, most: float = MOST) -> int:
+    """A whole number, which counters may write as 12.0."""
+    number = number_of(value, name, least, most)
+    if number != int(number):
+        raise MalformedRowError(name, show(value), "a whole number")
+    return int(number)
+
+
+def share_of(value: object, name: str) -> float:
+    """A number from 0 to 1."""
+    return number_of(value, name, 0, 1)
+
+
+def text_of(value: object, name: str) -> str:
+    """A text that has something in it."""
+    if not isinstance(value, str) or not value.strip():
+        raise MalformedRowError(name, show(value), "a text")
+    return value
+
+
+def object_of(value: object, name: str, what: str = "an object") -> dict[str, Any]:
+    """An object of JSON."""
+    if not isinstance(value, dict):
+        raise MalformedRowError(name, show(value), what)
+    return value
+
+
+def items_of(value: object, name: str, check: Callable[[object, str], Any]) -> list[Any]:
+    """The items of a list, each checked."""
+    if not isinstance(value, list):
+        raise MalformedRowError(name, show(value), "a list")
+    return [check(item, f"{name}[{place}]") for place, item in enumerate(value)]
+
+
+def if_there(row: Mapping[str, Any], path: str, check: Callable[..., Any], *how: Any) -> None:
+    """Checks a field, named by a path of fields, of which one may be missing or null."""
+    value: Any = row
+    for name in path.split("."):
+        value = None if value is None else value.get(name)
+    if value is not None:
+        check(value, path, *how)
+
+
+def check_fits(value: float, expected: float, name: str, of: str) -> None:
+    """Refuses a figure that does not follow from those of its file that it comes from."""
+    if abs(value - expected) > ROUNDING * max(1.0, abs(expected)):
+        raise MalformedRowError(name, f"{value:g}", f"{expected:g}, as {of} give")
