@@ -21,7 +21,7 @@ class HeadRef:
 
 @dataclass
 class DynamicTreeConfig:
-    """EAGLE-2's tree; unset values are 5, 4 and 8 on CPU, 8, 10 and 59 on CUDA (the paper's)."""
+    """EAGLE-2's tree; unset values are 2, 4 and 5 on CPU, 8, 10 and 59 on CUDA (the paper's)."""
 
     depth: int | None = None
     """Draft tokens of the longest path."""

@@ -164,8 +164,11 @@ def usual_tree(depth: int, gpu: bool | None = None) -> Tree:
 
 
 def usual_dynamic_shape(gpu: bool | None = None) -> DynamicShape:
-    """EAGLE-2's settings on CUDA, and some that a CPU can afford; `gpu` as in `usual_tree`."""
-    return DynamicShape(8, 10, 59) if _is_gpu(gpu) else DynamicShape(5, 4, 8)
+    """EAGLE-2's settings on CUDA, and some that a CPU can afford; `gpu` as in `usual_tree`.
+
+    On a CPU depth costs more than width: each level of most heads is a pass of its own.
+    """
+    return DynamicShape(8, 10, 59) if _is_gpu(gpu) else DynamicShape(2, 4, 5)
 
 
 def _is_gpu(gpu: bool | None) -> bool:

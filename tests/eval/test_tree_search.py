@@ -200,14 +200,14 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
 def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
     texts = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4])
     usual, found = tree_search.shapes(texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4]))
-    assert usual == DynamicShape(5, 4, 8)
+    assert usual == DynamicShape(2, 4, 5)
     assert [shape.num_tokens for shape in found if shape.top_k == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert max(shape.num_tokens for shape in found) == 20
     assert DynamicShape(1, 4, 5) not in found  # four are drawn
-    shallow = DynamicTexts(texts.responses, {(3, 4): texts.drawn[8, 4]}, nested=True)
+    shallow = DynamicTexts(texts.responses, {(1, 4): texts.drawn[8, 4]}, nested=True)
     usual, found = tree_search.shapes(shallow, TreeSearchRun(max_nodes=20, top_ks=[4]))
-    assert usual == DynamicShape(3, 4, 8)
-    assert max(shape.depth for shape in found) == 3
+    assert usual == DynamicShape(1, 4, 5)
+    assert max(shape.depth for shape in found) == 1
 
 
 def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
