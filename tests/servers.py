@@ -20,6 +20,8 @@ from eval.measure.answers import greedy_answers
 from heads.target_model.model import Taps
 from scripts.relay import RelayServer
 
+HERE = ("127.0.0.1", 0)
+"""This machine, any port that is free."""
 Fault = tuple[int, dict[str, str]] | str
 
 
@@ -44,7 +46,7 @@ class ChatServer:
     path = "/v1/chat/completions"
     models: tuple[dict, ...] = ({"id": "toy"}, {"id": "other"})
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self, delay_s: float = 0.0, address: tuple[str, int] = HERE) -> None:
         self.delay_s = delay_s
         self.faults: list[Fault] = []
         self.fault_for: Callable[[dict], Fault | None] = lambda _: None
@@ -56,7 +58,7 @@ class ChatServer:
         self._at_once = 0
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"chat": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(address, handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
@@ -267,9 +269,11 @@ def state(token: int, layer: int) -> list[float]:
     return [100.0 * layer + token, -1.0]
 
 
-def serving(target: Any, folder: Path, layers: list[int]) -> "EngineServer":
+def serving(
+    target: Any, folder: Path, layers: list[int], address: tuple[str, int] = HERE
+) -> "EngineServer":
     """A server of a target's own states, before the final norm, and of its own answers."""
-    server = EngineServer(folder, layers)
+    server = EngineServer(folder, layers, address=address)
     server.models = ({"id": "toy"},)
     taps, one_at_a_time = Taps(tuple(layers)), server.one_at_a_time
 
@@ -329,12 +333,18 @@ class EngineServer(ChatServer):
 
     path = "/v1/completions"
 
-    def __init__(self, folder: Path, layers: list[int], delay_s: float = 0.0) -> None:
-        super().__init__(delay_s)
+    def __init__(
+        self,
+        folder: Path,
+        layers: list[int],
+        delay_s: float = 0.0,
+        address: tuple[str, int] = HERE,
+    ) -> None:
+        super().__init__(delay_s, address)
         self.models = ({"id": "toy", "max_model_len": 17}, {"id": "other"})
         self.layers = layers
         self.folder = folder / "-".join(map(str, ["layers", *layers]))
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.write_s = 0.0
         self.change: Callable[[dict[str, Tensor]], object] = lambda _: None
         self.version: str | None = None

@@ -19,6 +19,12 @@ SHARD_BYTES = 40_000
 def save_inputs(folder: Path, family: str = "llama") -> Path:
     """A target in `folder/target` and conversations in `folder/chat.jsonl`."""
     save_target(folder / "target", family, num_hidden_layers=NUM_LAYERS)
+    save_chat(folder / "chat.jsonl")
+    return folder
+
+
+def save_chat(file: Path) -> None:
+    """Conversations."""
     rows = []
     for n in range(40):
         messages = [
@@ -26,8 +32,7 @@ def save_inputs(folder: Path, family: str = "llama") -> Path:
             {"role": "assistant", "content": "fine, thanks. " * (1 + n % 4)},
         ]
         rows.append(json.dumps({"messages": messages}) + "\n")
-    (folder / "chat.jsonl").write_text("".join(rows))
-    return folder
+    file.write_text("".join(rows))
 
 
 def settings(inputs: Path, out_dir: Path, **changes: Any) -> CaptureRun:

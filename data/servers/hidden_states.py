@@ -60,6 +60,7 @@ class ServerTaps:
         hidden_size: D.
         final_norm: the target's, on the CPU, for `hidden_states`; None leaves those out.
         recurrent: the target has layers that carry states along the text.
+        target: Hub id or folder that a server is started with.
     """
 
     layers: tuple[int, ...]
@@ -67,6 +68,7 @@ class ServerTaps:
     hidden_size: int
     final_norm: Callable[[Tensor], Tensor] | None
     recurrent: bool = False
+    target: str = "MODEL"
 
     def __post_init__(self) -> None:
         outside = [index for index in self.layers if not 0 <= index <= self.num_layers]
@@ -161,13 +163,17 @@ class HiddenStatesServer(Connection):
 
     def start(self) -> None:
         """Raises InputError unless a first document can be read."""
-        models = {str(model["id"]): model for model in self.portal.call(self.client.models)}
+        try:
+            listed = self.portal.call(self.client.models)
+        except InputError as error:
+            raise InputError(f"{error}; {self._how_to_serve()}") from error
+        models = {str(model["id"]): model for model in listed}
         self.model = self.model or next(iter(models))
         if self.model not in models:
             raise self._error(f"has no model {self.model}; it lists {sorted(models)}")
-        listed = models[self.model]
-        base = models.get(str(listed.get("parent")), {})  # of an adapter
-        self.max_model_len = listed.get("max_model_len") or base.get("max_model_len")
+        own = models[self.model]
+        base = models.get(str(own.get("parent")), {})  # of an adapter
+        self.max_model_len = own.get("max_model_len") or base.get("max_model_len")
         version = self.portal.call(self.client.version)
         if version is not None:
             self.writing = writing_of(version, str(self.endpoint))
@@ -326,7 +332,7 @@ class HiddenStatesServer(Connection):
 
     def _how_to_serve(self) -> str:
         options = self.taps.serve_options("/dev/shm", self.writing)
-        return f"serve with: {shlex.join(['vllm', 'serve', str(self.model), *options])}"
+        return f"serve with: {shlex.join(['vllm', 'serve', self.taps.target, *options])}"
 
     def _failed(self, text: str) -> NotReadError:
         return NotReadError(f"{self.endpoint}: {text}")

@@ -59,7 +59,7 @@ def opened(
     """
     recurrent = AttentionPattern.of(target.config, target.name).recurrent
     size = target.num_layers, target.hidden_size
-    taps = ServerTaps(tuple(layers), *size, final_norm, recurrent)
+    taps = ServerTaps(tuple(layers), *size, final_norm, recurrent, target.name)
     endpoints = [
         Endpoint(
             url,

@@ -1,6 +1,7 @@
 """`scripts/train.slurm` on two nodes that are this machine; `srun` and `scontrol` are stand-ins."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.servers.hidden_states import ServerTaps
 from tests.train.parallel.test_launch import (
     ENV,
     ROOT,
@@ -22,9 +24,11 @@ from tests.train.parallel.test_launch import (
 __all__ = ["inputs"]
 SCRIPT = ROOT / "scripts/train.slurm"
 SRUN = """#!/bin/bash
-# srun OPTIONS COMMAND...: a task on each of two nodes, which get the signals that srun gets
+# srun --nodes=N OPTIONS COMMAND...: a task on each of N nodes, which get the signals that srun gets
+nodes=${1#--nodes=}
 while [[ $1 == --* ]]; do shift; done
-for node in 0 1; do SLURM_NODEID=$node "$@" & tasks[node]=$!; done
+for ((node = 0; node < nodes; node++)); do SLURM_PROCID=$node "$@" & tasks[node]=$!; done
+trap 'kill "${tasks[@]}"' TERM
 trap 'kill -USR1 "${tasks[@]}"' USR1
 for task in "${tasks[@]}"; do
     code=138
@@ -42,7 +46,7 @@ def test_is_valid_bash() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def submit(folder: Path, command: list[str], layout: str) -> "subprocess.Popen[str]":
+def submit(folder: Path, command: list[str], layout: str, **more: str) -> "subprocess.Popen[str]":
     binaries = folder / "bin"
     binaries.mkdir(exist_ok=True)
     for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -52,7 +56,7 @@ def submit(folder: Path, command: list[str], layout: str) -> "subprocess.Popen[s
         **ENV, "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1",
-        "REQUEUED": str(folder / "requeued"), "LAYOUT": layout,
+        "REQUEUED": str(folder / "requeued"), "LAYOUT": layout, **more,
     }  # fmt: skip
     return subprocess.Popen(
         ["bash", str(SCRIPT), *command], cwd=folder, env=environment, text=True,
@@ -96,3 +100,30 @@ def test_a_job_that_fails_is_not_queued_again(inputs: Path, tmp_path: Path) -> N
     assert job.returncode != 0
     assert "train.batch_size=3 is not divisible by 2 processes" in said
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.slow
+def test_the_first_nodes_of_a_job_serve_the_target_to_the_others(
+    inputs: Path, tmp_path: Path
+) -> None:
+    """By a relay, as a trainer sees no folder of another node; both end with the job."""
+    (tmp_path / "there").mkdir()
+    taps = ServerTaps((2,), 2, 32, None)
+    options = taps.serve_options(tmp_path / "there")
+    server = [
+        sys.executable,
+        str(ROOT / "tests/engines/vllm_standin.py"),
+        "serve",
+        str(inputs / "target"),
+    ]
+    command = arguments(inputs, tmp_path / "out", "target.dtype=float32")
+    environment = {"ENGINES": "1", "SERVE": shlex.join([*server, *options])}
+    job = submit(tmp_path, command, "multi_node", **environment)
+    said, _ = job.communicate(timeout=180)
+    assert job.returncode == 0, said
+    assert "1 process(es), cpu" in said
+    assert "log-probabilities 0.0000 nats" in said
+    assert list((tmp_path / "there/layers-2").iterdir()) == []
+    trained([sys.executable, *arguments(inputs, tmp_path / "here")], tmp_path)
+    for name, expected in weights(tmp_path / "here").items():
+        torch.testing.assert_close(weights(tmp_path / "out")[name], expected, rtol=1e-4, atol=1e-4)
