@@ -299,10 +299,10 @@ def serving(
 
 @contextmanager
 def relaying(
-    folder: Path, key: str | None = None, port: int = 0, **settings: float
+    folder: Path, key: str | None = None, port: int = 0, **settings: Any
 ) -> Iterator[RelayServer]:
     """A relay beside a server."""
-    config = RelayRun(folder=str(folder), **settings)  # type: ignore[arg-type]
+    config = RelayRun(folder=str(folder), **settings)
     config.port = port
     with RelayServer(config, key) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -139,16 +139,24 @@ def test_a_token_that_cannot_be_sent(value: str, monkeypatch: pytest.MonkeyPatch
     assert value not in str(refused.value)
 
 
-def test_a_relay_that_is_down_and_comes_back(folder: Path) -> None:
+def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
     with relaying(folder) as server:
         url, port = server.url, server.server_port
         client = Relay(url, 5.0)
         assert torch.equal(client.take(THERE, IDS, locks=True), STATES)
-    client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # the server's end of it, which outlived it
+    client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # the relay's end of it, which outlived it
+    monkeypatch.setattr(relay_client.time, "sleep", waits.append)
     with pytest.raises(NotReadError, match=rf"target.relay={url}: \w+Error: .* \(4 attempts\)"):
         client.take(THERE, IDS, locks=True)
+    assert waits == [0, 0, 0.01, 0.02]
     (folder / NAME).write_bytes(CONTENT)
     with relaying(folder, port=port):
+        for _ in range(6):  # more than attempts
+            ended = HTTPConnection("127.0.0.1", port)
+            ended.connect()
+            ended.sock.shutdown(socket.SHUT_RDWR)
+            client._idle.append(ended)
         assert torch.equal(client.take(THERE, IDS, locks=True), STATES)
 
 
@@ -208,7 +216,9 @@ def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
     lock = lock_of(folder / NAME).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     with relaying(folder) as server, pytest.raises(NotReadError, match=r"Timeout.*\(1 attempts\)"):
+        begin = time.monotonic()
         Relay(server.url, timeout_s=0.2).take(THERE, IDS, locks=True)
+    assert time.monotonic() - begin < 5
     lock.close()
 
 
@@ -271,15 +281,38 @@ def test_no_path_leads_out_of_the_folder(path: str, folder: Path) -> None:
     assert all(each.exists() for each in there)
 
 
-def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_links_are_not_followed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outside = tmp_path / "outside.safetensors"
     outside.write_bytes(CONTENT)
     (folder / "link.safetensors").symlink_to(outside)
     with relaying(folder) as server:
         assert asked(server, "GET", "/link.safetensors") == (404, b"no such file")
+        with monkeypatch.context() as patch:  # one that is made behind that look
+            patch.setattr(Path, "is_symlink", lambda _: False)
+            status, body = asked(server, "GET", "/link.safetensors")
+            assert (status, b"Too many levels" in body) == (500, True)
         assert asked(server, "DELETE", "/link.safetensors") == (200, b"deleted")
     assert outside.read_bytes() == CONTENT
     assert not (folder / "link.safetensors").is_symlink()
+
+
+def test_a_write_that_failed_has_a_status_of_its_own(folder: Path) -> None:
+    (folder / NAME).unlink()
+    with relaying(folder) as server:
+        assert asked(server, "GET", f"/{NAME}")[0] == 409
+
+
+def test_an_address_of_the_newer_kind(folder: Path) -> None:
+    with socket.socket(socket.AF_INET6) as found:
+        try:
+            found.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has none")
+    with relaying(folder, host="::1") as server:
+        assert server.url == f"http://[::1]:{server.server_port}"
+        assert torch.equal(Relay(server.url, 5.0).take(THERE, IDS, locks=True), STATES)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "HEAD"])
