@@ -6,7 +6,6 @@ Letters: S tokens, L layers in a file, D hidden.
 import errno
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from conf.errors import InputError
+from data.servers.buffers import Buffers
 
 VISIBLE_S = 10.0
 """For which a file that the server has named may fail to show, on a network file system."""
@@ -34,6 +34,8 @@ DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
+
+BUFFERS = Buffers()
 
 
 class NotReadError(InputError):
@@ -208,10 +210,8 @@ def read_tensors(file: Readable, size: int) -> dict[str, Tensor]:
         OSError: reading fails.
     """
     num_bytes, places = _places(file, size)
-    data = mmap.mmap(-1, max(num_bytes, 1))
-    with suppress(AttributeError, OSError):  # of systems without; faults of small pages take longer
-        data.madvise(mmap.MADV_HUGEPAGE)
-    filled, view = 0, memoryview(data)
+    data = BUFFERS.take(num_bytes)
+    filled, view = 0, data.data
     while filled < num_bytes:
         count = file.readinto(view[filled:num_bytes])
         if not count:

@@ -237,8 +237,9 @@ def documents_of(row: dict[str, Tensor]) -> list[list[int]]:
 
 
 def placed(row: dict[str, Tensor], documents: list[Tensor]) -> Tensor:
-    """[T, D] where [S, D] of each document lie in place."""
-    states = torch.cat(documents)
-    placed = states.new_zeros(len(row["document_ids"]), states.shape[1])
-    placed[row["document_ids"] >= 0] = states
+    """[T, D] where [S, D] of each document lie in place: one behind the other, before padding."""
+    placed = documents[0].new_empty(len(row["document_ids"]), documents[0].shape[1])
+    num_tokens = sum(map(len, documents))
+    torch.cat(documents, out=placed[:num_tokens])
+    placed[num_tokens:] = 0
     return placed

@@ -1,0 +1,503 @@
+"""Trainers beside a serving engine: how fast states get to them, and how long they wait for them.
+
+`python scripts/bench/engines.py` starts a stand-in for an engine, which answers with random states
+from files that are written before (hard links, so that it costs next to nothing), and processes
+that read them by `StatesPool`, through the folder or a relay. A table has bytes per second, and the
+processor's seconds per GB of copies, checks, files, requests, the stand-in and the relay.
+
+`--train` trains small heads, one in each process, from a stand-in of a given tokens/s, and prints
+the share of the time that they wait. `--memory STEPS` prints the memory of such a process at a
+tenth of its steps and at the last.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
+
+from conf.command.launch import rest_while_waiting
+
+rest_while_waiting()
+
+import argparse
+import json
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, wraps
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count, product
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+from conf.command.clock import Stopwatch
+from conf.settings.scripts import RelayRun
+from data.servers import files, relay
+from data.servers.endpoint import Endpoint
+from data.servers.files import Folder, lock_of
+from data.servers.hidden_states import HiddenStatesServer, ServerTaps
+from data.servers.pool import StatesPool
+from data.servers.relay import Relay
+from scripts.bench.harness import ROOT, markdown
+from scripts.relay import RelayServer
+
+PARTS = ("copies", "checks", "files", "requests")
+SHARE_OF_MEMORY = 0.3
+"""Of the host's, for states on their way to all processes."""
+SHARED = Path("/dev/shm")
+LAST = 8
+"""Layers of the target of small heads."""
+READ = {"medusa": [LAST], "eagle3": [2, 4, 5, LAST]}
+"""Layers that a head reads."""
+HIDDEN, VOCAB = 256, 1024
+WARM_UP = 8
+"""Steps; before the last of them nothing was on its way."""
+NUM_DRAWN = 64
+"""Tokens whose states are drawn; those of others are the same again."""
+TIMEOUT_S = 600.0
+
+
+class StandIn(ThreadingHTTPServer):
+    """Answers with random states, at once or at a rate; a context manager.
+
+    Attributes:
+        url: base URL.
+        folder: where it writes.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, taps: ServerTaps, tokens_per_s: float) -> None:
+        """Draws the states, in bfloat16.
+
+        Args:
+            taps: layers and channels.
+            tokens_per_s: that it reads; 0 is at once.
+        """
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self._root = Path(tempfile.mkdtemp(dir=SHARED if SHARED.is_dir() else None))
+        self.folder = self._root / taps.folder
+        self.folder.mkdir()
+        self._states = torch.randn(NUM_DRAWN, len(taps.written), taps.hidden_size).bfloat16()
+        self._tokens_per_s, self._free_at = tokens_per_s, 0.0
+        self._ready: dict[int, Path] = {}
+        self._numbers, self._lock = count(), threading.Lock()
+
+    def __exit__(self, *_: object) -> None:
+        self.server_close()
+        shutil.rmtree(self._root)
+
+    def write(self, token_ids: list[int]) -> Path:
+        """A file of the states of a document, which is written before if it counts from 0."""
+        size = len(token_ids)
+        with self._lock:
+            name = f"{next(self._numbers)}.safetensors"
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now)
+            self._free_at += size / self._tokens_per_s if self._tokens_per_s else 0.0
+            until = self._free_at
+            counts = token_ids == list(range(size))
+            if counts and size not in self._ready:
+                self._ready[size] = self._save(token_ids, self._root / name)
+        time.sleep(max(0.0, until - time.monotonic()))
+        path = self.folder / name
+        lock_of(path).touch()
+        if counts:
+            path.hardlink_to(self._ready[size])
+        else:
+            self._save(token_ids, path)
+        return path
+
+    def _save(self, token_ids: list[int], path: Path) -> Path:
+        times = -(-len(token_ids) // NUM_DRAWN)
+        states = self._states.repeat(times, 1, 1)[: len(token_ids)]
+        save_file({"hidden_states": states, "token_ids": torch.tensor(token_ids)}, path)
+        return path
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers as vLLM does, as far as `HiddenStatesServer` asks."""
+
+    server: StandIn
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        """Tells the model, or the version."""
+        models = {"data": [{"id": "stand-in"}]}
+        self._say({"version": "0.32.0"} if self.path == "/version" else models)
+
+    def do_POST(self) -> None:
+        """Writes a document's states."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        path = self.server.write(body["prompt"])
+        self._say({"choices": [{}], "kv_transfer_params": {"hidden_states_path": str(path)}})
+
+    def _say(self, value: dict[str, Any]) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+def taps_of(job: dict[str, Any]) -> ServerTaps:
+    """The states of a job."""
+    return ServerTaps(tuple(job["layers"]), max(job["layers"]), job["hidden"], None)
+
+
+def pool_of(job: dict[str, Any]) -> StatesPool:
+    """The server of a job, for a process that reads from it."""
+    way = Relay(job["relay"], TIMEOUT_S) if job["relay"] else None
+    endpoint = Endpoint(job["url"], timeout_s=TIMEOUT_S)
+    return StatesPool([HiddenStatesServer(endpoint, taps_of(job), job["concurrency"], way)])
+
+
+# The other processes. Each is told a job as a line of JSON, and tells what it found as another.
+
+
+def tell(value: dict[str, Any]) -> None:
+    """Tells the process that started this one."""
+    print(json.dumps(value), flush=True)
+
+
+def serve(job: dict[str, Any]) -> None:
+    """Runs a stand-in, or a relay, until the next line."""
+    server: StandIn | RelayServer
+    if job["folder"]:
+        config = RelayRun(folder=job["folder"])
+        config.port = 0
+        server = RelayServer(config, None)
+    else:
+        server = StandIn(taps_of(job), job["tokens_per_s"])
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tell({"url": server.url, "folder": str(server.folder)})
+        sys.stdin.readline()
+
+
+class Seconds:
+    """The processor's seconds of some functions, over all threads."""
+
+    def __init__(self) -> None:
+        self._spent: list[tuple[str, float]] = []  # an append of a thread is one step
+
+    def of(self, name: str) -> float:
+        """Seconds since `begin`."""
+        return sum(spent for each, spent in self._spent if each == name)
+
+    def begin(self) -> None:
+        """Forgets all before."""
+        self._spent.clear()
+
+    def put_on(self, place: Any, function: str, name: str) -> None:
+        """Measures a function of a module or class from here on."""
+        plain: Callable[..., Any] = getattr(place, function)
+
+        @wraps(plain)
+        def measured(*given: Any, **named: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return plain(*given, **named)
+            finally:
+                self._spent.append((name, time.thread_time() - begin))
+
+        setattr(place, function, measured)
+
+
+@cache
+def measured_seconds() -> Seconds:
+    """Measures the parts of a reader from here on."""
+    seconds = Seconds()
+    for module in (files, relay):
+        seconds.put_on(module, "read_tensors", "copies")
+    for way in (Folder, Relay):
+        seconds.put_on(way, "take", "taking")
+    seconds.put_on(HiddenStatesServer, "_collect", "collecting")
+    return seconds
+
+
+def read(job: dict[str, Any]) -> None:
+    """Reads documents for some seconds, once the next line says that all are ready."""
+    seconds = measured_seconds()
+    document = list(range(job["length"]))
+    with pool_of(job) as pool:
+        for _ in pool.read_many([document] * (3 * job["concurrency"])):
+            pass  # memory is had, and the file written, by then
+        tell({})
+        sys.stdin.readline()
+        seconds.begin()
+        watch, num_bytes = Stopwatch(), 0
+
+        def documents() -> Iterator[list[int]]:
+            while watch.host_seconds() < job["seconds"]:
+                yield document
+
+        for states in pool.read_many(documents()):
+            num_bytes += sum(each.nbytes for each in states.values())
+        wall_s, busy_s = watch.host_seconds(), watch.processor_seconds()
+    copies, taking, collecting = map(seconds.of, ("copies", "taking", "collecting"))
+    parts = (copies, collecting - taking, taking - copies, busy_s - collecting)
+    tell({"bytes": num_bytes, "wall_s": wall_s} | dict(zip(PARTS, parts, strict=True)))
+
+
+def train(job: dict[str, Any]) -> None:
+    """Trains a small head for some steps, once the next line says that all are ready."""
+    # Heavy, and of no use to the other processes.
+    from conf.settings.target import Dtype
+    from conf.settings.training import LogConfig, Schedule, TrainConfig
+    from data.prepared.pack import PackedDataset
+    from heads.target_model.remote import RemoteTarget
+    from heads.vocab import DraftVocab
+    from scripts.bench import training
+    from train.loop.loop import Job, Run
+    from train.loop.served import ServedRows, steps_ahead
+    from train.loop.waiting import Waiting
+    from train.parallel import processes
+
+    shape = ("--hidden", str(HIDDEN), "--layers", str(LAST), "--vocab", str(VOCAB))
+    options = training.arguments([job["head"], *shape, "--max-length", str(job["length"])])
+    config = TrainConfig(
+        max_steps=job["steps"] + WARM_UP, warmup_steps=1, batch_size=1, micro_batch_size=1,
+        dtype=Dtype.float32, schedule=Schedule.constant, learning_rate=1e-3,
+    )  # fmt: skip
+    accelerator = processes.start(config)
+    model = training.random_target(options, accelerator.device).model
+    target = RemoteTarget(model, None, "random")
+    rows = PackedDataset(training.documents(options, 64), options.max_length, seed=job["seed"])
+    vocab = DraftVocab.choose(rows.token_counts(VOCAB), VOCAB, [])
+    objective = training.fresh_objective(options.head, target, vocab)
+    waiting, process, memory = Waiting(), psutil.Process(), {}
+    with pool_of(job) as pool, tempfile.TemporaryDirectory() as folder:
+        data = ServedRows(rows, pool)
+        ahead = steps_ahead(pool, options.max_length)
+        out = Path(folder) / "out"
+        run = Run(
+            accelerator,
+            Job(config, LogConfig(), 0, out, objective, data, data, steps_ahead=ahead),
+        )
+        next_step = run.prefetcher.next_step
+
+        def waited() -> Any:
+            with waiting.here():
+                return next_step()
+
+        run.prefetcher.next_step = waited  # type: ignore[method-assign]
+        for _ in range(WARM_UP):
+            run.optimizer_step()
+        tell({})
+        sys.stdin.readline()
+        waiting.begin()
+        watch, tokens = Stopwatch(), run.tokens
+        for step in range(1, job["steps"] + 1):
+            run.optimizer_step()
+            if step in (job["steps"] // 10, job["steps"]):
+                memory[step] = process.memory_info().rss
+        rate = (run.tokens - tokens) / watch.host_seconds()
+        tell({"waiting": waiting.share(), "rate": rate, "memory": [*memory.values()]})
+        run.close()
+
+
+WORK = {"serve": serve, "read": read, "train": train}
+
+
+class Worker:
+    """A process of this script."""
+
+    def __init__(self, kind: str) -> None:
+        command = [sys.executable, __file__, "--worker", kind]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)  # type: ignore[call-overload]
+
+    def say(self, line: str = "") -> None:
+        """Tells it a line."""
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def found(self) -> dict[str, Any]:
+        """What it tells next."""
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a process ended with {self._process.wait()}: see above")
+        return json.loads(line)
+
+    def busy_s(self) -> float:
+        """The processor's seconds that it took so far."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
+    def end(self) -> None:
+        """Waits for its end."""
+        self._process.communicate()
+
+
+class Workers:
+    """Processes of a kind, a stand-in and a relay; a context manager."""
+
+    def __init__(self, kind: str, most: int) -> None:
+        self._servers = [Worker("serve"), Worker("serve")]
+        self._others = [Worker(kind) for _ in range(most)]
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (*self._servers, *self._others):
+            each.end()
+
+    def together(
+        self, ranks: int, way: str, job: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[float]]:
+        """What some of them find that do a job at the same time.
+
+        Returns:
+            Of each process, and the processor's seconds of the stand-in and the relay meanwhile.
+        """
+        servers = self._servers[: 1 + (way == "relay")]
+        job = job | {"folder": None, "relay": None}
+        for number, server in enumerate(servers):
+            server.say(json.dumps(job))
+            told = server.found()
+            job |= {"relay": told["url"]} if number else told
+        others = self._others[:ranks]
+        for rank, other in enumerate(others):
+            other.say(json.dumps(job | {"seed": rank}))
+        for other in others:
+            other.found()
+        before = [each.busy_s() for each in servers]
+        for other in others:
+            other.say()
+        found = [other.found() for other in others]
+        costs = [each.busy_s() - s for each, s in zip(servers, before, strict=True)]
+        for server in servers:
+            server.say()
+        return found, costs
+
+
+def read_table(options: argparse.Namespace, workers: Workers) -> str:
+    """Bytes per second, and what they cost."""
+    header = ("states", "by", "processes", "tokens", "at once", "GB/s", *PARTS, "stand-in", "relay")
+    rows = []
+    room = SHARE_OF_MEMORY * psutil.virtual_memory().available
+    for (layers, hidden), way, length, concurrency, ranks in product(
+        options.shapes, options.ways, options.lengths, options.concurrency, options.ranks
+    ):
+        num_bytes = layers * hidden * 2 * length
+        names = (f"{layers} x {hidden:,}", way, str(ranks), f"{length:,}", str(concurrency))
+        if ranks * (concurrency + 1) * num_bytes > room:
+            rows.append((*names, "too large", *[""] * (len(PARTS) + 2)))
+            continue
+        job = {
+            "layers": list(range(layers)), "hidden": hidden, "length": length,
+            "concurrency": concurrency, "seconds": options.seconds, "tokens_per_s": 0,
+        }  # fmt: skip
+        found, busy = workers.together(ranks, way, job)
+        gigabytes = sum(each["bytes"] for each in found) / 1e9
+        costs = [sum(each[part] for each in found) for part in PARTS] + busy
+        cells = [f"{seconds / gigabytes:.2f}" for seconds in costs] + [""] * (2 - len(busy))
+        rate = gigabytes / max(each["wall_s"] for each in found)
+        rows.append((*names, f"{rate:.2f}", *cells))
+        show(rows[-1])
+    return markdown(header, rows)
+
+
+def show(row: Sequence[str]) -> None:
+    """Shows a row before the table is whole."""
+    print(*row, sep=" | ", file=sys.stderr, flush=True)
+
+
+def train_table(options: argparse.Namespace, workers: Workers) -> str:
+    """The share of the time that training waits."""
+    header = ("head", "by", "processes", "tokens", "at once", "tokens/s of the server", "learnt")
+    rows = []
+    for rate, head, way, length, concurrency, ranks in product(
+        options.rates, options.heads, options.ways, options.lengths, options.concurrency,
+        options.ranks,
+    ):  # fmt: skip
+        job = training_of(head, length, options.steps) | {
+            "concurrency": concurrency, "tokens_per_s": rate,
+        }  # fmt: skip
+        found, _ = workers.together(ranks, way, job)
+        waiting = sum(each["waiting"] for each in found) / ranks
+        names = (head, way, str(ranks), f"{length:,}", str(concurrency))
+        served = f"{rate:,}" if rate else "at once"
+        rows.append((*names, served, f"{sum(e['rate'] for e in found):,.0f}", f"{waiting:.0%}"))
+        show(rows[-1])
+    return markdown((*header, "waiting"), rows)
+
+
+def tell_memory(options: argparse.Namespace, workers: Workers) -> None:
+    """Prints the memory of processes that train for long."""
+    steps = options.memory
+    for head, way in product(options.heads, options.ways):
+        job = training_of(head, options.lengths[0], steps)
+        (found,), _ = workers.together(1, way, job)
+        early, late = (f"{size / 1e6:.0f} MB" for size in found["memory"])
+        print(f"{head} by {way}: {early} at step {steps // 10}, {late} at {steps}", flush=True)
+
+
+def training_of(head: str, length: int, steps: int) -> dict[str, Any]:
+    """The job of a small head."""
+    return {
+        "head": head, "layers": READ[head], "hidden": HIDDEN, "length": length, "steps": steps,
+        "concurrency": 16, "tokens_per_s": 0,
+    }  # fmt: skip
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers with commas between them."""
+    return [int(each) for each in text.split(",")]
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    """Shapes as `6x7168`, with commas between them."""
+    return [(int(a), int(b)) for a, b in (each.split("x") for each in text.split(","))]
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", type=shapes, default="6x7168,4x4096,1x4096", help="of states")
+    parser.add_argument("--lengths", type=numbers, default="512,2048,8192", help="of documents")
+    parser.add_argument("--ranks", type=numbers, default="1,2,4", help="processes that read")
+    parser.add_argument("--concurrency", type=numbers, default="1,4,16", help="requests of each")
+    parser.add_argument("--ways", type=lambda s: s.split(","), default="folder,relay")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each line of the table")
+    parser.add_argument("--train", action="store_true", help="small heads, and how long they wait")
+    parser.add_argument("--heads", type=lambda s: s.split(","), default="medusa,eagle3")
+    parser.add_argument("--rates", type=numbers, default="2000,8000,0", help="tokens/s; 0: at once")
+    parser.add_argument("--steps", type=int, default=40, help="of each line of that table")
+    parser.add_argument("--memory", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--worker", choices=WORK, help=argparse.SUPPRESS)
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Prints a table."""
+    options = arguments()
+    if options.worker:
+        torch.set_num_threads(1)
+        while line := sys.stdin.readline():
+            WORK[options.worker](json.loads(line))
+        return
+    most = 1 if options.memory else max(options.ranks)
+    with Workers("train" if options.train or options.memory else "read", most) as workers:
+        if options.memory:
+            tell_memory(options, workers)
+        else:
+            print((train_table if options.train else read_table)(options, workers))
+
+
+if __name__ == "__main__":
+    main()
