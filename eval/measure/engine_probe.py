@@ -3,7 +3,7 @@
 Letters: S tokens, D hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,6 +15,8 @@ from data.features.format import HIDDEN, LAYER
 from data.servers.hidden_states import HiddenStatesServer
 from heads.target_model.remote import RemoteTarget
 
+EarlyState = Callable[[list[int]], Tensor]
+"""Function from token ids to a hidden state [S, D]."""
 NUM_TOKENS = 64
 """Of the text whose log-probabilities are compared."""
 MOST_NATS = 0.05
@@ -32,10 +34,12 @@ class EngineProbe:
     Attributes:
         target: the parts of it that are here.
         token_ids: of a text of the data, as long as documents may be.
+        early: index of a hidden state, and the target's own by its first layers, if these are here.
     """
 
     target: RemoteTarget
     token_ids: list[int]
+    early: tuple[int, EarlyState] | None = None
 
     def __call__(self, server: HiddenStatesServer) -> dict[str, float]:
         """Asks a server.
@@ -59,22 +63,41 @@ class EngineProbe:
                 f"{nats:.3f} nats on average (allowed: {MOST_NATS}). It serves other weights, an "
                 "adapter or a quantised copy; name those in target.path"
             )
+        found = self._early(server, short, states)
         texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
         alone = [server.read(text) for text in texts]
         with ThreadPoolExecutor(AT_ONCE) as threads:
             together = list(threads.map(server.read, texts))
-        found = {
+        alike = {
             "longest": distance(server.read(self.token_ids), states),
             "again": distance(alone[0], states),
             "at_once": max(map(distance, together, alone)),
         }
-        for name, share in found.items():
+        for name, share in alike.items():
             if not share <= MOST_SHARE:
                 raise InputError(
                     f"{server.endpoint}: the states of a text are others when {WORDS[name]}: "
                     f"{share:.1%} apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
                 )
-        return {"log_prob_difference": nats, **found}
+        return {"log_prob_difference": nats, **found, **alike}
+
+    def _early(
+        self, server: HiddenStatesServer, token_ids: list[int], states: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        """`early`, how far a state lies from that of the target's first layers, as a share."""
+        if self.early is None:
+            return {}
+        index, own = self.early
+        name = f"{LAYER}{index}"
+        share = distance(states, {name: own(token_ids)})
+        if not share <= MOST_SHARE:
+            raise InputError(
+                f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the first "
+                f"layers of target.path={self.target.name} (allowed: {MOST_SHARE:.0%}): it was "
+                "started with the ids of other layers (the output of decoder layer k - 1 is k), or "
+                "serves other weights"
+            )
+        return {"early": share}
 
     @torch.no_grad()
     def _nats(
@@ -115,7 +138,9 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
 
 def told(figures: Mapping[str, float]) -> str:
     """The figures of a probe as a line."""
+    early = figures.get("early")
+    compared = "" if early is None else f"; an early state {early:.2%} from the target's own"
     return (
         f"log-probabilities {figures['log_prob_difference']:.4f} nats from those of its states; "
-        f"states {max(figures[name] for name in WORDS):.2%} apart at most"
+        f"states {max(figures[name] for name in WORDS):.2%} apart at most{compared}"
     )

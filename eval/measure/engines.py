@@ -5,7 +5,7 @@ Letters: S tokens, D hidden.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import PartialState
@@ -21,11 +21,11 @@ from data.servers.pool import StatesPool
 from data.servers.relay import Relay
 from eval.decode.generation_config import Stops
 from eval.measure.answers import Answered
-from eval.measure.engine_probe import EngineProbe, told
+from eval.measure.engine_probe import EarlyState, EngineProbe, told
 from heads.target_model.attention_pattern import AttentionPattern
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Taps, TargetOutput
-from heads.target_model.remote import RemoteTarget
+from heads.target_model.remote import RemoteTarget, early_state
 
 NUM_REQUESTS = 16
 """Documents that a server is asked for at a time."""
@@ -77,11 +77,20 @@ def opened(
     ]
     probe = EngineProbe(target, text)
     with StatesPool(servers, probe) as pool:
+        main = PartialState().is_main_process
+        first = replace(probe, early=_early(config, taps)) if main else probe
         for server in servers:
-            pool.told.append(f"{server.endpoint}: {told(probe(server))}")
-        if PartialState().is_main_process:
+            pool.told.append(f"{server.endpoint}: {told(first(server))}")
+        if main:
             print(*pool.told, sep="\n")  # noqa: T201
         yield pool
+
+
+def _early(config: TargetConfig, taps: ServerTaps) -> tuple[int, EarlyState] | None:
+    """The first state of a server that lies between layers, and the same computed here."""
+    between = [index for index in taps.layers if 0 < index < taps.num_layers]
+    own = early_state(config, min(between)) if between else None
+    return None if own is None else (min(between), own)
 
 
 def told_of(

@@ -1,21 +1,23 @@
 """The parts of a target outside its layers, for layers that a serving engine runs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from conf.errors import InputError
+from conf.files import gguf_parts
 from conf.settings.target import Quantization, TargetConfig
-from heads.target_model.decoder import decoder_of
-from heads.target_model.dequantise import folder_of
+from heads.target_model.decoder import decoder_of, find_blocks, tap
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.errors import naming_target
 from heads.target_model.language import language_class
 from heads.target_model.load import hub_options, load_config, resolve_dtype, tokenizer_of
+from heads.target_model.partial_files import files_with
 from heads.target_model.weight_files import check_codes, check_used, complete
 
 FINAL_NORMS = (
@@ -23,6 +25,8 @@ FINAL_NORMS = (
     *("layer_norm", "layernorm", "out_norm"),
     "embedding_norm",  # of LFM, which names it after what it is tied to
 )
+MOST_PARAMETERS = 3e9
+"""Of the first layers and the embedding, to load for a comparison."""
 BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project_out")
 """Modules that make one state of several streams, or a narrower one: hyper-connections, AltUp,
 residuals that look back, OPT-350m."""
@@ -53,11 +57,16 @@ class RemoteTarget(EmbeddingsAndHead):
         return cls(model, tokenizer_of(config), str(config.path))
 
 
-def load_remote(config: TargetConfig, device: torch.device) -> Any:
+def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0) -> Any:
     """Loads a frozen target's embedding, final norm and output head alone.
 
+    Args:
+        config: where it is.
+        device: where they go.
+        num_layers: that are loaded too, from the first on.
+
     Returns:
-        The transformers model with an empty list of layers and the config of the whole one.
+        The transformers model with so many layers and the config of the whole one.
 
     Raises:
         InputError: nothing there, a part is missing, or a setting that would have no effect.
@@ -77,10 +86,10 @@ def load_remote(config: TargetConfig, device: torch.device) -> Any:
                 "target.adapter_name)"
             )
     whole, bare = load_config(config), load_config(config)
-    _empty(bare)
-    with naming_target(config), _quiet():
+    _shorten(bare, num_layers)
+    with naming_target(config), _quiet(), files_with(config, _is_read(bare, num_layers)) as place:
         loaded: Any = language_class(bare).from_pretrained(
-            folder_of(config),
+            place,
             config=bare,
             dtype=resolve_dtype(config.dtype, device),
             use_safetensors=True,
@@ -88,16 +97,70 @@ def load_remote(config: TargetConfig, device: torch.device) -> Any:
             ignore_mismatched_sizes=True,  # of what all layers share, and nobody runs
             **hub_options(config),
         )
-    model, info = loaded
+        model, info = loaded
+        parameters = {_last(name) for name, _ in model.named_parameters()}
+        check_codes(config, place, lambda name: _last(name) in parameters)
     modules = dict(model.named_modules())
     unexpected = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
     check_used(config, model, unexpected)
-    parameters = {_last(name) for name, _ in model.named_parameters()}
-    check_codes(config, folder_of(config), lambda name: _last(name) in parameters)
     complete(config, model, info)
     _check_shapes(config, model, info["mismatched_keys"])
     model.config = whole
     return model.to(device).eval().requires_grad_(False)
+
+
+def _is_read(bare: Any, num_layers: int) -> Callable[[str], bool]:
+    """Whether a tensor in the files, by its name, is one of a model with so many layers."""
+
+    @cache
+    def parts() -> set[str]:
+        return {_last(name) for name in _skeleton(bare).state_dict()}
+
+    def is_read(name: str) -> bool:
+        number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+        return number < num_layers if number is not None else _last(name) in parts()
+
+    return is_read
+
+
+def _skeleton(bare: Any) -> nn.Module:
+    """A model without weights."""
+    with torch.device("meta"):
+        return language_class(bare)(bare)
+
+
+@torch.no_grad()
+def early_state(config: TargetConfig, index: int) -> Callable[[list[int]], Tensor] | None:
+    """A target's hidden state behind a few layers, to compare with those of engines.
+
+    Args:
+        config: where the target is.
+        index: of `output_hidden_states`, from 1 on.
+
+    Returns:
+        Function from token ids to the state [S, D], computed on the CPU; None where a quantised
+        checkpoint, an adapter or the size of the layers stands in its way.
+    """
+    whole = load_config(config)
+    bare = load_config(config)
+    _shorten(bare, index)
+    quantised = hasattr(whole, "quantization_config") or gguf_parts(str(config.path)) is not None
+    if quantised or config.adapter_name or config.trust_remote_code:
+        return None
+    if sum(each.numel() for each in _skeleton(bare).parameters()) > MOST_PARAMETERS:
+        return None
+    model = load_remote(config, torch.device("cpu"), index)
+    kept: dict[int, Tensor] = {}
+    active = getattr(whole.get_text_config(), "altup_active_idx", None)
+    decoder = decoder_of(model)
+    tap(find_blocks(decoder, index, str(config.path)), index, active, kept)
+
+    @torch.no_grad()
+    def state(token_ids: list[int]) -> Tensor:
+        decoder(input_ids=torch.tensor([token_ids]), use_cache=False)
+        return kept.pop(index)[0]
+
+    return state
 
 
 def _last(name: str) -> str:
@@ -143,8 +206,8 @@ def _needs_more(who: str, parts: list[str]) -> InputError:
     )
 
 
-def _empty(config: Any) -> None:
-    """Takes the layers out, and with them how their weights are quantised.
+def _shorten(config: Any, num_layers: int) -> None:
+    """Takes out all but the first layers, and with them how their weights are quantised.
 
     Raises:
         InputError: a model whose other parts do not load without them.
@@ -152,11 +215,11 @@ def _empty(config: Any) -> None:
     text = config.get_text_config()
     if getattr(text, "altup_num_inputs", None):
         raise _needs_more(text.model_type, ["altup_unembed_projections"])
-    text.num_hidden_layers = 0
+    text.num_hidden_layers = num_layers
     kinds = text.attribute_map.get("layer_types", "layer_types")
     if vars(text).get(kinds) is not None:  # elsewhere it follows from the number
-        setattr(text, kinds, [])
-    if getattr(text, "hidden_size_per_layer_input", None):
+        setattr(text, kinds, getattr(text, kinds)[:num_layers])
+    if getattr(text, "hidden_size_per_layer_input", None) and not num_layers:
         text.hidden_size_per_layer_input = 0  # of Gemma 4's, which has a second embedding for each
     if hasattr(config, "quantization_config"):
         del config.quantization_config

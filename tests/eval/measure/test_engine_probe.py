@@ -1,6 +1,7 @@
 """Servers of another target, or of other states, are found out by asking."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from data.servers import endpoint
 from eval.measure.engines import opened
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
-from heads.target_model.remote import RemoteTarget
+from heads.target_model.remote import RemoteTarget, early_state
 from tests.servers import EngineServer, serving
 
 LAYERS = [1, NUM_LAYERS]
@@ -52,7 +53,7 @@ def server(target: Target, tmp_path: Path) -> Iterator[EngineServer]:
 def probed(server: EngineServer, config: TargetConfig, target: Target) -> None:
     remote = RemoteTarget.of(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
-    with opened(TargetConfig(engine=[server.url]), remote, LAYERS, TEXT):
+    with opened(replace(config, engine=[server.url]), remote, LAYERS, TEXT):
         pass
 
 
@@ -60,7 +61,8 @@ def test_the_targets_own_server_passes(
     server: EngineServer, config: TargetConfig, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probed(server, config, target)
-    line = "log-probabilities 0.0000 nats from those of its states; states 0.00% apart at most"
+    line = "log-probabilities 0.0000 nats from those of its states; states 0.00% apart at most; "
+    line += "an early state 0.00% from the target's own"
     assert f"target.engine={server.url}: {line}" in capsys.readouterr().out
     prompts = [body["prompt"] for body in server.bodies]
     assert TEXT in prompts
@@ -88,6 +90,30 @@ def test_states_behind_the_final_norm_are_found_out(
     server.states = normed
     with pytest.raises(InputError, match="give other log-probabilities than it tells"):
         probed(server, config, target)
+
+
+def test_the_ids_of_other_layers_are_found_out(
+    server: EngineServer, config: TargetConfig, target: Target
+) -> None:
+    """Some tools count decoder layers from 0 where vLLM counts their outputs from 1."""
+
+    def one_too_far(ids: list[int]) -> Tensor:
+        with server.one_at_a_time:
+            output = target.read_text(ids, Taps((2, NUM_LAYERS)))
+        return torch.stack([output.layers[2][0], output.layers[NUM_LAYERS][0]], 1)
+
+    server.states = one_too_far
+    with pytest.raises(InputError, match=r"hidden state 1 is \d+\.\d% from that of the first"):
+        probed(server, config, target)
+
+
+def test_an_early_state_is_the_target_s_own(config: TargetConfig, target: Target) -> None:
+    for index in (1, 2):
+        state = early_state(config, index)
+        assert state is not None
+        expected = target.read_text(TEXT, Taps((index,))).layers[index][0]
+        torch.testing.assert_close(state(TEXT), expected, rtol=0, atol=1e-5)
+    assert early_state(replace(config, engine=["http://a/v1"], adapter_name="tuned"), 1) is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +149,7 @@ def test_a_server_that_comes_back_with_other_weights_ends_the_run(
 ) -> None:
     remote = RemoteTarget.of(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
-    with opened(TargetConfig(engine=[server.url]), remote, LAYERS, TEXT) as pool:
+    with opened(replace(config, engine=[server.url]), remote, LAYERS, TEXT) as pool:
         assert pool.read([5, 6]).keys() == {f"layers.{index}" for index in LAYERS}
         right = server.log_probs
         server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]
