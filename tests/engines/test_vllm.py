@@ -1,5 +1,7 @@
 """vLLM on a CPU: greedy texts, drafts and accepted tokens, to the unit."""
 
+import json
+import re
 from copy import deepcopy
 from dataclasses import asdict
 from itertools import pairwise
@@ -8,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from environments import VLLM, counts_of_vllm, needs, opened
+import yaml
+from environments import VLLM, counts_of_vllm, needs, opened, run
 from toys import eagle_head, noisy_head, save_target, texts, tokenizer
 
 from conf.settings.eagle import EagleForm
@@ -17,6 +20,7 @@ from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode
 from eval.measure.counts import drafted
+from eval.measure.handed_on import hand_on
 from eval.measure.replay import accepted_lengths, ranked_drafts
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
@@ -26,6 +30,7 @@ from heads.head import DraftHead
 from heads.kinds import load_head
 from heads.medusa.drafter import MedusaDrafter
 from heads.target_model.model import Target
+from tests.eval.measure.test_handed_on import result, text
 
 DEPTH, NUM_TOKENS = 4, 100
 EAGLE31 = {"fc_norm": True, "norm_output": True}
@@ -108,6 +113,29 @@ def counted_here(target: Target, head: EagleHead, prompt: list[int]) -> dict[str
     found = drafted(target, EagleChain(head, DEPTH), prompt, NUM_TOKENS, DEPTH)
     assert found == DraftCounts.of(found.text, accepted_per_pass(target, head, prompt), DEPTH)
     return asdict(found)
+
+
+@needs(VLLM)
+def test_vllm_accepts_what_a_golden_file_says(tmp_path: Path) -> None:
+    """Its own kernel under the settings that the file gives, by length and by depth."""
+    measured = result(text(0, [3, 1, 0, 2]), text(1, [1, 3, 3]))
+    hand_on(measured, tmp_path)
+    written = (tmp_path / "golden.yaml").read_text()
+    golden = yaml.safe_load(written)["qwen3-8b"]["thinking_off"]
+    settings = [
+        {name: json.loads(value)}
+        for name, value in re.findall(r'"(synthetic_acceptance_\w+)": ([\d.]+|\[.*?\])', written)
+    ]
+    assert golden == {3: pytest.approx(measured["tau"], abs=1e-4)}
+    assert [*map(len, settings)] == [1, 1]
+    job, found = tmp_path / "job.json", tmp_path / "found.json"
+    job.write_text(json.dumps({"depth": 3, "passes": 6000, "settings": settings}))
+    run(VLLM, "vllm_synthetic.py", job, found)
+    by_length, by_depth = ([n / 6000 for n in row] for row in json.loads(found.read_text()))
+    assert 1 + sum(by_length) == pytest.approx(measured["tau"], rel=0.01)
+    assert 1 + sum(by_depth) == pytest.approx(measured["tau"], rel=0.01)
+    assert by_depth == pytest.approx(measured["per_position"], abs=0.02)
+    assert by_length[0] == 1.0
 
 
 class Recorded:

@@ -100,6 +100,13 @@ def test_measurements_of_different_things_are_refused(tmp_path, changes, message
     assert not (tmp_path / "out").exists()
 
 
+def test_results_of_other_texts_are_refused(tmp_path: Path) -> None:
+    """Pairs of texts are compared, which damaged files do not have."""
+    lost = result(2.0, prompts=prompts(1))
+    with pytest.raises(InputError, match="a and b hold other texts: one is damaged"):
+        compare.load_results(folders(tmp_path, a=result(1.5), b=lost))
+
+
 def test_missing_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="at least two"):
         compare.load_results(folders(tmp_path, a=result(1.5)))

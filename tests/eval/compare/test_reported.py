@@ -121,6 +121,9 @@ def test_a_result_of_model_optimizer(folder) -> None:
         "dialogues": 2, "texts": 2, "draft tokens": 3, "temperature": 0.0, "new tokens": 128,
         "target": "qwen3-8b",
     }  # fmt: skip
+    # Of whose blocks engines draft as many tokens, or one less.
+    write(Path(path) / "configuration.json", CONFIGURATION | {"speculative_algorithm": "DFLASH"})
+    assert "draft tokens" not in reported(path).stated
 
 
 def test_model_optimizers_lengths_by_request_do_not_tell_how_many_texts(folder) -> None:
@@ -215,6 +218,9 @@ def test_what_has_no_definition_in_common_is_refused(folder) -> None:
         ("speculators", [*SPECULATORS[:1], [*SPECULATORS[1], "9"]], "of line 2': found more cells"),
         ("speculators", [*SPECULATORS[:1], ["qa", "4.0"]], r"'num_accepted.* of line 2.*nothing"),
         ("model_optimizer", MODEL_OPTIMIZER * 2, r"found 2 runs; allowed: one: a folder of its ow"),
+        ("model_optimizer",
+         [MODEL_OPTIMIZER[0] | {"Acceptance_Length_Histogram": {"1": 3, "1000000000": 1}}],
+         "Acceptance_Length_Histogram': found 1000000000.*from 0 to 10000"),
         ("ours", {"prompts": []}, "'acceptance_length': found nothing; .*; measure again"),
     ],
 )  # fmt: skip
