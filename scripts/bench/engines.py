@@ -83,7 +83,9 @@ class StandIn(ThreadingHTTPServer):
         """
         super().__init__(("127.0.0.1", 0), Answers)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self._root = Path(tempfile.mkdtemp(dir=SHARED if SHARED.is_dir() else None))
+        self._root = Path(
+            tempfile.mkdtemp(prefix="headsmith-", dir=SHARED if SHARED.is_dir() else None)
+        )
         self.folder = self._root / taps.folder
         self.folder.mkdir()
         self._states = torch.randn(NUM_DRAWN, len(taps.written), taps.hidden_size).bfloat16()
@@ -185,6 +187,7 @@ def serve(job: dict[str, Any]) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         tell({"url": server.url, "folder": str(server.folder)})
         sys.stdin.readline()
+        server.shutdown()
 
 
 class Seconds:
