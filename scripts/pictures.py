@@ -1,0 +1,143 @@
+"""Draws the pictures of README.md: how drafts are verified, and speed-ups of eval/RESULTS.md.
+
+    python scripts/pictures.py
+
+Both follow the light or dark theme of whoever looks at them.
+"""
+
+import re
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from conf.files import write_whole
+
+FOLDER = ROOT / "docs"
+RESULTS = ROOT / "eval/RESULTS.md"
+STYLE = """
+text { font: 15px system-ui, sans-serif; fill: #1f2328 }
+.small { font-size: 13px; fill: #59636e }
+.box { fill: #f6f8fa; stroke: #818b98 }
+.draft { fill: #fff8c5; stroke: #d4a72c; stroke-dasharray: 4 3 }
+.kept { fill: #dafbe1; stroke: #4ac26b }
+.lost { fill: #ffebe9; stroke: #ff8182 }
+.bar { fill: #54aeff }
+.best { fill: #2da44e }
+.line { stroke: #818b98 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 }
+  .small { fill: #9198a1 }
+  .box { fill: #212830; stroke: #656c76 }
+  .draft { fill: #3b2e11; stroke: #d29922 }
+  .kept { fill: #12361f; stroke: #3fb950 }
+  .lost { fill: #451a1d; stroke: #f85149 }
+  .bar { fill: #388bfd }
+  .best { fill: #3fb950 }
+  .line { stroke: #656c76 }
+}
+"""
+NAMES = {
+    "vanilla": "no drafts",
+    "eagle_chain": "EAGLE-3.1 head, chain of 2",
+    "ngram": "n-grams",
+    "suffix": "suffixes, no head",
+    "eagle_tree": "EAGLE-3.1 head, tree of 5",
+    "eagle_suffix": "EAGLE-3.1 head and suffixes",
+}
+"""Rows of the chart, by method."""
+
+
+def svg(width: int, height: int, title: str, parts: list[str]) -> str:
+    """A picture of elements."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style>",
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    """Words at a place."""
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:g}" y="{y:g}"{of_kind} text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def box(x: float, y: float, words: str, kind: str) -> str:
+    """A token."""
+    shape = f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="76" height="34" rx="6"/>'
+    return f"{shape}\n{text(x + 38, y + 22, words, anchor='middle')}"
+
+
+def decoding() -> str:
+    """Draft, verify, accept."""
+    known, draft = ["The", "cat"], ["sat", "on", "a", "chair"]
+    after, rows = "the", [40, 122, 204]
+    words = [
+        ("1. Draft", "the head guesses four tokens"),
+        ("2. Verify", "the target reads all of them in one pass"),
+        ("3. Accept", "two drafts and a token of its own: 3 from 1 pass"),
+    ]
+    parts: list[str] = []
+    for y, (name, told) in zip(rows, words, strict=True):
+        parts += [text(10, y + 14, name), text(10, y + 34, told, "small")]
+        parts += [box(370 + 84 * n, y, word, "box") for n, word in enumerate(known)]
+    kinds = ["kept", "kept", "lost", "lost"]
+    for n, (word, kind) in enumerate(zip(draft, kinds, strict=True), start=2):
+        x = 370 + 84 * n
+        parts += [box(x, rows[0], word, "draft"), box(x, rows[1], word, kind)]
+        if kind == "kept":
+            parts.append(box(x, rows[2], word, kind))
+    parts.append(box(370 + 84 * 4, rows[2], after, "kept"))
+    title = "Speculative decoding: a head drafts, the target verifies all drafts in one pass"
+    return svg(890, 260, title, parts)
+
+
+def speedups(results: str) -> dict[str, tuple[float, str]]:
+    """Speed-up and interval by method, of the first table under `What it gains`."""
+    section = results.split("## What it gains", maxsplit=1)[1].split("\n## ", maxsplit=1)[0]
+    rows = [[cell.strip(" *`") for cell in line.split("|")[1:-1]] for line in section.splitlines()]
+    found = {}
+    for cells in filter(lambda cells: len(cells) == 5, rows):
+        method = re.split("[`,]", cells[0])[0]
+        if method in NAMES:
+            found[method] = (float(cells[2]), cells[3])
+    return found
+
+
+def chart(results: str) -> str:
+    """Bars from the slowest method to the fastest."""
+    left, width, found = 250, 420, speedups(results)
+    order = sorted(found, key=lambda method: found[method][0])
+    scale = width / max(value for value, _ in found.values())
+    parts = [text(10, 24, "Tokens per second over the same engine without drafts")]
+    for n, method in enumerate(order):
+        (value, interval), y = found[method], 44 + 34 * n
+        kind = "best" if method == order[-1] else "bar"
+        parts += [
+            text(left - 12, y + 17, NAMES[method], anchor="end"),
+            f'<rect class="{kind}" x="{left}" y="{y}" width="{value * scale:.0f}" height="24"/>',
+            text(left + value * scale + 10, y + 17, f"{value:.2f}"),
+            text(left + value * scale + 54, y + 17, interval, "small"),
+        ]
+    end = 44 + 34 * len(order)
+    parts.append(f'<line class="line" x1="{left}" y1="38" x2="{left}" y2="{end}"/>')
+    under = "SmolLM2-135M-Instruct, 16 first turns of MT-bench, greedy, one core with AVX-512"
+    parts.append(text(10, end + 22, f"{under}; 95% intervals", "small"))
+    return svg(890, end + 36, "Speed-up of each way to draft", parts)
+
+
+def main() -> None:
+    """Writes both."""
+    write_whole(FOLDER / "decoding.svg", decoding())
+    write_whole(FOLDER / "speedup.svg", chart(RESULTS.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Pictures of README.md are those that the script draws."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts import pictures
+
+TABLE = """
+## What it gains
+
+| method | tau | speed-up | 95% interval | a step: draft, verify, ms |
+|---|---|---|---|---|
+| `vanilla` | 1 | 1 | | 0, 59 |
+| `eagle_tree`, depth 2, top-k 4, 5 tokens | 1.633 | **1.34** | 1.25 to 1.44 | 10, 60 |
+
+## Next
+
+| `ngram` | 1 | 9 | 1 to 2 | 0 |
+"""
+
+
+def test_speed_ups_are_those_of_the_table() -> None:
+    found = {"vanilla": (1.0, ""), "eagle_tree": (1.34, "1.25 to 1.44")}
+    assert pictures.speedups(TABLE) == found
+
+
+def test_committed_pictures_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = {file.name: file.read_text() for file in pictures.FOLDER.glob("*.svg")}
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    pictures.main()
+    drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert committed == drawn, "run python scripts/pictures.py"
+    for content in drawn.values():
+        ElementTree.fromstring(content)
