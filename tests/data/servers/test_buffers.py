@@ -25,13 +25,16 @@ def test_memory_comes_back_once_no_tensor_is_in_it() -> None:
     assert place(other) != first
     assert part.tolist() == [0x0707] * 10
     del part
-    assert place(buffers.take(10 * MB)) == first
+    again, third = buffers.take(10 * MB), buffers.take(10 * MB)
+    assert place(again) == first
+    assert place(third) not in (first, place(other))
 
 
-def test_memory_fits_what_is_a_little_smaller() -> None:
+def test_memory_fits_what_is_a_little_smaller_or_larger() -> None:
     buffers = Buffers()
-    first = place(buffers.take(10 * MB))
-    assert place(buffers.take(9 * MB + 1)) == first
+    first = place(buffers.take(9 * MB + 1))
+    assert place(buffers.take(10 * MB)) == first
+    assert place(buffers.take(8 * MB + 1)) == first
     smaller = buffers.take(6 * MB)
     assert place(smaller) != first
     assert len(smaller) == 6 * MB
