@@ -169,6 +169,17 @@ def test_what_is_written_is_checked(tmp_path: Path, change, match: str) -> None:
             states.read([7, 5])
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 1e-30)])
+def test_states_whose_norm_the_dtype_cannot_hold_pass(
+    dtype: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
+        server.change = lambda t: t.update(
+            hidden_states=torch.full(t["hidden_states"].shape, value, dtype=dtype)
+        )
+        assert (states.read([7, 5])["layers.1"] == torch.tensor(value, dtype=dtype)).all()
+
+
 def test_a_first_token_may_have_states_of_zeros(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
         server.change = lambda t: t["hidden_states"][0].zero_()
