@@ -18,6 +18,9 @@ SOURCES = ("conf", "data", "heads", "eval", "train", "scripts")
 TESTS = {
     "train/schedule.py": "train/test_schedule train/loop/test_loop",
     "eval/measure/stats.py": "eval/measure/test_stats",
+    "eval/measure/lengths.py": "eval/measure/test_lengths",
+    "eval/measure/handed_on.py": "eval/measure/test_handed_on",
+    "eval/compare/reported.py": "eval/compare/test_reported",
     "eval/measure/replay.py": "eval/decode/test_engine",
     "heads/decoding/sampling.py": "eval/decode/test_accept_rules",
     "eval/decode/accept.py": "eval/decode/test_accept_rules",

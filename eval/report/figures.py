@@ -23,7 +23,7 @@ COLORS = dict(
 )
 LINE = 30
 """Letters of a name on one line."""
-LETTERS_AN_INCH = 13
+LETTERS_AN_INCH = 16
 """Of small text, on average."""
 STYLES = list(cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"])
 """Of curves: more than there are colors."""
