@@ -1,22 +1,16 @@
 """Draws the pictures of README.md: how drafts are verified, and speed-ups of eval/RESULTS.md.
 
-    python scripts/pictures.py
+    python docs/draw.py
 
 Both follow the light or dark theme of whoever looks at them.
 """
 
 import re
-import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from conf.files import write_whole
-
-FOLDER = ROOT / "docs"
-RESULTS = ROOT / "eval/RESULTS.md"
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER.parent / "eval/RESULTS.md"
 STYLE = """
 text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 13px; fill: #59636e }
@@ -135,8 +129,8 @@ def chart(results: str) -> str:
 
 def main() -> None:
     """Writes both."""
-    write_whole(FOLDER / "decoding.svg", decoding())
-    write_whole(FOLDER / "speedup.svg", chart(RESULTS.read_text()))
+    (FOLDER / "decoding.svg").write_text(decoding())
+    (FOLDER / "speedup.svg").write_text(chart(RESULTS.read_text()))
 
 
 if __name__ == "__main__":

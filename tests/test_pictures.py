@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import pictures
+from docs import draw as pictures
 
 TABLE = """
 ## What it gains
@@ -31,6 +31,6 @@ def test_committed_pictures_are_up_to_date(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     pictures.main()
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert committed == drawn, "run python scripts/pictures.py"
+    assert committed == drawn, "run python docs/draw.py"
     for content in drawn.values():
         ElementTree.fromstring(content)
