@@ -31,7 +31,7 @@ def summarise(
     baseline = baseline_of(methods, runs)
     return {
         "methods": {
-            name: _figures(name, method, runs, baseline, bench.target.tokenizer, config.seed)
+            name: _figures(name, method, runs, baseline, bench.ends.tokenizer, config.seed)
             for name, method in methods.items()
         },
         "baseline": baseline,
@@ -40,7 +40,7 @@ def summarise(
         "lossless": lossless(bench, methods, runs) if bench.sampling.greedy else None,
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
-        "texts": texts_shown(bench.target, methods, runs, config.num_texts),
+        "texts": texts_shown(bench.ends.tokenizer, methods, runs, config.num_texts),
     }
 
 
@@ -219,7 +219,7 @@ def _divergence(
 
 
 def texts_shown(
-    target: Target, methods: dict[str, Method], runs: list[PromptRun], num_texts: int
+    tokenizer: Any, methods: dict[str, Method], runs: list[PromptRun], num_texts: int
 ) -> list[dict[str, Any]]:
     """Texts of the first prompts of each category in turn, for the report."""
     drafting = [
@@ -232,15 +232,15 @@ def texts_shown(
         by_category.setdefault(run.prompt.category, []).append(run)
     longest = max(map(len, by_category.values()))
     rounds = [m[place] for place in range(longest) for m in by_category.values() if place < len(m)]
-    return [_coloured(n, run, drafting, target) for n, run in enumerate(rounds[:num_texts])]
+    return [_coloured(n, run, drafting, tokenizer) for n, run in enumerate(rounds[:num_texts])]
 
 
-def _coloured(index: int, run: PromptRun, methods: list[str], target: Target) -> dict[str, Any]:
+def _coloured(index: int, run: PromptRun, methods: list[str], tokenizer: Any) -> dict[str, Any]:
     """A prompt's texts with the depth at which each token was accepted, 0 for the target's own."""
     texts, prompt = {}, run.prompt
     for name in methods:
         text = run.texts[name][0]
-        pieces = _pieces(target.tokenizer, text.token_ids)
+        pieces = _pieces(tokenizer, text.token_ids)
         texts[name] = list(zip(pieces, _origins(text), strict=True))
     return {
         "prompt": index,

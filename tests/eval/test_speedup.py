@@ -193,8 +193,8 @@ def test_every_pass_of_every_prompt_is_in_the_result() -> None:
     [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["prompts"] == [
         {
-            "dialogue": 7, "turn": 2, "category": "a", "drafted": [4, 2], "accepted": [2, 0],
-            "emitted": [3, 1], "num_tokens": 5,
+            "dialogue": 7, "turn": 2, "category": "a", "prompt_tokens": 2, "drafted": [4, 2],
+            "accepted": [2, 0], "emitted": [3, 1], "num_tokens": 5,
             "seconds": {
                 "prefill": [0.5, 0.5], "draft": [0, 0], "verify": [0, 0], "accept": [0, 0],
                 "step": [0, 0],
