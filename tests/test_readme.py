@@ -38,8 +38,8 @@ PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md"
 DOORS = {path: command for path, command in OF_DOORS.items() if not path.startswith(WORKERS)}
 # Without Hydra: they have tests of their own, or take three numbers.
 PLAIN = {
-    "scripts/verify_export.py", "scripts/bench/engine.py", "scripts/embedded/make.py",
-    "scripts/bench/predict_gpu.py",
+    "scripts/verify_export.py", "scripts/bench/engine.py", "scripts/bench/engines.py",
+    "scripts/embedded/make.py", "scripts/bench/predict_gpu.py",
 }  # fmt: skip
 # What has no default.
 REQUIRED = {
