@@ -26,6 +26,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -206,6 +207,7 @@ def main(config: RelayRun) -> None:
             "with Ctrl-C",
             flush=True,
         )
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
         with suppress(KeyboardInterrupt):
             relay.serve_forever()
     print("ended")

@@ -13,7 +13,7 @@ from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun
 from conf.settings.target import TargetConfig
-from eval.measure import bench
+from eval.measure import answers as own_texts
 from eval.measure.bench import Bench, open_bench
 from heads.target_model.load import load_target
 from tests.chats import write_rows
@@ -37,7 +37,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             lengths.append(len(request.prompt_ids))
             yield number, target.tokenizer("y" * length)["input_ids"]
 
-    monkeypatch.setattr(bench, "answers", answers)
+    monkeypatch.setattr(own_texts, "answers", answers)
     return lengths
 
 
