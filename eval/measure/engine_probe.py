@@ -48,7 +48,8 @@ class EngineProbe:
             `log_prob_difference`, the mean in nats between the log-probabilities that it tells and
             those of its own states behind our final norm and output head; `longest`,
             `again` and `at_once`, the largest distance between states of a text that were read in
-            a longer text, a second time, and beside others, as a share of their norm.
+            a longer text, a second time, and beside others, as a share of their norm; where the
+            target's first layers are here, `early`, the same of a state and theirs.
 
         Raises:
             InputError: it runs another target, or hands out other states.

@@ -27,6 +27,10 @@ FINAL_NORMS = (
 )
 MOST_PARAMETERS = 3e9
 """Of the first layers and the embedding, to load for a comparison."""
+SCALED_BY_DEPTH = ("scale_depth",)
+"""Settings by which the number of layers changes each of them (MiniCPM)."""
+ALONE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of a model whose first layers do not stand alone: Gemma 4's share the caches of others."""
 BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project_out")
 """Modules that make one state of several streams, or a narrower one: hyper-connections, AltUp,
 residuals that look back, OPT-350m."""
@@ -129,7 +133,6 @@ def _skeleton(bare: Any) -> nn.Module:
         return language_class(bare)(bare)
 
 
-@torch.no_grad()
 def early_state(config: TargetConfig, index: int) -> Callable[[list[int]], Tensor] | None:
     """A target's hidden state behind a few layers, to compare with those of engines.
 
@@ -139,20 +142,33 @@ def early_state(config: TargetConfig, index: int) -> Callable[[list[int]], Tenso
 
     Returns:
         Function from token ids to the state [S, D], computed on the CPU; None where a quantised
-        checkpoint, an adapter or the size of the layers stands in its way.
+        checkpoint, an adapter, the size of the layers or their ties to later ones stand in its way.
     """
     whole = load_config(config)
+    text = whole.get_text_config()
+    quantised = hasattr(whole, "quantization_config") or gguf_parts(str(config.path)) is not None
+    by_depth = any(hasattr(text, name) for name in SCALED_BY_DEPTH)
+    if quantised or by_depth or config.adapter_name or config.trust_remote_code:
+        return None
+    try:
+        state = _first_layers(config, index, getattr(text, "altup_active_idx", None))
+        if state is not None:
+            state([0])
+    except ALONE:
+        return None
+    return state
+
+
+def _first_layers(
+    config: TargetConfig, index: int, active: int | None
+) -> Callable[[list[int]], Tensor] | None:
+    """Loads so many layers, if they are not too large; see `early_state`."""
     bare = load_config(config)
     _shorten(bare, index)
-    quantised = hasattr(whole, "quantization_config") or gguf_parts(str(config.path)) is not None
-    if quantised or config.adapter_name or config.trust_remote_code:
-        return None
     if sum(each.numel() for each in _skeleton(bare).parameters()) > MOST_PARAMETERS:
         return None
-    model = load_remote(config, torch.device("cpu"), index)
+    decoder = decoder_of(load_remote(config, torch.device("cpu"), index))
     kept: dict[int, Tensor] = {}
-    active = getattr(whole.get_text_config(), "altup_active_idx", None)
-    decoder = decoder_of(model)
     tap(find_blocks(decoder, index, str(config.path)), index, active, kept)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from eval.measure.engines import opened
 from heads.target_model.load import load_target
 from heads.target_model.model import Taps, Target
 from heads.target_model.remote import RemoteTarget, early_state
+from scripts.zoo.tiny import tiny_target
 from tests.servers import EngineServer, serving
 
 LAYERS = [1, NUM_LAYERS]
@@ -114,6 +115,15 @@ def test_an_early_state_is_the_target_s_own(config: TargetConfig, target: Target
         expected = target.read_text(TEXT, Taps((index,))).layers[index][0]
         torch.testing.assert_close(state(TEXT), expected, rtol=0, atol=1e-5)
     assert early_state(replace(config, engine=["http://a/v1"], adapter_name="tuned"), 1) is None
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "minicpm3"])
+def test_first_layers_that_hang_on_later_ones_are_not_compared(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Gemma 4's share the caches of others; the number of layers scales each of MiniCPM's."""
+    path = str(tiny_target(model_type, tmp_path))
+    assert early_state(TargetConfig(path=path, dtype=Dtype.float32), 2) is None
 
 
 @pytest.mark.parametrize(
