@@ -266,7 +266,6 @@ def train(job: dict[str, Any]) -> None:
     from scripts.bench import training
     from train.loop.loop import Job, Run
     from train.loop.served import ServedRows, steps_ahead
-    from train.loop.waiting import Waiting
     from train.parallel import processes
 
     shape = ("--hidden", str(HIDDEN), "--layers", str(LAST), "--vocab", str(VOCAB))
@@ -281,7 +280,7 @@ def train(job: dict[str, Any]) -> None:
     rows = PackedDataset(training.documents(options, 64), options.max_length, seed=job["seed"])
     vocab = DraftVocab.choose(rows.token_counts(VOCAB), VOCAB, [])
     objective = training.fresh_objective(options.head, target, vocab)
-    waiting, process, memory = Waiting(), psutil.Process(), {}
+    process, memory = psutil.Process(), {}
     with pool_of(job) as pool, tempfile.TemporaryDirectory() as folder:
         data = ServedRows(rows, pool)
         ahead = steps_ahead(pool, options.max_length)
@@ -290,25 +289,18 @@ def train(job: dict[str, Any]) -> None:
             accelerator,
             Job(config, LogConfig(), 0, out, objective, data, data, steps_ahead=ahead),
         )
-        next_step = run.prefetcher.next_step
-
-        def waited() -> Any:
-            with waiting.here():
-                return next_step()
-
-        run.prefetcher.next_step = waited  # type: ignore[method-assign]
         for _ in range(WARM_UP):
             run.optimizer_step()
         tell({})
         sys.stdin.readline()
-        waiting.begin()
+        run.waiting.begin()
         watch, tokens = Stopwatch(), run.tokens
         for step in range(1, job["steps"] + 1):
             run.optimizer_step()
             if step in (job["steps"] // 10, job["steps"]):
                 memory[step] = process.memory_info().rss
         rate = (run.tokens - tokens) / watch.host_seconds()
-        tell({"waiting": waiting.share(), "rate": rate, "memory": [*memory.values()]})
+        tell({"waiting": run.waiting.share(), "rate": rate, "memory": [*memory.values()]})
         run.close()
 
 

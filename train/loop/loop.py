@@ -159,7 +159,7 @@ class Run:
         self.evaluation: dict[str, float] = {}
         self._term_weights, self._rate = job.objective.weights, 0.0
         self._watch, self._started_tokens = Stopwatch(), 0
-        self._waiting = Waiting()
+        self.waiting = Waiting()
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.latest(self.checkpoints, self.say)
@@ -239,7 +239,7 @@ class Run:
             if self.step == 0 and self.job.goes_on:
                 self._evaluate()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
-            self._waiting.begin()
+            self.waiting.begin()
             while self.step < config.max_steps:
                 if self.stopping:
                     self._save()
@@ -272,7 +272,7 @@ class Run:
 
     def optimizer_step(self) -> float:
         """Make one optimizer step; return its loss. The host waits for the device once."""
-        with self._waiting.here():
+        with self.waiting.here():
             batches = self.prefetcher.next_step()
         result = self._gradients(batches, self.prefetcher.micro_batches())
         again = False
@@ -424,8 +424,8 @@ class Run:
         metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         metrics["train/skipped_sequences"] = len(self.skipped.numbers)
-        metrics["train/waiting"] = self._waiting.share()
-        if self.job.served and self._waiting.num_looks == 2:  # before, nothing was on its way
+        metrics["train/waiting"] = self.waiting.share()
+        if self.job.served and self.waiting.num_looks == 2:  # before, nothing was on its way
             self.say(balance(metrics["train/waiting"]))
         if self.metrics is not None:
             self.metrics.log(self.step, metrics)
