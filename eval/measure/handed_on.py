@@ -17,7 +17,7 @@ from eval.measure.conditions import caption
 from eval.measure.lengths import histogram, per_draft
 from eval.measure.stats import tree_figures
 
-REQUESTS, GOLDEN = "requests.jsonl", "golden.yaml"
+GOLDEN = "golden.yaml"
 PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
 SIMULATED = (
     "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token"
@@ -32,15 +32,17 @@ def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
         folder: where that lies.
 
     Returns:
-        The files: `requests.jsonl`, and `golden.yaml` where a chain was measured, of
-        `speedup.json` one for each method that drafts chains.
+        The files: `requests.jsonl`, and `golden.yaml` where a chain was measured; of
+        `speedup.json`, which may lie beside, `requests_speedup.jsonl` and a golden file for each
+        method that drafts chains.
 
     Raises:
         InputError: they cannot be written.
     """
     methods = figures_of(result)
     lines = [json.dumps(row) for name, row in methods.items() for row in requests(name, row)]
-    files = {folder / REQUESTS: "".join(line + "\n" for line in lines)}
+    of_texts = "requests.jsonl" if "methods" not in result else "requests_speedup.jsonl"
+    files = {folder / of_texts: "".join(line + "\n" for line in lines)}
     for name, row in methods.items():
         if is_chain(name, row):
             own = GOLDEN if "methods" not in result else f"golden_{name}.yaml"

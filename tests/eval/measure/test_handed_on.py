@@ -106,8 +106,8 @@ def test_methods_that_draft_chains_of_one_length_have_golden_files(tmp_path: Pat
         "prompt_lookup": method(None, text(0, [2, 1])),
     }
     files = [file.name for file in hand_on(whole, tmp_path)]
-    assert files == ["requests.jsonl", "golden_eagle_chain.yaml"]
-    lines = (tmp_path / "requests.jsonl").read_text().splitlines()
+    assert files == ["requests_speedup.jsonl", "golden_eagle_chain.yaml"]
+    lines = (tmp_path / "requests_speedup.jsonl").read_text().splitlines()
     assert [json.loads(line)["method"] for line in lines] == list(whole["methods"])[1:]
     golden_file = yaml.safe_load((tmp_path / "golden_eagle_chain.yaml").read_text())
     assert golden_file == {"qwen3-8b": {"thinking_off": {3: 2.5}}}
