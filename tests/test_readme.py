@@ -31,9 +31,14 @@ from eval.compare.names import known_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
-FIRST = {"README.md": 250, **{f"{folder}/README.md": 200 for folder in FOLDERS}}
-ROOMS = {"data/servers/README.md": 200}
-LIMITS = FIRST | ROOMS
+DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
+ROOMS = ("data/servers",)
+LIMITS = {
+    "README.md": 250,
+    **{f"{folder}/README.md": 200 for folder in (*FOLDERS, *ROOMS)},
+    **dict.fromkeys(DOCS, 350),
+}
+"""Lines of a page."""
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
 DOORS = {path: command for path, command in OF_DOORS.items() if not path.startswith(WORKERS)}
 # Without Hydra: they have tests of their own, or take three numbers.
@@ -71,7 +76,7 @@ def spans(text: str) -> list[str]:
 
 
 def in_code(pattern: str) -> list[tuple[str, str]]:
-    """Page and span of every span of a README that fits the pattern as a whole."""
+    """Page and span of every span of a page that fits the pattern as a whole."""
     return [(page, span) for page in LIMITS for span in SPANS[page] if re.fullmatch(pattern, span)]
 
 
@@ -163,17 +168,26 @@ def test_links_resolve(page: str) -> None:
             assert anchor in map(slug, headings), link
 
 
-def test_every_page_is_linked_from_the_first() -> None:
-    linked = set(re.findall(r"\]\((\w+/README\.md)", PAGES["README.md"]))
-    assert linked == {*FIRST} - {"README.md"}
-    for page in ROOMS:
-        folder, path = page.split("/", maxsplit=1)
-        assert f"]({path}" in PAGES[f"{folder}/README.md"], page
+def linked(page: str) -> set[str]:
+    """The pages that a page links to."""
+    links = re.findall(r"\]\(([^)\s#]+\.md)", PAGES[page])
+    found = ((ROOT / page).parent.joinpath(link).resolve() for link in links if "//" not in link)
+    return {str(file.relative_to(ROOT)) for file in found} & {*PAGES}
+
+
+def test_every_page_is_reached_from_the_first() -> None:
+    assert linked("README.md").issuperset(f"{folder}/README.md" for folder in FOLDERS)
+    reached, new = {"README.md"}, ["README.md"]
+    while new:
+        further = linked(new.pop()) - reached
+        reached |= further
+        new += further
+    assert reached == {*PAGES}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page: str) -> None:
-    top = "|".join((*FOLDERS, "tests"))
+    top = "|".join((*FOLDERS, "docs", "tests"))
     for path in re.findall(rf"(?<![\w./-])(?:{top})/[\w./]*\b/?", PAGES[page]):
         assert (ROOT / path).exists(), path
 
