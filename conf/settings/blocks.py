@@ -10,7 +10,7 @@ from conf.settings.training import FrozenTargetRun
 
 
 class SlotWeights(Enum):
-    """Weights of a block's drafts: by depth alone, or by what the block's drafts give yet."""
+    """Weights of a block's draft tokens: by depth alone, or also by the head's probabilities."""
 
     decay = "decay"
     dpace = "dpace"
@@ -18,54 +18,54 @@ class SlotWeights(Enum):
 
 @dataclass
 class BlockConfig:
-    """A block drafter and its losses; defaults are DFlash's (arXiv 2602.06036) unless said."""
+    """A block drafter and its losses. Defaults are DFlash's (arXiv 2602.06036) unless noted."""
 
     own_output_head, draft_vocab_size = False, ABSENT
 
     path: str | None = None
-    """A saved or published head to start from: folder or Hub id. Its architecture and draft
-    vocabulary are kept."""
+    """Saved or published head to start from: folder or Hub id. Keeps its architecture and draft
+    vocabulary."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     layers: list[int] | None = None
-    """Target features that it fuses, as indices of `output_hidden_states`; unset takes
-    `num_features` of them in even steps."""
+    """Hidden states that the head fuses, as indices of `output_hidden_states`. Unset:
+    `num_features` layers in even steps."""
     num_features: int = 5
-    """Target features that are fused."""
+    """Number of target layers whose hidden states are fused."""
     num_layers: int = 5
     """Transformer layers of the head."""
     block_size: int = 16
-    """Rows of a block. The first holds the token that is sure: of a head that fills in masks it
-    drafts nothing, so there is a draft token less than rows."""
+    """Rows of a block. The first row holds the last known token. A head that fills in masks drafts
+    from the other rows: block_size - 1 draft tokens."""
     causal: bool = False
-    """A row sees no later row of its block."""
+    """Hide later rows of the block from each row."""
     window: int | None = None
-    """Tokens of the text and of its block that a row sees; unset for all."""
+    """Tokens of text and block that a row attends to. Unset: all."""
     mask_token_id: int | None = None
-    """What rows hold whose token is not known; unset takes one that no text uses."""
+    """Token id of rows whose token is unknown. Unset: an id that no text uses."""
     num_anchors: int = 512
-    """Blocks of a packed sequence that learn in a step, behind tokens drawn anew in each."""
+    """Blocks trained per packed sequence and step. Each step draws their places anew."""
     slot_weights: SlotWeights = SlotWeights.decay
-    """`decay`, or `dpace` (arXiv 2605.18810): how many tokens a block is expected to give from this
-    draft on, by what the head makes of the text's tokens now."""
+    """`decay` weighs by depth. `dpace` (arXiv 2605.18810) weighs a draft token by the number of
+    tokens that the block is expected to yield from that depth on."""
     slot_gamma: float = 7.0
-    """Of `decay`: the draft at depth d weighs exp(-(d - 1) / slot_gamma)."""
+    """For `decay`: depth d has weight exp(-(d - 1) / slot_gamma)."""
     slot_smoothing: float = 0.5
-    """Of `dpace`: the share of certainty that is added to every probability."""
+    """For `dpace`: mixes each probability with certainty by this share."""
     text_weight: float = 1.0
-    """Of the cross-entropy against the text."""
+    """Weight of the cross-entropy against the text."""
     divergence_weight: float = 0.0
-    """Of `divergence` from the target's distribution."""
+    """Weight of `divergence` from the target's distribution."""
     divergence: Divergence = Divergence.kl
     lk_eta: float = 3.0
-    """How fast `hybrid` turns from KL to acceptance as alpha grows."""
+    """Speed at which `hybrid` turns from KL to acceptance as alpha grows."""
     teacher_temperature: float = 1.0
-    """Divides the target's logits in training's divergence."""
+    """Divides the target's logits in the training divergence."""
     off_path_weight: float = 0.2
-    """What a draft's loss is multiplied by for each token between, which it does not see, that the
-    target would not have chosen; below 0.05 in all it is left out; 1 weighs all alike."""
+    """Factor on a draft token's loss for each unseen text token before it that the target would not
+    have chosen. Products below 0.05 count as 0. Set 1 to weigh all alike."""
     learn_prompts: bool = False
-    """Learn after every token, the user's too."""
+    """Learn after every token, user messages included."""
 
     def __post_init__(self) -> None:
         above = ("num_features", "num_layers", "num_anchors", "slot_gamma", "lk_eta")
@@ -74,23 +74,26 @@ class BlockConfig:
         if self.block_size < 2:
             raise InputError(f"head.block_size={self.block_size}: must be at least 2")
         if not self.text_weight + self.divergence_weight:
-            raise InputError("head.text_weight: every loss has weight 0")
+            raise InputError(
+                f"head.text_weight={self.text_weight}: every loss has weight 0; "
+                "set head.text_weight or head.divergence_weight above 0"
+            )
         share("head", self, "off_path_weight", "slot_smoothing")
         if self.draft_vocab_size is not None and not self.own_output_head:
             raise InputError(
-                f"head.draft_vocab_size={self.draft_vocab_size}: needs head.own_output_head=true, "
-                "as the target's has all ids"
+                f"head.draft_vocab_size={self.draft_vocab_size}: the target's output head has all "
+                "ids; set head.own_output_head=true, or leave head.draft_vocab_size unset"
             )
 
 
 @dataclass
 class OwnOutputHead:
-    """Settings of block drafters that engines allow an output head of their own."""
+    """Settings of block drafters for which engines accept an output head."""
 
     own_output_head: bool = False
-    """Train an output head of its own, from the target's rows; engines know it as `lm_head`."""
+    """Train an output head, starting from the target's rows. Engines know it as `lm_head`."""
     draft_vocab_size: int | None = None
-    """Ids that a head with an output head of its own can draft; unset for all."""
+    """Token ids that a head with its own output head can draft. Unset: all."""
 
 
 @dataclass
@@ -111,15 +114,15 @@ class DFlash2Config(BlockConfig):
     """A DFlash-2 head (inco.ai/dflash2, vllm-project/vllm#52816)."""
 
     conv_kernel_size: int = 2
-    """Rows of the block that a convolution mixes into each, its own included."""
+    """Rows that a convolution mixes into each row, including the row."""
     conv_group_size: int = 16
-    """Channels that share the part of a convolution which depends on the row."""
+    """Channels that share the row-dependent part of a convolution."""
     selector_rank: int = 256
-    """Of the scores of two tokens that follow each other."""
+    """Rank of the scores of consecutive tokens."""
     selector_top_k: int = 16
-    """Tokens of a slot that the selector chooses from."""
+    """Candidate tokens per row for the selector."""
     selector_weight: float = 1.0
-    """Of the cross-entropy among those."""
+    """Weight of the cross-entropy among the selector's candidates."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,14 +142,14 @@ class DFlash2Run(FrozenTargetRun):
 
 
 class Markov(Enum):
-    """A slot's way to hear of the token before it."""
+    """Ways in which a row reads the tokens before it."""
 
     vanilla = "vanilla"
-    """By that token alone."""
+    """Reads the previous token."""
     gated = "gated"
-    """The same, as far as the slot's own state lets it."""
+    """Reads the previous token through a gate, set by the row's hidden state."""
     rnn = "rnn"
-    """By all tokens of the block so far."""
+    """Reads all previous tokens of the block."""
 
 
 @dataclass
@@ -155,12 +158,12 @@ class DSparkConfig(OwnOutputHead, BlockConfig):
 
     markov_head_type: Markov = Markov.vanilla
     markov_rank: int = 256
-    """Columns of what the token before adds to the logits."""
+    """Rank of the logits that the previous token adds."""
     confidence_weight: float = 1.0
-    """Of the cross-entropy between a slot's confidence and the chance that it is accepted; 0 makes
-    a head without."""
+    """Weight of the cross-entropy between a row's confidence and its chance of acceptance. 0 trains
+    no confidence head."""
     confidence_head_with_markov: bool = True
-    """The confidence also reads the token before."""
+    """Let the confidence head read the previous token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,13 +6,13 @@ from typing import Any
 from conf.errors import InputError
 
 AUTO = "auto"
-"""A setting that is chosen once the target is known."""
+"""Marks a setting that is chosen once the target is known."""
 ABSENT: Any = None
-"""A setting that a class lacks and some of its children have; without a type it is no field."""
+"""Marks a setting that only some subclasses have. It has no type, so it is no dataclass field."""
 
 
 def positive(prefix: str, config: object, *names: str) -> None:
-    """Refuses numbers of 0 and below; unset ones pass.
+    """Refuse numbers of 0 and below. None passes.
 
     Raises:
         InputError: with the key, the value and what is allowed.
@@ -21,7 +21,7 @@ def positive(prefix: str, config: object, *names: str) -> None:
 
 
 def not_negative(prefix: str, config: object, *names: str) -> None:
-    """Refuses numbers below 0; unset ones pass.
+    """Refuse numbers below 0. None passes.
 
     Raises:
         InputError: with the key, the value and what is allowed.
@@ -30,7 +30,7 @@ def not_negative(prefix: str, config: object, *names: str) -> None:
 
 
 def below_one(prefix: str, config: object, name: str) -> None:
-    """Refuses a number below 0 or from 1 on; an unset one passes.
+    """Refuse a number outside [0, 1). None passes.
 
     Raises:
         InputError: with the key, the value and what is allowed.
@@ -39,7 +39,7 @@ def below_one(prefix: str, config: object, name: str) -> None:
 
 
 def share(prefix: str, config: object, *names: str) -> None:
-    """Refuses numbers below 0 or above 1.
+    """Refuse numbers outside [0, 1]. None passes.
 
     Raises:
         InputError: with the key, the value and what is allowed.

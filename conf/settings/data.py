@@ -1,4 +1,4 @@
-"""Settings of the data, and of every run over them."""
+"""Settings of the data."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,11 +29,11 @@ COLUMNS = (
     "reasoning_content", "chosen", "instruction", "input", "output", "history", "text", "input_ids",
     "loss_mask", "labels", "category",
 )  # fmt: skip
-"""What fields of other names may be given as in `data.columns`."""
+"""Fields that `data.columns` can map."""
 
 
 class OnBadRow(Enum):
-    """Answers to a malformed row."""
+    """What to do with a malformed row."""
 
     error = "error"
     skip = "skip"
@@ -44,19 +44,19 @@ class StateFormat(Enum):
 
     bf16 = "bf16"
     fp8 = "fp8"
-    """e4m3, with a scale per token."""
+    """e4m3 with one scale per token."""
     int8 = "int8"
-    """With a scale per token."""
+    """int8 with one scale per token."""
 
 
 class TeacherKind(Enum):
-    """Stored forms of the target's last word on each token."""
+    """Stored forms of the target's prediction for each token."""
 
     hidden = "hidden"
-    """The last hidden state: any head trains from it, any loss."""
+    """Last hidden state. Every head and every loss can train from it."""
     top_k = "top_k"
-    """The likeliest tokens and their log-probabilities: a fraction of the bytes, for heads that
-    do not read the last hidden state themselves (EAGLE-3)."""
+    """Likeliest tokens and their log-probabilities. Takes a fraction of the bytes, for heads that
+    do not read the last hidden state (EAGLE-3)."""
 
 
 @dataclass
@@ -66,51 +66,52 @@ class RowsConfig:
     eval_path = features = ABSENT
 
     path: str | None = None
-    """A file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of them, or a Hub dataset id; unset
-    means the embedded default."""
+    """File (JSON lines, JSON, CSV, Parquet, Arrow), folder of files, or Hub dataset id. Unset: the
+    embedded default."""
     subset: str | None = None
-    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k, or its folder or file in a copy
-    of it, e.g. `qualitative` of SPEED-Bench; unset means its default, in a copy all."""
+    """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k. In a local copy: a folder or
+    file, e.g. `qualitative` of SPEED-Bench. Unset: the default; in a local copy, everything."""
     split: str = "train"
-    """Split of a Hub dataset, or of a folder with files that are named for splits."""
+    """Split of a Hub dataset, or of a folder whose files are named after splits."""
     streaming: bool = False
-    """Read the rows of a Hub dataset as they arrive, and keep only what is tokenised of them."""
+    """Read the rows of a Hub dataset as they arrive and keep only their tokens."""
     form: Form = Form.auto
     columns: Any = None
-    """Fields of other names, e.g. `{messages: my_chat}` or `{prompt: ask, response: reply}`."""
+    """Your names of fields, e.g. `{messages: my_chat}` or `{prompt: ask, response: reply}`."""
     on_bad_row: OnBadRow = OnBadRow.error
     chat_template_kwargs: Any = None
-    """What the target's chat template is told besides messages, as at serving, e.g.
-    `{enable_thinking: false}`; a row's own come before."""
+    """Variables of the target's chat template, as given at serving, e.g. `{enable_thinking:
+    false}`. Variables of a row take precedence."""
     num_prompts: int | None = None
-    """Use only the first so many prompts (measuring) or conversations (training)."""
+    """Number of prompts (measuring) or conversations (training) to use, from the first. Unset:
+    all."""
 
     def __post_init__(self) -> None:
         positive("data", self, "num_prompts")
         _check_columns(self.columns)
-        # Hydra adds nothing to a typed dict, so types of both are looked at here.
+        # Hydra cannot add keys to a typed dict, so both settings are untyped and checked here.
         if not isinstance(self.chat_template_kwargs, dict | None):
             raise InputError(
-                f"data.chat_template_kwargs={self.chat_template_kwargs}: must be like "
-                "{enable_thinking: false}"
+                f"data.chat_template_kwargs={self.chat_template_kwargs}: not a mapping; type one "
+                f"like '{{enable_thinking: false}}'"
             )
 
 
 @dataclass
 class PackedConfig(RowsConfig):
-    """Conversations to learn from, packed to sequences."""
+    """Conversations to learn from, packed into sequences."""
 
     eval_path: str | None = None
-    """Held-out conversations; unset takes `eval_fraction` of `path`."""
+    """Held-out conversations. Unset: the share `eval_fraction` of `path`."""
     eval_fraction: float = 0.02
-    """Share of conversations held out when `eval_path` is unset."""
+    """Share of conversations to hold out when `eval_path` is unset."""
     max_length: int = 1024
-    """Tokens of a packed sequence; longer conversations are truncated and counted."""
+    """Tokens per packed sequence. Longer conversations are truncated and counted."""
     num_proc: int | None = None
-    """Processes that tokenise data at their first use; unset means the cores of this one."""
+    """Processes that tokenise the data. Unset: the cores available to this process."""
     prepared_dir: str | None = None
-    """Where tokenised data are kept for every later start and read by all processes; unset means
-    `prepared` in `~/.cache/headsmith`. On several nodes name a folder that all of them see."""
+    """Folder that keeps tokenised data for later starts and other processes. Unset: `prepared` in
+    `~/.cache/headsmith`. On several nodes, name a folder that all of them see."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,26 +122,32 @@ class PackedConfig(RowsConfig):
 
 @dataclass
 class DataConfig(PackedConfig):
-    """Conversations to train on, or features of them."""
+    """Conversations to train on, or stored hidden states."""
 
     features: str | None = None
-    """Train from this folder of `scripts/capture.py`, without the target; it settles `path` and
-    every other setting here."""
+    """Folder of `scripts/capture.py` to train from, without the target. It replaces `path` and all
+    other settings of this section."""
 
 
 def _check_columns(columns: object) -> None:
     if columns is None:
         return
     if not isinstance(columns, dict) or not all(isinstance(v, str) for v in columns.values()):
-        raise InputError(f"data.columns={columns}: must be like {{prompt: ask, response: reply}}")
+        raise InputError(
+            f"data.columns={columns}: not a mapping of names; type one like "
+            "'{prompt: ask, response: reply}'"
+        )
     for name in columns:
         if name not in COLUMNS:
-            raise InputError(f"data.columns={columns}: '{name}' is none of {', '.join(COLUMNS)}")
+            raise InputError(
+                f"data.columns={columns}: no field is called '{name}'; allowed: "
+                f"{', '.join(COLUMNS)}"
+            )
 
 
 @dataclass
 class DataRun:
-    """A run over data: with them a target that they are prepared for."""
+    """A run over data that is prepared for a target."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     data: RowsConfig = field(default_factory=RowsConfig)

@@ -15,20 +15,20 @@ class HeadRef:
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     layers: list[int] | None = None
-    """Target features that an EAGLE-3 head reads, as indices of `output_hidden_states`, for a
-    published head whose config counts them otherwise (SGLang's are one less)."""
+    """Hidden states that an EAGLE-3 head reads, as indices of `output_hidden_states`. Needed for a
+    published head whose config counts layers otherwise (SGLang counts one less)."""
 
 
 @dataclass
 class DynamicTreeConfig:
-    """EAGLE-2's tree; unset values are 2, 4 and 5 on CPU, 8, 10 and 59 on CUDA (the paper's)."""
+    """EAGLE-2's tree. Unset: 2, 4 and 5 on CPU; 8, 10 and 59 on CUDA (the paper's)."""
 
     depth: int | None = None
-    """Draft tokens of the longest path."""
+    """Draft tokens on the longest path."""
     top_k: int | None = None
-    """Nodes expanded per level, and children drawn from each."""
+    """Nodes expanded per depth, and children of each."""
     num_tokens: int | None = None
-    """Draft tokens that are kept and checked."""
+    """Draft tokens kept for verification."""
 
     def __post_init__(self) -> None:
         positive("dynamic_tree", self, "depth", "top_k", "num_tokens")
@@ -39,20 +39,20 @@ class DraftModelConfig:
     """A separate, smaller language model that drafts."""
 
     path: str | None = None
-    """Hub id, folder or GGUF file; one with another tokenizer drafts text that is encoded again."""
+    """Hub id, folder or GGUF file. Text of a model with another tokenizer is encoded again."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     num_tokens: int = 5
     """Draft tokens of a chain."""
     heuristic: bool = False
-    """Start from `num_tokens` and draft 2 more after a fully accepted chain, else 1 less."""
+    """Start with `num_tokens`. Draft 2 more after a fully accepted chain, otherwise 1 less."""
     max_tokens: int = 16
-    """Bound of `heuristic`."""
+    """Largest number of draft tokens with `heuristic`."""
     confidence: float = 0.0
-    """Stop a chain once the draft model gives its best token less; waits for the device per
-    draft token. 0 never stops."""
+    """Stop a chain when the draft model's best token is less likely than this. Waits for the device
+    at each draft token. 0: never stop."""
     tree: list[list[int]] | None = None
-    """Paths of child ranks; unset takes 8 nodes on CPU, 32 on CUDA."""
+    """Paths of child ranks. Unset: 8 nodes on CPU, 32 on CUDA."""
 
     def __post_init__(self) -> None:
         positive("draft", self, "num_tokens", "max_tokens")
@@ -61,14 +61,14 @@ class DraftModelConfig:
 
 @dataclass
 class LookupConfig:
-    """Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
+    """Draft tokens copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
     num_tokens: int = 10
     """Draft tokens of a chain."""
     max_ngram: int = 3
-    """Longest run of last tokens that is looked for."""
+    """Longest run of last tokens to look up."""
     min_ngram: int = 1
-    """Shortest such run."""
+    """Shortest run of last tokens to look up."""
 
     def __post_init__(self) -> None:
         positive("lookup", self, "num_tokens", "max_ngram", "min_ngram")
@@ -81,16 +81,16 @@ class LookupConfig:
 
 @dataclass
 class SuffixConfig:
-    """Suffix decoding (arXiv 2411.04975); the defaults are vLLM's."""
+    """Suffix decoding (arXiv 2411.04975). Defaults are vLLM's."""
 
     num_tokens: int = 24
-    """Draft tokens at most."""
+    """Largest number of draft tokens."""
     max_ngram: int = 24
-    """Longest run of last tokens that is continued."""
+    """Longest run of last tokens to continue."""
     factor: float = 1.0
-    """Tokens drafted per token of the run, at most."""
+    """Largest number of draft tokens per token of the run."""
     min_prob: float = 0.1
-    """A draft ends where it is less likely to be right."""
+    """End the chain when the estimated probability of a draft token falls below this."""
 
     def __post_init__(self) -> None:
         positive("suffix", self, "num_tokens", "max_ngram", "factor")
@@ -102,7 +102,7 @@ class RecyclingConfig:
     """Token recycling (arXiv 2408.08696)."""
 
     num_tokens: int | None = None
-    """Nodes of the tree without the root; unset takes 8 on CPU, 80 on CUDA (the paper's)."""
+    """Nodes of the tree, root excluded. Unset: 8 on CPU, 80 on CUDA (the paper's)."""
 
     def __post_init__(self) -> None:
         positive("recycling", self, "num_tokens")
@@ -115,9 +115,9 @@ class LookaheadConfig:
     window: int = 7
     """Columns of the Jacobi window."""
     level: int = 5
-    """Tokens of an n-gram; the window has one row less."""
+    """Tokens of an n-gram. The window has one row less."""
     num_guesses: int = 7
-    """N-grams of the pool that are checked in a step."""
+    """N-grams of the pool verified per step."""
 
     def __post_init__(self) -> None:
         positive("lookahead", self, "window", "num_guesses")
@@ -127,15 +127,15 @@ class LookaheadConfig:
 
 @dataclass
 class SelfDraftConfig:
-    """The target drafting with some of its own layers."""
+    """The target drafts with some of its own layers."""
 
     num_layers: int | None = None
-    """Layers of `early_exit`; unset takes half of them."""
+    """Layers that `early_exit` runs. Unset: half of them."""
     skip: list[int] | None = None
-    """Layers that `skip_layers` leaves out, from 0; unset searches on up to 8 prompts behind the
-    first `data.num_prompts`, which are not measured."""
+    """Layers that `skip_layers` leaves out, counted from 0. Unset: search on up to 8 prompts after
+    the first `data.num_prompts`; these prompts are not measured."""
     num_tokens: int | None = None
-    """Draft tokens of a chain; unset takes 4, or what the search found."""
+    """Draft tokens of a chain. Unset: 4, or the number that the search found."""
 
     def __post_init__(self) -> None:
         positive("self_draft", self, "num_layers", "num_tokens")
@@ -143,12 +143,12 @@ class SelfDraftConfig:
 
 @dataclass
 class TypicalConfig:
-    """Medusa's typical acceptance, which is lossy; see `heads.decoding.sampling.Typical`."""
+    """Medusa's typical acceptance, which is lossy. See `heads.decoding.sampling.Typical`."""
 
     threshold: float = 0.09
-    """Probability from which a token is accepted at the latest (epsilon)."""
+    """Probability above which every draft token is accepted (epsilon)."""
     alpha: float = 0.3
-    """Of alpha exp(-entropy), from which it is where the target is unsure (delta)."""
+    """Accept above alpha exp(-entropy) too, which is lower where the target is unsure (delta)."""
 
     def __post_init__(self) -> None:
         positive("typical", self, "threshold", "alpha")

@@ -1,4 +1,4 @@
-"""Settings of EAGLE, P-EAGLE and MTP heads and of their training; recipes are in `conf/head/`."""
+"""Settings of EAGLE, P-EAGLE and MTP heads and their training. Recipes are in `conf/head/`."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,95 +9,95 @@ from conf.settings.training import FrozenTargetRun
 
 
 class EagleForm(Enum):
-    """Features beside the embedding that the layer reads: the last one, or three fused ones."""
+    """Hidden states read beside the embedding: the last one, or three fused ones."""
 
     eagle1 = "eagle1"
     eagle3 = "eagle3"
 
 
 class OutputHead(Enum):
-    """Starts of EAGLE-3's own output head; EAGLE-1 uses the target's."""
+    """Initial weights of EAGLE-3's output head. EAGLE-1 uses the target's output head."""
 
     scratch = "scratch"
     """Random, trained (the paper)."""
     copy = "copy"
     """The target's rows, trained."""
     frozen = "frozen"
-    """The target's rows, not trained (speculators)."""
+    """The target's rows, frozen (speculators)."""
 
 
 class Divergence(Enum):
-    """Measures of how far a draft distribution q is from the target's p."""
+    """Distance of the draft distribution q from the target's distribution p."""
 
     kl = "kl"
-    """KL(p || q), p renormalised over the draft vocabulary."""
+    """KL(p || q), with p renormalised over the draft vocabulary."""
     rkl = "rkl"
-    """KL(q || p), p likewise."""
+    """KL(q || p), with p renormalised over the draft vocabulary."""
     js = "js"
-    """Jensen-Shannon, p likewise: the mean of both KL to the middle of p and q."""
+    """Jensen-Shannon: mean KL of p and q to their mean, with p renormalised."""
     tv = "tv"
-    """1 - alpha, alpha = sum of min(p, q): total variation over the whole vocabulary."""
+    """1 - alpha, with alpha = sum of min(p, q): total variation over the whole vocabulary."""
     nla = "nla"
     """-log alpha (LK losses, arXiv 2602.23881)."""
     hybrid = "hybrid"
-    """lambda KL + (1 - lambda) (1 - alpha), lambda = exp(-lk_eta alpha) (the same)."""
+    """lambda KL + (1 - lambda) (1 - alpha), with lambda = exp(-lk_eta alpha) (LK losses)."""
 
 
 class StepNormalizer(Enum):
-    """Ways to put the losses of the steps together."""
+    """How the losses of the steps are combined."""
 
     sum = "sum"
     """Sum of decay ** j * loss_j (EAGLE-3)."""
     mean = "mean"
-    """The same over the sum of the weights (HASS, NeMo)."""
+    """The same sum, divided by the sum of the weights (HASS, NeMo)."""
 
 
 class TokenNormalizer(Enum):
-    """Divisors of the summed loss of a step."""
+    """Divisor of a step's summed loss."""
 
     all = "all"
     """All tokens of the batch (EAGLE-3)."""
     supervised = "supervised"
-    """Tokens in the loss mask of that step."""
+    """Tokens in the loss mask of the step."""
 
 
 @dataclass
 class UnrolledConfig:
-    """A head that learns what the target says at several depths, and its losses."""
+    """A head that learns the target's predictions at several depths, and its losses."""
 
-    # Of a head without such settings.
+    # Values for heads that lack these settings.
     step_normalizer, token_normalizer = StepNormalizer.sum, TokenNormalizer.all
     detach_features, regression_weight, own_tokens = False, 0.0, False
 
     path: str | None = None
-    """A saved or published head to start from: folder or Hub id. Its architecture and draft
-    vocabulary are kept."""
+    """Saved or published head to start from: folder or Hub id. Keeps its architecture and draft
+    vocabulary."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     num_steps: int = 3
-    """Depths that are trained: step j (from 0) reads j features of its own. Not the paper's 7: on
-    the same tokens 3 gave as long drafts in less than half the time (heads/README.md)."""
+    """Depths to train. Step j (from 0) reads j hidden states of the head. The paper uses 7; 3 gave
+    equally long drafts in less than half the time (heads/README.md)."""
     step_decay: float = 0.8
-    """Step j weighs step_decay ** j."""
+    """Step j has weight step_decay ** j."""
     learn_prompts: bool = True
-    """Learn what the target says after every token, the user's too; not the papers' answers
-    alone. Evaluations look at answers either way."""
+    """Learn the target's prediction after every token, user messages included. The papers learn
+    answers only. Evaluations always use answers."""
     divergence: Divergence = Divergence.kl
     lk_eta: float = 3.0
-    """How fast `hybrid` turns from KL to acceptance as alpha grows."""
+    """Speed at which `hybrid` turns from KL to acceptance as alpha grows."""
     teacher_temperature: float = 0.6
-    """Divides the target's logits in training's losses. Below 1 heads learn the likeliest tokens
-    first, which is what they draft; not the papers' 1 (heads/README.md)."""
+    """Divides the target's logits in the training losses. Below 1, heads favour the likeliest
+    tokens, which they draft (heads/README.md). The papers use 1."""
     divergence_weight: float = 1.0
-    """Of `divergence` from the target's distribution."""
+    """Weight of `divergence` from the target's distribution."""
     text_weight: float = 0.0
-    """Of -log q of the text's own token (FastMTP), where its id can be drafted."""
+    """Weight of -log q of the text's token (FastMTP), where the draft vocabulary has it."""
     top_k_weight: float = 0.0
-    """Of -sum of p log q over the target's `top_k` likeliest tokens (HASS)."""
+    """Weight of -sum of p log q over the target's `top_k` likeliest tokens (HASS)."""
     top_k: int = 10
-    """Tokens of `top_k_weight`."""
+    """Number of tokens in the loss of `top_k_weight`."""
     noise: float = 0.0
-    """Width of the uniform noise on input features, at 512 tokens; divided by length / 512."""
+    """Width of the uniform noise on input hidden states at 512 tokens. Scales with 512 / length."""
 
     def __post_init__(self) -> None:
         above = ("num_steps", "step_decay", "teacher_temperature", "lk_eta", "top_k")
@@ -105,29 +105,32 @@ class UnrolledConfig:
         weights = ("divergence_weight", "regression_weight", "top_k_weight", "text_weight")
         not_negative("head", self, *weights, "noise")
         if not any(getattr(self, name) for name in weights):
-            raise InputError("head.divergence_weight: every loss has weight 0")
+            raise InputError(
+                f"head.divergence_weight={self.divergence_weight}: every loss has weight 0; set "
+                f"one of {', '.join(f'head.{name}' for name in weights)} above 0"
+            )
 
 
 @dataclass
 class FeatureHeadConfig(UnrolledConfig):
-    """A head over the target's hidden states: the settings that EAGLE and P-EAGLE share."""
+    """Settings that EAGLE and P-EAGLE heads share."""
 
     form, norm_output = EagleForm.eagle3, False
 
     layers: list[int] | None = None
-    """Target features that EAGLE-3 fuses, as indices of `output_hidden_states`; unset takes
-    2, L/2 and L-3 of L layers."""
+    """Hidden states that EAGLE-3 fuses, as indices of `output_hidden_states`. Unset: 2, L/2 and L-3
+    of L layers."""
     fc_bias: bool = False
-    """A bias in the fusion layer; the original EAGLE-1 has one, vLLM has no place for it."""
+    """Add a bias to the fusion layer, as in the original EAGLE-1. vLLM cannot load it."""
     fc_norm: bool = False
-    """A norm for each target feature (EAGLE-3.1)."""
+    """Normalise each fused hidden state (EAGLE-3.1)."""
     norm_before_residual: bool = False
-    """Take the residual after the feature's norm."""
+    """Take the residual after the norm of the hidden states."""
     draft_vocab_size: int | None = 32000
-    """Ids an EAGLE-3 head can draft; unset, or no fewer than the target has, takes all."""
+    """Token ids that an EAGLE-3 head can draft. Unset: all of the target's."""
     output_head: OutputHead = OutputHead.copy
-    """Not the paper's `scratch`: after 250 thousand tokens on an 8M-parameter target, drafts
-    agreed with the target 1.5 times as often."""
+    """Initial output head. The paper uses `scratch`; with `copy`, drafts agreed with an
+    8M-parameter target 1.5 times as often after 250 thousand tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,33 +139,36 @@ class FeatureHeadConfig(UnrolledConfig):
 
 @dataclass
 class EagleConfig(FeatureHeadConfig):
-    """An EAGLE head and its losses; defaults are EAGLE-3's (arXiv 2503.01840) unless said."""
+    """An EAGLE head and its losses. Defaults are EAGLE-3's (arXiv 2503.01840) unless noted."""
 
     form: EagleForm = EagleForm.eagle3
     norm_output: bool = False
-    """Feed back the normed output (EAGLE-3.1)."""
+    """Feed back the normalised output (EAGLE-3.1)."""
     step_normalizer: StepNormalizer = StepNormalizer.sum
     token_normalizer: TokenNormalizer = TokenNormalizer.all
     detach_features: bool = False
-    """No gradient through the features that a step takes from the one before (HASS)."""
+    """Stop gradients through the hidden states that a step takes from the previous one (HASS)."""
     regression_weight: float = 0.0
-    """Of SmoothL1 between drafted and true features (EAGLE-1)."""
+    """Weight of SmoothL1 between drafted and true hidden states (EAGLE-1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("layers", "fc_norm", "norm_output", "norm_before_residual"):
             if self.form is EagleForm.eagle1 and getattr(self, name):
-                raise InputError(f"head.{name}: an EAGLE-1 head has none; allowed: unset")
+                raise InputError(
+                    f"head.{name}={getattr(self, name)}: an EAGLE-1 head has no such part; leave "
+                    f"head.{name} unset, or set head.form=eagle3"
+                )
         if self.form is EagleForm.eagle3 and self.regression_weight:
             raise InputError(
-                f"head.regression_weight={self.regression_weight}: an EAGLE-3 head drafts no "
-                "feature of the target; allowed: 0"
+                f"head.regression_weight={self.regression_weight}: an EAGLE-3 head predicts no "
+                "hidden state of the target; set it to 0"
             )
 
 
 @dataclass
 class UnrolledRun(FrozenTargetRun):
-    """A training of such a head."""
+    """Training of an unrolled head."""
 
     head: UnrolledConfig = field(default_factory=UnrolledConfig)
 
@@ -170,8 +176,9 @@ class UnrolledRun(FrozenTargetRun):
         super().__post_init__()
         if self.head.num_steps >= self.data.max_length:
             raise InputError(
-                f"head.num_steps={self.head.num_steps}: no token of a sequence of "
-                f"data.max_length={self.data.max_length} is followed by so many; set it lower"
+                f"head.num_steps={self.head.num_steps}: too many for sequences of "
+                f"data.max_length={self.data.max_length} tokens; set head.num_steps below "
+                "data.max_length"
             )
 
 
@@ -190,22 +197,23 @@ class PEagleConfig(FeatureHeadConfig):
     num_layers: int = 4
     """Transformer layers of the head."""
     num_steps: int = 8
-    """Draft tokens of a pass."""
+    """Draft tokens per pass."""
     step_decay: float = 1.0
     mask_token_id: int | None = None
-    """What rows hold whose token is not known; unset takes one that no text uses."""
+    """Token id of rows whose token is unknown. Unset: an id that no text uses."""
     num_anchors: int = 512
-    """Tokens of a packed sequence that may draft more than one token in a step."""
+    """Tokens per packed sequence that may draft more than one token in a step."""
     kept_share: float = 0.7
-    """Of those that draft d tokens about this share, drawn anew in each step, drafts d + 1."""
+    """The share kept_share ** d of the anchors drafts d + 1 tokens. Each step draws anchors
+    anew."""
     least_share: float = 0.2
-    """Of all of them at least this share does."""
+    """Smallest share of the anchors that drafts at any depth."""
     num_segments: int = 1
-    """Parts in which rows behind the text are computed, and computed again for their gradients:
-    more of them take less memory and give the same."""
+    """Parts in which rows after the text are computed, then recomputed for gradients. More parts
+    take less memory and give the same result."""
     off_path_weight: float = 0.2
-    """What a draft's loss is multiplied by for each token between, which it does not see, that the
-    target would not have chosen; below 0.05 in all it is left out; 1 weighs all alike."""
+    """Factor on a draft token's loss for each unseen text token before it that the target would not
+    have chosen. Products below 0.05 count as 0. Set 1 to weigh all alike."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,14 +231,14 @@ class PEagleRun(UnrolledRun):
 
 @dataclass
 class MtpConfig(UnrolledConfig):
-    """An MTP layer that reads its own output, and its losses."""
+    """A multi-token prediction (MTP) layer that reads its own output, and its losses."""
 
     step_normalizer, token_normalizer = StepNormalizer.mean, TokenNormalizer.supervised
     step_decay: float = 0.6
-    """Step j weighs step_decay ** j, over the sum of all (FastMTP, arXiv 2509.18362)."""
+    """Step j has weight step_decay ** j, divided by the sum (FastMTP, arXiv 2509.18362)."""
     own_tokens: bool = False
-    """Steps after the first read the token that the layer itself takes for the likeliest, not the
-    text's (AngelSpec)."""
+    """Feed steps after the first with the layer's likeliest token instead of the text's
+    (AngelSpec)."""
 
 
 @dataclass

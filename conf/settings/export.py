@@ -1,4 +1,4 @@
-"""Settings of what hands heads and targets on: export, push and merge."""
+"""Settings of export, push and merge: commands that hand on heads and targets."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,7 +8,7 @@ from conf.settings.target import TargetConfig
 
 
 class ExportFormat(Enum):
-    """Engines and libraries for whose loader a head is written."""
+    """Engine or library that will load the head."""
 
     vllm = "vllm"
     sglang = "sglang"
@@ -17,15 +17,15 @@ class ExportFormat(Enum):
     tgi = "tgi"
     """Text Generation Inference."""
     speculators = "speculators"
-    """vllm-project/speculators, which vLLM opens without further settings."""
+    """vllm-project/speculators. vLLM opens the folder without further settings."""
     original = "original"
-    """The method's authors: FasterDecoding/Medusa, SafeAILab/EAGLE."""
+    """The authors' code: FasterDecoding/Medusa, SafeAILab/EAGLE."""
     llamacpp = "llamacpp"
-    """llama.cpp: a GGUF file."""
+    """llama.cpp, as a GGUF file."""
 
 
 class ExportDtype(Enum):
-    """Dtypes of the exported weights."""
+    """Dtype of the exported weights."""
 
     float32 = "float32"
     float16 = "float16"
@@ -37,24 +37,24 @@ class ExportRun:
     """`scripts/export.py`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    """`path` unset means the target that the head names."""
+    """Unset `path`: the target that the head names."""
     head: HeadRef = field(default_factory=HeadRef)
     format: ExportFormat = "???"  # type: ignore[assignment]
     dtype: ExportDtype = ExportDtype.float32
     tokenizer_gguf: str | None = None
-    """GGUF file of the target whose vocabulary `format=llamacpp` copies; unset, that of a
-    `target.path` which is one, or else a placeholder, as llama.cpp reads text by the target's."""
+    """GGUF file of the target, whose vocabulary `format=llamacpp` copies. Unset: `target.path` if
+    it is a GGUF file, else a placeholder; llama.cpp reads text with the target's vocabulary."""
     out_dir: str = "outputs/export"
-    """Replaced if it holds an export; otherwise it must be empty."""
+    """Folder to write. An earlier export there is replaced; anything else is an error."""
 
 
 class Layout(Enum):
-    """Places of a head's exports on the Hub."""
+    """Where a head's exports lie on the Hub."""
 
     one = "one"
     """In subfolders of the head's repository, named after their formats."""
     each = "each"
-    """In repositories of their own, `{repo_id}-{format}`."""
+    """In separate repositories, `{repo_id}-{format}`."""
 
 
 @dataclass
@@ -65,34 +65,35 @@ class PushRun:
     repo_id: str = "???"
     """`user/name` on the Hub."""
     exports: list[str] = field(default_factory=list)
-    """Folders that `scripts/export.py` wrote of this head, pushed with it."""
+    """Folders that `scripts/export.py` wrote for this head, to push with it."""
     layout: Layout = Layout.one
     private: bool = True
-    """Make the repository private, if it is made."""
+    """Make a new repository private."""
     publish_private_target: bool = False
-    """Push a head with `private=false` although its target is a private repository."""
+    """Allow `private=false` for a head whose target is a private repository."""
     dry_run: bool = False
-    """Write what would be uploaded to `out_dir` and stop."""
+    """Write the files to `out_dir` without uploading them."""
     license: str | None = None
-    """SPDX id for the model card."""
+    """SPDX id of the licence for the model card."""
     measured: str | None = None
-    """Folder with `acceptance.json` / `speedup.json` to quote; unset looks beside the head."""
+    """Folder with the `acceptance.json` and `speedup.json` to quote. Unset: look beside the
+    head."""
     comparisons: list[str] = field(default_factory=list)
-    """Folders that `scripts/compare.py` wrote: tables of the card, such as of an MTP layer before
-    and after training, on prompts of its training's kind and on others."""
+    """Folders that `scripts/compare.py` wrote. The card shows their tables, e.g. an MTP layer
+    before and after training."""
     out_dir: str = "outputs/push"
-    """Folder for what would be uploaded."""
+    """Folder for the files to upload."""
 
 
 class MtpAction(Enum):
-    """Things to do with the MTP layer of a target's files."""
+    """What to do with the MTP layer in a target's files."""
 
     check = "check"
-    """Say whether it is there and whole."""
+    """Say whether the layer is there and complete."""
     extract = "extract"
-    """Write it as a head of its own."""
+    """Write the layer as a head."""
     stitch = "stitch"
-    """Write the target's folder anew with the layer of `head.path`."""
+    """Write a copy of the target's folder with the layer of `head.path`."""
 
 
 @dataclass
@@ -102,9 +103,9 @@ class MtpFilesRun:
     action: MtpAction = MtpAction.check
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadRef = field(default_factory=HeadRef)
-    """Of `stitch`: a trained layer, or a model whose layer the target is to have."""
+    """For `stitch`: a trained layer, or a model that has the layer."""
     out_dir: str = "outputs/mtp-files"
-    """Folder that extract or stitch writes."""
+    """Folder to write the layer or the target to."""
 
 
 @dataclass

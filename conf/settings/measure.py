@@ -21,7 +21,7 @@ from conf.settings.drafting import (
 
 
 class Mode(Enum):
-    """Ways to measure acceptance."""
+    """How acceptance is measured."""
 
     replay = "replay"
     decode = "decode"
@@ -29,9 +29,9 @@ class Mode(Enum):
 
 @dataclass
 class MeasureRun(DataRun):
-    """A measurement of a head over prompts."""
+    """Measurement of a head over prompts."""
 
-    # Of commands without such settings: greedy text up to the target's stop tokens.
+    # Values for commands that lack these settings: greedy text up to the target's stop tokens.
     temperature, top_p, top_k, min_p = 0.0, 1.0, ABSENT, 0.0
     stop, ignore_eos, plain = ABSENT, False, False
     depth = tree = output_rank = ABSENT
@@ -39,14 +39,14 @@ class MeasureRun(DataRun):
 
     head: HeadRef = field(default_factory=HeadRef)
     max_new_tokens: int = 128
-    """Tokens of an answer at most."""
+    """Largest number of tokens per answer."""
     num_turns: int = 1
-    """Questions of a dialogue that are asked; each follows the target's own greedy answers to
-    those before it."""
+    """Questions to ask per dialogue. Later questions follow the target's greedy answers to the
+    earlier ones."""
     out_dir: str = "outputs/measure"
     """Folder for results and pictures."""
     seed: int = 0
-    """Of the draws, above temperature 0, and of intervals."""
+    """Seed of sampling (above temperature 0) and of confidence intervals."""
 
     def __post_init__(self) -> None:
         positive("", self, "max_new_tokens", "depth", "top_k", "output_rank", "num_turns")
@@ -55,35 +55,37 @@ class MeasureRun(DataRun):
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
         below_one("", self, "min_p")
         if "" in (self.stop or []):
-            raise InputError(f"stop={self.stop}: an empty text is in every answer; leave it out")
+            raise InputError(
+                f"stop={self.stop}: an empty text would end every answer at once; leave it out"
+            )
 
 
 @dataclass
 class SamplingSettings:
-    """Settings of how tokens are chosen."""
+    """Settings that choose the next token."""
 
     temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """Sampling temperature. 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Least probability that the likeliest tokens kept must cover; 1 keeps all."""
+    """Keep the likeliest tokens until their probabilities sum to this. 1 keeps all."""
     top_k: int | None = None
-    """Likeliest tokens kept; unset keeps all."""
+    """Number of likeliest tokens to keep. Unset: all."""
     min_p: float = 0.0
-    """Least probability of a token kept, as a share of the likeliest's; 0 keeps all."""
+    """Least probability of a kept token, as a share of the likeliest token's. 0 keeps all."""
 
 
 @dataclass
 class AnswerSettings:
-    """Settings of where an answer ends, and what else it follows."""
+    """Settings that end an answer or change its logits."""
 
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer, besides the target's stop tokens; empty takes those that its
-    generation config names."""
+    """Texts that end an answer, besides the target's stop tokens. Empty: those of the target's
+    generation config."""
     ignore_eos: bool = False
-    """Answers go on behind stop tokens, to `max_new_tokens` or a text of `stop`."""
+    """Continue past stop tokens, up to `max_new_tokens` or a text of `stop`."""
     plain: bool = False
-    """Leave out what the target's generation config asks of its logits, e.g. a repetition penalty;
-    every method and `generate` follow it otherwise."""
+    """Ignore changes of logits in the target's generation config, e.g. a repetition penalty.
+    Otherwise every method and `generate` apply them."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class ChainSettings:
     """Settings of chains of draft tokens."""
 
     depth: int | None = None
-    """Draft tokens of a chain; unset takes every Medusa head, 5 tokens of EAGLE."""
+    """Draft tokens of a chain. Unset: all Medusa heads, or 5 tokens of EAGLE."""
 
 
 @dataclass
@@ -99,18 +101,18 @@ class TreeSettings:
     """Settings of trees of draft tokens."""
 
     tree: list[list[int]] | None = None
-    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]; unset takes what
+    """Medusa's static tree as paths of child ranks, e.g. [[0],[1],[0,0]]. Unset: the tree that
     `eval/tree_search.py` wrote beside the head, else the 8 likeliest nodes on CPU, 32 on CUDA."""
     dynamic_tree: DynamicTreeConfig = field(default_factory=DynamicTreeConfig)
 
 
 @dataclass
 class OutputSettings:
-    """Settings of output heads that draft."""
+    """Settings of the output head while drafting."""
 
     output_rank: int | None = None
-    """Draft through output heads of this rank, the likeliest ids exactly; unset computes every
-    logit from the whole state. Texts stay the same."""
+    """Rank of the output head while drafting; the likeliest ids get exact logits. Unset: all logits
+    from the full output head. Texts stay the same."""
 
 
 @dataclass
@@ -137,8 +139,8 @@ class AcceptanceRun(DecodingSettings, MeasureRun):
             )
         if self.mode is Mode.decode and self.target.engine:
             raise InputError(
-                f"mode=decode: runs the target's layers, and target.engine={self.target.engine} "
-                "has them; set mode=replay, or unset target.engine"
+                f"mode=decode: needs the target's layers, which target.engine={self.target.engine} "
+                "holds; set mode=replay, or leave target.engine unset"
             )
 
 
@@ -148,8 +150,8 @@ class SpeedupRun(DecodingSettings, MeasureRun):
 
     num_turns: int = 2
     methods: Any = "all"
-    """A name or a list of them, see `eval/compare/names.py`; or `all` that are possible. The
-    baselines `vanilla` and `generate` always run."""
+    """A method or a list of methods from `eval/compare/names.py`, or `all`. The baselines `vanilla`
+    and `generate` always run."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
@@ -160,20 +162,21 @@ class SpeedupRun(DecodingSettings, MeasureRun):
     self_draft: SelfDraftConfig = field(default_factory=SelfDraftConfig)
     typical: TypicalConfig = field(default_factory=TypicalConfig)
     batch_size: int = 1
-    """Texts decoded together: where one ends, the next takes its place."""
+    """Texts decoded together. The next text takes the place of a finished one."""
     concurrency: list[int] = field(default_factory=list)
-    """Further batch sizes that every method is measured at, e.g. [1,4,16]: what each costs in
-    latency, and from where on drafting stops paying."""
+    """Further batch sizes for every method, e.g. [1,4,16]. They show the latency of each and where
+    drafting stops paying."""
     cuda_graphs: bool = True
-    """On a GPU, launch a step at once, `vanilla`'s too, or its verify pass where drafts need the
-    host; each method's `captured` in the results says which."""
+    """On a GPU, launch each step as one CUDA graph, or only its verify pass where drafting needs
+    the host. `captured` in the results says which."""
     compile: bool = False
     """Compile the target's verify pass (torch.compile) for `vanilla` and every method, and
-    `generate` over its static cache."""
+    `generate` with its static cache."""
     num_warmups: int = 3
     """Untimed passes of every method over the first prompts."""
     num_repeats: int = 3
-    """Timed passes over the prompts, methods in an order drawn for each; medians are reported."""
+    """Timed passes over the prompts. Each pass draws the order of the methods; medians are
+    reported."""
     num_texts: int = 6
     """Prompts whose texts the report shows, spread over the categories."""
     out_dir: str = "outputs/speedup"
@@ -182,16 +185,18 @@ class SpeedupRun(DecodingSettings, MeasureRun):
         super().__post_init__()
         positive("", self, "batch_size", "num_repeats")
         if any(size < 1 for size in self.concurrency):
-            raise InputError(f"concurrency={self.concurrency}: sizes must be positive")
+            raise InputError(
+                f"concurrency={self.concurrency}: sizes must be at least 1; type one like [1,4,16]"
+            )
         if isinstance(self.methods, str):
             self.methods = [self.methods]
         if not isinstance(self.methods, list) or not self.methods:
-            raise InputError(f"methods={self.methods}: allowed: a name or a list of names")
+            raise InputError(f"methods={self.methods}: must be a name, a list of names, or all")
         self.methods = [str(name) for name in self.methods]
 
     @property
     def batch_sizes(self) -> list[int]:
-        """All that are measured."""
+        """Batch sizes to measure, in rising order."""
         return sorted({self.batch_size, *self.concurrency})
 
 
@@ -200,18 +205,18 @@ class TreeSearchRun(AnswerSettings, OutputSettings, MeasureRun):
     """`eval/tree_search.py`."""
 
     max_nodes: int = 64
-    """Draft tokens of the largest shape tried."""
+    """Draft tokens of the largest tree to try."""
     top_ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    """Values of `dynamic_tree.top_k` tried for an EAGLE head."""
+    """Values of `dynamic_tree.top_k` to try for an EAGLE head."""
     curve: str | None = None
-    """JSON file with the cost of passes on another machine, as in conf/curves: searches for that
-    machine, neither decodes nor writes a shape. Unset measures this machine."""
+    """JSON file with the cost of passes on another machine, as in conf/curves. Searches for that
+    machine, without decoding or writing a tree. Unset: measure this machine."""
     write: bool = True
-    """Write the shape found into the head's folder."""
+    """Write the best tree to the head's folder."""
     batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
     """Batch sizes to give advice for."""
     num_repeats: int = 3
-    """Timed passes over the checking half of the prompts."""
+    """Timed passes over the second half of the prompts, which checks the choice."""
     out_dir: str = "outputs/tree_search"
 
     def __post_init__(self) -> None:
@@ -220,7 +225,7 @@ class TreeSearchRun(AnswerSettings, OutputSettings, MeasureRun):
         for name in ("top_ks", "batch_sizes"):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):
-                raise InputError(f"{name}={values}: must be numbers above 0, rising")
+                raise InputError(f"{name}={values}: must be numbers above 0, in rising order")
 
 
 @dataclass
@@ -228,7 +233,7 @@ class CalibrateRun(SamplingSettings, AnswerSettings, ChainSettings, OutputSettin
     """`eval/calibrate.py`."""
 
     num_repeats: int = 3
-    """Timed passes over the checking half of the prompts."""
+    """Timed passes over the second half of the prompts, which checks the choice."""
     out_dir: str = "outputs/calibrate"
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of Medusa heads and of their training, with and without the target."""
+"""Settings of Medusa heads and their training, with a frozen or a trained target."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,7 +9,7 @@ from conf.settings.training import FrozenTargetRun, TrainConfig, TrainRun
 
 
 class Labels(Enum):
-    """Lessons for a head: the text itself, or the target's distribution."""
+    """What a head learns: the text (`hard`), or the target's distribution (`soft`)."""
 
     hard = "hard"
     soft = "soft"
@@ -20,23 +20,25 @@ class MedusaConfig:
     """Medusa-1 heads (arXiv 2401.10774, section 2.1)."""
 
     path: str | None = None
-    """A saved head to start from: folder or Hub id."""
+    """Saved head to start from: folder or Hub id."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     num_heads: int = 4
-    """Head k (from 1) predicts the token k + 1 positions ahead."""
+    """Number of heads. Head k (from 1) predicts the token k + 1 positions ahead."""
     num_layers: int = 1
     """Residual blocks per head."""
     loss_decay: float = 0.8
-    """lambda_k = loss_decay ** k weighs head k."""
+    """Head k has weight lambda_k = loss_decay ** k."""
     labels: Labels = Labels.soft
-    """The paper's are hard; soft ones gave longer drafts (heads/README.md)."""
+    """What heads learn: the text (`hard`, the paper), or the target's distribution (`soft`, which
+    gave longer drafts: heads/README.md)."""
     teacher_temperature: float = 0.6
-    """Divides the target's logits for soft labels. Below 1 heads learn the likeliest tokens first,
-    which is what they draft (heads/README.md)."""
+    """Divides the target's logits for soft labels. Below 1, heads favour the likeliest tokens,
+    which they draft (heads/README.md)."""
     off_path_weight: float = 0.2
-    """With soft labels, what a draft's loss is multiplied by for each token before it in the text
-    that the target would not have chosen; below 0.05 in all it is left out; 1 weighs all alike."""
+    """With soft labels: factor on a draft token's loss for each earlier text token of the draft
+    that the target would not have chosen. Products below 0.05 count as 0. Set 1 to weigh all
+    alike."""
 
     def __post_init__(self) -> None:
         positive("head", self, "num_heads", "num_layers", "loss_decay", "teacher_temperature")
@@ -52,16 +54,16 @@ class MedusaRun(FrozenTargetRun):
 
 
 class TargetLoss(Enum):
-    """Losses that keep the target good while it is adapted."""
+    """Loss that keeps the target good while its adapter is trained."""
 
     text = "text"
-    """Cross-entropy on the data, which makes the target say what the data says."""
+    """Cross-entropy on the data. The target learns to write like the data."""
     self = "self"
-    """KL from what the target says without its adapter: it stays what it was, on any data."""
+    """KL to the target without its adapter. The target stays as it was, on any data."""
 
 
 class HeadsSchedule(Enum):
-    """Schedules of the weight of the heads' losses over the joint steps."""
+    """Weight of the heads' losses over the joint steps."""
 
     constant = "constant"
     sine = "sine"
@@ -70,40 +72,43 @@ class HeadsSchedule(Enum):
 
 @dataclass
 class AdapterConfig:
-    """The LoRA (arXiv 2106.09685) that the target gets."""
+    """The LoRA adapter (arXiv 2106.09685) that the target learns."""
 
     rank: int = 32
-    """Of the two matrices beside each linear layer."""
+    """Rank of the two matrices beside each linear layer."""
     alpha: int = 16
-    """What the adapter adds is scaled by alpha / rank."""
+    """Scales the adapter's output by alpha / rank."""
     dropout: float = 0.05
-    """Of what the adapter reads."""
+    """Dropout on the adapter's input."""
     modules: list[str] | None = None
-    """Names of linear layers, e.g. [q_proj,v_proj]; unset takes all of the decoder."""
+    """Names of linear layers, e.g. [q_proj,v_proj]. Unset: all linear layers of the decoder."""
     recompute_layers: bool = True
-    """Of each layer of the target keep the input alone, and run it again for gradients: the same
-    result with a fifth of the memory, at a third more time of a pass there and back."""
+    """Keep only the input of each target layer and recompute the layer for gradients: a fifth of
+    the memory, a third more time per forward and backward pass, the same result."""
 
     def __post_init__(self) -> None:
         positive("adapter", self, "rank", "alpha")
         below_one("adapter", self, "dropout")
         if self.modules is not None and not self.modules:
-            raise InputError("adapter.modules=[]: name a linear layer, or leave it unset")
+            raise InputError(
+                "adapter.modules=[]: no layer to adapt; name one, e.g. adapter.modules=[q_proj], "
+                "or leave it unset"
+            )
 
 
 @dataclass
 class JointConfig:
-    """The joint training of heads and adapter (arXiv 2401.10774, section 2.2.2)."""
+    """Joint training of heads and adapter (arXiv 2401.10774, section 2.2.2)."""
 
     heads_only_steps: int | None = None
-    """Optimizer steps, the first ones, that train the heads alone; unset takes half of
-    `train.max_steps` for untrained heads, none for those of `head.path`."""
+    """First optimizer steps, which train only the heads. Unset: half of `train.max_steps` for new
+    heads, 0 for `head.path`."""
     target_loss: TargetLoss = TargetLoss.self
     heads_weight: float = 0.2
-    """lambda_0, the weight of the heads' losses beside the target's own."""
+    """Weight of the heads' losses beside the target's loss (lambda_0)."""
     heads_schedule: HeadsSchedule = HeadsSchedule.constant
     heads_lr_multiplier: float = 4.0
-    """The heads' learning rate over `train.learning_rate`, which is the adapter's."""
+    """Learning rate of the heads divided by `train.learning_rate`, which is the adapter's."""
 
     def __post_init__(self) -> None:
         positive("joint", self, "heads_weight", "heads_lr_multiplier")
@@ -127,16 +132,16 @@ class Medusa2Run(TrainRun):
             self.joint.heads_only_steps = self.train.max_steps // 2 if fresh else 0
         if self.joint.heads_only_steps >= self.train.max_steps:
             raise InputError(
-                f"joint.heads_only_steps={self.joint.heads_only_steps} leaves no joint step of "
-                f"train.max_steps={self.train.max_steps}: lower it, or use train/medusa.py"
+                f"joint.heads_only_steps={self.joint.heads_only_steps}: leaves no joint step of "
+                f"train.max_steps={self.train.max_steps}; set it lower, or use train/medusa.py"
             )
         if self.target.adapter is not None:
             raise InputError(
-                f"target.adapter={self.target.adapter}: the target gets one of its own here; "
-                "merge this one first with scripts/merge_adapter.py"
+                f"target.adapter={self.target.adapter}: this command trains a new adapter; merge "
+                "yours first with scripts/merge_adapter.py"
             )
         if self.target.device_map is not None:
             raise InputError(
-                f"target.device_map={self.target.device_map}: a target that is trained lies on "
-                "one device; leave it unset"
+                f"target.device_map={self.target.device_map}: a target that is trained must lie on "
+                "one device; leave target.device_map unset"
             )

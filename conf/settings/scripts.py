@@ -21,7 +21,7 @@ class ShowMaskRun(PackedRun):
     """`scripts/show_mask.py`."""
 
     num_samples: int = 3
-    """Conversations that are shown."""
+    """Number of conversations to show."""
 
 
 @dataclass
@@ -29,28 +29,28 @@ class CaptureRun(PackedRun):
     """`scripts/capture.py`."""
 
     layers: list[int] | None = None
-    """Features for EAGLE-3, as indices of `output_hidden_states`; unset takes 2, L/2 and L-3 of
-    L layers, [] none (Medusa and EAGLE-1 need none)."""
+    """Hidden states to store for EAGLE-3, as indices of `output_hidden_states`. Unset: 2, L/2 and
+    L-3 of L layers. []: none, for Medusa and EAGLE-1."""
     format: StateFormat = StateFormat.bf16
     teacher: TeacherKind = TeacherKind.hidden
     top_k: int = 64
-    """Tokens of `teacher=top_k`; of a smaller vocabulary all."""
+    """Tokens stored per position with `teacher=top_k`; at most the vocabulary."""
     micro_batch_size: int = 4
     """Packed sequences per forward pass of one process."""
     num_replay_prompts: int = 16
-    """Held-out prompts that the target answers, so that training can measure tau."""
+    """Held-out prompts that the target answers. Training measures tau on them."""
     out_dir: str = "outputs/features"
-    """A second start continues it."""
+    """Folder for the stored states. A second start continues there."""
     seed: int = 0
-    """Of the packing, and of which conversations are held out."""
+    """Seed of packing and of the choice of held-out conversations."""
 
     def __post_init__(self) -> None:
         positive("", self, "top_k", "micro_batch_size")
         not_negative("", self, "num_replay_prompts")
         if self.teacher is TeacherKind.top_k and self.layers == []:
             raise InputError(
-                "layers=[]: with teacher=top_k there would be nothing for a head to read; name "
-                "layers, or set teacher=hidden"
+                "layers=[]: teacher=top_k stores no hidden state either, so heads would have "
+                "nothing to read; name layers, or set teacher=hidden"
             )
 
 
@@ -59,48 +59,48 @@ class RegenerateRun(DataRun):
     """`scripts/regenerate.py`."""
 
     endpoint: str | None = None
-    """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1; unset is in process."""
+    """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1. Unset: in process."""
     model: str | None = None
-    """Model name sent to the endpoint; unset takes the first it lists."""
+    """Model name sent to the server. Unset: the first that the server lists."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the endpoint's key, if it needs one."""
+    """Environment variable that holds the server's key, if the server needs one."""
     concurrency: int = 16
     """Requests in flight."""
     max_retries: int = 5
-    """Further attempts of a request that failed."""
+    """Further attempts after a request fails."""
     timeout_s: float = 300.0
-    """Seconds that a request is waited for."""
+    """Seconds to wait for a request."""
     batch_size: int = 16
     """Conversations generated together in process."""
     max_new_tokens: int = 512
-    """Tokens of an answer at most."""
+    """Largest number of tokens per answer."""
     temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """Sampling temperature. 0 takes the likeliest token."""
     plain: bool = False
-    """In process, leave out what the target's generation config asks for (repetition penalty, stop
-    texts and the like)."""
+    """In process, ignore the target's generation config (repetition penalty, stop texts and the
+    like)."""
     out_dir: str = "outputs/regenerated"
-    """Holds `conversations.jsonl`; a second start continues it."""
+    """Folder for `conversations.jsonl`. A second start continues there."""
     seed: int = 0
-    """Of the draws, above temperature 0."""
+    """Seed of sampling, above temperature 0."""
 
     def __post_init__(self) -> None:
         positive("", self, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
         not_negative("", self, "temperature", "max_retries")
         if self.endpoint is None and self.model is not None:
             raise InputError(
-                f"model={self.model}: names an endpoint's model, and endpoint is not set; "
-                "in process it is target.path"
+                f"model={self.model}: names a model of a server, but endpoint is unset; set "
+                "endpoint=URL, or target.path to generate in process"
             )
         if self.endpoint is not None and self.plain:
             raise InputError(
-                "plain=true: says how answers are written in process, and endpoint is set: serve "
-                "the model with --generation-config vllm instead"
+                "plain=true: applies in process only, but endpoint is set; leave plain unset and "
+                "serve the model with --generation-config vllm"
             )
         if self.endpoint is not None and "chat_template" in (self.data.chat_template_kwargs or {}):
             raise InputError(
-                "data.chat_template_kwargs.chat_template: a server renders by the template that it "
-                "was started with: unset it, and serve the model with --chat-template FILE"
+                "data.chat_template_kwargs.chat_template: a server applies the template it was "
+                "started with; leave it unset and serve the model with --chat-template FILE"
             )
 
 
@@ -109,14 +109,15 @@ class RelayRun:
     """`scripts/relay.py`."""
 
     folder: str = "???"
-    """The folder that the server writes to, e.g. /dev/shm/layers-2-18-33-36; made if missing."""
+    """Folder that the server writes to, e.g. /dev/shm/layers-2-18-33-36. Made if missing."""
     host: str = "127.0.0.1"
-    """Address to listen at. Of another than this machine's own, name a private one: texts and
-    states go unencrypted to whoever has the token."""
+    """Address to listen at. Beyond this machine, name a private address: texts and states travel
+    unencrypted to anyone with the token."""
     port: int = 8100
-    """Of that address."""
+    """Port to listen at."""
     max_age_s: float = 3600.0
-    """Age in seconds at which files and their locks are deleted, above what trainers wait for."""
+    """Age in seconds at which files and their locks are deleted. Must exceed the time that trainers
+    wait."""
 
     def __post_init__(self) -> None:
         positive("", self, "port", "max_age_s")
@@ -130,26 +131,26 @@ class PruneRun(ChainSettings, PackedRun):
 
     head: HeadRef = field(default_factory=HeadRef)
     sizes: list[int] = field(default_factory=list)
-    """Ids that a pruned head can draft, rising; one head each."""
+    """Numbers of token ids that pruned heads can draft, rising. Writes one head for each."""
     ranks: list[int] = field(default_factory=list)
-    """Values of `output_rank` to measure beside them, rising; any head can draft so as it is."""
+    """Values of `output_rank` to measure too, rising. They need no new head."""
     num_sequences: int = 512
-    """Packed training sequences along whose answers the target's first choices are counted."""
+    """Packed training sequences on whose answers the target's first choices are counted."""
     num_replay_prompts: int = 64
-    """Held-out prompts on which tau is replayed, over the target's own text."""
+    """Held-out prompts for replaying tau over the target's own text."""
     max_new_tokens: int = 128
-    """Of that text, per prompt."""
+    """Tokens of that text per prompt."""
     out_dir: str = "outputs/pruned"
     """Folder for the pruned heads and the table."""
     seed: int = 0
-    """Of the packing, of which conversations are held out, and of intervals."""
+    """Seed of packing, held-out conversations and confidence intervals."""
 
     def __post_init__(self) -> None:
         positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
         for name in ("sizes", "ranks"):
             values = getattr(self, name)
             if min(values, default=1) <= 0 or sorted(set(values)) != list(values):
-                raise InputError(f"{name}={values}: must be numbers above 0, rising")
+                raise InputError(f"{name}={values}: must be numbers above 0, in rising order")
 
 
 @dataclass
@@ -187,7 +188,7 @@ class CompareRun:
     """`scripts/compare.py`."""
 
     results: list[str] = field(default_factory=list)
-    """Folders with `acceptance.json`, each a row that is called after its folder; or files, or
+    """Folders with `acceptance.json`; each gives a row named after its folder. Also files, or
     folders with one: results of `vllm bench serve`, Model-Optimizer's `acceptance_rate.json`,
     speculators' `acceptance.csv`."""
     out_dir: str = "outputs/comparison"
@@ -195,10 +196,10 @@ class CompareRun:
 
 
 class ContestPart(Enum):
-    """Parts of a contest, in their order."""
+    """Parts of a contest, in order."""
 
     plan = "plan"
-    """Probe every recipe, and settle how many steps it gets."""
+    """Time every recipe and set its number of steps."""
     train = "train"
     measure = "measure"
     report = "report"
@@ -206,7 +207,7 @@ class ContestPart(Enum):
 
 @dataclass
 class ContestTrainConfig:
-    """Settings that all trainings of a contest share."""
+    """Settings shared by all trainings of a contest."""
 
     batch_size: int = 8
     """Packed sequences per optimizer step, over all processes."""
@@ -219,48 +220,48 @@ class ContestTrainConfig:
 
 @dataclass
 class ContestRun(PackedRun):
-    """`scripts/contest/run.py`; `data` is what is learnt, `prompts` what is measured on."""
+    """`scripts/contest/run.py`; trains on `data`, measures on `prompts`."""
 
     prompts: RowsConfig = field(default_factory=RowsConfig)
-    """Unset `prompts.path` means the embedded default's."""
+    """Unset `prompts.path`: the embedded default."""
     recipes: list[str] = field(default_factory=lambda: ["medusa", "eagle3_1", "dspark"])
-    """Heads to train: `medusa`, or a recipe of `conf/head`; settings may follow, as in
-    `dspark head.num_layers=2`."""
+    """Heads to train: `medusa` or a recipe of `conf/head`. Settings may follow, as in `dspark
+    head.num_layers=2`."""
     tokens: int | None = None
-    """Tokens that each recipe learns, padding included; either this or `minutes`."""
+    """Training tokens per recipe, padding included. Set this or `minutes`."""
     minutes: float | None = None
-    """Of optimizer steps on this machine, in all; recipes have equal shares."""
+    """Minutes of optimizer steps on this machine in total, shared equally by the recipes."""
     train: ContestTrainConfig = field(default_factory=ContestTrainConfig)
     launch: list[str] = field(default_factory=list)
     """Arguments of `accelerate launch` for trainings, e.g.
-    [--config_file,conf/accelerate/ddp.yaml]; empty starts them by plain python."""
+    [--config_file,conf/accelerate/ddp.yaml]. Empty: start them with plain python."""
     untrained: list[str] = field(
         default_factory=lambda: ["prompt_lookup", "ngram", "suffix", "recycling"]
     )
-    """Methods of `eval/speedup.py` without a head that compete."""
+    """Methods of `eval/speedup.py` without a trained head to include."""
     concurrency: list[int] = field(default_factory=lambda: [1, 4])
     """Batch sizes at which tokens/s are predicted and measured."""
     max_new_tokens: int = 128
-    """Tokens of an answer at most."""
+    """Largest number of tokens per answer."""
     num_turns: int = 2
-    """Questions of a dialogue that are asked."""
+    """Questions to ask per dialogue."""
     num_repeats: int = 3
     """Timed passes over the prompts."""
     probe_steps: int = 8
-    """Optimizer steps of the run that tells what a step takes."""
+    """Optimizer steps of the run that measures the time of a step."""
     parts: list[ContestPart] = field(default_factory=lambda: list(ContestPart))
-    """What this start does; what is there is not made again."""
+    """Parts to run. Existing results are kept."""
     out_dir: str = "outputs/contest"
-    """A second start goes on."""
+    """Folder for the contest. A second start continues there."""
     seed: int = 0
-    """Of weights, data and draws."""
+    """Seed of weights, data and sampling."""
 
     def __post_init__(self) -> None:
         positive("", self, "tokens", "minutes", "max_new_tokens", "num_turns", "num_repeats")
         if self.probe_steps < 4:
             raise InputError(f"probe_steps={self.probe_steps}: must be at least 4")
         if not self.recipes:
-            raise InputError("recipes=[]: name at least one")
+            raise InputError("recipes=[]: no head to train; name one, e.g. recipes=[medusa]")
         if not self.concurrency or min(self.concurrency) < 1:
             raise InputError(f"concurrency={self.concurrency}: must be numbers above 0")
 
@@ -270,11 +271,11 @@ class TargetsRun:
     """`scripts/zoo/check.py`."""
 
     model_types: list[str] = field(default_factory=list)
-    """Of transformers, e.g. [llama,qwen3_next]; empty takes all."""
+    """Model types of transformers, e.g. [llama,qwen3_next]. Empty: all."""
     timeout: float = 300.0
-    """Seconds after which an architecture's process is ended, and its check failed."""
+    """Seconds after which the check of an architecture is ended and counts as failed."""
     out_dir: str = "outputs/targets"
-    """What was checked there is not checked again."""
+    """Folder for results. Checked architectures are skipped."""
 
     def __post_init__(self) -> None:
         positive("", self, "timeout")

@@ -28,51 +28,51 @@ class Quantization(Enum):
 
 @dataclass
 class TargetConfig:
-    """The frozen language model that drafts are made for."""
+    """The frozen language model to draft for."""
 
     path: str | None = None
-    """Hub id, folder or GGUF file; unset means the embedded default."""
+    """Hub id, folder or GGUF file. Unset: the embedded default."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     gguf_file: str | None = None
-    """Name of a GGUF file in the folder or Hub repository `path`; the same as `path/gguf_file`."""
+    """Name of a GGUF file in the folder or Hub repository `path`. Same as `path/gguf_file`."""
     dtype: Dtype = Dtype.auto
     quantization: Quantization = Quantization.none
     adapter: str | None = None
-    """Hub id or folder of a LoRA adapter (peft) applied to the target."""
+    """LoRA adapter (peft) to apply to the target: Hub id or folder."""
     device_map: str | None = None
-    """Passed to transformers, e.g. `auto`, for targets that need several devices."""
+    """Placement of a target over several devices, e.g. `auto`. Passed to transformers."""
     trust_remote_code: bool = False
     """Run model code that the Hub repository ships."""
     attention: str | None = None
-    """transformers' name of how its layers attend to drafts: `sdpa`, `eager` or `flex_attention`;
-    the last on GPUs alone; unset takes the first of these that changes nothing."""
+    """Attention implementation of transformers for verify passes: `sdpa`, `eager` or
+    `flex_attention` (GPU only). Unset: the first that gives the target's own results."""
     engine: list[str] = field(default_factory=list)
-    """Base URLs of vLLM servers that run this target's layers, e.g.
-    [http://localhost:8000/v1]; a URL that is named twice gets twice the requests. Of the target
-    only embedding, final norm and output head are then loaded. Of training, of capture and of
-    `eval/acceptance.py`."""
+    """Base URLs of vLLM servers that run this target's layers, e.g. [http://localhost:8000/v1]. A
+    URL that is named twice gets twice the requests. This process then loads only embedding, final
+    norm and output head. For training, capture and `eval/acceptance.py`."""
     adapter_name: str | None = None
-    """Name under which the servers of `target.engine` serve a LoRA adapter of this target
-    (`vllm serve ... --enable-lora --lora-modules NAME=PATH`), which is then the target."""
+    """Name of a LoRA adapter that the servers of `target.engine` serve (`vllm serve ...
+    --enable-lora --lora-modules NAME=PATH`). Target and adapter together are then the target."""
     relay: list[str] = field(default_factory=list)
-    """Base URLs of `scripts/relay.py` beside each server of `target.engine`, in the same order;
-    unset reads files from the folder itself."""
+    """Base URLs of `scripts/relay.py`, one per server of `target.engine`, in the same order. Unset:
+    read files from the server's folder."""
     prefill_chunk: int = 512
-    """Tokens of a prompt that are read at a time; recurrent targets read all of it at once."""
+    """Prompt tokens per forward pass. Recurrent targets read a prompt in one pass."""
 
     def __post_init__(self) -> None:
         positive("target", self, "prefill_chunk")
         if self.adapter_name is not None and not self.engine:
             raise InputError(
-                f"target.adapter_name={self.adapter_name}: names an adapter of the servers of "
-                "target.engine, which is empty; an adapter that is here is target.adapter=PATH"
+                f"target.adapter_name={self.adapter_name}: names an adapter of a server, but "
+                "target.engine is empty; set target.engine=[URL], or target.adapter=PATH for a "
+                "local adapter"
             )
         if self.relay and len(self.relay) != len(self.engine):
             raise InputError(
-                f"target.relay={self.relay}: name one beside each server of "
-                f"target.engine={self.engine}, in the same order; or none, where trainers see "
-                "the servers' folders"
+                f"target.relay={self.relay}: must have one URL per server of "
+                f"target.engine={self.engine}, in the same order; or leave it unset if this "
+                "machine sees the servers' folders"
             )
         for name in ("path", "adapter"):  # transformers knows no ~
             if (path := getattr(self, name)) is not None and path.startswith("~"):
@@ -81,12 +81,12 @@ class TargetConfig:
             self._join_gguf_file(self.gguf_file)
         if self.path is not None and gguf_parts(self.path) and self.quantization.value != "none":
             raise InputError(
-                f"target.quantization={self.quantization.value}: the weights of target.path="
-                f"{self.path} are what llama.cpp serves, quantised as they are; leave it unset"
+                f"target.quantization={self.quantization.value}: target.path={self.path} is "
+                "quantised as llama.cpp serves it; leave target.quantization unset"
             )
 
     def _join_gguf_file(self, name: str) -> None:
-        """Makes one path of both, by which everything names the target from here on."""
+        """Join `path` and the file name into one path."""
         if self.path is None or gguf_parts(self.path):
             raise InputError(
                 f"target.gguf_file={name}: target.path={self.path} must be the folder or Hub id "

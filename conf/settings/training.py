@@ -10,27 +10,27 @@ from conf.settings.target import Dtype
 
 
 class Optimizer(Enum):
-    """Optimizers of a head."""
+    """Optimizer of the head."""
 
     auto = "auto"
-    """What gives the better head of a kind; under DeepSpeed AdamW."""
+    """The better one for the kind of head; AdamW under DeepSpeed."""
     adamw = "adamw"
     muon = "muon"
-    """Muon for matrices between hidden states, AdamW for output heads, norms and biases."""
+    """Muon for matrices between hidden states; AdamW for output heads, norms and biases."""
 
 
 class Schedule(Enum):
     """Learning-rate schedule after the warm-up."""
 
     auto = "auto"
-    """`wsd` for EAGLE heads, `cosine` for Medusa's."""
+    """`wsd` for EAGLE heads, `cosine` for Medusa heads."""
     cosine = "cosine"
     wsd = "wsd"
     constant = "constant"
 
 
 class Tracker(Enum):
-    """Trackers of metrics, besides `metrics.jsonl`."""
+    """Tracker of metrics, besides `metrics.jsonl`."""
 
     none = "none"
     tensorboard = "tensorboard"
@@ -39,58 +39,59 @@ class Tracker(Enum):
 
 @dataclass
 class TrainConfig:
-    """The optimisation loop, the same for every head."""
+    """The training loop, the same for every head."""
 
     max_steps: int = 1000
     """Optimizer steps."""
     num_epochs: float | None = None
-    """In place of `max_steps`: how often each packed sequence is seen."""
+    """Passes over the packed sequences, instead of `max_steps`."""
     batch_size: int = 8
     """Packed sequences per optimizer step, over all processes."""
     batch_tokens: int | None = None
-    """In place of `batch_size`: tokens per optimizer step, to the nearest batch that divides."""
+    """Tokens per optimizer step, instead of `batch_size`. Rounded to a batch that divides."""
     micro_batch_size: int = 1
     """Packed sequences per forward pass of one process."""
     optimizer: Optimizer = Optimizer.auto
     learning_rate: float | int | str = AUTO
-    """Highest of the schedule; `auto` takes one by kind of head, optimizer and width, and a fifth
-    of it for a head that was trained before."""
+    """Peak learning rate. `auto` depends on the kind of head, optimizer and width, and is five
+    times smaller for a trained head."""
     adam_learning_rate: float | int | str = AUTO
-    """The same for what AdamW updates beside Muon."""
+    """Peak learning rate of the weights that AdamW updates beside Muon."""
     weight_decay: float = 0.0
-    """Share of a weight, times the learning rate, that a step takes from it."""
+    """Weight decay: each step subtracts this share of a weight, times the learning rate."""
     adam_beta2: float = 0.999
-    """Decay of AdamW's second moment; the first's is 0.9."""
+    """Decay of AdamW's second moment. The first moment's is 0.9."""
     max_grad_norm: float | None = 1.0
-    """A gradient whose norm is larger is scaled down to it; unset scales none."""
+    """Largest norm of the gradient; larger gradients are scaled down. Unset: no limit."""
     max_grad_value: float | None = None
-    """Each number of a gradient is clipped to it, either way; unset clips none."""
+    """Largest absolute value in the gradient; larger values are clipped. Unset: no limit."""
     schedule: Schedule = Schedule.auto
     warmup_steps: int | None = None
-    """Optimizer steps of linear warm-up; unset takes 4% of `max_steps`."""
+    """Optimizer steps of linear warm-up. Unset: 4% of `max_steps`."""
     decay_fraction: float = 0.2
     """Share of the steps in which the `wsd` schedule decays to zero."""
     average_decay: float | None = None
-    """Of the exponential moving average of the weights, by step, which is then what is evaluated
-    and saved; unset keeps none."""
+    """Decay per step of the exponential moving average of the weights, which is then evaluated and
+    saved. Unset: no average."""
     dtype: Dtype = Dtype.auto
-    """Autocast dtype of the head; its parameters and optimizer state stay float32."""
+    """Autocast dtype of the head. Parameters and optimizer state stay float32."""
     compile: bool | None = None
-    """torch.compile the loss and the head's layers; unset means on CUDA, and on a CPU in an EAGLE
-    run that is long enough to pay for it, where a compiler and Python.h are there."""
+    """Compile the loss and the head's layers (torch.compile). Unset: on CUDA, and on a CPU for long
+    EAGLE runs if a compiler and Python.h are installed."""
     eval_steps: int = 200
     """Optimizer steps between evaluations."""
     num_eval_sequences: int = 32
     """Packed held-out sequences per evaluation."""
     num_replay_prompts: int = 16
-    """Held-out prompts on which each evaluation replays tau, from 64 tokens of the target's own
-    text each; 0 for none."""
+    """Held-out prompts on which each evaluation replays tau, over 64 tokens of the target's own
+    text each. 0: none."""
     save_steps: int = 200
     """Optimizer steps between checkpoints."""
     num_checkpoints: int = 2
-    """Checkpoints kept, newest first."""
+    """Number of checkpoints to keep, the newest ones."""
     resume: str | None = None
-    """`auto` continues from the newest checkpoint in `out_dir`; or a checkpoint folder."""
+    """Checkpoint to continue from: a folder, or `auto` for the newest in `out_dir`. Unset: start
+    anew."""
     log_steps: int = 10
     """Optimizer steps between metric lines."""
 
@@ -119,31 +120,31 @@ class TrainConfig:
 
 @dataclass
 class LogConfig:
-    """Experiment tracking; never stops a run."""
+    """Experiment tracking. A failing tracker does not stop a run."""
 
     tracker: Tracker = Tracker.none
     project: str = "headsmith"
-    """Name of the project there."""
+    """Project name in the tracker."""
     run_name: str | None = None
-    """Name of the run there; unset means the tracker's choice."""
+    """Run name in the tracker. Unset: the tracker chooses."""
 
 
 @dataclass
 class RolloutConfig:
-    """The target's own answers, written while a head is trained, in place of those of the data."""
+    """Answers that the target writes during training, which replace the data's answers."""
 
     steps: int | None = None
-    """Optimizer steps that learn from a round of answers; unset learns those of the data."""
+    """Optimizer steps per round of answers. Unset: learn the data's answers."""
     max_new_tokens: int = 256
-    """Tokens of an answer at most; with its prompt it is cut to `data.max_length`."""
+    """Largest number of tokens per answer. Prompt and answer are cut to `data.max_length`."""
     temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """Sampling temperature. 0 takes the likeliest token."""
     batch_size: int = 16
-    """Answers that a process writes, or asks for, side by side."""
+    """Answers per process to write, or to request, at once."""
     endpoint: str | None = None
-    """URL of a vLLM server of the target, e.g. http://localhost:8000/v1, that answers instead;
-    its key, if it needs one, is OPENAI_API_KEY's. Unset: the servers of `target.engine`, if
-    there are any."""
+    """URL of a vLLM server that writes the answers, e.g. http://localhost:8000/v1. Its key, if
+    needed, is in OPENAI_API_KEY. Unset: the servers of `target.engine`, if any, else this
+    process."""
 
     def __post_init__(self) -> None:
         positive("rollout", self, "steps", "max_new_tokens", "batch_size")
@@ -152,9 +153,9 @@ class RolloutConfig:
 
 @dataclass
 class TrainRun(PackedRun):
-    """A training; beside these settings comes `head`, of its own kind."""
+    """Training of a head. Subclasses add the settings `head`."""
 
-    # Of a target that changes: neither its answers nor its stored states would last.
+    # For a target that changes in training: its answers and stored states would go stale.
     rollout = RolloutConfig()
 
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -162,19 +163,19 @@ class TrainRun(PackedRun):
     out_dir: str = "outputs/head"
     """Folder for the head, its checkpoints and metrics."""
     seed: int = 0
-    """Of new weights, the order of data, noise and draws."""
+    """Seed of new weights, data order, noise and sampling."""
 
     def __post_init__(self) -> None:
         if self.target.engine and not isinstance(self, FrozenTargetRun):
             raise InputError(
-                f"target.engine={self.target.engine}: this command trains the target itself, and "
-                "needs its layers; unset it"
+                f"target.engine={self.target.engine}: this command trains the target's layers, so "
+                "it must load them; leave target.engine unset"
             )
 
 
 @dataclass
 class FrozenTargetRun(TrainRun):
-    """A training beside a target that stays as it is."""
+    """Training of a head on a frozen target."""
 
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -183,11 +184,11 @@ class FrozenTargetRun(TrainRun):
         super().__post_init__()
         if self.target.engine and self.data.features is not None:
             raise InputError(
-                f"target.engine={self.target.engine}: data.features={self.data.features} holds the "
-                "states that engines would give; unset one of them"
+                f"target.engine={self.target.engine}: data.features={self.data.features} already "
+                "holds the states that the engine would give; unset one of them"
             )
         if self.rollout.steps is not None and self.data.features is not None:
             raise InputError(
-                f"rollout.steps={self.rollout.steps}: the target answers while training, so it is "
-                f"needed itself; unset data.features={self.data.features} and name the data"
+                f"rollout.steps={self.rollout.steps}: the target must answer during training; "
+                f"unset data.features={self.data.features} and set data.path"
             )

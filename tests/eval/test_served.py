@@ -113,7 +113,7 @@ def test_an_answer_ends_at_a_text_that_the_engine_does_not_know(
 
 def test_what_runs_the_target_s_layers_refuses_engines(folder: Path, tmp_path: Path) -> None:
     urls = ["http://localhost:1/v1"]
-    with pytest.raises(InputError, match=r"mode=decode: .*unset target\.engine"):
+    with pytest.raises(InputError, match=r"mode=decode: .*leave target\.engine unset"):
         run(folder, tmp_path / "out", "medusa", urls, mode=Mode.decode)
     with pytest.raises(InputError, match="runs the target in its own process"):
         open_bench(run(folder, tmp_path / "out", "medusa", urls), "other.json")

@@ -346,8 +346,8 @@ def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_ks": [2, 1]}, r"top_ks=\[2, 1\]: must be numbers above 0, rising"),
-        ({"batch_sizes": []}, r"batch_sizes=\[\]: must be numbers above 0, rising"),
+        ({"top_ks": [2, 1]}, r"top_ks=\[2, 1\]: must be numbers above 0, in rising order"),
+        ({"batch_sizes": []}, r"batch_sizes=\[\]: must be numbers above 0, in rising order"),
         ({"max_nodes": 0}, r"max_nodes=0"),
         ({"curve": "gone.json"}, r"curve=gone\.json: not a cost curve"),
     ],

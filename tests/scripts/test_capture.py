@@ -380,7 +380,10 @@ def test_layers_that_the_target_does_not_have_are_refused(inputs: Path, tmp_path
     [
         ({"top_k": 0}, "top_k=0: must be above 0"),
         ({"num_replay_prompts": -1}, "num_replay_prompts=-1: must be at least 0"),
-        ({"layers": [], "teacher": TeacherKind.top_k}, r"layers=\[\]: with teacher=top_k"),
+        (
+            {"layers": [], "teacher": TeacherKind.top_k},
+            r"layers=\[\]: teacher=top_k stores no hidden state",
+        ),
     ],
 )
 def test_settings_are_checked(changes: dict, message: str) -> None:

@@ -160,9 +160,11 @@ def test_what_cannot_be_pruned_is_named(setting, tmp_path, head, changes, messag
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(InputError, match=r"sizes=\[4, 2\]: must be numbers above 0, rising"):
+    with pytest.raises(
+        InputError, match=r"sizes=\[4, 2\]: must be numbers above 0, in rising order"
+    ):
         PruneRun(sizes=[4, 2])
-    with pytest.raises(InputError, match=r"ranks=\[0\]: must be numbers above 0, rising"):
+    with pytest.raises(InputError, match=r"ranks=\[0\]: must be numbers above 0, in rising order"):
         PruneRun(ranks=[0])
 
 

@@ -285,11 +285,11 @@ def test_bad_settings_are_named(tmp_path: Path) -> None:
     refused("plain text has no questions", text)
     refused("concurrency=0: must be above 0", concurrency=0)
     refused("temperature=-1: must be at least 0", temperature=-1)
-    refused("endpoint is not set", model="toy")
+    refused("endpoint is unset", model="toy")
     server = {"endpoint": "http://localhost:8000/v1"}
-    refused("plain=true: says how answers are written in process", plain=True, **server)
+    refused("plain=true: applies in process only", plain=True, **server)
     named = DataConfig(path=str(good), chat_template_kwargs={"chat_template": "rag"})
-    with pytest.raises(InputError, match="by the template that it was started with"):
+    with pytest.raises(InputError, match="a server applies the template it was started with"):
         RegenerateRun(data=named, **server)
     refused("must be like http://localhost", endpoint="localhost:8000")
     refused("must not hold a password", endpoint="http://me:pw@localhost/v1", model="toy")

@@ -383,7 +383,9 @@ def test_an_address_that_is_none(url: str) -> None:
 def test_each_server_has_its_relay() -> None:
     TargetConfig(engine=["http://a/v1", "http://b/v1"], relay=["http://a:8100", "http://b:8100"])
     for engine in ([], ["http://a/v1", "http://b/v1"]):
-        with pytest.raises(InputError, match=r"target\.relay=\['http://a:8100'\]: name one beside"):
+        with pytest.raises(
+            InputError, match=r"target\.relay=\['http://a:8100'\]: must have one URL per server"
+        ):
             TargetConfig(engine=engine, relay=["http://a:8100"])
 
 

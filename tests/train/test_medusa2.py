@@ -245,7 +245,7 @@ def test_modules_that_cannot_be_adapted(modules: list[str], message: str) -> Non
         (lambda: JointConfig(heads_only_steps=-1), r"joint\.heads_only_steps=-1: must be"),
         (
             lambda: Medusa2Run(joint=JointConfig(heads_only_steps=1000)),
-            r"joint\.heads_only_steps=1000 leaves no joint step of train\.max_steps=1000",
+            r"joint\.heads_only_steps=1000: leaves no joint step of train\.max_steps=1000",
         ),
         (lambda: Medusa2Run(target=TargetConfig(adapter="lora")), r"scripts/merge_adapter\.py"),
         (lambda: Medusa2Run(target=TargetConfig(device_map="auto")), r"device_map=auto: .*one dev"),

@@ -106,7 +106,7 @@ def test_an_indexer_stays_as_it_is(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_no_more_steps_than_a_sequence_has_tokens() -> None:
-    with pytest.raises(InputError, match=r"head\.num_steps=64: no token .*max_length=64 is"):
+    with pytest.raises(InputError, match=r"head\.num_steps=64: too many .*max_length=64 tokens"):
         MtpRun(head=MtpConfig(num_steps=64), data=DataConfig(max_length=64))
     MtpRun(head=MtpConfig(num_steps=63), data=DataConfig(max_length=64))
 

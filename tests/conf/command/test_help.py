@@ -68,8 +68,8 @@ def test_help_is_printed_at_the_door(
     with pytest.raises(SystemExit, match=r"^0$"):
         COMMANDS["train/medusa.py"].begin()
     assert capsys.readouterr().out == (
-        "seed=7\n  whole number.\n  Of new weights, the order of data, noise and draws.\n\n"
-        "log.project=headsmith\n  text.\n  Name of the project there.\n"
+        "seed=7\n  whole number.\n  Seed of new weights, data order, noise and sampling.\n\n"
+        "log.project=headsmith\n  text.\n  Project name in the tracker.\n"
     )
 
 
@@ -85,14 +85,14 @@ def test_the_page_of_a_command_has_defaults_words_and_choices() -> None:
     said = page("train/medusa.py")
     assert said.startswith(
         "What it does.\n\n"
-        "target: The frozen language model that drafts are made for.\n"
-        "  target.path=null                Hub id, folder or GGUF file; unset means the embedded "
+        "target: The frozen language model to draft for.\n"
+        "  target.path=null                Hub id, folder or GGUF file. Unset: the embedded "
         "default.\n"
     )
     assert (
-        "\n  train.optimizer=auto            Optimizers of a head.\n"
+        "\n  train.optimizer=auto            Optimizer of the head.\n"
         "                                  One of auto, adamw, muon.\n"
-        "                                  auto: What gives the better head of a kind; under Deep"
+        "                                  auto: The better one for the kind of head; AdamW und"
     ) in said
     assert "\nout_dir=outputs/medusa            Folder for the head, its check" in said
     assert "accelerate" not in said
@@ -101,8 +101,8 @@ def test_the_page_of_a_command_has_defaults_words_and_choices() -> None:
 
 def test_a_command_offers_its_own_recipes_and_shows_what_they_set() -> None:
     assert (
-        "\nhead: An EAGLE head and its losses; defaults are EAGLE-3's (arXiv 2503.01840) unless "
-        "said.\n"
+        "\nhead: An EAGLE head and its losses. Defaults are EAGLE-3's (arXiv 2503.01840) unless "
+        "noted.\n"
         "  head=eagle3                     Recipe in conf/head; others: eagle1, eagle3_1, hass.\n"
     ) in page("train/eagle.py")
     assert "Recipe in conf/head; others: there is no other.\n" in page("train/dflash.py")
@@ -120,7 +120,7 @@ def test_one_setting_is_told_in_full() -> None:
         "train.schedule=auto\n"
         "  one of auto, cosine, wsd, constant.\n"
         "  Learning-rate schedule after the warm-up.\n"
-        "    auto: `wsd` for EAGLE heads, `cosine` for Medusa's.\n"
+        "    auto: `wsd` for EAGLE heads, `cosine` for Medusa heads.\n"
         "    cosine\n"
         "    wsd\n"
         "    constant"
@@ -133,7 +133,7 @@ def test_one_setting_is_told_in_full() -> None:
 def test_a_section_is_told_in_full() -> None:
     said = words.explained(shown("train/medusa.py"), "log").splitlines()
     assert said[:3] == [
-        "log: Experiment tracking; never stops a run.",
+        "log: Experiment tracking. A failing tracker does not stop a run.",
         "log.tracker=none",
         "  one of none, tensorboard, wandb.",
     ]

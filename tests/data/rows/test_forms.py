@@ -390,13 +390,13 @@ def test_a_column_that_no_row_has():
     [
         (
             {"promt": "ask"},
-            r"data.columns=\{'promt': 'ask'\}: 'promt' is none of messages, sys",
+            r"data.columns=\{'promt': 'ask'\}: no field is called 'promt'; allowed: messages, sys",
         ),
         (
             {"prompt": 3},
-            r"data.columns=\{'prompt': 3\}: must be like \{prompt: ask, re",
+            r"data.columns=\{'prompt': 3\}: not a mapping of names; .*like '\{prompt: ask",
         ),
-        ("ask", r"data.columns=ask: must be like"),
+        ("ask", r"data.columns=ask: not a mapping of names"),
     ],
 )
 def test_columns_that_are_none(columns, message):

@@ -213,7 +213,9 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
         RolloutConfig(steps=0)
     run = MedusaRun()
     run.data.features = "features"
-    with pytest.raises(InputError, match=r"rollout\.steps=5: the target answers while training"):
+    with pytest.raises(
+        InputError, match=r"rollout\.steps=5: the target must answer during training"
+    ):
         replace(run, rollout=RolloutConfig(steps=5))
 
 

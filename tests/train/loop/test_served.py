@@ -232,11 +232,11 @@ def test_a_document_that_is_lost_is_not_learnt_from(
 
 def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> None:
     target = TargetConfig(path=str(inputs / "target"), engine=["http://localhost:1/v1"])
-    with pytest.raises(InputError, match="holds the states that engines would give"):
+    with pytest.raises(InputError, match="already holds the states that the engine would give"):
         MedusaRun(target=target, data=DataConfig(features="store"))
-    with pytest.raises(InputError, match="this command trains the target itself"):
+    with pytest.raises(InputError, match="this command trains the target's layers"):
         Medusa2Run(target=target)
-    with pytest.raises(InputError, match=r"names an adapter .*engine, which is empty"):
+    with pytest.raises(InputError, match=r"names an adapter .*target\.engine is empty"):
         TargetConfig(path=str(inputs / "target"), adapter_name="tuned")
     target = TargetConfig(path=str(inputs / "target"), adapter_name="tuned", engine=target.engine)
     assert identify(target, load_tokenizer(target)[1], torch.float32).adapter == "tuned"
