@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md: how drafts are verified, and speed-ups of eval/RESULTS.md.
+"""Draws the pictures of README.md: how drafts are verified, and the speed-ups measured.
 
     python docs/draw.py
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER.parent / "eval/RESULTS.md"
+RESULTS = FOLDER / "results/speedup.md"
 STYLE = """
 text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 13px; fill: #59636e }

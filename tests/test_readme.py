@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
 DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
 ROOMS = ("data/servers",)
+RESULTS = [page for page in DOCS if re.fullmatch(r"docs/results/[a-z]+\.md", page)]
 LIMITS = {
     "README.md": 250,
     **{f"{folder}/README.md": 200 for folder in (*FOLDERS, *ROOMS)},
@@ -44,7 +45,8 @@ DOORS = {path: command for path, command in OF_DOORS.items() if not path.startsw
 # Without Hydra: they have tests of their own, or take three numbers.
 PLAIN = {
     "scripts/verify_export.py", "scripts/bench/engine.py", "scripts/bench/engines.py",
-    "scripts/embedded/make.py", "scripts/bench/predict_gpu.py",
+    "scripts/embedded/make.py", "scripts/bench/predict_gpu.py", "scripts/bench/against_peers.py",
+    "scripts/bench/cpu.py",
 }  # fmt: skip
 # What has no default.
 REQUIRED = {
@@ -59,11 +61,11 @@ FOREIGN = {"eagle_export_rope_scaling"}
 # write, fields of rows, tensors and keys of published heads.
 NAMES = """
     tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
-    captured step truncated_turns
+    captured truncated_turns
     target_attention target_state_bytes baseline baselines prompts by_part by_input_length histogram
     conditions
     top1 draft_seconds parity from value role content tool_calls save_to_disk null
-    d2t lm_head token_map output_hidden_states
+    d2t lm_head token_map output_hidden_states size_n
 """
 
 
@@ -121,7 +123,7 @@ RECIPES = {file.stem for file in (ROOT / "conf/head").glob("*.yaml")}
 COMMAND = re.compile(r"(?:python|accelerate launch\b.*?|sbatch\b.*?) +(\S+/\w+\.py)(.*)")
 COMMANDS = [found.groups() for _, span in in_code(".*") if (found := COMMAND.fullmatch(span))]
 COMPOSED = [command for command in COMMANDS if command[0] not in PLAIN]
-GIVEN = sorted({word for _, span in in_code(r"([\w.]+=\S*\s*)+") for word in span.split()})
+GIVEN = sorted({span for _, span in in_code(r"([\w.]+=\S*\s*)+")})
 
 
 @pytest.mark.parametrize("page", LIMITS)
@@ -222,18 +224,24 @@ def test_settings_named_in_code_exist() -> None:
         assert word in SETTINGS, f"{page}: {word}"
 
 
-@pytest.mark.parametrize("word", GIVEN)
-def test_values_named_in_code_are_allowed(word: str) -> None:
-    key, _, value = word.partition("=")
-    if key.isupper() or key in FOREIGN:
-        return
-    if key == "head":
-        assert value in RECIPES
-        return
-    commands = [name for name in DOORS if key in KEYS[name]]
+@pytest.mark.parametrize("span", GIVEN)
+def test_values_named_in_code_are_allowed(span: str) -> None:
+    """By some command that has all of the settings."""
+    given = dict(word.split("=", maxsplit=1) for word in span.split())
+    assert given.pop("head", "eagle3") in RECIPES
+    given = {key: value for key, value in given.items() if not key.isupper() and key not in FOREIGN}
+    commands = [name for name in DOORS if given.keys() <= KEYS[name]]
     assert commands
-    if value:
-        composes(commands[0], [word, *REQUIRED.get(commands[0], [])])
+    words = [f"{key}={value}" for key, value in given.items() if value]
+    refused = []
+    for name in commands if words else []:
+        try:
+            composes(name, [*words, *REQUIRED.get(name, [])])
+            break
+        except ValueError as error:
+            refused.append(f"{name}: {error}")
+    else:
+        assert not refused
 
 
 def test_words_in_code_are_known() -> None:
@@ -245,6 +253,18 @@ def test_words_in_code_are_known() -> None:
     for page, word in words:
         assert word in known.union(NAMES.split()), f"{page}: {word}"
     assert {word for _, word in words}.issuperset(NAMES.split())
+
+
+@pytest.mark.parametrize("page", RESULTS)
+def test_every_figure_says_where_it_comes_from(page: str) -> None:
+    for section in PAGES[page].split("\n## ")[1:]:
+        about = " ".join(section.split())
+        recorded = re.search(r"Recorded 20\d\d-\d\d-\d\d at [0-9a-f]{7}", about)
+        assert recorded, f"{page}: {about[:60]}: no day and commit"
+        machine = re.search("machine|processor|core|computed|counted on", about)
+        assert machine, f"{page}: {about[:60]}: no machine"
+        assert "Since:" in about, f"{page}: {about[:60]}: nothing said of later changes"
+        assert "```" in section or "Command" in section, f"{page}: {about[:60]}: no command"
 
 
 def test_the_settings_of_tables_exist() -> None:
