@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import feature_heads
@@ -80,13 +80,39 @@ def weights_on_cpu(kind: str) -> dict[str, Tensor]:
     return objective_of(kind, grouped_target("cpu", torch.float32)).head.state_dict()
 
 
+class FirstStep(NamedTuple):
+    """A step of the loop.
+
+    Attributes:
+        shown: the loss that it reports, a mean over supervised tokens.
+        loss: what the gradients are of; its weights and its divisor are the objective's.
+        gradients: float32, on the CPU, by the names of the head's parameters.
+    """
+
+    shown: float
+    loss: float
+    gradients: dict[str, Tensor]
+
+
 def gradients(
     kind: str, device: str, dtype: Dtype, out_dir: Path, compiled: bool = False
 ) -> dict[str, Tensor]:
     """Float32, on the CPU, by the names of the head's parameters."""
+    return first_step(kind, device, dtype, out_dir, compiled).gradients
+
+
+def first_step(
+    kind: str,
+    device: str,
+    dtype: Dtype,
+    out_dir: Path,
+    compiled: bool = False,
+    micro_batch_size: int = 2,
+) -> FirstStep:
+    """The loop's first step, on 4 sequences."""
     config = TrainConfig(
-        max_steps=2, batch_size=4, micro_batch_size=2, warmup_steps=0, max_grad_norm=None,
-        dtype=dtype, learning_rate=1e-3, schedule=Schedule.constant,
+        max_steps=2, batch_size=4, micro_batch_size=micro_batch_size, warmup_steps=0,
+        max_grad_norm=None, dtype=dtype, learning_rate=1e-3, schedule=Schedule.constant,
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     with patch.dict(os.environ, {"ACCELERATE_USE_CPU": str(device == "cpu").lower()}):
@@ -107,10 +133,12 @@ def gradients(
                 found[name] = parameter.grad.detach().float().cpu().clone()
 
     run.placement.optimizers[0].register_step_pre_hook(keep)
-    run.optimizer_step()
+    totals, backward = [], run.placement.backward
+    run.placement.backward = lambda total: (totals.append(float(total.detach())), backward(total))
+    loss = run.optimizer_step()
     run.close()
     AcceleratorState._reset_state(reset_partial_state=True)
-    return found
+    return FirstStep(loss, sum(totals), found)
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

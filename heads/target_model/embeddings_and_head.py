@@ -64,6 +64,22 @@ class EmbeddingsAndHead:
         self.ignores_stops = False
         choose_kernels(self.device)
 
+    @classmethod
+    def sharing(cls, model: Any, tokenizer: Any, name: str) -> "EmbeddingsAndHead":
+        """The parts of a transformers model that goes on learning, in the model's own memory.
+
+        No gradient reaches the model.
+        """
+        output_head = model.get_output_embeddings()
+        return cls(
+            model_config=model.config,
+            embedding=nn.Embedding.from_pretrained(model.get_input_embeddings().weight.detach()),
+            output_head=_linear(output_head.weight, getattr(output_head, "bias", None)),
+            generation_config=model.generation_config,
+            tokenizer=tokenizer,
+            name=name,
+        )
+
     @property
     def device(self) -> torch.device:
         """Device of inputs and of all results."""

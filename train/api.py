@@ -1,0 +1,374 @@
+"""The functions that other programs may call: all public Python of Headsmith, see docs/python.md.
+
+Everything else may change without notice. The functions live here because `train` is the one room
+that sees targets, heads, decoding and losses.
+
+Letters: B sequences, T tokens of one, D hidden, K depths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+
+from conf.errors import InputError
+from conf.settings.export import ExportFormat
+from conf.settings.target import Dtype, TargetConfig
+from data.embedded import TARGET
+from data.features.format import HIDDEN, LAYER
+from data.templates.encoder import Encoder
+from eval.decode.engine import NoDraft, decode
+from eval.decode.generation_config import follow
+from eval.measure import replay, stats
+from heads import kinds
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import Tree
+from heads.export.writer import check_format
+from heads.head import UNKNOWN, DraftHead
+from heads.target_model import load
+from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.model import Target, TargetOutput
+from heads.vocab import DraftVocab
+from train import schedule
+from train.batch.prefetch import on_device
+from train.batch.supervision import NOISE_SEEDS, Batch
+from train.loop.command import Training
+from train.loop.evaluation import figures
+from train.objective import Objective
+
+PUBLIC = (
+    "load_target", "load_head", "generate", "Answer", "acceptance", "Acceptance",
+    "training_objective", "training_step", "StepLoss", "TargetOutput", "frozen_parts",
+    "engine_tensors", "InputError",
+)  # fmt: skip
+"""The names that docs/python.md lists, and that stay."""
+
+Messages = Sequence[dict[str, str]]
+"""A conversation: `role` and `content` of each message."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A text that a target wrote.
+
+    Attributes:
+        text: the answer, without special tokens.
+        prompt_ids: the rendered prompt.
+        token_ids: the answer, the stop token included.
+        tau: tokens that one pass of the target wrote; 1 without drafts.
+    """
+
+    text: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    tau: float
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The drafts that a text accepts.
+
+    Attributes:
+        tau: tokens that one pass of the target would write.
+        alpha: for each depth, the share of the drafts that reached it and were accepted there.
+    """
+
+    tau: float
+    alpha: list[float]
+
+
+class StepLoss(NamedTuple):
+    """The loss of a training step.
+
+    Attributes:
+        loss: [] float32, with gradients for the head's parameters alone.
+        metrics: `loss`, and `loss_d1`, `top1_d1`, ... for each depth.
+    """
+
+    loss: Tensor
+    metrics: dict[str, float]
+
+
+def load_target(path: str | None = None, dtype: str = "auto", device: str | None = None) -> Target:
+    """Load a frozen target, checked as in every command.
+
+    Args:
+        path: Hub id, folder or GGUF file; the embedded default unless given.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: bfloat16 on CUDA, float32 on a CPU.
+        device: of torch; CUDA where there is one unless given.
+
+    Raises:
+        InputError: nothing is there, or the architecture cannot draft, with the reason.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config = TargetConfig(path or TARGET, dtype=Dtype(dtype))
+    target = load.load_target(config, torch.device(device))
+    follow(target)
+    return target
+
+
+def load_head(path: str, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> DraftHead:
+    """Load a trained, exported or published head, attached to its target, in eval mode.
+
+    Args:
+        path: folder, GGUF file or Hub id.
+        target: on whose device the head goes.
+        dtype: of the weights; float32, as training needs them, unless given.
+
+    Raises:
+        InputError: no head is there, or it is the head of another target.
+    """
+    return kinds.load_head(path).attach(target, dtype).eval()
+
+
+def generate(
+    target: Target,
+    head: DraftHead | None,
+    prompt: str | Messages | list[int],
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Answer:
+    """Write an answer: the head drafts, the target verifies.
+
+    Greedy text is the target's own to the token; sampled text has the target's distribution.
+
+    Args:
+        target: the target.
+        head: of `load_head`; None writes without drafts.
+        prompt: a question, a conversation that ends with one, or token ids.
+        max_new_tokens: of the answer at most.
+        temperature: 0 is greedy.
+        seed: of everything that sampling draws.
+    """
+    ids = _prompt_ids(target, prompt)
+    sampling = Sampling(temperature)
+    drafter = NoDraft() if head is None else head.drafter(head.usual_shape(), sampling, [seed])
+    found = decode(target, drafter, ids, max_new_tokens, sampling, seed)
+    text = target.tokenizer.decode(found.token_ids, skip_special_tokens=True)
+    tau = stats.tau([stats.PromptSteps("", found.steps)])
+    return Answer(text, ids, found.token_ids, tau)
+
+
+def acceptance(
+    target: Target,
+    head: DraftHead,
+    prompt: str | Messages | list[int],
+    response: str | list[int],
+    depth: int | None = None,
+) -> Acceptance:
+    """Replay a known answer: the drafts that greedy decoding would have accepted along it.
+
+    Equal to decoding where the target itself wrote the answer; of any other text this is what a
+    target that writes that text would accept.
+
+    Args:
+        target: the target.
+        head: of `load_head`.
+        prompt: as in `generate`.
+        response: the answer, or its token ids.
+        depth: draft tokens of a chain; the head's usual number unless given.
+    """
+    if isinstance(response, str):
+        response = list(target.tokenizer(response, add_special_tokens=False)["input_ids"])
+    tree = Tree.chain(depth or head.usual_depth)
+    steps = replay.replay(target, head, tree, _prompt_ids(target, prompt), response)
+    text = [stats.PromptSteps("", steps)]
+    return Acceptance(stats.tau(text), stats.alpha(text, tree.depth))
+
+
+def training_objective(
+    head: DraftHead | str, target: EmbeddingsAndHead, seed: int = 0, **settings: Any
+) -> Objective:
+    """Make the objective with which the training commands train a head.
+
+    Its `head` is the head; `head.parameters()` are what an optimizer takes, and `head.taps.layers`
+    names the hidden states that `training_step` wants.
+
+    Args:
+        head: of `load_head`; or the name of a recipe in conf/head (`eagle3_1`, `dflash`, ...),
+            `medusa` or `mtp`, for a fresh head that drafts every id.
+        target: the target, or `frozen_parts` of it.
+        seed: of the weights of a fresh head.
+        settings: of the command's section `head`, where they differ from the recipe.
+
+    Raises:
+        InputError: an unknown recipe, or a setting that the head lacks or that does not fit.
+    """
+    if isinstance(head, str):
+        training, recipe = _recipe(head)
+    else:
+        training, recipe = _training(kinds.name_of(head)), head.variant
+    chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
+    try:
+        changed = OmegaConf.merge(training.command.composed(chosen).head, settings)
+    except OmegaConfBaseException as error:
+        raise InputError(f"training_objective: {str(error).splitlines()[0]}") from error
+    config: Any = OmegaConf.to_object(changed)
+    if isinstance(head, str):
+        vocab = DraftVocab.everything(target.vocab_size)
+        head = training.head.untrained(target, config, vocab, seed)
+    else:
+        config.path = "(in memory)"  # a trained head is gone on with
+    return training.objective(head, target, config)
+
+
+def training_step(
+    objective: Objective,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    states: TargetOutput | None = None,
+    document_ids: Tensor | None = None,
+    seed: int = 0,
+) -> StepLoss:
+    """Compute the loss of one step, as the training commands do; changes nothing.
+
+    The loss is a mean over the learnt tokens of these sequences. Call `loss.backward()` and step
+    an optimizer of your own.
+
+    Args:
+        objective: of `training_objective`.
+        input_ids: [B, T] int64.
+        loss_mask: [B, T] bool, the tokens that are learnt. It decides alone: the commands'
+            `head.learn_prompts` is the mask of all tokens.
+        states: the target's hidden states [B, T, D] of these tokens; None runs the target.
+        document_ids: [B, T] int, the text that each token belongs to, -1 on padding; each
+            sequence is one text unless given.
+        seed: of noise and of drawn blocks; give the number of the step.
+
+    Raises:
+        InputError: tensors of other shapes, or hidden states that the head reads are missing.
+    """
+    if document_ids is None:
+        document_ids = torch.zeros_like(input_ids)
+    _check_step(objective, input_ids, loss_mask, states, document_ids)
+    seeds = tuple(schedule.draw_seed(0, seed, row) for row in range(len(input_ids)))
+    batch = {
+        "input_ids": input_ids, "loss_mask": loss_mask.bool(), "document_ids": document_ids,
+        "position_ids": _positions(document_ids),
+    }  # fmt: skip
+    indexed = objective.indexed({**on_device(batch, torch.device("cpu")), NOISE_SEEDS: seeds})
+    counts = objective.counts(indexed).clamp_min(1)
+    ready = _with_states(objective, on_device(indexed, objective.target.device), states)
+    sums = objective(ready, (objective.weights / counts).to(objective.target.device))
+    named = figures("train", sums.terms.detach(), objective.weights, objective)
+    return StepLoss(sums.total, {n.removeprefix("train/"): value for n, value in named.items()})
+
+
+def frozen_parts(model: Any, tokenizer: Any = None, name: str = UNKNOWN) -> EmbeddingsAndHead:
+    """Take the embedding and output head of a transformers model that goes on learning.
+
+    They share the model's memory, so a head always sees the weights of now, and no gradient of
+    the head reaches the model. This is all of a target that `training_step` needs beside states.
+
+    Args:
+        model: with whole weights on this process.
+        tokenizer: of the model; names special tokens.
+        name: what the head's files call its target: a Hub id or folder.
+    """
+    return EmbeddingsAndHead.sharing(model, tokenizer, name)
+
+
+def engine_tensors(
+    head: DraftHead, engine: str = "vllm", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Name the head's tensors as a serving engine does, without writing files.
+
+    Args:
+        head: attached to its target.
+        engine: a `format` of scripts/export.py.
+        dtype: of floating tensors; the head's own unless given.
+
+    Returns:
+        The tensors of an export by their names in it, without gradients; those that need no
+        change share the head's memory.
+
+    Raises:
+        InputError: the engine cannot serve this head, with the formats that can.
+    """
+    check_format(head, ExportFormat(engine))
+    tensors = head.export(ExportFormat(engine)).files().tensors
+    return {
+        name: each.detach().to(dtype if each.is_floating_point() else None)
+        for name, each in tensors.items()
+    }
+
+
+def _prompt_ids(target: Target, prompt: str | Messages | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if prompt and isinstance(prompt[0], dict):
+        return Encoder(target.tokenizer).prompt([*prompt])
+    return [*prompt]
+
+
+def _training(kind: str) -> Training:
+    """The training command of a kind of head."""
+    entry: Any = import_module(f"train.{kind}")
+    return entry.main
+
+
+def _recipe(name: str) -> tuple[Training, str]:
+    """The training command that knows a recipe; a kind without recipes is its own.
+
+    Raises:
+        InputError: no command does.
+    """
+    known: dict[str, Training] = {}
+    for kind in kinds.HEADS:
+        training = _training(kind)
+        known |= dict.fromkeys(training.command.recipes or (kind,), training)
+    if name not in known:
+        raise InputError(f"head={name}: no such recipe; allowed: {', '.join(known)}")
+    return known[name], name
+
+
+def _positions(document_ids: Tensor) -> Tensor:
+    """[B, T] int64, the place of each token in its document."""
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    places = places.expand_as(document_ids)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids.diff() != 0
+    return places - (places * begins).cummax(1).values
+
+
+def _check_step(
+    objective: Objective,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    states: TargetOutput | None,
+    document_ids: Tensor,
+) -> None:
+    shape = tuple(input_ids.shape)
+    tensors = {"loss_mask": loss_mask, "document_ids": document_ids}
+    if states is not None:
+        lacking = sorted({*objective.head.taps.layers} - {*states.layers})
+        if lacking:
+            raise InputError(
+                f"states.layers={sorted(states.layers)}: this head reads "
+                f"{list(objective.head.taps.layers)}; give {lacking} too, as "
+                "output_hidden_states counts them"
+            )
+        tensors |= {"states.hidden_states": states.hidden_states}
+        tensors |= {f"states.layers[{index}]": each for index, each in states.layers.items()}
+    for name, tensor in tensors.items():
+        if len(shape) != 2 or tuple(tensor.shape[:2]) != shape:
+            raise InputError(
+                f"{name} has the shape {list(tensor.shape)}, input_ids {list(shape)}: "
+                "allowed are [B, T] ids, and the same B and T everywhere"
+            )
+
+
+def _with_states(objective: Objective, batch: Batch, states: TargetOutput | None) -> Batch:
+    if states is None:
+        return objective.prepare(batch)
+    target = objective.target
+    named = {f"{LAYER}{index}": states.layers[index] for index in objective.head.taps.layers}
+    named |= {HIDDEN: states.hidden_states}
+    ready = {name: each.detach().to(target.device, target.dtype) for name, each in named.items()}
+    return {**batch, **ready}
