@@ -1,4 +1,4 @@
-"""Files and folders: what a path means, and writing so that nothing is lost."""
+"""Files and folders: meaning of paths, and writes that lose nothing."""
 
 import errno
 import os
@@ -15,46 +15,49 @@ from filelock import FileLock, Timeout
 from conf.errors import InputError
 
 HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
-"""`name` or `owner/name`, as the Hub has them."""
+"""`name` or `owner/name`, as on the Hub."""
 _GGUF_ON_HUB = re.compile(r"(\b[\w.-]+\b/\b[\w.-]{1,96}\b)/(.+\.gguf)")
 LEAST_FREE = 50e6
-"""Bytes; the smallest results need some of them."""
+"""Least free disk space in bytes for a start; the smallest results need some of it."""
 
 
 def cache_dir() -> Path:
-    """`$HEADSMITH_CACHE`, or `~/.cache/headsmith`: where this machine keeps what is made once."""
+    """Folder for files made once per machine: `$HEADSMITH_CACHE` or `~/.cache/headsmith`."""
     return Path(os.environ.get("HEADSMITH_CACHE") or "~/.cache/headsmith").expanduser().absolute()
 
 
 def here(key: str, path: str, endings: tuple[str, ...] = ()) -> Path | None:
-    """The file or folder that a path names; None where it is the id of a Hub repository.
+    """Resolve a path to a local file or folder, or None for the id of a Hub repository.
 
-    What is there is meant; of what is not, whatever could be an id is one.
+    An existing file or folder takes precedence over a Hub id.
 
     Args:
         key: the setting, for the message.
-        path: as the user gave it; `~` is the user's own folder.
-        endings: of files, which no id has.
+        path: as the user typed it; `~` is expanded.
+        endings: suffixes of files, which no Hub id has.
 
     Raises:
-        InputError: nothing is there, and it is no id.
+        InputError: nothing exists there, and the path is no Hub id.
     """
     local = Path(path).expanduser()
     if path and local.exists():
         return local
     if path.endswith(endings):
-        raise InputError(f"{key}={path}: no such file or folder")
+        raise InputError(f"{key}={path}: no such file or folder; type the path of an existing one")
     if not (HUB_ID.fullmatch(path) or _GGUF_ON_HUB.fullmatch(path)):
         what = "file or folder" if endings else "folder"
-        raise InputError(f"{key}={path}: no such {what}, and not a Hub id (name or owner/name)")
+        raise InputError(
+            f"{key}={path}: no such {what}, and not a Hub id; type an existing path, name or "
+            "owner/name"
+        )
     return None
 
 
 def gguf_parts(path: str) -> tuple[str, str] | None:
-    """The place and the name of a GGUF file; None of a path that names none.
+    """Split the path of a GGUF file into place and file name; None for other paths.
 
-    The place is a folder, or the id of a Hub repository where no such folder is here. In a
-    repository the name may have folders of its own.
+    The place is a folder, or a Hub id where no such folder exists. File names in a repository may
+    contain folders.
     """
     if not path.endswith(".gguf") or Path(path).is_dir():
         return None
@@ -69,20 +72,20 @@ def check_room(out_dir: str) -> None:
     """Refuses a folder that cannot be written, or whose disk is full.
 
     Raises:
-        InputError: with what is in the way.
+        InputError: naming the obstacle.
     """
     folder = Path(out_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         what = "a file" if existing.exists() else "a link to nowhere"
-        raise InputError(f"out_dir={out_dir}: {existing} is {what}: name a folder")
+        raise InputError(f"out_dir={out_dir}: {existing} is {what}; name a folder")
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE:
         raise InputError(
-            f"out_dir={out_dir}: {free / 1e6:.0f} MB are free there; make room for "
-            f"{LEAST_FREE / 1e6:.0f} at least, or name a folder on another disk"
+            f"out_dir={out_dir}: {free / 1e6:.0f} MB are free there; make room for at least "
+            f"{LEAST_FREE / 1e6:.0f} MB, or name a folder on another disk"
         )
-    try:  # permissions alone do not tell: shared disks, quotas and names have rules of their own
+    try:  # a trial write: permissions alone miss shared disks, quotas and long names
         with tempfile.TemporaryDirectory(dir=existing) as trial:
             make_folder(Path(trial) / folder.relative_to(existing))
     except (OSError, InputError) as error:
@@ -92,10 +95,10 @@ def check_room(out_dir: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder to write to, if it is not there.
+    """Make a folder for writing unless it exists.
 
     Raises:
-        InputError: it cannot be made.
+        InputError: the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +107,9 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
-    """Writes a file, at once or piece by piece.
+    """Write a file atomically, at once or piece by piece.
 
-    A reader, or a crash, sees the old one or the new one.
+    Readers see the old file or the new one, even after a crash.
     """
     encoded = content.encode() if isinstance(content, str) else content
     partial = path.with_name(path.name + ".tmp")
@@ -118,14 +121,18 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
 
 
 def locked(path: Path) -> FileLock:
-    """Locks a file until it is released or its process ends, however it ends."""
+    """Lock a file until it is released or this process ends."""
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise InputError(f"{path.parent}: another process is writing here") from error
+        raise InputError(
+            f"{path.parent}: another process is writing here; wait for it or name another folder"
+        ) from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+        raise InputError(
+            f"{path}: cannot be written: {error.strerror}; name another folder"
+        ) from error
     return lock
 
 
@@ -133,19 +140,19 @@ Result = TypeVar("Result")
 
 
 FINAL = (errno.ENOSPC, errno.ENOENT, errno.EACCES)
-"""A full disk, a missing file and a forbidden one are the same a second later."""
+"""Errors that a retry cannot mend: full disk, missing file, no permission."""
 
 
 def retried(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.5) -> Result:
-    """Runs an action again, after a growing pause, where it failed with an OSError that may pass.
+    """Run an action again, after a growing pause, while it fails with a passing OSError.
 
     Args:
         action: starts from the beginning each time.
-        attempts: at most.
-        wait_s: seconds before the second attempt; each later pause is twice the one before.
+        attempts: largest number of attempts.
+        wait_s: seconds before the second attempt. The pause doubles each time.
 
     Raises:
-        OSError: the last one, or one of `FINAL` at once.
+        OSError: the last error, or an error of `FINAL` at once.
     """
     for attempt in range(attempts - 1):
         try:

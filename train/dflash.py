@@ -23,10 +23,10 @@ from train.loss.fused import Student
 
 
 class DFlashObjective(BlockObjective):
-    """The loss of blocks whose slots draft each by itself."""
+    """Loss of blocks whose slots draft independently."""
 
     def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Students from the rows of the slots, through the output head alone."""
+        """Make students of the slots' rows, through the output head alone."""
         unrolled: Unrolled = batch[UNROLLED]
         rows = self.rows(outputs, unrolled)
         return Student(rows, self.head.projection(), unrolled.rows.answers, scales)

@@ -28,22 +28,22 @@ ROWS_PER_CHUNK = 1024
 
 
 class DFlash2Objective(BlockObjective):
-    """The loss of each slot by itself, and of the selector behind the text's own tokens."""
+    """Loss of each slot, and of the selector that follows the text's own tokens."""
 
     head: DFlash2Head
     config: DFlash2Config
 
     def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Students from the rows of the slots, through the output head alone."""
+        """Make students of the slots' rows, through the output head alone."""
         unrolled: Unrolled = batch[UNROLLED]
         rows = self.rows(outputs, unrolled)
         return Student(rows, self.head.projection(), unrolled.rows.answers, scales)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """Bytes that the convolutions and the selector keep of so many blocks.
+        """Bytes that the convolutions and the selector keep.
 
-        A block keeps 2 t R + t (t - 1) / 2 rows of width H in each of a layer's four mixtures, for
-        t taps and R rows. A draft keeps the rows of its candidates, and its own.
+        Each block keeps 2 t R + t (t - 1) / 2 rows of width H in each of the four mixtures of a
+        layer, for t taps and R rows. Each draft token keeps its candidates' rows and its own.
         """
         config = self.head.config
         taps, hidden = config.conv_kernel_size, config.llama.hidden_size
@@ -53,7 +53,7 @@ class DFlash2Objective(BlockObjective):
         return blocks * itemsize * (mixed + chosen)
 
     def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
-        """[M] of each learnt row: the selector's cross-entropy among the slot's candidates."""
+        """[M] selector's cross-entropy of each learnt row among the slot's candidates."""
         del found
         unrolled: Unrolled = batch[UNROLLED]
         rows, labels = self.rows(outputs, unrolled), labels_of(batch)
@@ -62,12 +62,12 @@ class DFlash2Objective(BlockObjective):
         hit = candidates == labels[unrolled.rows.answers.device].unsqueeze(1)
         scores = values + self.head.candidate_selector(rows, before, candidates)
         loss = F.cross_entropy(scores.float(), hit.int().argmax(1), reduction="none")
-        # Nothing can choose a label that is not among the candidates.
+        # The selector cannot choose a label outside the candidates.
         return self.config.selector_weight * loss.where(hit.any(1), 0.0)
 
     @staticmethod
     def _before(unrolled: Unrolled) -> Tensor:
-        """[M] int64, the places right before the tokens that rows draft."""
+        """[M] int64 places directly before the drafted tokens."""
         anchors = unrolled.drafts[unrolled.rows.places % len(unrolled.drafts)]
         return anchors + 1 + unrolled.steps
 

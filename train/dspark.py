@@ -27,13 +27,13 @@ from train.loss.fused import LowRank, Student
 
 
 class DSparkObjective(BlockObjective):
-    """Slots that hear of the text's own tokens before them, and their confidence."""
+    """Loss of slots that read the text's previous tokens, and of their confidence."""
 
     head: DSparkHead
     config: DSparkConfig
 
     def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Students through the output head, with what the tokens before a slot add."""
+        """Make students through the output head, with the Markov head's logits added."""
         unrolled: Unrolled = batch[UNROLLED]
         told = self.head.told(outputs, self._before(batch))
         rows, heard = (self.rows(each, unrolled) for each in (outputs, told))
@@ -41,9 +41,9 @@ class DSparkObjective(BlockObjective):
         return Student(rows, self.head.projection(), unrolled.rows.answers, scales, added)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """Bytes of the inputs of Markov states, of the states three times, and of the confidence's.
+        """Bytes of the Markov states, of their inputs and of the confidence's.
 
-        Per draft H + 3 r numbers behind a gate, H + 7 r of a state that is handed on.
+        Per draft token: H + 3 r numbers with a gate, H + 7 r with a recurrent state.
         """
         config = self.head.config
         hidden, rank = config.llama.hidden_size, config.markov_rank
@@ -53,14 +53,14 @@ class DSparkObjective(BlockObjective):
         return blocks * config.num_draft_tokens * a_draft
 
     def _before(self, batch: Batch) -> Tensor:
-        """[A, D] int64, the tokens right before those that are drafted."""
+        """[A, D] int64 tokens directly before the drafted ones."""
         ids, anchors = batch["input_ids"].flatten(), batch[UNROLLED].drafts
         slots = torch.arange(len(self.weights), device=ids.device)
-        # Behind the text's end nothing is learnt.
+        # Nothing is learnt after the end of the text.
         return ids[(anchors.unsqueeze(1) + 1 + slots).clamp_max(len(ids) - 1)]
 
     def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
-        """[M] of each learnt row: cross-entropy of its confidence, against alpha."""
+        """[M] cross-entropy of each learnt row's confidence against alpha."""
         if self.head.confidence_head is None or not self.config.confidence_weight:
             return super().beside(outputs, batch, found)
         said = self.rows(self.head.confidence(outputs, self._before(batch)), batch[UNROLLED])

@@ -52,7 +52,7 @@ from train.objective import COUNTS, Objective
 
 
 class EagleObjective(Objective):
-    """The training-time test of a batch."""
+    """Loss of EAGLE's training-time test on a batch."""
 
     measures = MEASURES
 
@@ -65,7 +65,7 @@ class EagleObjective(Objective):
         self.criterion = EagleCriterion(config, head.vocab)
         self.slow_logits = len(self.weights) * len(head.vocab.ids)
         self.resume_settings = resume.settings("head", config)
-        if not head.vocab.ids.is_meta:  # of which memory alone is estimated
+        if not head.vocab.ids.is_meta:  # on `meta`, only memory is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
         if config.path is not None:
@@ -73,16 +73,16 @@ class EagleObjective(Objective):
         self.about = self._about()
 
     def _go_on(self) -> None:
-        """Has a saved head learn as the settings say.
+        """Set up a saved head to train as the settings say.
 
         Raises:
-            InputError: it is of another form than the recipe.
+            InputError: the head has another form than the recipe.
         """
         head, config = self.head, self.config
         if head.config.form is not config.form:
             raise InputError(
-                f"head.path={config.path} is an {head.config.form.value} head, but the recipe "
-                f"is for head.form={config.form.value}: choose another head=..."
+                f"head.path={config.path}: an {head.config.form.value} head, but the recipe has "
+                f"head.form={config.form.value}; choose another recipe with head=..."
             )
         if head.lm_head is not None:
             head.lm_head.requires_grad_(config.output_head is not OutputHead.frozen)
@@ -91,12 +91,12 @@ class EagleObjective(Objective):
         return f"{self.head.variant}, {self.config.num_steps} steps"
 
     def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
-        """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
-        Per token: 4 I e in the MLP, 2 Q e and 6 K e in the attention (queries of width Q, keys and
-        values of K each), and of width H 33 bytes in bfloat16 as in float32: inputs of three
-        projections, norms (in float32), residual stream. The text adds what `fc` reads, before and
-        after its cast, and the layer's inputs, 2 H in float32, which live while steps are made.
+        Per token: 4 I e in the MLP; 2 Q e and 6 K e in the attention (width Q of queries, K of keys
+            and of values); 33 bytes of width H in bfloat16 and float32: inputs of three
+            projections, float32 norms, residual stream. The text adds the input of `fc` before and
+            after its cast, and the layer's float32 input, 2 H, while steps are made.
         """
         head, num_steps = self.head, len(self.weights)
         llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
@@ -118,7 +118,7 @@ class EagleObjective(Objective):
         return sizes.Counted(copies, kept, loss, backward)
 
     def indexed(self, batch: Batch) -> Batch:
-        """A batch on the CPU with where its documents lie and what each step learns of it."""
+        """Add documents and the supervision of each step to a batch on the CPU."""
         batch = super().indexed(batch)
         counts = batch[COUNTS]
         if self.config.token_normalizer is TokenNormalizer.all:
@@ -126,7 +126,7 @@ class EagleObjective(Objective):
         return {**batch, UNROLLED: Unrolled.of(batch[SUPERVISION]), COUNTS: counts}
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """The loss on a prepared batch; `scale` [J] weighs the losses of the steps."""
+        """Compute the loss of a prepared batch; `scale` [J] is the weight of each step."""
         with record_function("head"):
             steps = self._unrolled(batch)
             outputs = [next(steps) for _ in range(self.config.num_steps)]
@@ -138,7 +138,7 @@ class EagleObjective(Objective):
             return eagle_loss(self.criterion, part, learnt, batch, teacher)
 
     def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
-        """The learnt rows [M, H] as students, and what the target says."""
+        """Pair the learnt rows [M, H] as students with the target as teacher."""
         unrolled: Unrolled = batch[UNROLLED]
         scales = scale[unrolled.steps]
         part = Student(
@@ -147,7 +147,7 @@ class EagleObjective(Objective):
         return part, self._teacher(batch)
 
     def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
-        """[N, H] outputs of each step at the tokens that draft, of all sequences in a row."""
+        """[N, H] outputs of each step at the drafting tokens, all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         features = self._noisy(head.features(states_of(batch)).flatten(0, 1), batch)
         positions = batch["position_ids"].flatten()
@@ -170,13 +170,13 @@ class EagleObjective(Objective):
         return HiddenTeacher(self.target, vocab, states, temperature)
 
     def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
-        """Adds U(-noise / 2, noise / 2) * 512 / T while training, T the length of a document.
+        """Add U(-noise / 2, noise / 2) * 512 / T in training, with T the document's length.
 
         Source: SafeAILab/EAGLE `train/main.py`, which trains on one document at a time.
         """
         if not self.training or not self.config.noise:
             return features
-        # Of each sequence by itself: alike in any company, on any number of processes.
+        # Drawn per sequence, so that the number of processes does not matter.
         generators = [
             torch.Generator(features.device).manual_seed(seed) for seed in batch[NOISE_SEEDS]
         ]

@@ -31,7 +31,7 @@ from train.objective import Objective
 
 
 class MedusaObjective(Objective):
-    """The Medusa loss of a batch."""
+    """Medusa loss of a batch."""
 
     measures = ("top1", "top5")
     usual_schedule = Schedule.cosine
@@ -50,7 +50,7 @@ class MedusaObjective(Objective):
         self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
 
     def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
-        """N H float32 of states; per head and token 2 H e in its blocks, H float32 for the loss."""
+        """N H float32 of states; per head and token 2 H e in blocks, H float32 in the loss."""
         head, hidden = self.head, self.target.hidden_size
         tokens, e = setting.tokens, setting.dtype.itemsize
         rows = tokens * hidden
@@ -62,13 +62,13 @@ class MedusaObjective(Objective):
         loss = sizes.loss_bytes(setting, tokens, one, pieces)
         if self.soft:
             loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
-        # With hard labels heads take their turns, and only one has its projection cast.
+        # With hard labels heads run one after another, and one projection at a time is cast.
         spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
         copies = max(0, sizes.copied_bytes(head, setting) - e * spared)
         return sizes.Counted(copies, kept, loss + grads, grads + 3 * rows * sizes.FLOAT32)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """The loss on a prepared batch; `scale` [K] weighs their losses."""
+        """Compute the loss of a prepared batch; `scale` [K] is the weight of each head."""
         hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
         soft = None
         if self.soft:

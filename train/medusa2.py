@@ -1,7 +1,8 @@
 """Trains Medusa heads and an adapter of the target: `accelerate launch train/medusa2.py ...`.
 
-Heads first, then both: `head.path=outputs/medusa/head` starts from trained heads, otherwise the
-first `joint.heads_only_steps` train them. Writes `out_dir/head` and `out_dir/adapter`.
+Heads are trained first, then heads and adapter. `head.path=outputs/medusa/head` starts from trained
+heads; otherwise the first `joint.heads_only_steps` train them. Writes `out_dir/head` and
+`out_dir/adapter`.
 """
 
 import sys
@@ -48,18 +49,18 @@ from train.parallel import processes
 
 
 class Medusa2Objective(Objective):
-    """The target's own loss, and that of the heads which read it.
+    """Losses of the target and of the heads that read it.
 
-    Its terms are the depths 0, the target itself, to K, the last head.
+    The terms are depth 0, the target, to depth K, the last head.
 
-    Source: "Medusa", arXiv:2401.10774, section 2.2.2, eq. 2; self-distillation: section 2.3.2.
-    The authors' fork of axolotl trains the heads first, with the weight that they keep.
+    Source: "Medusa", arXiv:2401.10774, section 2.2.2, eq. 2; self-distillation: section 2.3.2. The
+        authors' fork of axolotl trains the heads first, with the same weight.
     """
 
     measures = ("top1", "top5")
     first_depth = 0
     trains_target = True
-    usual_optimizer = Optimizer.adamw  # the authors'; Muon on an adapter was not measured
+    usual_optimizer = Optimizer.adamw  # as the authors; Muon on an adapter was not measured
 
     def __init__(self, head: AdaptedMedusa, target: Target, config: Medusa2Run) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class Medusa2Objective(Objective):
         if self.joint.heads_schedule is HeadsSchedule.sine:
             found["joint steps"] = self.num_steps - self._first_step
         if config.adapter.dropout:
-            # One draw serves a whole micro batch.
+            # Dropout is drawn once per micro batch.
             found["train.micro_batch_size"] = config.train.micro_batch_size
         return found
 
@@ -97,19 +98,19 @@ class Medusa2Objective(Objective):
 
     @property
     def _first_step(self) -> int:
-        """The first joint one."""
+        """First joint step."""
         assert self.joint.heads_only_steps is not None, "the run's settings fill it in"
         return self.joint.heads_only_steps
 
     def begin(self, step: int) -> Tensor:
-        """[1 + K] float32 weights of the terms in a step; from now on it is of this step."""
+        """Begin an optimizer step; return the weights [1 + K] float32 of its terms."""
         self.adapting = step >= self._first_step
         joint_steps = self.num_steps - self._first_step
         weight = heads_weight(self.joint, step - self._first_step, joint_steps)
         return self._weights(float(self.adapting), weight)
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """The loss of target and heads on a batch; `scale` [1 + K] weighs their losses."""
+        """Compute the loss of target and heads; `scale` [1 + K] is the weight of each term."""
         bare = self._bare(batch) if self._wants_bare else None
         hidden = self._adapted(batch) if bare is None or self.adapting else bare
         was = self._teacher(batch, bare) if self.distilled else None
@@ -126,13 +127,13 @@ class Medusa2Objective(Objective):
 
     @property
     def _wants_bare(self) -> bool:
-        """Tells whether to run the target without its adapter, which adds nothing at first."""
+        """Tell whether to run the target without its adapter too."""
         return self.distilled or self.soft or not self.adapting
 
     def _teacher(
         self, batch: Batch, bare: Tensor | None, temperature: float = 1.0
     ) -> HiddenTeacher:
-        """The target's distributions before it was adapted."""
+        """The target's distributions without its adapter."""
         assert bare is not None
         states = bare.flatten(0, 1)[batch[SUPERVISION].places]
         return HiddenTeacher(
@@ -146,7 +147,7 @@ class Medusa2Objective(Objective):
 
     def _adapted(self, batch: Batch) -> Tensor:
         if self.training:
-            # Dropout is drawn for the sequences: alike on any number of processes.
+            # Dropout is drawn from the sequences' seeds, the same for any number of processes.
             torch.manual_seed(batch[NOISE_SEEDS][0])
         return self._hidden(batch)
 
@@ -157,12 +158,12 @@ class Medusa2Objective(Objective):
 
 
 def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
-    """The weight of the heads' losses.
+    """Weight of the heads' losses in a step.
 
     Args:
-        config: its size and schedule.
-        step: joint one, from 0; below it the heads are alone.
-        num_steps: joint ones.
+        config: weight and schedule.
+        step: joint step, from 0; negative while only the heads are trained.
+        num_steps: number of joint steps.
     """
     if config.heads_schedule is HeadsSchedule.constant or step < 0:
         return config.heads_weight
@@ -170,7 +171,7 @@ def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
 
 
 def measured(config: Medusa2Run, source: command.TrainingSource, objective: Objective) -> Evaluate:
-    """The target's own loss, and tau on what it answers at the time."""
+    """Measure the target's held-out loss, and tau on its current answers."""
     target: Any = source.target
     heldout: Any = source.heldout
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
@@ -187,15 +188,15 @@ def measured(config: Medusa2Run, source: command.TrainingSource, objective: Obje
 
 
 def main(config: Medusa2Run) -> None:
-    """Trains to `out_dir/head` and `out_dir/adapter`."""
+    """Train to `out_dir/head` and `out_dir/adapter`."""
     processes.refuse_shards("train/medusa2.py")
 
     def build(target: Target, data: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
         heads, _ = of_heads.make_head(config, target, data)
         if not target.output_head.weight.is_floating_point():
             raise InputError(
-                f"target.path={target.name}: its output head is quantised, and the adapter is "
-                "trained through it; name the model before quantisation"
+                f"target.path={target.name}: its output head is quantised, but the adapter trains "
+                "through it; name the model before quantisation"
             )
         adapter = Adapter(target, config.adapter, config.seed)
         sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (heads, adapter)]

@@ -1,7 +1,7 @@
 """Trains MTP layers: `accelerate launch train/mtp.py target.path=... data.path=...`.
 
-A target that has such a layer starts from its own, another of such a family from a fresh one; a
-folder of such a layer is named by `head.path`.
+Training starts from the target's own MTP layer; without one, from a new layer of its family.
+`head.path` names the folder of another layer.
 """
 
 import sys
@@ -28,32 +28,32 @@ from train.loss import sizes
 
 
 class MtpObjective(EagleObjective):
-    """The layer's own output read again, step after step."""
+    """Loss of a layer that reads its own output, step by step."""
 
     head: MtpHead
 
     def _go_on(self) -> None:
-        """Nothing to choose: the layer is what its files say."""
+        """Do nothing: the layer's files decide."""
 
     def _about(self) -> str:
         start = "a fresh one" if self.config.path is None else f"from {self.config.path}"
         return f"MTP layer of {self.head.config.family}, {start}, {self.config.num_steps} steps"
 
     def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted | None:  # type: ignore[override]
-        """No formula: layers of all kinds."""
+        """Return None: there is no formula for layers of all families."""
         del setting
         return None
 
 
 @dataclass(frozen=True)
 class MtpTraining(command.Training):
-    """Training that goes on from the target's own layer, where it has one and no other is named."""
+    """Training that continues the target's own MTP layer, unless `head.path` names another."""
 
     def __call__(self, config: MtpRun) -> None:  # type: ignore[override]
-        """Trains a layer under a command's settings.
+        """Train a layer with a command's settings.
 
         Raises:
-            InputError: the target has lost its layer.
+            InputError: the target's files lack the layer that its config promises.
         """
         head, target = config.head, config.target
         if head.path is None and target.path is not None:
@@ -61,7 +61,7 @@ class MtpTraining(command.Training):
             if promised and not held:
                 raise InputError(
                     f"target.path={target.path}: {dropped(promised)}; set head.path to the "
-                    "original model, or that count to 0 for a fresh layer"
+                    "original model, or that count to 0 for a new layer"
                 )
             if held:
                 head.path, head.revision = target.path, target.revision

@@ -1,4 +1,4 @@
-"""The objective that the loop trains, and when and how fast its parameters learn."""
+"""Objective of the training loop, with the schedule of its parameters."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,10 +18,10 @@ class ParameterGroup:
     """Parameters that are trained alike.
 
     Attributes:
-        parameters: of the objective's head.
-        rate: their learning rate, as a share of `train.learning_rate`.
-        first_step: optimizer step, from 0, that trains them first; later ones than 0 begin a
-            warm-up of their own, of `train.warmup_steps`.
+        parameters: parameters of the objective's head.
+        rate: learning rate as a share of `train.learning_rate`.
+        first_step: first optimizer step, from 0, that trains them. After step 0, a new warm-up of
+            `train.warmup_steps` begins there.
     """
 
     parameters: list[nn.Parameter]
@@ -30,31 +30,31 @@ class ParameterGroup:
 
 
 COUNTS = "counts"
-"""Key of an indexed batch: K numbers that the batch adds to the divisors of the terms' sums."""
+"""Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
 
 
 class Objective(nn.Module):
-    """A loss of K terms, and how it is trained.
+    """Loss of K terms, with the facts that training needs.
 
-    `forward` must be written. `memory` tells what training takes, where a formula is known;
-    `indexed` and `begin` are for losses that learn other rows than all, or change with the step.
+    Subclasses must define `forward`. `memory` estimates memory if a formula is known. `indexed` is
+    for losses that learn other rows, `begin` for losses that change with the step.
 
     Attributes:
-        head: all of its parameters; has `save(folder, provenance)`.
+        head: head that holds all trained parameters; has `save(folder, provenance)`.
         target: the frozen target, or its ends beside a feature store.
-        weights: [K] float32, the weight of each term, in evaluations throughout.
+        weights: [K] float32 weight of each term; evaluations always use these.
         measures: names of the rows of `Sums.terms` after losses and tokens.
-        about: what a run says of the head.
-        parts: of its parameters, where they are not all trained alike.
-        criterion: compares rows with the target's, and is compiled with the head; None without.
-        first_depth: depth of the first term; 0 is the target itself, 1 the first draft.
-        resume_settings: by key, those, that must not change when a run continues.
-        slow_logits: of a token, those whose loss is faster compiled on a CPU.
-        learns_prompts: every token is in the loss mask while training.
-        trains_target: `forward` runs the target itself, with gradients.
-        usual_optimizer: `train.optimizer` where that is `auto`.
-        usual_schedule: `train.schedule` where that is `auto`.
-        muon_rate, adam_rate_times_width: what `auto` rates are made of.
+        about: description of the head to print.
+        parts: groups of its parameters, if they are not all trained alike.
+        criterion: compares rows with the teacher's; compiled with the head. None without one.
+        first_depth: depth of the first term; 0 is the target, 1 the first draft token.
+        resume_settings: settings by key that must not change when a run continues.
+        slow_logits: logits per token whose loss is faster compiled on a CPU.
+        learns_prompts: whether training learns every token, prompts included.
+        trains_target: whether `forward` runs the target itself, with gradients.
+        usual_optimizer: value of `train.optimizer=auto`.
+        usual_schedule: value of `train.schedule=auto`.
+        muon_rate, adam_rate_times_width: constants of the `auto` learning rates.
     """
 
     head: Any
@@ -79,25 +79,25 @@ class Objective(nn.Module):
         self.compiled = False
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """The loss on a prepared micro batch, its terms weighed by `scale` [K] float32."""
+        """Compute the loss of a prepared micro batch; `scale` [K] weighs its terms."""
         raise NotImplementedError
 
     def memory(self, setting: LaunchSizes) -> Counted | None:
-        """The memory that training the head takes; None where no formula is known."""
+        """Estimate the memory of training the head; None without a formula."""
         del setting
         return None
 
     def indexed(self, batch: Batch) -> Batch:
-        """A batch on the CPU with where its documents lie, what is learnt of it, and `COUNTS`.
+        """Add documents, supervision and `COUNTS` to a batch on the CPU.
 
-        Those are its supervised tokens, unless a loss is another mean.
+        `COUNTS` are the supervised tokens, unless the loss takes another mean.
         """
         batch = indexed(batch, self.depth)
         counts = batch[SUPERVISION].counts[self.first_depth :]
         return {**batch, COUNTS: tuple(counts.tolist())}
 
     def begin(self, step: int) -> Tensor:
-        """Begin an optimizer step, counted from 0; [K] float32 weights of the terms in it."""
+        """Begin an optimizer step, from 0; return the weights [K] float32 of its terms."""
         del step
         return self.weights
 
@@ -110,16 +110,16 @@ class Objective(nn.Module):
 
     @final
     def groups(self) -> list[ParameterGroup]:
-        """The trained parameters, each in one group."""
+        """Groups that hold each trained parameter once."""
         trained = [each for each in self.head.parameters() if each.requires_grad]
         return self.parts or [ParameterGroup(trained)]
 
     @final
     def usual_rates(self, optimizer: Optimizer) -> tuple[float, float]:
-        """`train.learning_rate` and `train.adam_learning_rate` where those are `auto`.
+        """`train.learning_rate` and `train.adam_learning_rate` for `auto`.
 
-        Muon turns a matrix by the same angle whatever its width. AdamW moves every number by its
-        rate, so what a sum over H of them changes by grows with H, and its rate falls with it.
+        Muon turns a matrix by the same angle at any width. AdamW changes every number by its rate,
+        so a sum over H numbers changes by H times that; the rate falls with H.
 
         Args:
             optimizer: the one that updates hidden matrices.
@@ -129,7 +129,7 @@ class Objective(nn.Module):
 
     @final
     def distillation_temperature(self, temperature: float) -> float:
-        """The teacher's temperature: evaluations show how drafts fare at 1."""
+        """Temperature of the teacher; evaluations use 1."""
         return temperature if self.training else 1.0
 
     @final
@@ -142,17 +142,17 @@ class Objective(nn.Module):
 
     @final
     def training_batch(self, batch: Batch) -> Batch:
-        """The indexed batch with what training learns of it, which may be more than answers."""
+        """Index a batch for training, which may learn more than answers."""
         if self.learns_prompts:
             batch = {**batch, "loss_mask": batch["document_ids"] >= 0}
         return self.indexed(batch)
 
     @final
     def counts(self, batch: Batch) -> Tensor:
-        """[K] float32, on the CPU, what an indexed batch adds to the divisor of each term's sum."""
+        """[K] float32 on the CPU: what an indexed batch adds to the divisor of each term."""
         return torch.tensor(batch[COUNTS])
 
     @final
     def prepare(self, batch: Batch) -> Batch:
-        """An indexed batch with what the target gives; needs no gradient, no head, and no step."""
+        """Add the target's output to an indexed batch. Needs no gradient, head or step."""
         return batch if self.trains_target else with_states(self.target, batch, self.head.taps)

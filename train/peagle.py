@@ -48,11 +48,11 @@ SEGMENTS = "segments"
 
 @dataclass(frozen=True)
 class Behind:
-    """Rows that stand equally far behind the text.
+    """Rows equally far from the text.
 
     Attributes:
-        tokens: [N] int64 rising, of all in a row, the last of the text that each sees.
-        kept: [N] int64, of the rows one nearer to the text, those that they stand behind.
+        tokens: [N] int64 rising among all flattened tokens, the last text token that each row sees.
+        kept: [N] int64, the row one step nearer to the text that each row follows.
     """
 
     tokens: Tensor
@@ -60,13 +60,13 @@ class Behind:
 
 
 class PEagleObjective(EagleObjective):
-    """The loss of one pass over a batch and the rows drawn behind the batch's tokens."""
+    """Loss of one pass over a batch, with rows drawn after its tokens."""
 
     head: PEagleHead
     config: PEagleConfig
 
     def _go_on(self) -> None:
-        """Has a saved head draft as many tokens as it learns from now on."""
+        """Set up a saved head to draft as many tokens as it now learns."""
         super()._go_on()
         num_tokens = self.config.num_steps
         self.head.config = replace(self.head.config, num_draft_tokens=num_tokens)
@@ -80,22 +80,22 @@ class PEagleObjective(EagleObjective):
         )
 
     def indexed(self, batch: Batch) -> Batch:
-        """A batch on the CPU with where its documents lie and which rows are computed of it."""
+        """Add documents and drawn rows to a batch on the CPU."""
         batch = Objective.indexed(self, batch)
         learnt, shape = batch[SUPERVISION], batch["input_ids"].shape
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
         drafts = lineages(learnt, shape[1], self.config, seeds)
         segments = segmented(drafts[1:], self.config.num_segments)
         unrolled = Unrolled.of(learnt, drafts)
-        # All learnt rows, whatever their step.
+        # All learnt rows, of any step.
         counts = (float(sum(unrolled.sizes)),) * self.config.num_steps
         return {**batch, UNROLLED: unrolled, SEGMENTS: segments, COUNTS: counts}
 
     def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
-        """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
-        Per row and layer as for EAGLE, keys and values beside: the text's and those of rows it
-        stands behind. Rows of one segment are there at a time.
+        Per row and layer as for EAGLE, plus the keys and values of the text and of the rows before
+        it. The rows of one segment are kept at a time.
         """
         settings, head = self.config, self.head
         llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
@@ -121,12 +121,12 @@ class PEagleObjective(EagleObjective):
         return sizes.Counted(sizes.copied_bytes(head, setting), int(kept), loss, backward)
 
     def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
-        """The learnt rows [M, H], which hear of no token between, and what the target says."""
+        """Pair the learnt rows [M, H], which see no token between, with the target."""
         weight = self.config.off_path_weight if self.training else 1.0
         return on_path(*super()._compared(learnt, batch, scale), batch, weight)
 
     def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
-        """[N, H] outputs of the rows of each step, of all sequences in a row."""
+        """[N, H] outputs of each step's rows, all sequences flattened."""
         head, ids, documents = self.head, batch["input_ids"].flatten(), batch[DOCUMENTS]
         features = self._noisy(head.features(states_of(batch)).flatten(0, 1), batch)
         positions = batch["position_ids"].flatten()
@@ -153,27 +153,27 @@ class PEagleObjective(EagleObjective):
 
 
 def share(config: PEagleConfig, step: int) -> float:
-    """The share of the tokens that draft which have a row so many steps behind the text."""
+    """Share of the drafting tokens that have a row `step` steps after the text."""
     return max(config.kept_share**step, config.least_share)
 
 
 def lineages(
     learnt: Supervision, num_tokens: int, config: PEagleConfig, seeds: tuple[int, ...]
 ) -> list[Tensor]:
-    """[N] int64 rising of each step: tokens that draft at it, fewer at each, drawn by sequence.
+    """Draw the tokens that draft at each step; [N] int64 rising, fewer at each step.
 
-    Conditional-on-distribution sampling: a token drafts d + 1 tokens only if it drafts d, and
-    about the same share of all drafts them everywhere.
+    Conditional-on-distribution sampling: a token drafts d + 1 tokens only if it drafts d, and the
+    share that does so is about the same everywhere.
 
     Args:
-        learnt: what a batch teaches.
-        num_tokens: of a sequence.
-        config: shares, and how many tokens of a sequence draft more than one.
-        seeds: one a sequence.
+        learnt: supervision of a batch.
+        num_tokens: tokens per sequence.
+        config: shares, and the number of tokens per sequence that draft more than one.
+        seeds: one seed per sequence.
 
     Source: arXiv 2602.01469; speculators `models/peagle/data.py`.
     """
-    # A row that nothing may be learnt from keeps every parameter in the graph.
+    # One unsupervised row keeps every parameter in the graph.
     first = learnt.depths[1].places
     found = [first if len(first) else torch.zeros(1, dtype=torch.int64)]
     some = drawn(found[0], num_tokens, config.num_anchors, seeds)
@@ -199,11 +199,11 @@ def _drawn(rows: Tensor, total: int, seed: int, step: int, part: float) -> Tenso
 
 
 def segmented(drafts: Sequence[Tensor], number: int) -> tuple[tuple[Behind, ...], ...]:
-    """Rows behind a text in so many parts, each with all rows behind its tokens.
+    """Divide the rows after a text into parts, each with all rows of its tokens.
 
     Args:
-        drafts: [N] int64 rising of each step, each among those before.
-        number: of parts; those with nothing to do are none.
+        drafts: [N] int64 rising per step, each among those of the step before.
+        number: number of parts; empty parts are dropped.
     """
     if not drafts:
         return ((),)

@@ -1,4 +1,4 @@
-"""Sequences and learning rate of an optimizer step. Pure functions."""
+"""Sequences and learning rate of each optimizer step, as pure functions."""
 
 import hashlib
 import math
@@ -13,8 +13,8 @@ from conf.settings.training import Schedule, TrainConfig
 def sequences(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:
     """Global batch of a step, the same for any number of processes.
 
-    Batches are cut from an endless row of per-epoch permutations, so a batch may end one epoch
-    and begin the next, and a position in the row is all that resuming needs.
+    Batches are cut from an endless row of per-epoch permutations. A batch may end one epoch and
+    begin the next, and resuming needs only a position in the row.
 
     Args:
         step: optimizer step, from 0.
@@ -42,23 +42,23 @@ def _permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
 
 
 def draw_seed(*numbers: int) -> int:
-    """Seed, from 0 to 2^63 - 1, made of numbers that decide it; alike everywhere."""
+    """Seed from 0 to 2^63 - 1, hashed from numbers; the same on every machine."""
     digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def micro_batches(batch: list[int], rank: int, num_processes: int, size: int) -> list[list[int]]:
-    """Share of a process in a global batch, in forward passes of `size` sequences."""
+    """Share of a process in a global batch, as forward passes of `size` sequences."""
     share = len(batch) // num_processes
     own = batch[rank * share : (rank + 1) * share]
     return [own[start : start + size] for start in range(0, share, size)]
 
 
 def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
-    """Share of `rate` for parameters that are trained from a later step on.
+    """Share of `rate` for parameters that a later step trains first.
 
-    AdamW's first steps are as long as any, whatever little the gradient has to say, so parameters
-    that join a run warm up like those that began it.
+    AdamW's first steps have full length even for tiny gradients, so parameters that join later get
+    a warm-up too.
     """
     if first_step == 0 or not config.warmup_steps:
         return 1.0

@@ -118,7 +118,7 @@ def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
     with counted() as counts:
         right.backward()
     assert counts.num_waits == 0
-    with pytest.raises(RuntimeError, match="a total is run backward once and as it is"):
+    with pytest.raises(RuntimeError, match="a total must be run backward once and unscaled"):
         wrong.backward()
 
 

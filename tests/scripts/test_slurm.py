@@ -98,7 +98,7 @@ def test_a_job_that_fails_is_not_queued_again(inputs: Path, tmp_path: Path) -> N
     job = submit(tmp_path, arguments(inputs, tmp_path / "out", "train.batch_size=3"), "multi_node")
     said, _ = job.communicate(timeout=120)
     assert job.returncode != 0
-    assert "train.batch_size=3 is not divisible by 2 processes" in said
+    assert "train.batch_size=3: not divisible by 2 processes" in said
     assert not (tmp_path / "requeued").exists()
 
 

@@ -327,7 +327,7 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     full.tokenizer = Crowded()
     with pytest.raises(InputError, match=r"no token to spare: .*=7 \(<repo>\)$"):
         mask_token(full, None)
-    with pytest.raises(InputError, match=r"mask_token_id=17: the data use it 1 times"):
+    with pytest.raises(InputError, match=r"mask_token_id=17: occurs 1 times"):
         dflash.main.make_head(DFlashRun(head=DFlashConfig(mask_token_id=17)), target, Data(17))
     with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising, of 0..3"):
         dflash.main.make_head(DFlashRun(head=DFlashConfig(layers=[4])), target, Data(1))

@@ -75,7 +75,7 @@ def test_a_saved_head_is_gone_on_from(target: Target, tmp_path: Path) -> None:
     assert not frozen.lm_head.weight.requires_grad
     assert all(p.requires_grad for name, p in frozen.named_parameters() if "lm_head" not in name)
     assert lines[-1] == fewer[-1]  # to 0.1 M
-    with pytest.raises(InputError, match=r"an eagle3 head, but .* head.form=eagle1: choose an"):
+    with pytest.raises(InputError, match=r"an eagle3 head, but .* head.form=eagle1; choose an"):
         made(target, path=path, form=EagleForm.eagle1, layers=None)
     with pytest.raises(InputError, match="no such folder"):
         made(target, path=str(tmp_path / "nothing"))

@@ -84,9 +84,7 @@ def test_a_trained_head_is_gone_on_from_with_its_own_vocabulary(
     assert weights(tmp_path / "out")["d2t"].equal(weights(straight)["d2t"])
     assert curve(tmp_path / "out", "train/loss_d1")[0] < curve(straight, "train/loss_d1")[0]
     other = arguments(inputs, tmp_path / "other", "head=eagle1", *more)
-    with pytest.raises(
-        InputError, match=r"is an eagle3 head, but the recipe is for head\.form=eagle1"
-    ):
+    with pytest.raises(InputError, match=r"an eagle3 head, but the recipe has head\.form=eagle1"):
         here(other)
 
 

@@ -132,5 +132,5 @@ def test_a_store_is_of_one_quantisation(folder: Path) -> None:
     store = captured(folder, folder / "store", target=folder / "Q4_1.gguf", layers=[])
     data = DataConfig(features=str(store))
     open_store(data, TargetConfig(path=str(folder / "Q4_1.gguf")))
-    with pytest.raises(InputError, match=r"Q8_0\.gguf is not the target .*'Q4_1', is 'Q8_0'"):
+    with pytest.raises(InputError, match=r"Q8_0\.gguf: not the target .*'Q4_1', is 'Q8_0'"):
         open_store(data, TargetConfig(path=str(folder / "Q8_0.gguf")))

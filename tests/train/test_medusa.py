@@ -93,8 +93,8 @@ def test_pruned_heads_are_no_start(target, tmp_path: Path) -> None:
     pruned.save(tmp_path / "pruned")
     config = MedusaRun(head=MedusaConfig(path=str(tmp_path / "pruned")))
     nothing: Any = None
-    message = "Medusa heads are trained on all: name the head that it was pruned from"
-    with pytest.raises(InputError, match=f"drafts 48 of 96 ids; {message}$"):
+    message = "Medusa heads learn all; name the head before pruning"
+    with pytest.raises(InputError, match=f"drafts 48 of 96 ids, but {message}$"):
         medusa.main.make_head(config, target, nothing)
 
 

@@ -266,5 +266,5 @@ def test_strategies_that_cut_parameters_are_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "true")
-    with pytest.raises(InputError, match=r"train/medusa2\.py does not run under .*ddp\.yaml"):
+    with pytest.raises(InputError, match=r"train/medusa2\.py: cannot run under .*ddp\.yaml"):
         medusa2.main(Medusa2Run())

@@ -111,7 +111,7 @@ def test_another_joint_setting_does_not_continue_a_run(
     resume = str(straight / "checkpoints/step-000004")
     config = settings(inputs, tmp_path / "out", resume=resume)
     config.joint.heads_only_steps = 8
-    with pytest.raises(InputError, match=r"another way: joint\.heads_only_steps was 6, is 8"):
+    with pytest.raises(InputError, match=r"other settings: joint\.heads_only_steps was 6, is 8"):
         medusa2.main(config)
 
 

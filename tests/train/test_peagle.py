@@ -139,5 +139,5 @@ def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> 
     for name, each in head.state_dict().items():
         assert again.state_dict()[name].equal(each)
     used = torch.ones(target.vocab_size, dtype=torch.int64)
-    with pytest.raises(InputError, match=r"head\.mask_token_id=3: the data use it 1 times"):
+    with pytest.raises(InputError, match=r"head\.mask_token_id=3: occurs 1 times"):
         main.make_head(config, target, data(used))

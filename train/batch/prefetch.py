@@ -1,12 +1,10 @@
 """Batches of each optimizer step, loaded a step ahead and on CUDA prepared a pass ahead.
 
-A thread loads the micro batches of the next step while this one runs, so a store on disk is
-waited for only if it is slower than training. On CUDA the target reads the next micro batch on
-a stream of its own beside the head's step on this one.
+A thread loads the micro batches of the next step while the current step runs. On CUDA the target
+reads the next micro batch on its own stream, beside the head's step.
 
-No more than those two are on the device: the target's stream waits for the step on the batch
-before, whose memory it then writes over. The host, which is far ahead, lets go of a batch before it
-asks for the next one.
+At most two batches are on the device. The target's stream waits for the step on the previous batch
+before it reuses that memory. The host drops a batch before it asks for the next one.
 """
 
 from collections import deque
@@ -39,7 +37,7 @@ def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to a device; copies from pinned memory are not waited for."""
+    """Move a batch to a device, without waiting for copies from pinned memory."""
     return moved(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -59,11 +57,11 @@ class Prefetcher:
     """The micro batches of steps first..last, in order.
 
     Args:
-        load: the micro batches of a step on the CPU; called in a thread.
-        prepare: adds what the target gives to a batch on the device.
-        device: where batches go.
-        first, last: steps, from 0, the last one not included.
-        ahead: steps that are loaded at a time, before they are asked for.
+        load: function that loads the micro batches of a step on the CPU; called in a thread.
+        prepare: function that adds the target's output to a batch on the device.
+        device: device of the prepared batches.
+        first, last: range of steps, from 0, `last` excluded.
+        ahead: number of steps to load in advance.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class Prefetcher:
         return [moved(batch, Tensor.pin_memory) for batch in batches]
 
     def next_step(self) -> list[Batch]:
-        """Micro batches of the next step as loaded, on the CPU; raises an error of loading."""
+        """Load the micro batches of the next step on the CPU; raise errors of loading."""
         assert self._coming, "no step is left"
         with record_function("waiting"):
             self._current = self._coming.popleft().result()
@@ -107,7 +105,8 @@ class Prefetcher:
     def micro_batches(self) -> Iterator[Batch]:
         """Micro batches of `next_step` on the device, prepared.
 
-        Who asks for the next one has given the device all work on the last, and has let go of it.
+        Before asking for the next batch, the caller must have launched all work on the current one
+        and dropped it.
         """
         for number in range(len(self._current)):
             started = self._ahead or self._start(self._current[number])
@@ -118,7 +117,7 @@ class Prefetcher:
             yield self._finish(started)
 
     def _following(self, number: int) -> Batch | None:
-        """Batch after one of this step, if it is loaded."""
+        """Next batch of this step, if it is loaded."""
         if number + 1 < len(self._current):
             return self._current[number + 1]
         coming = self._coming[0] if self._coming else None
@@ -127,7 +126,7 @@ class Prefetcher:
 
     def _start(self, batch: Batch) -> _Started:
         if self._stream is not None:
-            # For its memory, see above.
+            # The stream reuses memory of the step; see the module docstring.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), record_function("target"):
             prepared = self._prepare(on_device(batch, self._device))
@@ -136,11 +135,10 @@ class Prefetcher:
 
     def _finish(self, started: _Started) -> Batch:
         if started.done is not None:
-            # Not `record_stream`: the allocator would hold memory back until a host that is far
-            # ahead looks again, and take more meanwhile.
+            # `record_stream` would hold memory until the host, which runs far ahead, looks again.
             torch.cuda.current_stream(self._device).wait_event(started.done)
         return started.batch
 
     def close(self) -> None:
-        """End the thread; a load that runs is waited for."""
+        """End the thread after the current load."""
         self._pool.shutdown(cancel_futures=True)

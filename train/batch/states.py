@@ -1,4 +1,4 @@
-"""Adds the target's states to a batch: from a pass of it, or from a feature store."""
+"""Hidden states of the target for a batch: from a forward pass, or from a feature store."""
 
 import torch
 
@@ -11,16 +11,17 @@ from train.batch.supervision import DOCUMENTS, Batch
 
 
 def with_states(target: EmbeddingsAndHead, batch: Batch, taps: Taps) -> Batch:
-    """The batch with the target's states under the names that a feature store uses.
+    """Add the target's hidden states to a batch, under the names of the feature store.
 
     Args:
-        target: the frozen target; embedding and output head are enough for a batch of a store, and
-            these with the final norm for a batch of serving engines.
-        batch: `input_ids` and `position_ids`, [B, T], and documents; or states.
+        target: the frozen target. Embedding and output head suffice for a stored batch; a batch
+            from serving engines also needs the final norm.
+        batch: `input_ids` and `position_ids` [B, T] and documents; or stored hidden states.
         taps: the layers that the head reads.
 
     Returns:
-        Also `hidden_states` and `layers.{i}`, [B, T, D], or what the store has in their place.
+        The batch with `hidden_states` and `layers.{i}` [B, T, D], or with what the store holds
+        instead.
     """
     if isinstance(target, RemoteTarget):
         last = batch[f"{LAYER}{target.num_layers}"].to(target.dtype)
@@ -33,7 +34,7 @@ def with_states(target: EmbeddingsAndHead, batch: Batch, taps: Taps) -> Batch:
 
 
 def states_of(batch: Batch) -> TargetOutput:
-    """The states [B, T, D] of a batch; the last ones are empty beside a teacher of tokens."""
+    """Collect the hidden states [B, T, D] of a batch; the last is empty beside stored top-k."""
     layers = {
         int(name.removeprefix(LAYER)): states
         for name, states in batch.items()

@@ -1,10 +1,9 @@
-"""Tokens of a batch that are learnt from: whole numbers, known on the CPU before a batch moves.
+"""Supervised tokens of a batch: indices on the CPU, before the batch moves to the device.
 
-Nothing of this depends on a model, so it is found where batches are loaded, and a device that
-computes is never asked for it.
+They need no model, so loading computes them and the device never has to be asked.
 
-Letters: B sequences, T tokens, S = B * T tokens in a row, P answered places, K depths, M rows of
-a student, N tokens that draft.
+Letters: B sequences, T tokens, S = B * T flattened tokens, P answered places, K depths, M rows of a
+student, N tokens that draft.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +19,18 @@ from heads.layers.documents import Documents
 DOCUMENTS, SUPERVISION, UNROLLED = "documents", "supervision", "unrolled"
 NOISE_SEEDS = "noise_seeds"
 Batch = Mapping[str, Any]
-"""[B, T, ...] tensors by name; under the names above `Documents`, `Supervision`, `Unrolled`, and B
-numbers that seed the draws of each sequence."""
+"""Tensors [B, T, ...] by name; also `Documents`, `Supervision`, `Unrolled` and B random seeds,
+under the keys above."""
 
 
 @dataclass(frozen=True)
 class SortedIndices:
-    """Whole numbers in rising order that Python looks into and the device computes with.
+    """Rising indices, on the host for Python and on the device for tensors.
 
-    No tuple: DDP and FSDP2 bring every tensor in one to the device, but leave dataclasses alone.
+    A dataclass, because DDP and FSDP2 move every tensor of a tuple to the device.
 
     Attributes:
-        host, device: [n] int64, the same numbers twice.
+        host, device: [n] int64, the same indices twice.
     """
 
     host: Tensor
@@ -40,10 +39,10 @@ class SortedIndices:
 
 @dataclass(frozen=True)
 class MatchedRows:
-    """Rows of a student, in the order of the teacher's rows that they are compared with.
+    """Rows of a student, in the order of the teacher's rows to compare them with.
 
     Attributes:
-        places: [M] int64, where they stand in the student's outputs.
+        places: [M] int64 positions in the student's outputs.
         answers: M rows of the teacher.
     """
 
@@ -56,10 +55,10 @@ class Supervision:
     """Places of a batch that are learnt from, by depth.
 
     Attributes:
-        places: [P] int64, the tokens before those in the loss mask, of all S: a teacher has a row
-            for each.
-        depths: K + 1 of them; depth d reads the teacher d tokens after its own, and 0 is the
-            target itself. Places are of S.
+        places: [P] int64 among S, tokens before those in the loss mask. The teacher has one row per
+            place.
+        depths: K + 1 entries. Depth d reads the teacher d tokens further; depth 0 is the target.
+            Their places are among S.
     """
 
     places: Tensor
@@ -79,18 +78,18 @@ class Supervision:
 
     @property
     def counts(self) -> Tensor:
-        """[K + 1] float32 supervised tokens of each depth."""
+        """[K + 1] float32, supervised tokens per depth."""
         return torch.tensor([float(len(rows.places)) for rows in self.depths])
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Rows of tokens that draft side by side, step after step.
+    """Rows of tokens that draft in parallel, step by step.
 
     Attributes:
-        drafts: [N] int64, the tokens that draft first, of all S, in rising order; at least one.
-        tokens: [M] int64, the one of S that each row is drafted from.
-        rows: of all steps together; places are of the steps' outputs in a row.
+        drafts: [N] int64 among S, rising; tokens from which drafts start. At least one.
+        tokens: [M] int64 among S, the token from which each row drafts.
+        rows: rows of all steps. Places index the concatenated outputs of the steps.
         steps: [M] int64, the step of each row, from 0.
         by_step: [M] int64, the numbers of the rows, sorted by step.
         sizes: rows of each step.
@@ -105,17 +104,17 @@ class Unrolled:
 
     @classmethod
     def of(cls, learnt: Supervision, drafts: Sequence[Tensor] | None = None) -> "Unrolled":
-        """Take the tokens from which any depth from 1 on is learnt, and each depth's share of them.
+        """Select the tokens from which depth 1 or more is learnt, and the rows of each depth.
 
         Args:
-            learnt: of a batch.
-            drafts: instead, of each depth some of those tokens, [N_d] int64 in rising order, which
-                alone draft.
+            learnt: supervision of a batch.
+            drafts: [N_d] int64 per depth, rising; restricts the drafting tokens of each depth to
+                these.
         """
         depths = learnt.depths[1:]
         if drafts is None:
             drafts = [torch.cat([rows.places for rows in depths]).unique()] * len(depths)
-        # One row that nothing is learnt from keeps every parameter in the graph.
+        # One unsupervised row keeps every parameter in the graph.
         drafts = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in drafts]
         tokens, answers, places = [], [], []
         before = accumulate(map(len, drafts[:-1]), initial=0)
@@ -142,13 +141,13 @@ class Unrolled:
 def supervised(batch: Batch, depth: int) -> Tensor:
     """Mark tokens at which a depth, a Medusa head or a step of EAGLE, is trained.
 
-    At token t depth d predicts x_{t+1+d}. It is trained there if that token is in the loss mask
-    and belongs to the document of t: d=1 in `a b c | d e`, all of them in the mask, is trained
-    at `a` (on `c`) only.
+    At token t depth d predicts x_{t+1+d}. It is trained if that token is in the loss mask and in
+    the document of t. Example: in `a b c | d e`, all in the mask, d=1 is trained at `a` (on `c`)
+    only.
 
     Args:
         batch: `loss_mask` [B, T] bool, `document_ids` [B, T] int, -1 on padding.
-        depth: from 1; 0 is the target itself, which predicts x_{t+1} at t.
+        depth: depth from 1. Depth 0 is the target, which predicts x_{t+1} at t.
 
     Returns:
         [B, T] bool, false in the last `depth` + 1 columns.
@@ -168,7 +167,7 @@ def labels_of(batch: Batch) -> Tensor:
 
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """Move every tensor of a batch, or of a value in it; numbers that Python looks into stay."""
+    """Move every tensor of a batch or of a value in it. Host indices stay on the CPU."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, SortedIndices):

@@ -1,7 +1,7 @@
 """The objective of every block drafter.
 
-Anchors, the tokens behind which blocks draft, are drawn by sequence and step on the CPU: alike on
-any number of processes, and after a stop.
+Blocks draft after anchor tokens. Anchors are drawn per sequence and step on the CPU, so any number
+of processes and any restart draws the same.
 """
 
 from abc import abstractmethod
@@ -35,11 +35,11 @@ from train.loss.teachers import HiddenTeacher, TopKTeacher
 from train.objective import COUNTS, Objective
 
 FIRST, END = "first_tokens", "block_places"
-"""Keys of a batch: the first token that each block sees, and the one behind the last."""
+"""Keys of a batch: first token that each block sees, and the token after the last one."""
 
 
 class BlockObjective(Objective):
-    """The loss of drawn blocks; `slots` is what a kind adds to them."""
+    """Loss of the drawn blocks. Subclasses define `slots`."""
 
     measures = MEASURES
 
@@ -50,7 +50,7 @@ class BlockObjective(Objective):
         self.weights = slot_weights(config, head.config.num_draft_tokens)
         self.criterion = BlockCriterion(config, head.vocab)
         self.resume_settings = resume.settings("head", config)
-        if not head.vocab.ids.is_meta:  # of which memory alone is estimated
+        if not head.vocab.ids.is_meta:  # on `meta`, only memory is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
         made = head.config
@@ -61,14 +61,13 @@ class BlockObjective(Objective):
         )
 
     def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
-        """The memory that autograd keeps, counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
-        Per row and layer: 4 I e in the MLP, 8 + 2 e bytes of width Q and K each in the attention
-        (projected, normed, turned), 16 + 2 e of width H: norms in float32, their output, residual
-        stream. Per token of the text (8 + 2 e) K in each layer, 8 + e of width H, and what `fc`
-        reads. Per row and token of a sequence e, once, for what hides tokens. Of a draft H in
-        float32 in the last norm, and H e three times: the output, the row that the loss takes of
-        it, and its gradient.
+        Per row and layer: 4 I e in the MLP; 8 + 2 e bytes of each of Q and K in the attention
+            (projected, normed, rotated); 16 + 2 e of width H for float32 norms, their output and
+            the residual stream. Per text token and layer: (8 + 2 e) K, 8 + e of width H, and the
+            input of `fc`. Per row and token of a sequence: e once, for the mask. Per draft token: H
+            in float32 in the last norm, and 3 H e for the output, the loss's row and its gradient.
         """
         head, settings, tokens, e = self.head, self.config, setting.tokens, setting.dtype.itemsize
         llama, attention = head.config.llama, head.layers[0].self_attn
@@ -89,12 +88,12 @@ class BlockObjective(Objective):
         return sizes.Counted(sizes.copied_bytes(head, setting), kept, loss, backward)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """Bytes that a kind of head keeps of so many blocks besides, by the bytes of a number."""
+        """Further bytes that a kind of head keeps for a number of blocks and an item size."""
         del blocks, itemsize
         return 0
 
     def indexed(self, batch: Batch) -> Batch:
-        """A batch on the CPU with where its documents and its blocks lie."""
+        """Add documents and blocks to a batch on the CPU."""
         batch = super().indexed(batch)
         learnt, documents = batch[SUPERVISION], batch[DOCUMENTS]
         shape = batch["input_ids"].shape
@@ -109,7 +108,7 @@ class BlockObjective(Objective):
         return {**batch, UNROLLED: unrolled, COUNTS: counts, **sight}
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
-        """The loss on a prepared batch; `scale` [D] weighs the losses of the slots."""
+        """Compute the loss of a prepared batch; `scale` [D] is the weight of each slot."""
         with record_function("head"):
             outputs = self._outputs(batch)
         with record_function("loss"):
@@ -120,20 +119,20 @@ class BlockObjective(Objective):
 
     @abstractmethod
     def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """The learnt rows of all slots, of outputs [A, D, H], as students, scaled by [M]."""
+        """Make students [M] of the learnt rows, from outputs [A, D, H] with scales [M]."""
 
     def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
-        """[M] further loss of each learnt row, given its loss and measures, [1 + L, M]."""
+        """Further loss [M] of the learnt rows, given their losses and measures [1 + L, M]."""
         del outputs, batch, found
         return None
 
     @staticmethod
     def rows(slots: Tensor, unrolled: Unrolled) -> Tensor:
-        """[M, ...] the learnt rows of what slots give, [A, D, ...]."""
+        """Select the learnt rows [M, ...] of slots [A, D, ...]."""
         return slots.transpose(0, 1).flatten(0, 1).index_select(0, unrolled.rows.places)
 
     def _outputs(self, batch: Batch) -> Tensor:
-        """[A, D, H] of the drawn blocks, of all sequences in a row."""
+        """[A, D, H] outputs of the drawn blocks, of all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         positions = batch["position_ids"].flatten()
         features = head.features(states_of(batch)).flatten(0, 1)
@@ -156,13 +155,13 @@ class BlockObjective(Objective):
 
 
 def drawn(places: Tensor, num_tokens: int, most: int, seeds: tuple[int, ...]) -> Tensor:
-    """[A] int64 rising: at most so many of the places in each sequence, drawn by its seed.
+    """Draw at most `most` places of each sequence by its seed; [A] int64 rising.
 
     Args:
-        places: [n] int64 rising, of all sequences in a row.
-        num_tokens: of a sequence.
-        most: of a sequence.
-        seeds: one a sequence.
+        places: [n] int64 rising, over all sequences flattened.
+        num_tokens: tokens per sequence.
+        most: largest number of places per sequence.
+        seeds: one seed per sequence.
     """
     found = []
     for number, seed in enumerate(seeds):

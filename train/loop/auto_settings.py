@@ -1,4 +1,4 @@
-"""Settings in numbers for `auto`, epochs and tokens, once data and head are known."""
+"""Numbers for settings that are `auto`, in epochs or in tokens."""
 
 import math
 from dataclasses import replace
@@ -9,8 +9,9 @@ from train.objective import Objective
 
 WARMUP_SHARE = 0.04
 RATES_OF_TRAINED = 0.2
-"""Share of the usual rates for a head that was trained before. At those an EAGLE-3.1 head of
-2.5 million tokens fell from a tau of 3.18 to 3.01 in 100 steps; at a fifth it rose to 3.24."""
+"""Share of the usual learning rate for a head that was trained before. At the full rate an
+EAGLE-3.1 head of 2.5 million tokens fell from tau 3.18 to 3.01 in 100 steps; at a fifth it rose to
+3.24."""
 
 
 def resolve_length(

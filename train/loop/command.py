@@ -1,4 +1,4 @@
-"""The part that all training commands share: checks, data, plan, loop, last words."""
+"""Shared part of the training commands: checks, data, plan, loop, last message."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,8 @@ from train.parallel import processes
 from train.parallel.placement import strategy_name
 
 LOGITS_THAT_PAY = 3e10
-"""Compiling for a CPU takes some 20 s at first, and then saves 4 ns of a logit of EAGLE's loss."""
+"""Logits from which compiling pays on a CPU: it costs about 20 s and saves 4 ns per logit of
+EAGLE's loss."""
 
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """Function from the target (`EmbeddingsAndHead` beside a feature store) and the training data to
@@ -60,19 +61,20 @@ the objective and the lines to print about it."""
 
 @dataclass(frozen=True)
 class TrainingSource:
-    """A target and the data that a head is trained on.
+    """Target and data to train a head on.
 
     Attributes:
-        target: the whole of it, or its ends beside a feature store.
-        identity: of the target.
-        checksum: of all training data.
-        train: packed sequences, with the target's states or without.
-        heldout: the same, to evaluate on.
-        report: what became of the data.
-        lines: what to say about it.
-        replay: tau on held-out prompts, for a depth and what the head reads.
-        served_by: names servers that give the states of the sequences, where there are any.
-        prompts: held-out ones, which such servers answer.
+        target: the whole target, or its ends beside a feature store.
+        identity: identity of the target.
+        checksum: checksum of all training data.
+        train: packed sequences, with or without the target's hidden states.
+        heldout: packed sequences to evaluate on.
+        report: counts of the prepared data.
+        lines: lines to print about the data.
+        replay: makes a replay of tau on held-out prompts from a depth and the layers the head
+            reads.
+        served_by: names the servers that give hidden states, if any.
+        prompts: held-out prompts for these servers to answer.
         told: lines about these servers.
     """
 
@@ -90,10 +92,10 @@ class TrainingSource:
 
     @contextmanager
     def opened(self, taps: Taps) -> Iterator["TrainingSource"]:
-        """The same with the states that a head reads, where servers give them.
+        """Add the hidden states that a head reads, if servers give them.
 
         Raises:
-            InputError: a server does not.
+            InputError: a server does not give them.
         """
         if self.served_by is None:
             yield self
@@ -110,7 +112,7 @@ class TrainingSource:
             yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.told)
 
     def steps_ahead(self, num_tokens: int) -> int:
-        """Optimizer steps whose sequences are loaded at a time, each of so many tokens here."""
+        """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
         if not isinstance(self.train, ServedRows):
             return 1
         return steps_ahead(self.train.pool, num_tokens)
@@ -121,12 +123,12 @@ Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
 
 @dataclass(frozen=True)
 class Training:
-    """The `main` of a training command: trains to `out_dir/head`.
+    """`main` of a training command: trains to `out_dir/head`.
 
     Attributes:
-        head: what is trained.
-        objective: made of a head, its target and `head` of the settings.
-        command: as its script declares it.
+        head: kind of the head.
+        objective: makes the objective from a head, its target and the settings `head`.
+        command: command as its script declares it.
     """
 
     head: type[DraftHead]
@@ -134,13 +136,13 @@ class Training:
     command: Command[Any]
 
     def __call__(self, config: TrainRun) -> None:
-        """Trains a head under a command's settings."""
+        """Train a head with a command's settings."""
         train(config, partial(self.build, config))
 
     def build(
         self, config: Any, target: EmbeddingsAndHead, data: TrainingData
     ) -> tuple[Objective, list[str]]:
-        """The objective of a head, and what to say about that."""
+        """Make the objective of a head, and lines about it."""
         head, lines = self.make_head(config, target, data)
         objective = self.objective(head, target, config.head)
         trained = sum(each.numel() for each in head.parameters() if each.requires_grad)
@@ -149,11 +151,11 @@ class Training:
     def make_head(
         self, config: Any, target: EmbeddingsAndHead, data: TrainingData
     ) -> tuple[Any, list[str]]:
-        """An untrained head, or a saved one that fits the target; and how much its ids cover.
+        """Make a new head, or load a saved one that fits the target, with lines about its ids.
 
         Raises:
-            InputError: it does not fit, is of another kind, was pruned where all ids are learnt,
-                or has a mask token that the data use.
+            InputError: the saved head does not fit, is of another kind, was pruned although its
+                kind learns all ids, or has a mask token that the data use.
         """
         settings, always = config.head, target.special_ids
         counts = cache(lambda: data.token_counts(target.vocab_size))
@@ -163,9 +165,9 @@ class Training:
             head = self._saved(settings).attach(target)
             if not (chooses or head.vocab.full):
                 raise InputError(
-                    f"head.path={settings.path}: drafts {len(head.vocab.ids)} of "
-                    f"{head.vocab.size} ids; {head.variants[head.variant].title} are trained on "
-                    "all: name the head that it was pruned from"
+                    f"head.path={settings.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} "
+                    f"ids, but {head.variants[head.variant].title} learn all; name the head before "
+                    "pruning"
                 )
         else:
             vocab = DraftVocab.everything(target.vocab_size)
@@ -175,14 +177,14 @@ class Training:
             mask = getattr(head.config, "mask_token_id", None)
             if mask is not None and mask < len(counts()) and counts()[mask]:
                 raise InputError(
-                    f"head.mask_token_id={mask}: the data use it {int(counts()[mask])} times; "
+                    f"head.mask_token_id={mask}: occurs {int(counts()[mask])} times in the data; "
                     "name a token that no text uses"
                 )
         if not head.output_heads() and not target.output_head.weight.is_floating_point():
             raise InputError(
-                f"target.path={target.name}: its output head is quantised, and this head is "
-                "trained through it; name the model before quantisation (target.quantization "
-                "leaves it alone)"
+                f"target.path={target.name}: its output head is quantised, but this head trains "
+                "through it; name the model before quantisation (target.quantization keeps the "
+                "output head)"
             )
         full = head.vocab.full
         return head, [] if full else coverage_lines(counts(), head.vocab.to("cpu"), always)
@@ -192,8 +194,8 @@ class Training:
         head = load_head(settings.path, settings.revision, layers)
         if type(head) is not self.head:
             raise InputError(
-                f"head.path={settings.path} is {head.phrase}, and this command trains "
-                f"{self.head.phrase}: use train/{name_of(head)}.py"
+                f"head.path={settings.path}: {head.phrase}, but this command trains "
+                f"{self.head.phrase}; use train/{name_of(head)}.py"
             )
         return head
 
@@ -206,24 +208,24 @@ class Training:
 
 
 def replayed(_config: TrainRun, source: TrainingSource, objective: Objective) -> Evaluate | None:
-    """Tau on held-out prompts, if there are any."""
+    """Replay tau on held-out prompts, if there are any."""
     assert source.replay is not None
     replay = source.replay(objective.depth, objective.head.taps)
     return replay if replay.prompts else None
 
 
 def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
-    """Trains what `build` makes, to `out_dir/head`.
+    """Train the objective that `build` makes, to `out_dir/head`.
 
     Args:
-        config: the command's settings.
-        build: makes the objective.
-        measure: makes what evaluations add to the objective's own figures.
+        config: settings of the command.
+        build: function that makes the objective.
+        measure: function that makes further figures for evaluations.
     """
     out_dir = Path(config.out_dir)
     check_training(config)
     if config.data.features is None and config.target.path is not None:
-        folder_of(config.target)  # here, as under ZeRO-3 weights are divided while they are read
+        folder_of(config.target)  # before ZeRO-3, which shards weights while they are read
     store = None if config.data.features is None else open_store(config.data, config.target)
     accelerator = processes.start(config.train)
     check_compile("train.compile", config.train.compile, accelerator.device.type)
@@ -235,7 +237,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     length = len(source.train[0]["input_ids"]) if len(source.train) else config.data.max_length
     size, world = len(source.train), accelerator.num_processes
     config.train = resolve_length(config.train, size, length, world)
-    head: Any = config.head  # type: ignore[attr-defined]  # of each kind's own settings
+    head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
     objective, lines = build(source.target, source.train)
     if head.path is not None:
         other = other_target_notice("head.path", head.path, head.revision, source.identity)
@@ -291,7 +293,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
 
 
 def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
-    """Rounds of the target's own answers, if they are asked for."""
+    """Make rounds of the target's own answers, if asked for."""
     if config.rollout.steps is None:
         return None
     size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
@@ -299,7 +301,7 @@ def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     server = None if url is None else Endpoint(url, api_key=key, setting="rollout.endpoint")
     served = source.train if isinstance(source.train, ServedRows) else None
     data = source.train if served is None else served.rows
-    assert isinstance(data, PackedDataset)  # a store is refused before
+    assert isinstance(data, PackedDataset)  # settings refuse a store
     made_of = stated(target=source.identity)
     return Rollouts(
         config.rollout, source.target, data, size, config.seed, folder, server, served, made_of
@@ -309,10 +311,10 @@ def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
 def memory_of(
     accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: Dataset
 ) -> memory.Parts | None:
-    """The memory that a run needs by part, if that can be told; says it on rank 0.
+    """Estimate the memory of a run by part, if a formula is known; rank 0 prints it.
 
     Raises:
-        InputError: the device has less.
+        InputError: the device has too little.
     """
     if not len(train_data):
         return None
@@ -329,7 +331,7 @@ def memory_of(
 
 
 def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
-    """Loads the target, or what serving engines leave of it, and prepares the data."""
+    """Load the target, or its ends if engines run its layers, and prepare the data."""
     fill_unset(config)
     target, told = target_of(config, accelerator.device)
     train_data, heldout, report = prepare(
@@ -337,7 +339,7 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     )
     for data in (train_data, heldout):
         data.check_ids(target)
-    processes.wait()  # on a disk of its own another node may take longer
+    processes.wait()  # other nodes may read slower disks
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
     lines = [*told, *report.lines()]
     replay = None
@@ -353,10 +355,10 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
 
 
 def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndHead, list[str]]:
-    """The target, whole or without the layers that engines run, and what to say of it.
+    """Load the target, whole or without the layers that engines run, and lines about it.
 
     Raises:
-        InputError: it is to answer, and cannot as its generation config asks.
+        InputError: the target must answer, but its generation config cannot be followed.
     """
     urls = config.target.engine
     target = (RemoteTarget.of if urls else load_target)(config.target, device)
@@ -369,20 +371,20 @@ def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndHead
         if config.rollout.steps is not None:
             raise
         follow(target, plain=True)
-        lines.append(f"tau is of plain greedy answers: {error}")
+        lines.append(f"tau is measured on plain greedy answers: {error}")
     return target, lines
 
 
 def wants_compile(
     config: TrainConfig, length: int, objective: Objective, accelerator: Accelerator
 ) -> bool:
-    """`train.compile`, or whether it pays: on CUDA always, on a CPU in a long run.
+    """Tell whether to compile: `train.compile`, or if unset on CUDA and in long runs on a CPU.
 
     Args:
-        config: once `auto`, epochs and tokens are settled.
-        length: tokens of a sequence, which a feature store has its own of.
-        objective: what is trained.
-        accelerator: of the run.
+        config: settings without `auto`, epochs and batch tokens.
+        length: tokens of a sequence; a feature store has its own length.
+        objective: the loss to compile.
+        accelerator: accelerator of the run.
     """
     if config.compile is not None:
         return config.compile
@@ -393,7 +395,7 @@ def wants_compile(
 
 
 def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> TrainingSource:
-    """Takes everything from a feature store."""
+    """Take target and data from a feature store."""
     ends = load_embeddings_and_head(store, device)
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
@@ -408,7 +410,7 @@ def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> T
 
 
 def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:
-    """Says what will be trained on what."""
+    """Print the target, the data and the length of the training."""
     print(f"target: {target}")  # noqa: T201
     for line in lines:
         print(line)  # noqa: T201
@@ -416,7 +418,7 @@ def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> N
 
 
 def print_end(outcome: Outcome, out_dir: Path) -> None:
-    """Says where the head is, or how to continue."""
+    """Print where the head is, or how to continue."""
     if outcome.finished:
         tau = outcome.evaluation.get("eval/tau")
         measured = "" if tau is None else f", tau {tau:.2f} on held-out prompts (chain)"
@@ -424,7 +426,7 @@ def print_end(outcome: Outcome, out_dir: Path) -> None:
         if change is not None:
             measured += f", the target's own held-out loss {change:+.2f}%"
         if not outcome.evaluation:
-            measured = "; its last evaluation failed, as said above"
+            measured = "; its last evaluation failed, see above"
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
-        print(f"stopped at step {outcome.step}, continue with train.resume=auto")  # noqa: T201
+        print(f"stopped at step {outcome.step}; continue with train.resume=auto")  # noqa: T201

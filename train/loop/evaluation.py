@@ -1,4 +1,4 @@
-"""Held-out figures of a run between its steps, and those that the head's kind adds."""
+"""Held-out figures of a run, and further figures of a kind of head."""
 
 import sys
 import traceback
@@ -21,21 +21,21 @@ ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""Errors of code that only measures, an exhausted device and wrong input included; a wish to end
-the program is not among them."""
+"""Errors of code that only measures. They include exhausted devices and wrong input, but no request
+to stop."""
 EDGES = torch.tensor([1 << 10, 1 << 12, 1 << 14, 1 << 16])
 RANGES = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
-"""Positions in a document, by which accuracies are told apart."""
+"""Ranges of document positions for which accuracies are reported."""
 
 
 def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) -> dict[str, float]:
-    """Means of sums by name: loss, and per term, of depth d, the loss and the measures.
+    """Means by name: the loss, and the loss and measures of each depth.
 
     Args:
-        prefix: of the names.
-        sums: [2 + L, K], losses, supervised tokens, and L measures.
-        weights: [K] of the losses.
-        objective: names the measures, and knows the first depth.
+        prefix: prefix of the names.
+        sums: [2 + L, K] losses, supervised tokens and L measures.
+        weights: [K] weights of the losses.
+        objective: names the measures and the first depth.
     """
     means = sums / sums[1].clamp_min(1)
     named = {f"{prefix}/loss": float((weights.to(means) * means[0]).sum())}
@@ -49,17 +49,18 @@ def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) ->
 def evaluate(
     placement: Placement, objective: Objective, heldout: Dataset, more: Evaluate | None, step: int
 ) -> dict[str, float]:
-    """Held-out loss and accuracy per term, also by range of positions where there is more than one.
+    """Evaluate on held-out data: loss and measures per depth, also by range of positions.
 
     Args:
-        placement: has the head, and the averages that are looked at in its place.
-        objective: what is trained.
+        placement: holds the head, and its averaged weights if kept.
+        objective: the objective that is trained.
         heldout: packed sequences.
         more: further figures, measured on rank 0 only.
         step: optimizer steps done.
 
     Returns:
-        Figures by name, on all processes; none if it failed on any of them, which is told.
+        Figures by name, on all processes. Empty, with a message, if the evaluation failed on any
+        process.
     """
     accelerator = placement.accelerator
     shape = (len(RANGES), 2 + len(objective.measures), len(objective.weights))
@@ -80,7 +81,7 @@ def evaluate(
                 file=sys.stderr,
             )
     objective.train()
-    processes.wait()  # the first one has more to measure
+    processes.wait()  # rank 0 measures more than the others
     packed = torch.cat([sums.new_tensor([failed]), sums.flatten()])
     packed = accelerator.reduce(packed, reduction="sum")
     if packed[0] > 0:
@@ -95,7 +96,7 @@ def evaluate(
 
 
 def _add_sums(sums: Tensor, placement: Placement, objective: Objective, heldout: Dataset) -> None:
-    """Add to sums [R, 2 + L, K] by range of positions this process's share of the held-out ones."""
+    """Add this process's share of the held-out sums to `sums` [R, 2 + L, K], by position range."""
     config, accelerator = placement.config, placement.accelerator
     weights = objective.weights.to(accelerator.device)
     own = list(range(min(len(heldout), config.num_eval_sequences)))
@@ -106,10 +107,10 @@ def _add_sums(sums: Tensor, placement: Placement, objective: Objective, heldout:
         batch: Batch = {}
         for number in ranges[learnt].unique().tolist():
             indexed = objective.indexed({**rows, "loss_mask": learnt & (ranges == number)})
-            if batch:  # the target need not read it again
+            if batch:  # the states are there already
                 new = {k: v for k, v in indexed.items() if k not in rows or k == "loss_mask"}
                 batch = {**batch, **on_device(new, accelerator.device)}
             else:
                 batch = objective.prepare(on_device(indexed, accelerator.device))
-            # Not a call: the hooks of a strategy would wait for processes that have no batch left.
+            # `forward` skips the hooks of a strategy, which wait for processes without a batch.
             sums[number] += objective.forward(batch, weights).terms

@@ -1,8 +1,7 @@
 """The one training loop: batches, gradients, evaluation, checkpoints, resuming, stopping.
 
-A head's entry script brings an objective; the loop divides its sums by the number of supervised
-tokens of the whole optimizer step, counted over all processes and micro batches before the
-first of them runs.
+An entry script brings an objective. The loop divides its sums by the number of supervised tokens of
+the whole optimizer step, counted over all processes and micro batches in advance.
 """
 
 import math
@@ -47,20 +46,21 @@ class Job:
 
     Attributes:
         config: the loop's settings.
-        log: the tracker's.
+        log: settings of the tracker.
         seed: orders sequences, and seeds whatever an objective draws.
         out_dir: gets `checkpoints/`, `metrics.jsonl` and at the end `head/`.
-        objective: what is trained.
+        objective: the loss to train.
         train: packed sequences, each a dict of [T] tensors.
-        heldout: the same, to evaluate on.
+        heldout: packed sequences to evaluate on.
         provenance: written as `head/headsmith.json`.
         made_of: the statement of the target and of the training data.
-        goes_on: the head was trained before, so it is evaluated before its first step too.
-        rollouts: answers of the target that are learnt in place of those of `train`.
-        evaluate: more figures at each evaluation, from the head in eval mode, on rank 0 only;
-            their names get the prefix `eval/`.
-        steps_ahead: optimizer steps whose sequences are loaded at a time.
-        served: engines give hidden states.
+        goes_on: whether the head was trained before; then it is also evaluated before the first
+            step.
+        rollouts: the target's answers to learn instead of `train`.
+        evaluate: function that adds figures at each evaluation, given the head in eval mode; on
+            rank 0 only. Their names get the prefix `eval/`.
+        steps_ahead: number of optimizer steps to load in advance.
+        served: whether engines give the hidden states.
     """
 
     config: TrainConfig
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """All that must not change when the run continues, by key; a checkpoint keeps it."""
+        """Settings by key that must not change when the run continues. A checkpoint keeps them."""
         return {
             resume.KIND: type(self.objective.head).__name__,
             "seed": self.seed,
@@ -124,11 +124,11 @@ class _StepResult(NamedTuple):
     """Figures of an optimizer step over all processes, on the CPU.
 
     Attributes:
-        tokens: that were read, padding not counted.
+        tokens: tokens read, padding not counted.
         stop: whether any process was asked to stop.
-        losses: of each micro batch, process by process.
-        sums: [2 + L, K] of the step.
-        norm: of the gradients before they were clipped.
+        losses: loss of each micro batch, process by process.
+        sums: [2 + L, K] sums of the step.
+        norm: norm of the gradients before clipping.
     """
 
     tokens: int
@@ -139,7 +139,7 @@ class _StepResult(NamedTuple):
 
 
 class Run:
-    """A run between its optimizer steps, begun anew or where `train.resume` says.
+    """A run between optimizer steps, new or continued with `train.resume`.
 
     Raises:
         InputError: the checkpoint to resume does not fit.
@@ -166,7 +166,7 @@ class Run:
         elif self.config.resume is not None:
             path = Path(self.config.resume)
         state = {} if path is None else self._restore(path)
-        processes.wait()  # loading took each as long as it took
+        processes.wait()  # processes load at different speeds
         self._check_agreed()
         self.placement = place(accelerator, job.objective, self.config)
         if self.world > 1:
@@ -174,7 +174,7 @@ class Run:
         if path is not None:
             self.placement.restore(self.step, state)
             self.say(f"continuing from {path}")
-        # Nobody may write before everybody has looked at what is there.
+        # No process may write before all of them have looked at the folder.
         processes.wait()
         if self.rank == 0:
             make_folder(job.out_dir)
@@ -189,14 +189,17 @@ class Run:
             tqdm.write(text)
 
     def _restore(self, path: Path) -> dict[str, Tensor]:
-        """Set progress and the head; return the state of its optimizers, not made yet."""
+        """Restore progress and head; return the state of the optimizers, which do not exist yet."""
         head = self.job.objective.head
         progress, tensors = checkpoint.read(path)
         now = self.job.compared
         if unknown := resume.check(path, progress.run, now, self.config, progress.step):
-            self.say(f"{path} is of an earlier version: not compared are {', '.join(unknown)}")
+            self.say(
+                f"{path} is of an earlier version, which did not record {', '.join(unknown)}: not "
+                "compared"
+            )
         checkpoint.check_fits(path, tensors, head, state_keys(head, self.config))
-        head.load_state_dict(head.state_dict() | tensors.head)  # buffers are as they were read
+        head.load_state_dict(head.state_dict() | tensors.head)  # buffers keep their values
         self.step, self.tokens = progress.step, progress.tokens
         self.skipped.numbers |= {*progress.skipped}
         return tensors.state
@@ -207,12 +210,12 @@ class Run:
         steps = self._sum(own).int().tolist()
         if len(set(steps)) > 1:
             raise InputError(
-                f"train.resume={self.config.resume}: the processes found checkpoints of steps "
-                f"{steps}: out_dir={self.job.out_dir} must be one folder that all nodes share"
+                f"train.resume={self.config.resume}: processes found checkpoints of different "
+                f"steps {steps}; set out_dir={self.job.out_dir} to one folder that all nodes share"
             )
 
     def _open_round(self) -> Prefetcher:
-        """Load from this step on: the data, or the round of answers that the step belongs to."""
+        """Load from this step on: the data, or the step's round of answers."""
         objective, rollouts = self.job.objective, self.job.rollouts
         if rollouts is not None:
             objective.eval()
@@ -229,7 +232,7 @@ class Run:
         return Prefetcher(self._load, objective.prepare, self.device, self.step, last, ahead)
 
     def train(self) -> Outcome:
-        """Make steps until the end or a stop."""
+        """Run steps until the end or a stop."""
         config = self.config
         bar = tqdm(
             total=config.max_steps, initial=self.step, disable=self.rank != 0, unit="step",
@@ -258,7 +261,7 @@ class Run:
                     self._save()
                 if not last and self.step % config.eval_steps == 0:
                     self._evaluate()
-        # The head before its last figures: whatever they do, it is there.
+        # The head is saved before its last evaluation, so a failure there loses nothing.
         with self.placement.averaged():
             if self.rank == 0:
                 self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
@@ -271,7 +274,7 @@ class Run:
         return self.accelerator.reduce(value, reduction="sum")
 
     def optimizer_step(self) -> float:
-        """Make one optimizer step; return its loss. The host waits for the device once."""
+        """Run one optimizer step and return its loss. The host waits for the device once."""
         with self.waiting.here():
             batches = self.prefetcher.next_step()
         result = self._gradients(batches, self.prefetcher.micro_batches())
@@ -292,16 +295,16 @@ class Run:
         return float((self._term_weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
 
     def _gradients(self, batches: list[Batch], prepared: Iterable[Batch]) -> _StepResult:
-        """Clip the gradients of a step, and gather its figures from all processes.
+        """Clip the gradients of a step and gather its figures from all processes.
 
         Args:
             batches: the micro batches of this process, on the CPU.
-            prepared: the same on the device, with what the target gives.
+            prepared: the same batches on the device, with the target's hidden states.
         """
         counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
         self._term_weights = self.job.objective.begin(self.step)
         totals = self._sum(upload(counts.sum(0).double(), self.device))
-        # Gradients become a mean over the processes; their sum is wanted.
+        # Strategies average gradients over the processes; the loss needs their sum.
         weights = upload(self._term_weights, self.device)
         scale = self.world * weights / totals.clamp_min(1).float()
         sums = self._accumulate(prepared, len(batches), scale)
@@ -311,14 +314,14 @@ class Run:
             return self._reduce(sums, norm, num_tokens)
 
     def _indices(self) -> list[int]:
-        """Sequences of this step over all processes."""
+        """Indices of the sequences of this step, over all processes."""
         return self.round.sequences(self.step, self.config.batch_size)
 
     def _load(self, step: int) -> list[Batch]:
         """Load the micro batches of this process in a step, on the CPU.
 
-        Each sequence gets a seed for what is drawn for it, made of its number and the step: not
-        of the process, so draws are the same on any number of them, and after a stop.
+        Each sequence gets a random seed from its index and the step. Draws are therefore the same
+        on any number of processes, and after a restart.
         """
         size, objective = self.config.micro_batch_size, self.job.objective
         batches: list[Batch] = []
@@ -333,7 +336,7 @@ class Run:
         return self.job.objective.prepare(on_device(batch, self.device))
 
     def _accumulate(self, prepared: Iterable[Batch], num_micro: int, scale: Tensor) -> Tensor:
-        """Run every micro batch forward and backward; [M, 2 + L, K] `Sums.terms` of each."""
+        """Run forward and backward of each micro batch; return `Sums.terms` [M, 2 + L, K]."""
         terms: list[Tensor] = []
         for batch in prepared:
             with self.placement.micro_batch(len(terms) == num_micro - 1):
@@ -341,16 +344,16 @@ class Run:
                 with record_function("backward"):
                     self.placement.backward(sums.total)
             terms.append(sums.terms)
-            del batch, sums  # the next one takes their memory
+            del batch, sums  # frees their memory for the next batch
         return torch.stack(terms)
 
     def _reduce(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:
-        """Bring the figures of all processes to the host; the step's wait for the device.
+        """Bring the figures of all processes to the host. This is the step's only wait.
 
         Args:
-            sums: [M, 2 + L, K] of this process's micro batches.
-            norm: [] of the gradients, the same on every process.
-            num_tokens: in those micro batches.
+            sums: [M, 2 + L, K] sums of this process's micro batches.
+            norm: [] norm of the gradients, the same on every process.
+            num_tokens: tokens in those micro batches.
         """
         losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
         losses[self.rank] = sums[:, 0].sum(1)
@@ -367,14 +370,15 @@ class Run:
         )  # fmt: skip
 
     def _leave_out(self, losses: list[float], again: bool) -> None:
-        """Forget the gradients of a step, and the sequences that spoiled them.
+        """Drop the gradients of a step, and leave out the sequences with non-finite losses.
 
         Args:
-            losses: [processes * M], not all of them finite.
-            again: the step was loaded without those that are left out.
+            losses: [processes * M] losses, some not finite.
+            again: whether the step was loaded before these sequences were left out.
 
         Raises:
-            InputError: the head is at fault, see `SkippedSequences`, or too many of them are bad.
+            InputError: the head is at fault (see `SkippedSequences`), or too many sequences are
+                bad.
         """
         size, indices = self.config.micro_batch_size, self._indices()
         bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
@@ -384,7 +388,7 @@ class Run:
         self.placement.discard()
         new = self.skipped.staying(suspects)
         if not new and not again:
-            return  # they were loaded before they were known
+            return  # loaded before they were left out
         faulty = [index for index in new if self._is_bad(index)] or new
         around = self.round.around(self.step, self.config.batch_size)
         if not faulty or self.skipped.diverged(faulty, indices, around, self._is_bad):
@@ -393,11 +397,11 @@ class Run:
 
     @torch.no_grad()
     def _is_bad(self, index: int) -> bool:
-        """Show the head one sequence, on all processes alike; True if its loss is not finite."""
+        """Run the head on one sequence, on all processes; True if its loss is not finite."""
         objective = self.job.objective
         batch = objective.training_batch({**stacked(self.round.data, [index]), NOISE_SEEDS: (0,)})
         with self.placement.gathered():
-            # As in an evaluation: without the hooks of a strategy.
+            # As in evaluations, without the hooks of a strategy.
             weights = self._term_weights.to(self.device)
             terms = objective.forward(self._prepared(batch), weights).terms
         return not terms.isfinite().all()
@@ -409,9 +413,9 @@ class Run:
     def _stop_on(self, what: str, indices: list[int]) -> None:
         raise InputError(
             f"{what} is not finite at step {self.step + 1}, in packed training sequences "
-            f"{indices}: nothing of this step was applied or saved. Look at those, or use "
-            "train.dtype=float32: train.resume=auto continues from the newest checkpoint; or begin "
-            f"again with a lower train.learning_rate={self.config.learning_rate}"
+            f"{indices}; nothing of this step was applied or saved. Look at these sequences, set "
+            "train.dtype=float32 with train.resume=auto, or start again with a lower "
+            f"train.learning_rate={self.config.learning_rate}"
         )
 
     def _tokens_per_s(self) -> float:
@@ -425,7 +429,7 @@ class Run:
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         metrics["train/skipped_sequences"] = len(self.skipped.numbers)
         metrics["train/waiting"] = self.waiting.share()
-        if self.job.served and self.waiting.num_looks == 2:  # before, nothing was on its way
+        if self.job.served and self.waiting.num_looks == 2:  # the pipeline is full by now
             self.say(balance(metrics["train/waiting"]))
         if self.metrics is not None:
             self.metrics.log(self.step, metrics)
@@ -439,7 +443,7 @@ class Run:
             return
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
-        # Figures by position are in the file alone.
+        # Figures by position appear in the file only.
         named = {name.removeprefix("eval/"): value for name, value in self.evaluation.items()}
         shown = (f"{name} {value:.3f}" for name, value in named.items() if "/" not in name)
         self.say(f"step {self.step}: {', '.join(shown)}")
@@ -455,7 +459,7 @@ class Run:
         processes.wait()
 
     def close(self) -> None:
-        """End the loading, and let the tracker finish."""
+        """End loading and let the tracker finish."""
         self.prefetcher.close()
         if self.metrics is not None:
             self.metrics.close()
@@ -463,10 +467,10 @@ class Run:
 
 @contextmanager
 def _stop_signals(run: Run) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and SIGINT ask for a stop instead of ending the process.
+    """Turn SIGTERM, SIGUSR1 and SIGINT into a stop after the current step.
 
-    Launchers pass one on, so the same signal may come twice at once; a second SIGINT later
-    than two seconds after the first is a person who does not want to wait.
+    Launchers pass signals on, so one may arrive twice at once. A second SIGINT after more than two
+    seconds comes from a person and ends the process.
     """
     asked_at: list[float] = []
 

@@ -1,13 +1,12 @@
-"""Memory that a run needs on each device, by part, from shapes alone.
+"""Estimate of a run's memory per device, by part, from shapes alone.
 
-A run is fullest at one of two moments: in the last chunk of the loss, when everything that the
-backward pass reads is kept, or in the backward pass, where gradients of activations, and what a
-strategy gathers of weights' gradients, take the place of the loss. Everything supervised is the
-worst case, and the one counted. Optimizer steps need nothing beyond what is held anyway.
+A run is fullest at one of two moments: in the last chunk of the loss, with everything kept for the
+backward pass; or in the backward pass, with gradients of activations and gathered weight gradients.
+The estimate assumes that all tokens are supervised. Optimizer steps need no further memory.
 
 Letters: N tokens of a micro batch, H hidden, I intermediate, V vocabulary, W draft vocabulary, J
-steps, K heads, S bytes of the trained parameters, n processes, e bytes of a number in
-`train.dtype`, t bytes of one of the target's.
+steps, K heads, S bytes of trained parameters, n processes, e bytes of a number in `train.dtype`, t
+bytes of a number of the target.
 """
 
 from typing import Any
@@ -32,32 +31,32 @@ REMEDIES = (
 
 
 def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
-    """Bytes by part at the fullest moment; None where no formula is known.
+    """Estimate bytes by part at the fullest moment; None without a formula for the head.
 
     Args:
-        objective: says what its head keeps; tensors on the `meta` device will do.
-        setting: the launch.
+        objective: gives its head's sizes; tensors on the `meta` device suffice.
+        setting: sizes of the launch.
     """
     head, target = objective.head, objective.target
     counted = objective.memory(setting)
     if counted is None:
         return None
     held = {"target": target_bytes(target), **_of_strategy(head, setting)}
-    # N (1 + layers read) H t of this micro batch and, on CUDA, the next (`Prefetcher`).
+    # N (1 + layers read) H t of this micro batch and, on CUDA, of the next (`Prefetcher`).
     states = setting.tokens * (1 + len(head.taps.layers)) * target.hidden_size
     held["hidden states"] = (2 if setting.cuda else 1) * states * target.dtype.itemsize
     held["activations of the head"] = counted.kept
     if setting.cuda and isinstance(target, Target):
-        # The target reads the next micro batch on a stream of its own beside all that: of a layer
-        # without gradients 3 N I t in its MLP and 4 N H t beside it.
+        # Meanwhile the target reads the next micro batch on its own stream. Per layer without
+        # gradients: 3 N I t in its MLP and 4 N H t beside it.
         widths = 3 * mlp_size(target.config) + 4 * target.hidden_size
         held["a pass of the target"] = setting.tokens * target.dtype.itemsize * widths
     reduced = 0
     if setting.strategy == "FSDP2":
-        # It gets S / n, and copies whole gradients after it has given whole weights back.
+        # FSDP2 gets S / n, and copies whole gradients after it has freed whole weights.
         reduced = trained_bytes(head) // setting.num_processes
     elif setting.strategy.startswith("ZeRO"):
-        # It moves gradients into its bucket, and shares out what it has moved.
+        # ZeRO moves gradients into its bucket and then distributes them.
         reduced = ZERO_BUCKET * FLOAT32
     moments: list[Parts] = [
         {**held, "copies in train.dtype": counted.copies, "loss": counted.loss},
@@ -68,8 +67,8 @@ def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
 
 
 def target_bytes(target: EmbeddingsAndHead) -> int:
-    """Bytes of a target's weights, or of those beside a feature store, on the head's device."""
-    modules = (target.embedding, target.output_head)  # which may share their weight
+    """Bytes of the target's weights on the head's device; beside a feature store, of its ends."""
+    modules = (target.embedding, target.output_head)  # may share one weight
     weights: Any = {module.weight.data_ptr(): module.weight for module in modules}.values()
     if isinstance(target, Target):
         model: Any = target.model
@@ -78,18 +77,18 @@ def target_bytes(target: EmbeddingsAndHead) -> int:
 
 
 def trained_bytes(head: Any) -> int:
-    """S, float32."""
+    """Bytes S of the trained parameters, in float32."""
     return FLOAT32 * sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
 def _of_strategy(head: Any, setting: LaunchSizes) -> Parts:
-    """Parameters, gradients and optimizer state.
+    """Bytes of parameters, gradients and optimizer state.
 
-    DDP holds S of weights, S of gradients (views of its buckets) and all of the state. FSDP2
-    holds an n-th of all, and whole weights and gradients while in use. ZeRO's optimizer has a copy
-    of its share of the weights; from stage 2 on also of the gradients, which are whole until they
-    are reduced; at stage 3 the weights lie in shares until they are used. AdamW's state is twice a
-    parameter, Muon's once, an average of it once more.
+    DDP holds S of weights, S of gradients (views of its buckets) and the whole state. FSDP2 holds
+    1/n of each, and whole weights and gradients while in use. ZeRO adds a copy of its share of the
+    weights. From stage 2 on it shards gradients, which are whole until reduced; at stage 3 it
+    shards the weights. AdamW's state takes twice the parameters, Muon's once; an average takes once
+    more.
     """
     whole, keys = trained_bytes(head), state_keys(head, setting.train)
     state = FLOAT32 * sum(len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters())
@@ -116,14 +115,14 @@ def check(parts: Parts, total: int) -> None:
     """Refuse a run that cannot fit.
 
     Args:
-        parts: of `estimate`.
-        total: bytes that this process can have on its device.
+        parts: result of `estimate`.
+        total: bytes available to this process on its device.
 
     Raises:
-        InputError: with the parts, and keys that help.
+        InputError: with the parts and the settings that help.
     """
     if sum(parts.values()) > total:
-        raise InputError(f"{line(parts, total)}: that cannot fit; {REMEDIES}")
+        raise InputError(f"{line(parts, total)}: does not fit; {REMEDIES}")
 
 
 def available(device: torch.device) -> int | None:
@@ -134,7 +133,7 @@ def available(device: torch.device) -> int | None:
 
 
 def afterwards(parts: Parts, device: torch.device) -> str:
-    """The estimate beside the measured peak of a CUDA device, for people."""
+    """Line with the estimate and the measured peak of a CUDA device."""
     measured = torch.cuda.max_memory_allocated(device)
     return (
         f"memory: {sum(parts.values()) / 1e9:.1f} GB estimated, {measured / 1e9:.1f} GB measured "

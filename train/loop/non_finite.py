@@ -1,4 +1,4 @@
-"""Sequences that a run leaves out because their loss is not finite: few, named, remembered."""
+"""Training sequences that a run leaves out because their loss is not finite."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,16 +12,16 @@ FEWEST_SHOWN = 8
 
 
 class SkippedSequences:
-    """Packed training sequences that are left out of every step from now on.
+    """Packed training sequences that are left out of all further steps.
 
-    A head that has diverged finds no loss finite, and that costs no sequence its place. It is told
-    from bad data, at any batch size, by what it finds of eight sequences or more: those of the
-    step, and where they are fewer, the last before and the next after it, each alone. Those left
-    out before do not count. If most are bad, the head is at fault; else the bad ones of the step.
+    A diverged head makes every loss non-finite, which is no fault of the sequences. To tell both
+    cases apart, at least eight sequences are run: those of the step and, if too few, single
+    sequences of neighbouring steps. If most are bad, the head is at fault; otherwise the bad
+    sequences of the step are left out.
 
     Args:
-        num_sequences: of the training data; of these 1% may be left out, or eight.
-        known: numbers of those that a checkpoint remembers.
+        num_sequences: number of training sequences. At most 1% of them, or eight, may be left out.
+        known: indices of sequences that a checkpoint lists as left out.
     """
 
     def __init__(self, num_sequences: int, known: Iterable[int] = ()) -> None:
@@ -32,27 +32,26 @@ class SkippedSequences:
         """Leave out more sequences.
 
         Args:
-            numbers: of the sequences.
+            numbers: indices of the sequences.
             step: optimizer step, from 1.
 
         Returns:
-            A line for people.
+            A line to print.
 
         Raises:
-            InputError: these are too many.
+            InputError: too many sequences are left out.
         """
         new = sorted(numbers)
         self.numbers |= {*new}
         if len(self.numbers) > self.most:
             raise InputError(
-                f"at step {step} the loss of {len(self.numbers)} packed training sequences has "
-                f"not been finite, of which {self.most} may be left out; the newest are {new}. "
-                "Look at those, or use train.dtype=float32 or a lower train.learning_rate"
+                f"step {step}: the loss of {len(self.numbers)} packed training sequences is not "
+                f"finite; at most {self.most} may be left out. The newest are {new}: look at them, "
+                "or set train.dtype=float32 or a lower train.learning_rate"
             )
         return (
             f"step {step}: the loss of packed training sequences {new} is not finite: they are "
-            f"left out of this step and of all that follow ({len(self.numbers)} of at most "
-            f"{self.most})"
+            f"left out from this step on ({len(self.numbers)} of at most {self.most})"
         )
 
     def staying(self, numbers: Iterable[int]) -> list[int]:
@@ -66,13 +65,13 @@ class SkippedSequences:
         around: Iterable[list[int]],
         is_bad: Callable[[int], bool],
     ) -> bool:
-        """Tell a head at fault from bad sequences of a step.
+        """Tell a diverged head from bad sequences.
 
         Args:
-            bad: those of the step whose losses are not finite.
-            own: all of the step.
-            around: of other steps, the likeliest to be good first.
-            is_bad: shows the head a sequence, and says whether its loss is not finite.
+            bad: sequences of the step with non-finite losses.
+            own: all sequences of the step.
+            around: sequences of other steps, the likeliest good ones first.
+            is_bad: runs the head on a sequence; True if its loss is not finite.
         """
         own = self.staying(own)
         shown = dict.fromkeys(own)
@@ -84,14 +83,14 @@ class SkippedSequences:
         return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
 
     def blanked(self, batch: Batch, numbers: list[int]) -> Batch:
-        """Put padding in place of sequences that are left out, so nothing reads them.
+        """Replace left-out sequences with padding.
 
         Args:
             batch: [B, T, ...] tensors by name, on the CPU.
-            numbers: of its B sequences.
+            numbers: indices of its B sequences.
 
         Returns:
-            The batch itself where nothing is left out; else a copy.
+            The batch itself if nothing is left out, otherwise a copy.
         """
         rows = [row for row, number in enumerate(numbers) if number in self.numbers]
         if not rows:

@@ -1,4 +1,4 @@
-"""Settings of a training that are refused before anything heavy is imported."""
+"""Checks of training settings before heavy imports."""
 
 from pathlib import Path
 
@@ -8,31 +8,33 @@ from eval.refusals import check_inputs
 
 
 def check_training(config: TrainRun) -> None:
-    """Refuse a folder that is taken, and a target, data or a head that are not there.
+    """Refuse a used `out_dir`, and a target, data or head that do not exist.
 
     Raises:
-        InputError: see each.
+        InputError: naming the setting.
     """
     check_out_dir(Path(config.out_dir), config.train.resume)
     check_inputs(config)
 
 
 def check_out_dir(out_dir: Path, resume: str | None) -> None:
-    """Refuses to write over another run.
+    """Refuse to write over another run.
 
     Raises:
-        InputError: `out_dir` is a file, or holds something and nothing is being resumed.
+        InputError: `out_dir` is a file, or is not empty and nothing is resumed.
     """
     if out_dir.exists() and not out_dir.is_dir():
-        raise InputError(f"out_dir={out_dir} is a file: name a folder")
+        raise InputError(f"out_dir={out_dir}: is a file; name a folder")
     taken = out_dir.is_dir() and any(out_dir.iterdir())
     inside = resume == "auto" or (
         resume is not None and Path(resume).resolve().is_relative_to(out_dir.resolve())
     )
     if taken and not inside:
         raise InputError(
-            f"out_dir={out_dir} is not empty: name another folder, or continue the run in it "
-            "with train.resume=auto"
+            f"out_dir={out_dir}: is not empty; name another folder, or continue its run with "
+            "train.resume=auto"
         )
     if resume not in (None, "auto") and not Path(str(resume)).is_dir():
-        raise InputError(f"train.resume={resume}: no such folder; allowed: auto, a checkpoint")
+        raise InputError(
+            f"train.resume={resume}: no such folder; type auto or the folder of a checkpoint"
+        )

@@ -1,7 +1,7 @@
-"""Acceptance while training: tau on held-out prompts, by exact replay.
+"""Acceptance during training: tau on held-out prompts, by exact replay.
 
-The target answers a few held-out prompts once, greedily; each evaluation then costs one
-forward pass of the head per depth over those answers. n: response tokens.
+The target answers a few held-out prompts once, greedily. Each evaluation then costs one forward
+pass of the head per depth over these answers. Letters: n answer tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -27,12 +27,12 @@ TEXT_PROMPT_TOKENS = 32
 
 
 class Replay(ABC):
-    """Replay of a chain of drafts over the target's own answers.
+    """Replay of a chain of draft tokens over the target's own answers.
 
     Args:
-        prompts: token ids up to where the answer starts.
+        prompts: token ids up to the start of the answer.
         depth: draft tokens of the chain.
-        taps: the states of the target that the head reads.
+        taps: hidden states that the head reads.
     """
 
     def __init__(self, prompts: list[list[int]], depth: int, taps: Taps) -> None:
@@ -43,10 +43,10 @@ class Replay(ABC):
     @property
     @abstractmethod
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Answer [n] to each prompt, and the target's states of both."""
+        """Answer [n] to each prompt, and the target's hidden states of prompt and answer."""
 
     def __call__(self, head: Replayable) -> dict[str, float]:
-        """`tau` and `greedy_alpha_d1`.. of the chain."""
+        """Compute `tau` and `greedy_alpha_d1`.. of the chain."""
         chain = Tree.chain(self.depth)
         steps = []
         for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
@@ -59,7 +59,7 @@ class Replay(ABC):
 
 
 class HeldoutReplay(Replay):
-    """Replay over answers that the target gives when they are first needed."""
+    """Replay over answers that the target writes at the first use."""
 
     def __init__(self, texts: Texts, prompts: list[list[int]], depth: int, taps: Taps) -> None:
         super().__init__(prompts, depth, taps)
@@ -67,12 +67,12 @@ class HeldoutReplay(Replay):
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Answers and states, from one decoding of each prompt."""
+        """Answers and hidden states, from one decoding of each prompt."""
         return self.texts.answers(self.prompts, MAX_NEW_TOKENS, self.taps)
 
 
 class StoredReplay(Replay):
-    """Replay over answers that a feature store holds in its split `replay`."""
+    """Replay over the answers in the split `replay` of a feature store."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class StoredReplay(Replay):
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Answers and states, as they were stored."""
+        """Stored answers and hidden states."""
         return [
             (row["input_ids"][row["loss_mask"]].tolist(), self._output(row)) for row in self.rows
         ]
 
     def _output(self, row: dict[str, Tensor]) -> TargetOutput:
-        """States [1, S, D] of all tokens but the last; without the last state it has no columns."""
+        """Hidden states [1, S, D] of all tokens but the last. A last state not stored is empty."""
         states = {
             name: tensor[None, :-1].to(self.target.device, self.target.dtype)
             for name, tensor in restore(row).items()
@@ -107,11 +107,11 @@ class StoredReplay(Replay):
 
 
 def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
-    """Take the first prompts of held-out documents.
+    """Select the first prompts of held-out documents.
 
     Args:
         heldout: packed sequences.
-        num_prompts: prompts at most; longer ones than 256 tokens are left out.
+        num_prompts: largest number of prompts; those longer than 256 tokens are left out.
     """
     prompts = (prompt for index in range(len(heldout)) for prompt in prompts_of(heldout[index]))
     short = (prompt for prompt in prompts if len(prompt) <= MAX_PROMPT_TOKENS)
@@ -119,9 +119,9 @@ def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]
 
 
 def prompts_of(row: Mapping[str, Tensor]) -> Iterator[list[int]]:
-    """Tokens before the first learnt one of each document of a packed sequence.
+    """Yield the tokens before the first learnt token of each document of a packed sequence.
 
-    A plain text is learnt from its first token on; its first 32 tokens are taken.
+    A plain text is learnt from its first token, so its first 32 tokens serve as prompt.
     """
     num_tokens = row["document_ids"].add(1).bincount()[1:].tolist()  # -1 is padding
     begin = 0

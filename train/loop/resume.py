@@ -1,6 +1,6 @@
-"""Settings that decide the result of a run, and so must not change when it continues.
+"""Settings that decide a run's result and so must not change when it continues.
 
-Every setting is compared but what is listed here, so one that is added later is too.
+Every setting is compared except those listed here, so new settings are compared too.
 """
 
 import zlib
@@ -21,33 +21,33 @@ ONLY_WATCHED = (
     "eval_steps", "num_eval_sequences", "num_replay_prompts", "save_steps", "num_checkpoints",
     "resume", "log_steps",
 )  # fmt: skip
-"""Settings of `train.*` that look at a run, or keep it."""
+"""Settings of `train.*` that only observe or save a run."""
 ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
-"""Settings that change the order or the width of the same arithmetic, as the number of processes
-does; weights and the optimizer's state are float32 under all of them."""
+"""Settings that only change the order or width of the arithmetic, like the number of processes.
+Weights and optimizer state stay float32."""
 NOT_COMPARED = {
     "train": (*ONLY_WATCHED, *ONLY_ROUNDED),
     "head": ("path", "revision"),
     "rollout": ("endpoint",),
 }
-"""Ignored fields by prefix. A head comes from the checkpoint, wherever it came from at first; a
-target says the same wherever it is served."""
+"""Ignored fields by prefix. The checkpoint holds the head, wherever it came from; a target gives
+the same hidden states wherever it is served."""
 SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
-"""Settings that may change as long as every step done so far keeps its rate: a constant rate may
-begin to decay at any step."""
+"""Settings that may change if every step so far keeps its rate. A constant rate may start to decay
+at any step."""
 KIND = "kind of head"
 TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
 def settings(prefix: str, config: Any) -> dict[str, Any]:
-    """Compared fields of a dataclass by configuration key, as JSON holds them."""
+    """Compared fields of a dataclass by configuration key, as JSON values."""
     ignored = NOT_COMPARED.get(prefix, ())
     names = [field.name for field in fields(config) if field.name not in ignored]
     return {f"{prefix}.{name}": plain(getattr(config, name)) for name in names}
 
 
 def checksum(sequence: Mapping[str, Tensor]) -> int:
-    """CRC-32 of a sequence's tokens; states, if a store has them, may come in any format."""
+    """CRC-32 of a sequence's tokens. Hidden states are left out, as their format may change."""
     names = [name for name in TOKENS if name in sequence]
     return sum(zlib.crc32(sequence[name].numpy().tobytes()) for name in names)
 
@@ -59,13 +59,13 @@ def check(
 
     Args:
         path: the checkpoint.
-        then: settings of the run that made it, by key.
-        now: settings of this run.
-        config: this run's.
+        then: settings of the checkpoint's run, by key.
+        now: settings of this run, by key.
+        config: training settings of this run.
         step: optimizer steps done.
 
     Returns:
-        Keys that the checkpoint, of an earlier version, says nothing about.
+        Keys that the checkpoint's earlier version did not record.
 
     Raises:
         InputError: naming each key that differs.
@@ -82,12 +82,12 @@ def check(
         if key in then and key in now
         and not (key.removeprefix("train.") in SCHEDULE and same_rates)
     ]  # fmt: skip
-    if KIND in keys:  # the rest differs for that reason
+    if KIND in keys:  # the other differences follow from it
         keys = [KIND]
     if keys:
         raise InputError(
-            f"train.resume: {path} was made in another way: {differences(then, now, keys)}. "
-            "Continue with what it was made with, or begin another run in another out_dir, from "
-            "the head of this one if you like (head.path)"
+            f"train.resume={path}: made with other settings: {differences(then, now, keys)}. "
+            "Continue with the checkpoint's settings, or start a new run in another out_dir, from "
+            "this head if you like (head.path)"
         )
     return unknown

@@ -1,10 +1,9 @@
-"""Rounds of the target's own answers, which the steps of a run read in place of its data.
+"""Rounds of the target's own answers, which training reads instead of its data.
 
-On-policy distillation (Draft-OPD, arXiv 2605.29343) lets the target answer the prompts of the data,
-drafting with the head as it is, and teaches the head where its drafts went. Verified text is the
-target's own whoever drafts, and what a head drafts along a text depends on that text alone; so
-a round is text, and a step learns from what the head of that very step drafts in it. Nothing of a
-head that has changed since is ever learnt from.
+On-policy distillation (Draft-OPD, arXiv 2605.29343): the target answers the prompts of the data and
+the head learns along these answers. Verified text is the target's own, whichever head drafts, and
+draft tokens along a text depend on the text alone. A round therefore only stores text, and each
+step learns from the drafts of its current head.
 """
 
 import json
@@ -45,20 +44,20 @@ from train.loop.served import ServedRows
 from train.parallel import processes
 
 GROUP = 4
-"""Answers that are dealt to a process at once, as a multiple of those it writes side by side."""
+"""Answers per process and group, as a multiple of the answers written at once."""
 TEXTS = "texts.safetensors"
 MADE = "made_of"
 API_KEY = "OPENAI_API_KEY"
-"""Environment variable with the key of a server that answers."""
+"""Environment variable with the key of the answering server."""
 
 
 class Round(NamedTuple):
-    """Sequences that steps `first` to `last`, the last one not included, read: of data or answers.
+    """Sequences for steps `first` to `last` (excluded): data or answers.
 
     Attributes:
-        data: packed.
+        data: packed sequences.
         first, last: optimizer steps, from 0.
-        seed: orders the sequences.
+        seed: seed of the order.
     """
 
     data: Dataset
@@ -67,11 +66,11 @@ class Round(NamedTuple):
     seed: int
 
     def sequences(self, step: int, batch_size: int) -> list[int]:
-        """Global batch of a step."""
+        """Global batch of a step, as indices."""
         return schedule.sequences(step - self.first, batch_size, len(self.data), self.seed)
 
     def around(self, step: int, batch_size: int) -> Iterator[list[int]]:
-        """Batches before that of a step, the last one first, and then those after it."""
+        """Yield batches of earlier steps, the latest first, then those of later steps."""
         for other in (*range(self.first, step)[::-1], *range(step + 1, self.last)):
             yield self.sequences(other, batch_size)
 
@@ -80,8 +79,8 @@ class AnsweredPrompts(NamedTuple):
     """Prompts with the target's answers.
 
     Attributes:
-        token_ids: [N] int64, text behind text.
-        lengths, prompts: [n] int64 tokens of each, and of these its prompt.
+        token_ids: [N] int64, prompts and answers concatenated.
+        lengths, prompts: [n] int64 tokens of each text, and of its prompt.
     """
 
     token_ids: Tensor
@@ -89,31 +88,31 @@ class AnsweredPrompts(NamedTuple):
     prompts: Tensor
 
     def samples(self) -> Iterator[Sample]:
-        """Documents of which the answers are learnt."""
+        """Yield documents whose answers are learnt."""
         texts = self.token_ids.split(self.lengths.tolist())
         for ids, prompt in zip(texts, self.prompts.tolist(), strict=True):
             yield Sample(ids.tolist(), [place >= prompt for place in range(len(ids))])
 
     def are_answers_to(self, prompts: Sequence[list[int]]) -> bool:
-        """Compare with prompts."""
+        """Tell whether these are the prompts."""
         texts = self.token_ids.split(self.lengths.tolist())
         return [ids[:n].tolist() for ids, n in zip(texts, self.prompts, strict=True)] == prompts
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rounds of the target's answers to the prompts that the data's own steps would have read.
+    """Rounds of answers to the prompts that the data's own steps would read.
 
     Attributes:
-        config: `steps` is set.
-        target: answers.
-        data: gives prompts, and the length and padding of sequences.
-        batch_size: sequences of a step.
-        seed: of the run.
-        folder: keeps the rounds, which a resumed run reads again.
-        server: answers in place of the target here.
-        served: the data with the states of engines, which also answer where no server does.
-        made_of: the statement of the target.
+        config: settings with `steps`.
+        target: writes the answers.
+        data: gives prompts, and length and padding of sequences.
+        batch_size: sequences per step.
+        seed: seed of the run.
+        folder: folder of the rounds, which a resumed run reads again.
+        server: writes the answers instead of the target.
+        served: data with hidden states of engines, which write the answers if no server does.
+        made_of: statement of the target.
     """
 
     config: RolloutConfig
@@ -128,7 +127,7 @@ class Rollouts:
 
     @property
     def answers(self) -> dict[str, Any]:
-        """Generation config and stop texts, which decide answers beside weights and settings."""
+        """Generation config and stop texts, on which answers depend beside weights and settings."""
         asked = sorted(self.target.logits_processing.items())
         return {"generation_config": plain(asked), "stop": plain(self.target.stop_strings)}
 
@@ -137,21 +136,21 @@ class Rollouts:
         return {**self.made_of, **self.answers, **how, "seed": self.seed}
 
     def round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
-        """Read the round of a step, or make it on all processes if no earlier run has left it.
+        """Read the round of a step, or make it on all processes.
 
         Args:
             step: optimizer step, from 0.
-            head: drafts; in eval mode, with whole parameters.
+            head: head that drafts, in eval mode with whole parameters.
 
         Returns:
-            The round, and figures of the answers that were made now.
+            The round, and figures of the answers made now.
         """
         assert self.config.steps is not None
         number = step // self.config.steps
         first = number * self.config.steps
         prompts = self._prompts(first, first + self.config.steps)
         texts, figures = self._kept(number, prompts), dict[str, float]()
-        processes.wait()  # nobody writes before everybody has looked
+        processes.wait()  # no process may write before all of them have looked
         if texts is None:
             texts, figures = self._make(number, prompts, head)
             if PartialState().is_main_process:
@@ -169,17 +168,17 @@ class Rollouts:
 
     @staticmethod
     def line(figures: dict[str, float]) -> str:
-        """Figures of new answers, for people."""
+        """Line about new answers."""
         texts, tokens, rate = (figures[f"rollout/{n}"] for n in ("texts", "tokens", "tokens_per_s"))
         tau = figures.get("rollout/tau")
         drafted = "" if tau is None else f" at a tau of {tau:.2f}"
         return (
-            f"{texts:,.0f} answers of the target, {tokens:,.0f} tokens, {rate:,.0f} per second"
-            f"{drafted}; a step learns from the drafts of its own head in them"
+            f"{texts:,.0f} answers of the target, {tokens:,.0f} tokens, {rate:,.0f} per "
+            f"second{drafted}"
         )
 
     def _prompts(self, first: int, last: int) -> list[list[int]]:
-        """Prompts of the data's sequences for these steps that leave room for an answer."""
+        """Prompts of these steps' sequences that leave room for an answer."""
         numbers: dict[int, None] = {}
         for step in range(first, last):
             batch = schedule.sequences(step, self.batch_size, len(self.data), self.seed)
@@ -190,8 +189,9 @@ class Rollouts:
         fitting = [prompt for prompt in prompts if room is None or len(prompt) <= room]
         if not fitting:
             raise InputError(
-                f"rollout.max_new_tokens={self.config.max_new_tokens}: leaves no prompt of steps "
-                f"{first + 1} to {last} room in the window of {self.target.name}, {window} tokens"
+                f"rollout.max_new_tokens={self.config.max_new_tokens}: too many for every prompt "
+                f"of steps {first + 1} to {last} in the {window} tokens of {self.target.name}'s "
+                "window; set it lower"
             )
         return fitting
 
@@ -199,13 +199,13 @@ class Rollouts:
         return self.folder / f"round-{number:04}"
 
     def _kept(self, number: int, prompts: list[list[int]]) -> AnsweredPrompts | None:
-        """Answers that a run that was stopped has written."""
+        """Answers that a stopped run has written."""
         file = self._path(number) / TEXTS
         if not file.exists():
             return None
         with safe_open(file, "pt") as opened:
             made = (opened.metadata() or {}).get(MADE)
-        # A round of an earlier version says nothing.
+        # A round of an earlier version has no statement.
         if made is not None and changed(json.loads(made), self._statement()):
             return None
         texts = AnsweredPrompts(**load_tensors(file))
@@ -217,7 +217,7 @@ class Rollouts:
         watch, state = Stopwatch(), PartialState()
         size = GROUP * self.config.batch_size
         groups = [range(begin, len(prompts))[:size] for begin in range(0, len(prompts), size)]
-        # Groups are the same on any number of processes, and so is all that their company decides.
+        # Groups are the same on any number of processes, and so are their answers.
         mine = groups[state.process_index :: state.num_processes]
         own: list[tuple[int, Generation]] = []
         bar = tqdm(mine, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False)
@@ -246,7 +246,7 @@ class Rollouts:
     def _answers(
         self, number: int, group: range, prompts: list[list[int]], head: DraftHead
     ) -> list[Generation]:
-        """Answers to the prompts of a group, in their order."""
+        """Answers to the prompts of a group, in order."""
         requests = [
             Request(prompts[index], schedule.draw_seed(self.seed, number, index)) for index in group
         ]
@@ -262,7 +262,7 @@ class Rollouts:
         return decode_many(self.target, make, requests, *limits, sampling)
 
     def _served(self, requests: list[Request]) -> list[Generation]:
-        """Answers of a server or of engines, which do not tell of their drafts."""
+        """Answers of a server or of engines, without figures of their drafts."""
         who = "target.engine" if self.server is None else str(self.server)
         told = told_of(self.target, who, self.config.temperature)
         seeds = [{"seed": each.seed} if self.config.temperature > 0 else {} for each in requests]
@@ -279,8 +279,8 @@ class Rollouts:
         vocab_size, highest = self.target.vocab_size, max(map(max, answers), default=0)
         if highest >= vocab_size:
             raise InputError(
-                f"{who}: answers with token {highest}, and {self.target.name} has {vocab_size}: "
-                "it serves another model"
+                f"{who}: answers with token {highest}, but {self.target.name} has {vocab_size} "
+                "tokens, so another model is served; serve the target"
             )
         stops = Stops.of(self.target)
         return [Generation(stops.cut([], answer)) for answer in answers]

@@ -1,4 +1,4 @@
-"""Training from the states that serving engines compute: the target's layers are nowhere here.
+"""Training from hidden states of serving engines, without the target's layers here.
 
 Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
 """
@@ -20,13 +20,13 @@ from data.servers.files import NotReadError
 from data.servers.pool import StatesPool, documents_of, placed
 
 STEPS_AHEAD = 4
-"""Optimizer steps at most whose sequences are asked for together."""
+"""Largest number of optimizer steps whose sequences are requested together."""
 SHARE_OF_MEMORY = 0.25
-"""Of the host's, for their states."""
+"""Share of the host's memory for their hidden states."""
 NUM_LOOKED_AT = 64
-"""Sequences among which the longest document is looked for."""
+"""Sequences to search for the longest document."""
 PADDING = -1
-"""Document of tokens that nobody learns from."""
+"""Document id of tokens that are not learnt."""
 
 
 def longest_document(rows: PackedDataset) -> list[int]:
@@ -36,13 +36,13 @@ def longest_document(rows: PackedDataset) -> list[int]:
 
 
 def steps_ahead(pool: StatesPool, num_tokens: int) -> int:
-    """Optimizer steps that are asked for together, as many as the host's memory has room for.
+    """Number of optimizer steps to request together, limited by the host's memory.
 
     Args:
-        pool: gives bfloat16 or float32.
-        num_tokens: of a step, in this process.
+        pool: servers; they give bfloat16 or float32.
+        num_tokens: tokens per step in this process.
     """
-    itemsize = 4  # of the widest dtype that a server may use
+    itemsize = 4  # float32, the widest dtype of a server
     num_bytes = num_tokens * len(pool.layers) * pool.hidden_size * itemsize
     room = psutil.virtual_memory().available * SHARE_OF_MEMORY
     room /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -51,14 +51,14 @@ def steps_ahead(pool: StatesPool, num_tokens: int) -> int:
 
 @dataclass
 class ServedRows:
-    """Packed sequences with the states of their documents, under the names of `with_states`.
+    """Packed sequences with the hidden states of their documents, named as in `with_states`.
 
-    A document whose states cannot be had is not learnt from, so that all processes keep step.
+    Documents without states are not learnt, so that all processes stay in step.
 
     Attributes:
-        rows: without states.
-        pool: has them.
-        lost: counts the documents that are left out, in whichever thread.
+        rows: sequences without states.
+        pool: servers that give the states.
+        lost: counts left-out documents over all threads.
     """
 
     rows: PackedDataset
@@ -79,8 +79,8 @@ class ServedRows:
                 found.append({})
                 ids[row["document_ids"] == number] = PADDING
                 tqdm.write(
-                    f"document {number} of sequence {index} is left out, the {next(self.lost)}. "
-                    f"of this run: {error}"
+                    f"document {number} of sequence {index} is left out (number {next(self.lost)} "
+                    f"of this run): {error}"
                 )
         dtype = next((t.dtype for states in found for t in states.values()), torch.bfloat16)
         states = {}

@@ -1,4 +1,4 @@
-"""Opens a feature store to train from, and checks that settings and heads fit it."""
+"""Feature store to train from, with checks that settings and heads fit."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -22,12 +22,12 @@ from heads.target_model.model import Taps
 
 
 def open_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
-    """Opens the store that `data.features` names, if it is whole and nothing contradicts it.
+    """Open the store of `data.features`, if it is whole and no setting contradicts it.
 
-    A setting that has its default value was not given, as far as one can see from here.
+    A setting with its default value counts as not given.
 
     Raises:
-        InputError: what is missing or damaged, or which setting asks for something else.
+        InputError: naming the missing or damaged file, or the contradicting setting.
     """
     assert data.features is not None
     store = FeatureStore(Path(data.features).expanduser())
@@ -41,7 +41,7 @@ def open_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
 
 
 def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> EmbeddingsAndHead:
-    """The embedding and the output head of the store's target.
+    """Load the embedding and the output head of the store's target.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -50,29 +50,29 @@ def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> Embed
 
 
 def identity_of(plan: StorePlan) -> Identity:
-    """The target that a store was captured from."""
+    """Identity of the target that a store was captured from."""
     return Identity(**{field.name: plan.target[field.name] for field in fields(Identity)})
 
 
 def check_taps(store: FeatureStore, taps: Taps) -> None:
-    """Refuses a head that reads what the store does not hold.
+    """Refuse a head that reads hidden states the store lacks.
 
     Raises:
-        InputError: naming it, and how to capture it.
+        InputError: naming them and how to capture them.
     """
     contents = store.manifest.plan.contents
     missing = sorted(set(taps.layers) - set(contents.layers))
     if missing:
         wanted = ",".join(map(str, sorted(taps.layers)))
         raise InputError(
-            f"head.layers: the head reads {missing}, but data.features={store.folder} has "
-            f"{list(contents.layers)}: name some of those, or capture with layers=[{wanted}]"
+            f"head.layers={missing}: not in data.features={store.folder}, which has "
+            f"{list(contents.layers)}; name layers of these, or capture with layers=[{wanted}]"
         )
-    # Every head reads layers, or else the last hidden state.
+    # Every head reads layers or the last hidden state.
     if not taps.layers and contents.teacher is not TeacherKind.hidden:
         raise InputError(
-            f"data.features={store.folder} was captured with teacher={contents.teacher.value} and "
-            "has no last hidden states, which this head reads: capture with teacher=hidden, or "
+            f"data.features={store.folder}: captured with teacher={contents.teacher.value}, "
+            "without the last hidden states that this head reads; capture with teacher=hidden, or "
             "train an EAGLE-3 head"
         )
 
@@ -81,8 +81,8 @@ def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
     stored, dtype = plan.target, plan.target["dtype"]
     if target.dtype is not Dtype.auto and target.dtype.value != dtype:
         raise InputError(
-            f"target.dtype={target.dtype.value}: data.features={folder} was captured in {dtype}: "
-            "leave it unset, or capture again"
+            f"target.dtype={target.dtype.value}: data.features={folder} was captured in {dtype}; "
+            "leave target.dtype unset, or capture again"
         )
     if target.path is None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
@@ -92,20 +92,20 @@ def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
     differ = changed(before, now)
     if differ:
         raise InputError(
-            f"target.path={target.path} is not the target that data.features={folder} was "
-            f"captured from: {differences(before, now, differ)}. Leave target.* unset to train for "
-            "that one, or capture again"
+            f"target.path={target.path}: not the target of data.features={folder}: "
+            f"{differences(before, now, differ)}. Leave target.* unset to train for the store's "
+            "target, or capture again"
         )
 
 
 def _check_unset(
     group: str, config: Any, stored: Mapping[str, Any], names: Iterable[str], folder: str | None
 ) -> None:
-    """Refuses settings that were changed, and not to the store's."""
+    """Refuse settings that differ from the store's, unless they have their default."""
     for name in names:
         given, default = getattr(config, name), getattr(type(config)(), name)
         if given != default and plain(given) != stored[name]:
             raise InputError(
                 f"{group}.{name}={plain(given)}: data.features={folder} was captured with "
-                f"{group}.{name}={stored[name]}: leave it unset, or capture again"
+                f"{group}.{name}={stored[name]}; leave it unset, or capture again"
             )

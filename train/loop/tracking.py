@@ -1,7 +1,7 @@
-"""Metrics of a run: always in `metrics.jsonl`, and in tensorboard or wandb if asked for.
+"""Metrics of a run, in `metrics.jsonl` and on request in tensorboard or wandb.
 
-A tracker never stops a run: its first failure is told once and it is left out from then on.
-wandb goes online or offline by its own variable WANDB_MODE; its key stays in the environment.
+A tracker never stops a run: after its first failure, which is printed, the run goes on without it.
+The variable WANDB_MODE chooses whether wandb is online; its key stays in the environment.
 """
 
 import json
@@ -18,7 +18,7 @@ from conf.settings.training import LogConfig, Tracker
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
 WANDB_ID = "wandb_run_id.txt"
-"""File in `out_dir` with the id of the run in wandb, where a run that goes on stays one run."""
+"""File in `out_dir` with the id of the run in wandb, by which a resumed run continues there."""
 Say = Callable[[str], None]
 
 
@@ -29,7 +29,7 @@ class _Sink(Protocol):
 
 
 class Metrics:
-    """The metrics of a run; made on rank 0 only."""
+    """Metrics of a run, on rank 0 only."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Metrics:
         """Open the file and start the tracker.
 
         Args:
-            out_dir: the run's folder, which exists.
-            config: which tracker, and under which name.
-            run: the resolved configuration, shown by the tracker.
-            say: told of a tracker's failure.
-            goes_on: the run has been here before, under an id that wandb knows.
+            out_dir: folder of the run, which exists.
+            config: tracker and names.
+            run: resolved configuration to show in the tracker.
+            say: prints a tracker's failure.
+            goes_on: whether wandb knows the run under an id.
         """
         if not goes_on:
             (out_dir / WANDB_ID).unlink(missing_ok=True)
@@ -60,21 +60,21 @@ class Metrics:
             self._sink = self._guard(lambda: start(out_dir, config, run), START_TIMEOUT_S)
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines of later steps, which a continued run will write again."""
+        """Drop the lines of later steps, which a resumed run writes again."""
         if not self.path.exists():
             return
 
         def stays(line: str) -> bool:
             try:
                 return json.loads(line)["step"] <= step
-            except (ValueError, KeyError, TypeError):  # half a line, from a kill
+            except (ValueError, KeyError, TypeError):  # half a line of a killed process
                 return False
 
         lines = filter(stays, self.path.read_text().splitlines())
         write_whole(self.path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line and tell the tracker.
+        """Write one line and send it to the tracker.
 
         Raises:
             InputError: `metrics.jsonl` cannot be written.
@@ -83,26 +83,28 @@ class Metrics:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
         except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error}") from error
+            raise InputError(
+                f"{self.path}: cannot be written: {error}; free space there"
+            ) from error
         if self._sink is not None:
             sink = self._sink
             self._guard(lambda: sink.log(step, metrics), None)
 
     def close(self) -> None:
-        """Let the tracker finish, for a bounded time."""
+        """Let the tracker finish within a time limit."""
         if self._sink is not None:
             self._guard(self._sink.close, CLOSE_TIMEOUT_S)
 
     def _guard(self, act: Callable[[], Any], timeout_s: float | None) -> Any:
         try:
             return act() if timeout_s is None else _bounded(act, timeout_s)
-        # A tracker may raise anything at all, and none of it is worth a run.
+        # A tracker may raise any error, and no such error is worth a run.
         except Exception as error:  # noqa: BLE001
             self._sink = None
             reason = str(error).strip().split("\n")[0]
             self._say(
-                f"log.tracker={self._name} failed and is left out: {type(error).__name__}: "
-                f"{reason}; metrics go to {self.path}"
+                f"log.tracker={self._name} failed, so the run goes on without it: "
+                f"{type(error).__name__}: {reason}; metrics go to {self.path}"
             )
         return None
 
@@ -131,7 +133,7 @@ class _Wandb:
         known = out_dir / WANDB_ID
         number = known.read_text().strip() if known.is_file() else uuid.uuid4().hex[:8]
         write_whole(known, f"{number}\n")
-        # Without a bound `init` waits about 100 s for a network that is not there.
+        # Without a limit `init` waits about 100 s for a missing network.
         self._run = wandb.init(
             project=config.project,
             name=config.run_name,
@@ -150,7 +152,7 @@ class _Wandb:
 
 
 def _bounded(act: Callable[[], Any], timeout_s: float) -> Any:
-    """Act in a thread, which a TimeoutError leaves behind."""
+    """Run an action in a thread; after a TimeoutError the thread is left behind."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:

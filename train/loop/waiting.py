@@ -1,4 +1,4 @@
-"""The time that a run waits for the data of its steps."""
+"""Time that a run waits for the data of its steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from conf.command.clock import Stopwatch
 
 MUCH = 0.1
-"""Share of a run's time."""
+"""Share of a run's time from which waiting matters."""
 
 
 class Waiting:
-    """The share of a run's time that goes by waiting, between one look at it and the next.
+    """Share of a run's time spent waiting, since the last look.
 
     Attributes:
-        num_looks: at the share, so far.
+        num_looks: looks at the share so far.
     """
 
     def __init__(self) -> None:
@@ -21,18 +21,18 @@ class Waiting:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets all before."""
+        """Forget all times."""
         self._watch, self._waited_s = Stopwatch(), 0.0
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Counts what goes on inside as waiting."""
+        """Count the time inside as waiting."""
         watch = Stopwatch()
         yield
         self._waited_s += watch.host_seconds()
 
     def share(self) -> float:
-        """The share since the last look."""
+        """Share since the last look."""
         share = self._waited_s / self._watch.host_seconds()
         self.num_looks += 1
         self.begin()
@@ -40,17 +40,17 @@ class Waiting:
 
 
 def balance(waiting: float) -> str:
-    """Which side waits, of servers that give hidden states and trainers that read them.
+    """Line that tells whether servers of hidden states or their trainers wait.
 
     Args:
         waiting: share of the trainers' time.
     """
     if waiting > MUCH:
         return (
-            f"training waits for hidden states {waiting:.0%} of the time: "
-            f"{1 / (1 - waiting):.1f} times as many servers in target.engine would keep it busy"
+            f"training waits for hidden states {waiting:.0%} of the time; {1 / (1 - waiting):.1f} "
+            "times as many servers in target.engine would keep it busy"
         )
     return (
-        f"training waits for hidden states {waiting:.0%} of the time: the servers keep up, and "
-        "may feed more processes"
+        f"training waits for hidden states {waiting:.0%} of the time; the servers keep up and "
+        "could feed more processes"
     )

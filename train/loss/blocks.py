@@ -1,8 +1,7 @@
-"""The loss of block drafters: cross-entropy and a divergence, of slots in drawn blocks.
+"""Loss of block drafters: cross-entropy and a divergence over the slots of drawn blocks.
 
-Sums over supervised tokens, as in `train.loss.sums`. The draft at depth d (from 1) of a block
-behind token t is x_{t+1+d}, so it is supervised where Medusa's head d is, and is compared with
-what the target says at t + d.
+Sums over supervised tokens, as in `train.loss.sums`. The draft at depth d (from 1) of a block after
+token t is x_{t+1+d}. Like Medusa's head d, it is compared with the target's prediction at t + d.
 
 Letters: A blocks, M rows of all slots, P answered places, H hidden, W draft vocabulary, D depths.
 """
@@ -24,7 +23,7 @@ from train.loss.teachers import Distribution, TextTeacher
 
 
 def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
-    """[D] float32: exp(-(d - 1) / gamma) for d = 1..D, or 1 where blocks decide.
+    """[D] float32 weights exp(-(d - 1) / gamma) for d = 1..D, or ones for D-PACE.
 
     Source: DFlash, arXiv 2602.06036, eq. 4.
     """
@@ -35,7 +34,7 @@ def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
 
 @torch.no_grad()
 def paced(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
-    """Slots whose scales are multiplied by D-PACE's weights."""
+    """Multiply the scales of slots by D-PACE's weights."""
     surprise = _Surprise(criterion.vocab)
     _, (values,) = fused_linear([slots], TextTeacher(labels_of(batch)), surprise)
     weights = dpace_weights(-values[0], batch[UNROLLED], criterion.config.slot_smoothing)
@@ -43,12 +42,12 @@ def paced(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
 
 
 def dpace_weights(log_q: Tensor, unrolled: Unrolled, smoothing: float) -> Tensor:
-    """[M] number of tokens that a block is expected to give from each of its drafts on.
+    """[M] expected number of tokens that a block yields from each of its draft tokens on.
 
     Args:
-        log_q: [M] log-probability of the text's token, in the order of the answers.
-        unrolled: all blocks draft D tokens.
-        smoothing: added to probabilities, as a share of what is missing to 1.
+        log_q: [M] log-probabilities of the text's tokens, in the order of the answers.
+        unrolled: rows of blocks with D draft tokens each.
+        smoothing: share by which each probability is moved towards 1.
 
     Source: D-PACE, arXiv 2605.18810; vllm-project/speculators `losses/utils.py`.
     """
@@ -68,16 +67,16 @@ def block_loss(
     off_path_weight: float,
     beside: Callable[[Tensor], Tensor | None],
 ) -> Sums:
-    """The losses of all slots of a batch.
+    """Sum the losses of all slots of a batch.
 
     Args:
         criterion: weights and formulas.
-        slots: the learnt rows, in the order of the answers; scaled by slot.
-        batch: what is learnt of it.
-        teacher: what the target says after its P answered places.
-        off_path_weight: multiplies what a draft adds to the total, for each token between that is
-            not the teacher's first choice.
-        beside: gives a further loss of each row [M] for the values [1 + L, M] of all.
+        slots: the learnt rows in the order of the answers, scaled by slot.
+        batch: an indexed batch.
+        teacher: the target's distributions after its P answered places.
+        off_path_weight: factor on a draft token's loss for each token before it that is not the
+            teacher's first choice.
+        beside: function that gives a further loss [M], given the values [1 + L, M] of all rows.
 
     Returns:
         `terms` with `MEASURES`.
@@ -95,7 +94,7 @@ def block_loss(
 
 
 class BlockCriterion:
-    """The weighted losses of a row; compiled on first use if asked for."""
+    """Weighted losses of a row, compiled on first use if asked for."""
 
     num_measures = len(MEASURES)
 
@@ -121,7 +120,7 @@ class BlockCriterion:
         return RowLosses(torch.stack([loss, top1.to(alpha), alpha]), grad)
 
     def _cross_entropy(self, labels: Tensor, student: Softmax, want_grad: bool) -> LossGrad:
-        """Cross-entropy against the text; 0 where the label cannot be drafted."""
+        """Cross-entropy against the text; 0 for labels outside the draft vocabulary."""
         columns = labels if self.vocab.full else self.vocab.to_draft(labels)
         inside = columns >= 0
         column = columns.clamp_min(0).unsqueeze(1)
@@ -133,7 +132,7 @@ class BlockCriterion:
 
 
 class _Surprise:
-    """-log q of the text's token, infinite where it cannot be drafted."""
+    """-log q of the text's token, infinite outside the draft vocabulary."""
 
     num_measures = 0
 
@@ -143,7 +142,7 @@ class _Surprise:
     def __call__(
         self, chunk: tuple[Tensor, None], at: Tensor, student: Softmax, want_grad: bool
     ) -> RowLosses:
-        """See `train.loss.fused.Criterion`; has no gradient."""
+        """See `train.loss.fused.Criterion`. Without a gradient."""
         assert not want_grad
         columns = self.vocab.to_draft(chunk[0][at]).unsqueeze(1)
         surprise = -student.log_q_at(columns.clamp_min(0)).masked_fill(columns < 0, -torch.inf)

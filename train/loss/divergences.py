@@ -1,11 +1,10 @@
-"""Divergences of a draft distribution q from the target's p: values and closed-form gradients.
+"""Divergences of the draft distribution q from the target's p, with closed-form gradients.
 
-p is normalised over the target's whole vocabulary and q over the W columns that can be drafted,
-so p may sum to less than one. KL, reverse KL and JS compare q with p renormalised over the
-columns; alpha, the probability that a drafted token is accepted, and what is made of it
-compare q with p itself: no drafting reaches the rest.
+p is normalised over the target's vocabulary, q over the W columns of the draft vocabulary, so p may
+sum to less than 1 there. KL, reverse KL and JS renormalise p over the columns. alpha, the
+probability of acceptance, and losses made of alpha use p itself, as a draft cannot reach the rest.
 
-Gradients are with respect to the logits of q. Where dL/dq is g, they are q * (g - sum of q g).
+Gradients are with respect to the logits of q: with dL/dq = g, they are q * (g - sum of q g).
 Letters: N rows, W columns.
 """
 
@@ -20,11 +19,11 @@ from conf.settings.eagle import Divergence
 from train.loss.ranking import fast_argmax
 
 MIN_ALPHA = 1e-6
-"""Keeps -log alpha finite where q has nothing of p in float32."""
+"""Least alpha, which keeps -log alpha finite where p and q do not overlap in float32."""
 
 
 class Softmax(NamedTuple):
-    """Distributions of students after N tokens.
+    """Softmax of the student after N tokens.
 
     Attributes:
         logits: [N, W] float32 (or float64).
@@ -40,12 +39,12 @@ class Softmax(NamedTuple):
     def of(cls, logits: Tensor) -> "Softmax":
         """Normalise logits [N, W]."""
         q = logits.softmax(-1)
-        # Cheaper than logsumexp, which makes the exponentials again.
+        # Cheaper than logsumexp, which recomputes the exponentials.
         return cls(logits, q, logits.amax(-1) - q.amax(-1).log())
 
     @property
     def best(self) -> Tensor:
-        """[N] int64, the first of the likeliest columns."""
+        """[N] int64 first of the likeliest columns."""
         return fast_argmax(self.logits)
 
     def log_q(self) -> Tensor:
@@ -58,7 +57,7 @@ class Softmax(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The distributions of N rows.
+    """Distributions p and q of N rows.
 
     Attributes:
         p: [N, W], normalised over the whole vocabulary.
@@ -78,7 +77,7 @@ class Pair(NamedTuple):
         return self.student.q
 
     def log_p(self) -> Tensor:
-        """[N, W], finite also where p is too small for its dtype."""
+        """[N, W] log p, finite even where p underflows."""
         return finite_log(self.p)
 
     def p_log_q(self) -> Tensor:
@@ -87,13 +86,13 @@ class Pair(NamedTuple):
 
 
 class LossGrad(NamedTuple):
-    """A loss [N] and its gradient [N, W], None if it was not asked for."""
+    """A loss [N] and its gradient [N, W], or None if not asked for."""
 
     loss: Tensor
     grad: Tensor | None
 
     def times(self, weight: Tensor | float) -> "LossGrad":
-        """Multiply by a weight, [N] or one for all rows."""
+        """Multiply by a weight [N] or by a number."""
         column = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
         grad = None if self.grad is None else self.grad.mul_(column)
         return LossGrad(self.loss * weight, grad)
@@ -105,9 +104,9 @@ class LossGrad(NamedTuple):
         return LossGrad(self.loss + other.loss, self.grad.add_(other.grad))
 
     def where(self, rows: Tensor) -> "LossGrad":
-        """Put 0 outside some rows, [N] bool.
+        """Set rows outside a mask [N] bool to 0.
 
-        Not a product: what is not finite where nothing is learnt must not spread.
+        Not a product, which would spread values that are not finite.
         """
         grad = None if self.grad is None else self.grad.masked_fill_(~rows.unsqueeze(1), 0.0)
         return LossGrad(torch.where(rows, self.loss, 0.0), grad)
@@ -119,7 +118,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def finite_log(p: Tensor) -> Tensor:
-    """[N, W] logarithms, finite also where p is too small for its dtype."""
+    """[N, W] logarithms, finite even where p underflows."""
     return p.clamp_min(torch.finfo(p.dtype).tiny).log_()
 
 
@@ -129,7 +128,7 @@ def p_log_p(p: Tensor) -> Tensor:
 
 
 def kl(pair: Pair, want_grad: bool) -> LossGrad:
-    """KL(p || q); the gradient is q - p."""
+    """KL(p || q), with gradient q - p."""
     loss = (pair.p_log_p - pair.p_log_q()) / pair.mass - pair.mass.log()
     if not want_grad:
         return LossGrad(loss, None)
@@ -165,7 +164,7 @@ def total_variation(pair: Pair, want_grad: bool) -> LossGrad:
     loss = 1 - least.sum(-1)
     if not want_grad:
         return LossGrad(loss, None)
-    # As min does, half of the gradient goes to each where they are equal.
+    # Where p and q are equal, half of the gradient goes to each, as in min.
     half = pair.q.new_full((), 0.5)
     below = torch.heaviside(pair.p - pair.q, half)
     return LossGrad(loss, (dot(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
@@ -181,7 +180,7 @@ def negative_log_alpha(pair: Pair, want_grad: bool) -> LossGrad:
 
 
 def hybrid(pair: Pair, eta: float, want_grad: bool) -> LossGrad:
-    """l KL + (1 - l) (1 - alpha), l = exp(-eta alpha) per token and without a gradient.
+    """l KL + (1 - l) (1 - alpha), with l = exp(-eta alpha) per token, treated as a constant.
 
     Source: LK losses, arXiv 2602.23881.
     """
@@ -203,9 +202,9 @@ def top_k(pair: Pair, k: int, want_grad: bool) -> LossGrad:
 
 
 def of_text(student: Softmax, columns: Tensor, want_grad: bool) -> LossGrad:
-    """-log q of the column of each row's token, `columns` [N] int64; 0 where that is -1.
+    """-log q of each row's text token; 0 where `columns` [N] int64 is -1.
 
-    The gradient, q - 1 at the token, takes the place of q.
+    The gradient, q - 1 at the token, overwrites q.
     """
     column = columns.clamp_min(0).unsqueeze(1)
     loss = -student.log_q_at(column).squeeze(1)
@@ -224,7 +223,7 @@ _SIMPLE: dict[Divergence, Callable[[Pair, bool], LossGrad]] = {
 
 
 def divergence(kind: Divergence, pair: Pair, eta: float, want_grad: bool) -> LossGrad:
-    """Divergence of a kind; `eta` is of `hybrid` only."""
+    """Compute a divergence of a kind. Only `hybrid` reads `eta`."""
     if kind is Divergence.hybrid:
         return hybrid(pair, eta, want_grad)
     return _SIMPLE[kind](pair, want_grad)

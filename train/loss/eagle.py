@@ -1,8 +1,8 @@
-"""The loss of EAGLE heads: divergences from the target's distribution, features, top tokens.
+"""Loss of EAGLE heads: divergence from the target, features, top tokens.
 
-Sums over supervised tokens, as in `train.loss.sums`. A step d (from 1) of the training-time test
-predicts x_{t+1+d} from token t, so it is supervised where Medusa's head d is, and is compared
-with what the target says at t + d.
+Sums over supervised tokens, as in `train.loss.sums`. Step d (from 1) of the training-time test
+predicts x_{t+1+d} from token t. Like Medusa's head d, it is compared with the target's prediction
+at t + d.
 
 Letters: N tokens that draft, M rows of all steps, P answered places, H hidden, V vocabulary,
 W draft vocabulary, J steps.
@@ -24,12 +24,12 @@ from train.loss.fused import RowLosses, Student, Teacher, fused_linear
 from train.loss.sums import Sums, step_sums
 
 MEASURES = ("top1", "alpha")
-"""Tokens where the head's and the target's first choice agree; and the sum over the whole
-vocabulary of min(p, q): the probability that a drafted token is accepted at temperature 1."""
+"""Whether the first choices of head and target agree; and alpha, the sum of min(p, q) over the
+whole vocabulary: the probability of acceptance at temperature 1."""
 
 
 def step_weights(config: UnrolledConfig) -> Tensor:
-    """[J] float32: decay ** j for j = 0..J-1, over their sum if a mean is wanted."""
+    """[J] float32 weights decay ** j for j = 0..J-1, divided by their sum for a mean."""
     weights = torch.tensor([config.step_decay**j for j in range(config.num_steps)])
     return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
 
@@ -37,18 +37,18 @@ def step_weights(config: UnrolledConfig) -> Tensor:
 def eagle_loss(
     criterion: "EagleCriterion", steps: Student, learnt: Tensor, batch: Batch, teacher: Teacher
 ) -> Sums:
-    """The losses of all steps of a batch.
+    """Sum the losses of all steps of a batch.
 
     Args:
         criterion: weights and formulas.
-        steps: the learnt rows, in the order of the answers; scaled by step.
-        learnt: [M, H] their outputs before the last norm.
-        batch: what is learnt of it, and `hidden_states` [B, T, H] for the regression loss.
-        teacher: what the target says after its P answered places.
+        steps: the learnt rows in the order of the answers, scaled by step.
+        learnt: [M, H] outputs of these rows before the last norm.
+        batch: an indexed batch, with `hidden_states` [B, T, H] for the regression loss.
+        teacher: the target's distributions after its P answered places.
 
     Returns:
-        `terms` with `MEASURES`. Tokens whose likeliest continuation lies outside the draft
-        vocabulary add nothing to the loss.
+        `terms` with `MEASURES`. Tokens whose likeliest continuation is outside the draft vocabulary
+        add nothing to the loss.
     """
     total, (values,) = fused_linear([steps], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
@@ -61,7 +61,7 @@ def eagle_loss(
 
 
 class EagleCriterion:
-    """The weighted divergence and top-k loss of a row; compiled on first use if asked for."""
+    """Weighted divergence and top-k loss of a row, compiled on first use if asked for."""
 
     num_measures = len(MEASURES)
 
@@ -69,7 +69,7 @@ class EagleCriterion:
         self.config, self.vocab, self.compiled = config, vocab, compiled
 
     def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
-        """See `train.loss.fused.Criterion`; the chunk of a `TextTeacher` if the text is learnt."""
+        """See `train.loss.fused.Criterion`. With a text loss, the chunk is a `TextTeacher`'s."""
         config, columns = self.config, None
         if config.text_weight:
             labels, chunk = chunk
@@ -84,7 +84,7 @@ class EagleCriterion:
             terms.append(of_target.times(config.divergence_weight))
         if config.top_k_weight:
             terms.append(top_k(pair, config.top_k, want_grad).times(config.top_k_weight))
-        if not terms:  # features alone are learnt
+        if not terms:  # only the regression loss is trained
             terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
         losses = reduce(LossGrad.plus, terms)
         if not self.vocab.full:
@@ -95,5 +95,5 @@ class EagleCriterion:
 
 
 def first_choices_agree(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
-    """[r] bool, whether a student's likeliest token is the target's likeliest id, `best` [r]."""
+    """[r] bool, whether a student's likeliest token is the target's likeliest id `best` [r]."""
     return (student.best if vocab.full else vocab.to_target(student.best)) == best

@@ -1,18 +1,16 @@
-"""Output projection and loss in one: no tensor of [tokens, vocabulary] ever lives.
+"""Fused output projection and loss, without a tensor of [tokens, vocabulary].
 
-A loss compares a student's distribution after some tokens with a teacher's: `divergences` has
-its formulas, `teachers` the distributions, `medusa`, `eagle` and `blocks` the losses of heads.
-Rows of the teacher are taken in chunks; for each chunk the teacher's logits are computed once,
-every student row that refers to it is projected and compared, and the gradient is carried back
-through the projection at once. So the backward pass has nothing to recompute: it hands on the
-gradients of the forward pass.
+A loss compares a student's distributions after some tokens with a teacher's. `divergences` has the
+formulas, `teachers` the distributions, and `medusa`, `eagle` and `blocks` the losses of heads. The
+teacher's rows are taken in chunks. Each chunk computes the teacher's logits once, projects and
+compares all student rows that refer to it, and carries the gradient back through the projection at
+once. The backward pass recomputes nothing and returns the gradients of the forward pass.
 
-Matrix products want many rows, and logits are narrow numbers; what is done between them is
-float32 and wants few. So a chunk is compared in pieces, and a piece's gradient takes the place
-of its logits.
+Matrix products are faster with many rows; the float32 work between them needs memory per row. A
+chunk is therefore compared in pieces, and the gradient of a piece overwrites its logits.
 
-The gradient of a projection is as large as itself, so there is only one: the forward pass adds to
-`.grad`, and the backward pass adds nothing to it, but tells whoever waits for it.
+The gradient of a projection is as large as the projection, so it exists once: the forward pass adds
+to `.grad`. The backward pass adds nothing and only triggers its hooks.
 
 Letters: P rows of the teacher, M of a student, R of a chunk, r of a piece, D hidden, W columns
 (vocabulary), L measures.
@@ -32,36 +30,38 @@ from train.batch.supervision import SortedIndices
 from train.loss.divergences import Softmax
 
 CHUNK_BYTES = 512 * 2**20
-"""Logits of a chunk, the teacher's and those of a student, in the dtype they come in. Each
-chunk adds to the whole gradient of a projection, 2.1 GB in float32 for 128k columns of 4,096."""
+"""Bytes of a chunk's logits, the teacher's and a student's, in their own dtype. Each chunk adds to
+the whole gradient of a projection: 2.1 GB in float32 for 128k columns of 4,096."""
 PIECE_BYTES, MOST_PIECE_BYTES = 64 * 2**20, 260 * 2**20
-"""Bytes of one [r, W] float32 tensor; about five live at a time: 1.4 GB at most, a quarter of that
-up to 32,000 columns. The larger one is a little more than a quarter of a chunk in bfloat16."""
+"""Bytes of a float32 tensor [r, W]; about five live at a time, 1.4 GB at most. A quarter of that up
+to 32,000 columns. The larger size is a little more than a quarter of a bfloat16 chunk."""
 PIECE_ROWS = 528
-"""r that fills a GPU: four for each of 132 multiprocessors, as a block sums up a row."""
+"""Rows r that fill a GPU: four for each of 132 multiprocessors, with one block per row."""
 CPU_CHUNK_BYTES = 96 * 2**20
 CPU_PIECE_BYTES = 2 * 2**20
-"""Bytes of a chunk and a piece on a CPU, which is faster where both stay in its caches."""
+"""Bytes of a chunk and of a piece on a CPU, chosen to stay in its caches."""
 TILE_BYTES = 64 * 2**20
-"""A piece of a projection's gradient, or of its factors, in float32."""
-MISUSED = "a total is run backward once and as it is: its gradients were found before"
+"""Bytes of a float32 piece of a projection's gradient or of its factors."""
+MISUSED = (
+    "a total must be run backward once and unscaled: its gradients are computed in the forward pass"
+)
 
 Compare = Callable[..., Any]
-"""`compared` with its first arguments given."""
+"""`compared` with its first arguments bound."""
 Buffers = dict[tuple[int, torch.dtype], Tensor]
 Where = slice | Tensor
-"""Rows, [m] int64 if they do not lie side by side."""
+"""Rows: a slice, or [m] int64 indices."""
 
 
 class Scales(Protocol):
-    """A tensor [M], or parts of one that may say late that rows weigh nothing."""
+    """Row weights: a tensor [M], or an object that finds late which rows have weight 0."""
 
     def __getitem__(self, rows: Where, /) -> Tensor:
         """[m] float32 of m rows."""
 
 
 class LowRank(NamedTuple):
-    """A product of few columns that is added to logits.
+    """Low-rank product that is added to logits.
 
     Attributes:
         states: [M, r].
@@ -73,15 +73,15 @@ class LowRank(NamedTuple):
 
 
 class Student(NamedTuple):
-    """Rows of a student that share a projection.
+    """Student rows that share a projection.
 
     Attributes:
-        hidden: [M, D].
-        projection: gets a gradient if its weight, a parameter, wants one.
-        rows: M rows of the teacher that they are compared with.
-        scales: [M] float32, the weight of each row in the total; asked of rows whose chunk the
-            teacher has given, and at the end of all.
-        added: to the projection's logits.
+        hidden: [M, D] hidden states.
+        projection: output projection. It gets a gradient if its weight is a trained parameter.
+        rows: the M teacher rows to compare with.
+        scales: [M] float32 weight of each row in the total. Read after the teacher's chunk of the
+            rows, and once more at the end.
+        added: low-rank term to add to the projection's logits.
     """
 
     hidden: Tensor
@@ -92,12 +92,12 @@ class Student(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """States and weights, in pairs, that may want gradients."""
+        """States and weights, in pairs, that may need gradients."""
         return self.hidden, self.projection.weight, *(self.added or ())
 
 
 class Teacher(Protocol):
-    """Distributions that students are compared with, by rows."""
+    """Distributions to compare students with, by row."""
 
     @property
     def num_rows(self) -> int:
@@ -105,10 +105,10 @@ class Teacher(Protocol):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that `chunk` keeps of a row."""
+        """Bytes that `chunk` keeps per row."""
 
     def chunk(self, begin: int, end: int) -> Any:
-        """Compute, once, what `Criterion` needs of rows begin..end."""
+        """Compute once what `Criterion` needs of rows begin..end."""
 
 
 class RowLosses(NamedTuple):
@@ -119,7 +119,7 @@ class RowLosses(NamedTuple):
 
 
 class Criterion(Protocol):
-    """A loss of one row at a time."""
+    """Loss computed row by row."""
 
     num_measures: int
 
@@ -127,9 +127,9 @@ class Criterion(Protocol):
         """Compare rows.
 
         Args:
-            chunk: of the teacher.
-            at: [r] int64, rows of `chunk`.
-            student: their softmax; may be written over, all but the logits.
+            chunk: chunk of the teacher.
+            at: [r] int64 rows of `chunk`.
+            student: softmax of the student rows. All but the logits may be overwritten.
             want_grad: whether the gradient is needed.
         """
 
@@ -137,21 +137,21 @@ class Criterion(Protocol):
 def compared(
     criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
 ) -> RowLosses:
-    """Apply a criterion to logits: all that is done on [r, W] besides matrix products."""
+    """Apply a criterion to logits [r, W]: everything between the matrix products."""
     precise = torch.promote_types(logits.dtype, torch.float32)
     return criterion(chunk, at, Softmax.of(logits.to(precise)), want_grad)
 
 
 @cache
 def _compiled() -> Compare:
-    # Made where it is used: an import of the compiler takes as long as one of torch.
+    # Imported on use: the compiler takes as long to import as torch.
     return torch.compile(compared, dynamic=True)
 
 
 def _compare_compiled(
     criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
 ) -> RowLosses:
-    # A single row would be compiled for itself: dynamo takes 1 for a constant.
+    # Dynamo would compile a single row separately, as it takes 1 for a constant.
     compare = compared if len(logits) == 1 else _compiled()
     return compare(criterion, chunk, at, logits, want_grad)
 
@@ -161,20 +161,20 @@ def fused_linear(
 ) -> tuple[Tensor, list[Tensor]]:
     """Sum the losses of all rows, each times its scale.
 
-    Effects: with gradients, those of trained projections are in their `.grad` when this returns.
-    The total must then be run backward once, as it is: times a number it would be another loss,
-    and that is a RuntimeError; on a GPU a failed assertion, which a later call tells of.
+    Effects: with gradients enabled, adds the gradients of trained projections to their `.grad`. Run
+        the total backward once and unscaled; otherwise a RuntimeError follows, on a GPU a failed
+        assertion that a later call reports.
 
     Args:
-        students: their rows. Under autocast they are projected in its dtype; everything from
-            the logits on is float32 (float64 for float64 weights).
-        teacher: without gradients.
-        criterion: the loss.
-        compiled: compile it on first use.
+        students: rows to train. Autocast applies to their projection; everything after the logits
+            is float32 (float64 for float64 weights).
+        teacher: distributions, without gradients.
+        criterion: loss of a row.
+        compiled: compile the criterion on first use.
 
     Returns:
-        total: [] float32 with a gradient to hidden states.
-        values: of each student [1 + L, M] float32, loss and measures of each row, without one.
+        total: [] float32, with a gradient to hidden states.
+        values: [1 + L, M] float32 loss and measures per row of each student, without gradients.
     """
     inputs = [tensor for student in students for tensor in student.inputs]
     want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
@@ -212,7 +212,7 @@ class _Fused(torch.autograd.Function):
                 chunk = teacher.chunk(begin, end)
                 for one in passes:
                     one.compare(partial(compare, chunk), number, begin)
-                del chunk  # before the next one is made
+                del chunk  # frees its memory before the next chunk
         ctx.state_grads = [grad for one in passes for grad in one.state_grads]
         ctx.weights = [weight for student in students for weight in student.inputs[1::2]]
         values = [one.values for one in passes]
@@ -225,11 +225,11 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Any, ...]:
         if ctx.state_grads is None:
             raise RuntimeError(MISUSED)
-        torch._assert_async(grad_total == 1, MISUSED)  # on a GPU nobody waits for it
+        torch._assert_async(grad_total == 1, MISUSED)  # does not wait for a GPU
         grads: list[Tensor | None] = []
         for grad, weight in zip(ctx.state_grads, ctx.weights, strict=True):
             grads.append(grad)
-            # Not None: who waits for this gradient, as DDP does, must hear of it.
+            # Not None: DDP and others wait for this gradient.
             trained = weight.requires_grad
             grads.append(weight.new_zeros(()).expand_as(weight) if trained else None)
         ctx.state_grads = None
@@ -237,7 +237,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _StudentPass:
-    """The pass of one student through the chunks, which begin and end at `edges`."""
+    """Pass of one student through the chunks, which begin and end at `edges`."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class _StudentPass:
         ]
 
     def compare(self, compare: Compare, number: int, begin: int) -> None:
-        """Compare the rows that refer to a chunk of the teacher, which begins at a row."""
+        """Compare the rows that refer to the teacher's chunk from row `begin` on."""
         student, weight = self.student, self.student.projection.weight
         if self.projection is None:
             narrow = weight.detach().to(self.dtype)
@@ -280,14 +280,14 @@ class _StudentPass:
         num_rows = last - first
         late = self.want_grad and not isinstance(student.scales, Tensor)
         if late and weight.device.type == "cpu":
-            # Only those that weigh anything; another device would have to be asked for them.
+            # Only rows with weight; on other devices this would wait.
             weighty = student.scales[rows].nonzero().squeeze(1)
             rows, num_rows = first + weighty, len(weighty)
         size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
         for part in balanced(0, num_rows, size):
             self._compare_rows(compare, part_of(rows, part), self.projection, begin)
         if number == self.last_chunk:
-            self.projection = self.added = None  # before the next student casts its own
+            self.projection = self.added = None  # frees them before the next student's cast
 
     def _compare_rows(
         self, compare: Compare, rows: Where, projection: Projection, begin: int
@@ -309,7 +309,7 @@ class _StudentPass:
             self._carry_back(0, logits, rows, hidden, projection.weight)
 
     def _buffer(self, num_rows: int) -> Tensor:
-        """[R, W] for logits; the same memory for all chunks, which the first touch makes dear."""
+        """[R, W] for logits, in one buffer for all chunks, as first touches of memory are slow."""
         weight = self.student.projection.weight
         key = (weight.shape[0], self.dtype)
         held = self.buffers.get(key)
@@ -319,7 +319,7 @@ class _StudentPass:
         return held[:num_rows]
 
     def _add_low_rank(self, rows: Where, logits: Tensor) -> Tensor | None:
-        """Add `LowRank` to logits [R, W]; return it where gradients ask for it again."""
+        """Add `LowRank` to logits [R, W]; return the weight if gradients need it again."""
         if self.added is None:
             return None
         states, weight = self.added
@@ -333,8 +333,8 @@ class _StudentPass:
     def _carry_back(
         self, number: int, grad: Tensor, rows: Where, states: Tensor, weight: Tensor
     ) -> None:
-        """Carry the gradient [R, W] of a product to its states [R, .] and weight, pair `number`."""
-        # The scales go to the narrow side of each product.
+        """Carry a product's gradient [R, W] to its states [R, .] and weight, pair `number`."""
+        # The scales multiply the narrow side of each product.
         scales = self.student.scales[rows].unsqueeze(1)
         of_states, of_weight = self.state_grads[number], self.weight_grads[number]
         if of_states is not None:
@@ -348,7 +348,7 @@ class _StudentPass:
 
 
 def _grad_of(weight: Tensor) -> Tensor:
-    """`.grad` of a parameter, made if need be."""
+    """Return `.grad` of a parameter, made if missing."""
     assert weight.is_leaf, "a projection is trained as a parameter"
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
@@ -383,16 +383,16 @@ def piece_rows(logits: Tensor) -> int:
 
 
 def part_of(rows: Where, part: slice) -> Where:
-    """Part of some rows."""
+    """Select a part of some rows."""
     if isinstance(rows, slice):
         return slice(rows.start + part.start, rows.start + part.stop)
     return rows[part]
 
 
 def balanced(first: int, last: int, size: int) -> list[slice]:
-    """Cut first..last into as few slices of at most `size` as can be, which differ by one at most.
+    """Cut first..last into few slices of at most `size`, of equal lengths to within one.
 
-    So one row is alone only where there is no other.
+    A single row is then alone only if there is no other.
     """
     number = -(-(last - first) // size)
     edges = [first + (last - first) * i // number for i in range(number + 1)] if number else []

@@ -1,7 +1,7 @@
-"""Losses against the text: of Medusa heads, and of the target itself.
+"""Losses of Medusa heads, and of the target itself in joint training.
 
-Both are sums over supervised tokens (see `train.loss.sums`) of a cross-entropy, or of a KL
-divergence from a distribution that stands beside the text.
+Sums over supervised tokens (see `train.loss.sums`) of a cross-entropy against the text, or of a KL
+divergence from a teacher.
 
 Shapes: B batch, T tokens, D hidden, V vocab, K heads, P answered places.
 """
@@ -29,12 +29,12 @@ from train.loss.teachers import TextTeacher
 
 
 class SoftLabels(NamedTuple):
-    """The target's own distributions, learnt in place of the text.
+    """The target's own distributions, learnt instead of the text.
 
     Attributes:
-        teacher: of the answered places.
-        off_path_weight: multiplies what a draft adds to the total, for each token between that is
-            not the teacher's first choice.
+        teacher: distributions after the answered places.
+        off_path_weight: factor on a draft token's loss for each token before it that is not the
+            teacher's first choice.
     """
 
     teacher: Teacher
@@ -49,7 +49,7 @@ class MedusaHeads(Protocol):
         """K."""
 
     def states(self, k: int, hidden_states: Tensor, /) -> Tensor:
-        """Input [N, D] of the projection of head k, from 0, for final hidden states [N, D]."""
+        """Input [N, D] of the projection of head k (from 0), for last hidden states [N, D]."""
 
     def projection(self, k: int, /) -> Projection:
         """Projection of head k, from 0."""
@@ -68,19 +68,19 @@ def medusa_loss(
     soft: SoftLabels | None = None,
     compiled: bool = False,
 ) -> Sums:
-    """Cross-entropy of every head against the text, or KL from the target's distribution.
+    """Sum the cross-entropy of every head against the text, or KL from the target.
 
     Args:
-        heads: the heads.
+        heads: heads to train.
         hidden: [B, T, D], the target's last hidden states.
-        batch: `input_ids` [B, T], and what is learnt of it.
-        scale: [K] float32, the weight of each head's sum in the total.
-        soft: with it head k at t learns the distribution that the target gives at t + k, its own
-            prediction of x_{t+1+k}. Accuracies are against the text either way.
+        batch: indexed batch with `input_ids` [B, T].
+        scale: [K] float32 weight of each head's sum in the total.
+        soft: the target's distributions. Head k at t then learns the one at t + k, which predicts
+            x_{t+1+k}. Accuracies are against the text in either case.
         compiled: compile the loss on first use.
 
     Returns:
-        Measures are tokens that were the head's first choice, and among its first five.
+        Sums whose measures are: the token was the head's first choice, or among its first five.
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
@@ -114,14 +114,14 @@ def target_loss(
     teacher: Teacher | None = None,
     compiled: bool = False,
 ) -> Sums:
-    """Cross-entropy of the target itself against the text, or KL from what it gave before.
+    """Cross-entropy of the target against the text, or KL from its earlier distributions.
 
     Args:
-        target: its output head, which gets no gradient.
+        target: the target, whose output head gets no gradient.
         hidden: [B, T, D], its last hidden states.
-        batch: `input_ids` [B, T], and what is learnt of it.
+        batch: indexed batch with `input_ids` [B, T].
         scale: [1] float32, the weight of the sum in the total.
-        teacher: of the answered places, learnt in place of the text.
+        teacher: distributions after the answered places, learnt instead of the text.
         compiled: compile the loss on first use.
 
     Returns:
@@ -137,7 +137,7 @@ def target_loss(
 
 
 class _TextCriterion:
-    """Cross-entropy against the text or KL from a distribution; top-1 and top-5 of the text."""
+    """Cross-entropy against the text or KL from a teacher; top-1 and top-5 of the text."""
 
     num_measures = 2
 
@@ -155,13 +155,13 @@ text_criterion = _TextCriterion()
 
 
 class HeldoutLoss:
-    """The mean cross-entropy of a target on the answers of held-out sequences.
+    """Mean cross-entropy of a target on the answers of held-out sequences.
 
     Args:
-        target: with the adapter on it.
-        adapter: being trained.
+        target: target with the adapter.
+        adapter: adapter in training.
         heldout: packed sequences.
-        num_sequences: of them, at most.
+        num_sequences: largest number of sequences to use.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class HeldoutLoss:
         self.num_sequences = num_sequences
 
     def __call__(self) -> dict[str, float]:
-        """The loss in nats per token without and with the adapter, and the change in percent."""
+        """Loss in nats per token without and with the adapter, and its change in percent."""
         adapted = self._mean()
         return {
             "target_loss_before": self.before,

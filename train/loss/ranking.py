@@ -1,4 +1,4 @@
-"""The largest of many logits, without sorting them. Letters: n rows, V columns, k of them kept."""
+"""Largest logits of a row, without sorting. Letters: n rows, V columns, k kept."""
 
 import math
 
@@ -9,7 +9,7 @@ GROUP = 128
 
 
 def fast_argmax(logits: Tensor) -> Tensor:
-    """`logits.argmax(-1)`, the first of equals; on a CPU nine times as fast.
+    """Compute `logits.argmax(-1)`, with the first of equals; nine times as fast on a CPU.
 
     Args:
         logits: [n, V].
@@ -24,15 +24,15 @@ def fast_argmax(logits: Tensor) -> Tensor:
 
 
 def fast_topk(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """`logits.topk(k)`, faster: only groups with one of the k largest maxima can hold one of the k.
+    """Compute `logits.topk(k)` faster: only the k groups with the largest maxima can hold them.
 
     Args:
         logits: [n, V].
         k: at most V.
-        group: columns of a group, where V can be divided by it.
+        group: columns per group, if it divides V.
 
     Returns:
-        [n, k] values, largest first, and their [n, k] int64 places.
+        [n, k] values, largest first, and their [n, k] int64 columns.
     """
     width = math.gcd(logits.shape[1], group)
     num_groups = logits.shape[1] // width
@@ -47,10 +47,10 @@ def fast_topk(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tenso
 
 
 def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mark labels that are the first choice, and labels that are among the first five.
+    """Mark labels that are the first choice, and labels among the first five.
 
-    Exactly one id is first and five are among the first five, also where logits tie, which is
-    common in bfloat16; counting all of a tie would flatter.
+    Ties count once, in order of ids: exactly one id is first and five are among the first five.
+        Ties are common in bfloat16, and counting them all would flatter.
 
     Args:
         logits: [n, V].
@@ -69,5 +69,5 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_groups(logits: Tensor) -> bool:
-    # What is compiled, and a GPU, passes over all logits at once for next to nothing.
+    # Compiled code and GPUs pass over all logits at almost no cost.
     return logits.device.type == "cpu" and not torch.compiler.is_compiling()

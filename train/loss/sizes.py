@@ -1,4 +1,4 @@
-"""Bytes of a loss and of what training a head keeps, from shapes alone.
+"""Bytes of a loss and of training a head, from shapes alone.
 
 Letters: N tokens of a micro batch, H hidden, W draft vocabulary, e bytes of a number in
 `train.dtype`.
@@ -15,22 +15,22 @@ from heads.target_model.load import resolve_dtype
 from train.loss import fused
 
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
-"""Float32 tensors of a piece of the loss that live at a time (see `train.loss.fused.piece_bytes`):
-against the text and against a distribution; one more where logits are not float32."""
+"""Float32 tensors of a piece that live at a time (see `train.loss.fused.piece_bytes`), against the
+text and against a distribution. One more if logits are not float32."""
 FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class LaunchSizes:
-    """Facts of a launch that memory depends on, besides the objective.
+    """Facts of a launch on which memory depends, beside the objective.
 
     Attributes:
         tokens: N.
         dtype: autocast's, of the head.
         strategy: `DDP` (also one process), `FSDP2` or `ZeRO-1`, `ZeRO-2`, `ZeRO-3`.
         num_processes: n.
-        cuda: whether micro batches are prepared ahead, and pieces are large.
-        train: what decides the state of the optimizers.
+        cuda: whether micro batches are prepared in advance and pieces are large.
+        train: settings of the optimizers.
     """
 
     tokens: int
@@ -57,10 +57,10 @@ class Counted(NamedTuple):
     """Bytes of training a head on a micro batch.
 
     Attributes:
-        copies: of weights in `train.dtype`.
-        kept: for the backward pass.
-        loss: in its fullest chunk.
-        backward: of gradients of activations.
+        copies: copies of weights in `train.dtype`.
+        kept: tensors kept for the backward pass.
+        loss: the fullest chunk of the loss.
+        backward: gradients of activations.
     """
 
     copies: int
@@ -70,13 +70,13 @@ class Counted(NamedTuple):
 
 
 def loss_bytes(setting: LaunchSizes, rows: int, shape: tuple[int, int], num_pieces: int) -> int:
-    """Bytes of a chunk: its logits, and either pieces or the factors that carry the gradient back.
+    """Bytes of a chunk: its logits, and either pieces or the factors of the backward product.
 
     Args:
-        setting: the launch.
-        rows: of a student.
-        shape: of the projection, [W, H].
-        num_pieces: that live at a time, beside one for the logits where they are not float32.
+        setting: sizes of the launch.
+        rows: rows of a student.
+        shape: shape [W, H] of the projection.
+        num_pieces: pieces that live at a time; one more is added if logits are not float32.
     """
     e, (width, hidden) = setting.dtype.itemsize, shape
     whole = chunk_bytes(setting)
@@ -88,12 +88,12 @@ def loss_bytes(setting: LaunchSizes, rows: int, shape: tuple[int, int], num_piec
 
 
 def teacher_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> int:
-    """Bytes of the target's logits [rows, width] beside a student's, in the dtype of the target."""
+    """Bytes of the target's logits [rows, width] beside a student's, in the target's dtype."""
     return min(rows * width * target.dtype.itemsize, chunk_bytes(setting))
 
 
 def making_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> int:
-    """Bytes while a teacher's logits are made: logits of all and of drafted ids, and pieces."""
+    """Bytes while a teacher's logits are made: all logits, the drafted ones, and pieces."""
     whole = teacher_bytes(setting, rows, target, target.vocab_size)
     drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
     most = fused.piece_bytes(target.vocab_size, not setting.cuda)
@@ -101,12 +101,12 @@ def making_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> in
 
 
 def chunk_bytes(setting: LaunchSizes) -> int:
-    """Most that the logits of a chunk take."""
+    """Largest bytes of a chunk's logits."""
     return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
 
 
 def copied_bytes(head: Any, setting: LaunchSizes) -> int:
-    """Bytes of copies of all matrices, where autocast's dtype is another than float32."""
+    """Bytes of copies of all matrices, if autocast's dtype is not float32."""
     if setting.dtype is torch.float32:
         return 0
     sizes = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)

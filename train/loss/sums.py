@@ -1,13 +1,13 @@
-"""Sums over terms from the losses of rows: the weight of each row, and the rows that count.
+"""Sums of row losses per term, with the weights of rows and the rows that count.
 
-A loss is a sum and a count, never a mean: the loop divides by the count over all processes and
-micro batches of an optimizer step, so the result does not depend on how sequences fall on them.
+A loss is a sum and a count, never a mean. The loop divides by the count of the whole optimizer
+step, so the result does not depend on how sequences fall on processes and micro batches.
 
-Serving looks at a draft token only when all tokens before it are the target's own. So a draft
-weighs less for each token before it that the target would not have chosen.
+Serving verifies a draft token only if all tokens before it are the target's own. A draft token
+therefore weighs less for each earlier token that the target would not have chosen.
 
-Letters: S tokens of a batch in a row, P answered places, M rows of a student, m of a chunk,
-K terms (heads or steps), L measures.
+Letters: S flattened tokens of a batch, P answered places, M rows of a student, m rows of a chunk, K
+terms (heads or steps), L measures.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from train.loss.fused import Student, Teacher, Where
 from train.loss.teachers import Distribution
 
 LEAST_SHARE = 0.05
-"""Drafts that weigh less are not learnt: they would teach little, and cost as much as any."""
+"""Least weight of a draft token to learn; less would teach little at full cost."""
 
 
 class Sums(NamedTuple):
-    """The losses of a batch.
+    """Losses of a batch.
 
     Attributes:
-        total: [] float32, the loss of each term times its scale; the only one with a gradient.
+        total: [] float32 sum of the terms' losses times their scales. The only one with a gradient.
         terms: [2 + L, K] float32, summed over the supervised tokens of each term: the loss,
             the tokens, and L measures.
     """
@@ -38,17 +38,16 @@ class Sums(NamedTuple):
 
 
 class TargetPath:
-    """The tokens of a batch that its target would not have chosen.
+    """Tokens of a batch that the target would not have chosen.
 
     Args:
-        batch: what is learnt of it.
-        weight: of a draft, for each token before it that the target would not have chosen.
+        batch: indexed batch.
+        weight: factor on a draft token's loss for each such token before it.
 
     Attributes:
-        longest: depth of a draft.
-        strays: [S] bool for the token after each, whether the target would not have chosen it.
-            Those in no loss mask were given to the target, and leave its path as little as its
-            own do.
+        longest: largest depth of a draft token.
+        strays: [S] bool, whether the next token is not the target's choice. Tokens outside the loss
+            mask were given to the target and count as its own.
     """
 
     def __init__(self, batch: Batch, weight: float) -> None:
@@ -60,13 +59,13 @@ class TargetPath:
 
 
 class PathScales:
-    """The weight of each row of a student, as far as the teacher is known.
+    """Weight of each student row, as far as the teacher's chunks are known.
 
     Args:
-        path: of the batch.
-        places: [M] int64, the first tokens between, of S: each is the one behind its place.
-        between: [M] int64, how many tokens lie between a row and its draft.
-        scales: [M] float32, of drafts on the path.
+        path: tokens of the batch that leave the target's path.
+        places: [M] int64 among S, the first token between the row's last known token and its draft.
+        between: [M] int64 number of tokens between a row and its draft token.
+        scales: [M] float32 weights of draft tokens on the path.
     """
 
     def __init__(self, path: TargetPath, places: Tensor, between: Tensor, scales: Tensor) -> None:
@@ -77,7 +76,7 @@ class PathScales:
         return self.scales[rows] * self.shares(rows)
 
     def shares(self, rows: Where) -> Tensor:
-        """[m] float32, the weight of each draft as a share of one on the path; 0 if tiny."""
+        """[m] float32 weight of each draft token relative to one on the path; 0 if tiny."""
         places, between = self.places[rows], self.between[rows]
         strays = torch.zeros_like(between)
         for step in range(self.path.longest):
@@ -89,12 +88,12 @@ class PathScales:
 
 @dataclass(frozen=True)
 class PathTeacher:
-    """A teacher that marks strays on a path, chunk by chunk.
+    """Teacher that records, chunk by chunk, which tokens leave the target's path.
 
     Attributes:
-        teacher: gives distributions.
-        labels: [P] int64, the tokens of the text.
-        path: is told.
+        teacher: gives the distributions.
+        labels: [P] int64 tokens of the text.
+        path: gets the tokens that leave the path.
     """
 
     teacher: Teacher
@@ -112,7 +111,7 @@ class PathTeacher:
         return self.teacher.row_bytes
 
     def chunk(self, begin: int, end: int) -> Distribution:
-        """Distribution of the teacher after rows begin..end."""
+        """Compute the distribution after rows begin..end."""
         distribution: Distribution = self.teacher.chunk(begin, end)
         strays = distribution.best != self.labels[begin:end]
         self.path.strays[self.path.places[begin:end]] = strays
@@ -122,25 +121,25 @@ class PathTeacher:
 def on_path(
     slots: Student, teacher: Teacher, batch: Batch, weight: float
 ) -> tuple[Student, Teacher]:
-    """Scale drafts of a batch's `Unrolled` rows by how far the text before them is the target's.
+    """Scale the draft tokens of `Unrolled` rows by how far their text is the target's own.
 
     Args:
-        slots: those rows.
-        teacher: what they are compared with.
-        batch: what is learnt of it.
-        weight: as of `TargetPath`; 1 leaves all as it is.
+        slots: rows to scale.
+        teacher: teacher of these rows.
+        batch: indexed batch.
+        weight: weight of `TargetPath`; 1 changes nothing.
     """
     if weight == 1:
         return slots, teacher
     unrolled: Unrolled = batch[UNROLLED]
     path = TargetPath(batch, weight)
-    # The token behind that from which a row is drafted is read, and so no reason to doubt.
+    # The token after the row's own is read by the head, so it cannot mislead the draft.
     scales = PathScales(path, unrolled.tokens + 1, unrolled.steps, slots.scales[:])
     return slots._replace(scales=scales), PathTeacher(teacher, labels_of(batch), path)
 
 
 def counted_rows(student: Student) -> Tensor | None:
-    """[M] bool, the rows that a path has not left; None without a path."""
+    """[M] bool, rows that no path has dropped; None without a path."""
     scales = student.scales
     return scales.shares(slice(None)) > 0 if isinstance(scales, PathScales) else None
 
@@ -150,7 +149,7 @@ def term_sums(values: Tensor, counted: Tensor | None = None) -> Tensor:
 
     Args:
         values: [1 + L, M] loss and measures of each row.
-        counted: [M] bool, the rows that count; None for all.
+        counted: [M] bool, rows that count; None for all.
     """
     sums = (values if counted is None else values * counted).sum(1, dtype=torch.float32)
     num_rows = sums.new_full((), values.shape[1]) if counted is None else counted.sum().to(sums)
@@ -158,7 +157,7 @@ def term_sums(values: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 def step_sums(values: Tensor, student: Student, unrolled: Unrolled) -> Tensor:
-    """[2 + L, K] `term_sums` of each step, from the rows [1 + L, M] of all in their order."""
+    """[2 + L, K] `term_sums` of each step, from rows [1 + L, M] of all steps."""
     steps = values.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
     counted = counted_rows(student)
     if counted is None:

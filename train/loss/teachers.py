@@ -1,8 +1,9 @@
-"""Teachers that a draft head is compared with: the text, or the target's own distribution.
+"""Teachers of a draft head: the text, or the target's own distribution.
 
-Row r of a teacher is what comes after one token of the text. A draft of depth d from token t
-is compared with the row of token t + d, so heads and steps share rows, and each is computed
-once. Letters: P rows, c of a chunk, D hidden, V vocabulary, W draft vocabulary, k kept ids.
+Row r of a teacher is the distribution after one token of the text. A draft token of depth d from
+token t is compared with the row of token t + d, so heads and steps share rows and each row is
+computed once. Letters: P rows, c rows of a chunk, D hidden, V vocabulary, W draft vocabulary, k
+kept ids.
 """
 
 from dataclasses import dataclass
@@ -24,24 +25,24 @@ class Distribution(Protocol):
 
     @property
     def best(self) -> Tensor:
-        """[c] int64, the likeliest id of the whole vocabulary."""
+        """[c] int64 likeliest id of the whole vocabulary."""
 
     def pair(self, at: Tensor, student: Softmax) -> Pair:
-        """Pair the distribution with those of students, over the draft vocabulary.
+        """Pair the distribution with the students', over the draft vocabulary.
 
         Args:
-            at: [r] int64, rows of the chunk.
-            student: r rows.
+            at: [r] int64 rows of the chunk.
+            student: softmax of r rows.
         """
 
 
 @dataclass(frozen=True)
 class TextTeacher:
-    """The text itself, and maybe a teacher of distributions beside it.
+    """The text, optionally with a teacher of distributions beside it.
 
     Attributes:
-        labels: [P] int64, the token that comes.
-        soft: learnt instead of it.
+        labels: [P] int64 next tokens.
+        soft: distributions to learn instead.
     """
 
     labels: Tensor
@@ -58,7 +59,7 @@ class TextTeacher:
         return self.labels.element_size() if self.soft is None else self.soft.row_bytes
 
     def chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
-        """Labels, and the distribution, of rows begin..end."""
+        """Compute labels, and the distribution if any, of rows begin..end."""
         soft = None if self.soft is None else self.soft.chunk(begin, end)
         return self.labels[begin:end], soft
 
@@ -68,7 +69,7 @@ class HiddenTeacher:
     """The target's distribution, from its hidden states.
 
     Attributes:
-        target: its output head.
+        target: the target, of which only the output head is used.
         vocab: the draft vocabulary.
         hidden: [P, D] last hidden states.
         temperature: divides the logits.
@@ -90,7 +91,7 @@ class HiddenTeacher:
         return self.target.vocab_size * self.hidden.element_size()
 
     def chunk(self, begin: int, end: int) -> Distribution:
-        """The distribution after rows begin..end."""
+        """Compute the distribution after rows begin..end."""
         logits = self.target.logits(self.hidden[begin:end])
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
@@ -106,9 +107,10 @@ class HiddenTeacher:
 
 
 def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fields [r] of `_TargetLogits` after the first, from logits [r, V], of these drafted [r, W].
+    """Compute fields [r] of `_TargetLogits` from logits [r, V] and their drafted columns [r, W].
 
-    Probabilities take the place of the latter if they fit: students then need no exponentials.
+    Probabilities overwrite the drafted logits if these are float32; students then need no
+    exponentials.
     """
     of_drafted = Softmax.of(drafted.float())
     whole = of_drafted if drafted.shape == logits.shape else Softmax.of(logits.float())
@@ -122,7 +124,7 @@ def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Te
 
 class _TargetLogits(NamedTuple):
     logits: Tensor
-    """[c, W] in the target's dtype, which is half as wide as that of probabilities."""
+    """[c, W] in the target's dtype, half as wide as probabilities."""
     best: Tensor
     log_norm: Tensor
     """[c], over the whole vocabulary."""
@@ -136,7 +138,7 @@ class _TargetLogits(NamedTuple):
 
 
 class TargetProbs(NamedTuple):
-    """A distribution that is written down.
+    """Distribution given by its probabilities.
 
     Attributes:
         best: [c] int64.
@@ -152,7 +154,7 @@ class TargetProbs(NamedTuple):
 
     @classmethod
     def of(cls, best: Tensor, p: Tensor) -> "TargetProbs":
-        """Sum up probabilities [c, W]."""
+        """Make the distribution from probabilities [c, W]."""
         return cls(best, p, p.sum(-1), p_log_p(p))
 
     def pair(self, at: Tensor, student: Softmax) -> Pair:
@@ -162,18 +164,17 @@ class TargetProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """The target's distribution, of which only the k likeliest ids were kept.
+    """The target's distribution, given by its k likeliest ids.
 
-    The rest's mass is known, its shape is not: it is taken to be the student's own. A
-    divergence of the form sum of q f(p / q) then has the value and the gradient that it has
-    over the k ids and one bucket for the rest; KL and the others here are such. Ids outside
-    the draft vocabulary are left out, and no part of the rest's mass.
+    The mass of the other ids is known, but not its shape, which is taken to be the student's. A
+    divergence of the form sum of q f(p / q), such as KL, then equals the one over the k ids and one
+    bucket for the rest. Ids outside the draft vocabulary are dropped and do not count as rest.
 
     Attributes:
         vocab: the draft vocabulary.
         ids: [P, k] int, likeliest first.
-        log_probs: [P, k], normalised over the whole vocabulary.
-        temperature: divides logits; the rest is then taken to be a single id.
+        log_probs: [P, k] log-probabilities over the whole vocabulary.
+        temperature: divides logits. The rest then counts as a single id.
     """
 
     vocab: DraftVocab
@@ -192,7 +193,7 @@ class TopKTeacher:
         return 12 * self.ids.shape[1]
 
     def chunk(self, begin: int, end: int) -> Distribution:
-        """The distribution after rows begin..end."""
+        """Compute the distribution after rows begin..end."""
         ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
         rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(MIN_MASS)
         if self.temperature != 1.0:

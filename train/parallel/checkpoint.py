@@ -1,12 +1,12 @@
-"""Checkpoints that are whole or absent: `out_dir/checkpoints/step-000200/`.
+"""Checkpoints, written whole or not at all: `out_dir/checkpoints/step-000200/`.
 
-A folder is written under a temporary name, synced and renamed. `state.json` comes last and
-holds size and CRC-32 of every other file, so a truncated or altered file is noticed. Tensors
-are safetensors, the rest is JSON; nothing is ever unpickled.
+A folder is written under a temporary name, synced and renamed. `state.json` comes last and holds
+the size and CRC-32 of every other file, so damage is noticed. Tensors are safetensors, the rest is
+JSON; nothing is unpickled.
 
-Tensors are whole and named after parameters, so a checkpoint fits any number of processes and
-any way the head lies on them. Learning rate, order of sequences and random draws follow from
-the step alone, so nothing of them is kept.
+Tensors are whole and named after parameters, so a checkpoint fits any number of processes and any
+strategy. Learning rate, order of sequences and random draws follow from the step and are not
+stored.
 """
 
 import json
@@ -34,9 +34,9 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
-        tokens: tokens seen, padding not counted.
-        run: settings that must be the same when the run continues, by configuration key.
-        skipped: numbers of the sequences that are left out.
+        tokens: tokens read, padding not counted.
+        run: settings by key that must not change when the run continues.
+        skipped: indices of left-out sequences.
     """
 
     step: int
@@ -47,11 +47,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A head and its optimizers, whole, on the CPU.
+    """Whole tensors of a head and its optimizers, on the CPU.
 
     Attributes:
         head: parameters by name, frozen ones too.
-        state: of the optimizers, by `<parameter>.<name>`.
+        state: optimizer state, by `<parameter>.<name>`.
     """
 
     head: dict[str, Tensor]
@@ -61,20 +61,20 @@ class Tensors:
 def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
     """Write a checkpoint and remove all but the newest `keep`.
 
-    Checkpoints of later steps go too: they are of a run that was given up when this one
-    continued from an earlier step, and `latest` must not return to it.
+    Also removes checkpoints of later steps. They belong to a run that was given up when this one
+    resumed from an earlier step, and `latest` must not return them.
 
     Args:
         folder: `out_dir/checkpoints`.
-        tensors: of the head and its optimizers.
-        progress: of the run.
+        tensors: tensors of the head and its optimizers.
+        progress: progress of the run.
         keep: checkpoints to keep, this one included.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        InputError: the disk is full; earlier checkpoints are intact.
+        InputError: the disk is full. Earlier checkpoints stay intact.
     """
     final = folder / f"step-{progress.step:06d}"
 
@@ -84,7 +84,7 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
         state = {
             "format": _FORMAT,
             **asdict(progress),
-            # For earlier versions, which read it.
+            # Earlier versions read this key.
             "position": progress.step * progress.run.get("train.batch_size", 0),
             "files": {name: _fingerprint(staging / name) for name in _FILES},
         }
@@ -100,31 +100,31 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
 
 
 def latest(folder: Path, say: Say) -> Path | None:
-    """Find the newest whole checkpoint; None if there is none at all.
+    """Find the newest whole checkpoint; None without checkpoints.
 
     Args:
         folder: `out_dir/checkpoints`.
-        say: told of every checkpoint that is passed over.
+        say: prints the checkpoints that are passed over.
 
     Raises:
-        InputError: there are checkpoints and all are damaged.
+        InputError: all checkpoints are damaged.
     """
     saved = _newest_first(folder)
     for path in saved:
         damage = damage_of(path)
         if damage is None:
             return path
-        say(f"checkpoint {path} is damaged ({damage}): trying the one before")
+        say(f"checkpoint {path} is damaged ({damage}); trying the one before")
     if saved:
         raise InputError(
-            f"every checkpoint in {folder} is damaged: start again in another out_dir, or "
-            "restore one of them"
+            f"train.resume: every checkpoint in {folder} is damaged; restore one of them, or start "
+            "again in another out_dir"
         )
     return None
 
 
 def damage_of(path: Path) -> str | None:
-    """Say why a checkpoint is damaged; None if it is whole."""
+    """Describe the damage of a checkpoint; None if it is whole."""
     try:
         state = json.loads((path / "state.json").read_text())
         if state["format"] != _FORMAT:
@@ -138,20 +138,22 @@ def damage_of(path: Path) -> str | None:
 
 
 def read(path: Path) -> tuple[Progress, Tensors]:
-    """Read a checkpoint; its tensors are mapped, and come from the disk as they are used.
+    """Read a checkpoint, with tensors mapped from the disk.
 
     Args:
         path: the checkpoint's folder.
 
     Raises:
-        InputError: it is damaged, or of another format.
+        InputError: the checkpoint is damaged or has another format.
     """
     damage = damage_of(path)
     if damage is not None:
-        raise InputError(f"checkpoint {path} is damaged: {damage}")
+        raise InputError(
+            f"train.resume={path}: the checkpoint is damaged: {damage}; name another one"
+        )
     state = json.loads((path / "state.json").read_text())
     tensors = Tensors(*(load_file(path / name) for name in _FILES))
-    skipped = state.get("skipped", [])  # of an earlier version: none
+    skipped = state.get("skipped", [])  # earlier versions lack the key
     return Progress(state["step"], state["tokens"], state["run"], skipped), tensors
 
 
@@ -161,10 +163,10 @@ def check_fits(
     """Refuse a checkpoint of another head.
 
     Args:
-        path: of the checkpoint.
-        tensors: of the checkpoint.
+        path: folder of the checkpoint.
+        tensors: tensors of the checkpoint.
         head: with whole parameters.
-        state_keys: names of the optimizers' states of each parameter, by the parameter's name.
+        state_keys: names of the optimizer states of each parameter, by the parameter's name.
 
     Raises:
         InputError: naming a tensor that differs.
@@ -181,9 +183,9 @@ def check_fits(
             for shape in (saved.get(name), expected.get(name))
         )
         raise InputError(
-            f"checkpoint {path} is of another head: {name} has shape {there} there and {here} "
-            f"here, and so {len(wrong)} tensors differ; use the settings head.* of the run it is "
-            "of, and its train.optimizer (adamw, if it is of a version that had no other)"
+            f"train.resume={path}: of another head: {name} has shape {there} there "
+            f"and {here} here, and {len(wrong)} tensors differ in all; set head.* and "
+            "train.optimizer as in that run (adamw for early versions)"
         )
 
 

@@ -1,7 +1,7 @@
 """Optimizers of a head: AdamW, or Muon for its hidden matrices and AdamW for the rest.
 
-Muon moves a matrix alike in all directions, so what few tokens speak for is learnt as fast as the
-rest. Output heads and embeddings are AdamW's: a row there is an id, most of which are rare.
+Muon moves a matrix equally in all directions, so rare patterns are learnt as fast as common ones.
+AdamW updates output heads and embeddings, where each row is an id and most ids are rare.
 """
 
 import math
@@ -18,26 +18,26 @@ from train.objective import Objective
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Odd polynomial that Muon applies NUM_ITERATIONS times: steepest at 0, near 1 from .3 on."""
+"""Odd polynomial that Muon applies NUM_ITERATIONS times: steep at 0, near 1 above 0.3."""
 NUM_ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: a matrix moves by its momentum, all singular values of which are made about alike.
+    """Muon optimizer: moves a matrix by its momentum with singular values made about equal.
 
-    Parameters are matrices, also in shards; `momentum_buffer` is the state of each.
+    Parameters are matrices, whole or sharded. The state of each is `momentum_buffer`.
 
     Args:
-        groups: as of every optimizer of torch. A matrix [R, C] moves by about
-            lr * sqrt(max(1, R / C)) in each singular direction.
-        dtype: that singular values are made alike in.
-        weight_decay: of groups that have none of their own, and `lr`, likewise.
+        groups: parameter groups as in torch. A matrix [R, C] moves by about lr * sqrt(max(1, R /
+            C)) in each singular direction.
+        dtype: dtype of the orthogonalisation.
+        weight_decay, lr: defaults for groups without their own.
 
-    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and
-    its reference code; `torch.optim.Muon` is the same in bfloat16. That rounds to bfloat16 always:
-    what differs in the last bit of a gradient, as between one process and two, differs by a percent
-    of a weight a dozen steps later. Here it is `train.dtype`, so that float32 runs stay equal, and
-    float32 on a CPU that only imitates products in that.
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), and its
+        reference code; `torch.optim.Muon` equals this class in bfloat16. Rounding to bfloat16 turns
+        a difference in a gradient's last bit into a percent of a weight within a dozen steps. Here
+        the dtype is `train.dtype`, so float32 runs stay equal; CPUs without bfloat16 products use
+        float32.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-group["lr"] * stretch)
 
     def _orthogonal(self, update: Tensor) -> Tensor:
-        """[R, C] `orthogonalized`; of shards the whole is gathered once, each keeps its own."""
+        """[R, C] `orthogonalized`. Shards are gathered once; each process keeps its shard."""
         if not isinstance(update, DTensor):
             return orthogonalized(update.to(self.dtype))
         whole = orthogonalized(update.full_tensor().to(self.dtype))
@@ -71,9 +71,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """[R, C] of U S V^T about U V^T: singular values from 0.7 to 1.2, those near 0 apart.
+    """Orthogonalise a matrix [R, C] = U S V^T to about U V^T.
 
-    By Newton and Schulz: products of matrices alone, in the dtype that is given.
+    Newton-Schulz iteration in the matrix's dtype. Singular values end between 0.7 and 1.2, except
+    those near 0.
     """
     a, b, c = COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
@@ -88,21 +89,21 @@ STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     Muon: ("momentum_buffer",),
 }
-"""The state of a parameter, besides the number of steps; each is as large as the parameter."""
+"""Optimizer states of a parameter besides the step count, each as large as the parameter."""
 AVERAGE = "average"
-"""Key of the state that holds the moving average of a parameter."""
+"""Key of a parameter's moving average."""
 
 
 def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Make AdamW and maybe Muon over the groups of an objective, as its parameters lie now.
+    """Make AdamW, and Muon if set, over the groups of an objective.
 
     Args:
-        objective: its head tells which matrices project to the vocabulary.
-        config: the optimizer's settings, with numbers for rates.
+        objective: objective whose head tells which matrices project to the vocabulary.
+        config: optimizer settings, with numbers for rates.
 
     Returns:
-        The optimizers; `rate` of their groups is a share of `train.learning_rate`, and `lr` is to
-        be set before each step.
+        The optimizers. `rate` of a group is a share of `train.learning_rate`; set `lr` before each
+        step.
     """
     hidden = {id(matrix) for matrix in _hidden_matrices(objective.head, config).values()}
     muon_on = config.optimizer is Optimizer.muon
@@ -117,7 +118,7 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
                 groups.append({"params": chosen, **more})
     optimizers: list[torch.optim.Optimizer] = []
     if adamw:
-        # Fused: the other kernels write down a root of every second moment.
+        # Fused: other kernels store the root of every second moment.
         betas, decay = (0.9, config.adam_beta2), config.weight_decay
         optimizers.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=True))
     if muon:
@@ -128,11 +129,11 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
 
 
 def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """Names of the states of each trained parameter, by the parameter's name.
+    """Names of the optimizer states of each trained parameter, by the parameter's name.
 
     Args:
-        head: its parameters may lie in shards.
-        config: `optimizer`, settled, and `average_decay`.
+        head: head whose parameters may be sharded.
+        config: settings with a number for `optimizer` and `average_decay`.
     """
     hidden = _hidden_matrices(head, config)
     average = () if config.average_decay is None else (AVERAGE,)
@@ -146,26 +147,26 @@ def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
 def fresh_state(
     optimizer: torch.optim.Optimizer, tensor: Tensor, config: TrainConfig
 ) -> dict[str, Tensor]:
-    """State of a parameter before its first step.
+    """Make the state of a parameter before its first step.
 
     Args:
-        optimizer: AdamW or Muon, whose `state` it is for.
-        tensor: the parameter, a shard or a flat piece, float32, as the optimizer holds it.
-        config: `average_decay`.
+        optimizer: AdamW or Muon.
+        tensor: float32 parameter, shard or flat piece, as the optimizer holds it.
+        config: settings with `average_decay`.
 
     Returns:
-        By name, tensors as large as the parameter, float32; of AdamW also the number of steps [].
+        Float32 tensors by name, as large as the parameter; for AdamW also the step count [].
     """
     state = {key: torch.zeros_like(tensor) for key in STATE_KEYS[type(optimizer)]}
     if isinstance(optimizer, torch.optim.AdamW):
-        state["step"] = torch.zeros((), device=tensor.device)  # where the fused kernel reads it
+        state["step"] = torch.zeros((), device=tensor.device)  # the fused kernel needs it there
     if config.average_decay is not None:
         state[AVERAGE] = tensor.detach().clone()
     return state
 
 
 def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
-    """Trained matrices that Muon updates, by name; none if there is no Muon."""
+    """Trained matrices that Muon updates, by name; empty without Muon."""
     if config.optimizer is not Optimizer.muon:
         return {}
     left_out = {id(matrix) for matrix in (*head.output_heads(), *head.embeddings())}

@@ -1,11 +1,11 @@
-"""Layouts of a head's parameters, gradients and optimizer state on the processes.
+"""Layouts of a head's parameters, gradients and optimizer state over the processes.
 
-One class per strategy behind one interface: the same optimizer step under each, and whole
-tensors in and out, so that a checkpoint does not depend on which of them wrote it.
+One class per strategy, with one interface: the same optimizer step, and whole tensors in and out. A
+checkpoint therefore does not depend on the strategy that wrote it.
 
-The objective is one unit under all of them. Losses use the head's weights directly, outside
-the forward of its submodules, and once more in the backward pass (recomputed chunks), so all
-weights are whole from the start of the objective's forward to the end of its backward.
+The objective is one unit under every strategy. Losses use the head's weights directly, outside the
+forward of its submodules and again in the backward pass. All weights are therefore whole from the
+start of the objective's forward to the end of its backward.
 """
 
 import math
@@ -29,15 +29,15 @@ from train.schedule import late_warmup
 
 
 def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Placement":
-    """Lay the head of an objective out on the processes of a launch, and make its optimizers.
+    """Distribute the head of an objective over the processes and make its optimizers.
 
     Args:
-        accelerator: of `processes.start`.
-        objective: an `Objective` whose parameters are all those of its `head`, float32, the
-            same on every process. Its forward pass gets the autocast of `train.dtype`.
-        config: the optimizer's settings.
+        accelerator: result of `processes.start`.
+        objective: an `Objective` whose parameters all belong to its `head`, float32, the same on
+            every process. Its forward pass gets the autocast of `train.dtype`.
+        config: optimizer settings.
     """
-    # Here and not by accelerate, which has DeepSpeed cast the parameters instead.
+    # Not by accelerate, which lets DeepSpeed cast the parameters instead.
     dtype = resolve_dtype(config.dtype, accelerator.device)
     if dtype is not torch.float32:
         objective.forward = torch.autocast(accelerator.device.type, dtype)(objective.forward)
@@ -59,17 +59,17 @@ def _class_of(accelerator: Accelerator) -> "type[Placement]":
 
 
 class Placement:
-    """Everything on every process: one process alone, or DDP.
+    """Everything on every process: a single process, or DDP.
 
     Attributes:
-        name: of the strategy.
-        objective: to be called for training, on micro batches.
-        head: the plain module; its parameters are whole inside `gathered` only.
-        trained: the head's trainable parameters by name, as they lie here.
+        name: name of the strategy.
+        objective: objective to call on micro batches in training.
+        head: plain module; its parameters are whole only inside `gathered`.
+        trained: trainable parameters of the head by name, as distributed here.
     """
 
     can_discard = True
-    """Gradients can be forgotten between `clip` and `step`."""
+    """Whether gradients can be dropped between `clip` and `step`."""
 
     def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
         self.accelerator, self.config = accelerator, config
@@ -78,36 +78,36 @@ class Placement:
         self._size = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
         self.objective, self.optimizers = self._lay_out(objective)
         self.trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
-        # From the start, so that a run can be saved before its first step.
+        # Made at once, so that a run can be saved before its first step.
         for optimizer, tensor, _ in self._stepped():
             optimizer.state[tensor] = fresh_state(optimizer, tensor, config)
 
     def __str__(self) -> str:
-        # Measured: a launcher may fall back to another strategy without a word.
+        # Measured, as a launcher may fall back to another strategy silently.
         stepped = [tensor for _, tensor, _ in self._stepped()]  # its state is as large
         held = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in stepped)
         return f"{self.name}, {held / self._size:.0%} of the optimizer state on each process"
 
     def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
         if self.accelerator.num_processes > 1:
-            # DDP turns gradients that it finds into views of its buckets; made later, the first
-            # would lie beside them.
+            # DDP turns existing gradients into views of its buckets; later ones would take further
+            # memory.
             for group in objective.groups():
                 for parameter in group.parameters:
                     parameter.grad = torch.zeros_like(parameter)
         return self.accelerator.prepare(objective), make_optimizers(objective, self.config)
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Every group of parameters, and its optimizer."""
+        """Yield every optimizer with each of its parameter groups."""
         return ((optim, group) for optim in self.optimizers for group in optim.param_groups)
 
     def _stepped(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
-        """Tensors that an optimizer holds state of, and the first step that trains each."""
+        """Tensors with optimizer state, and the first step that trains each."""
         return [(o, tensor, g["first_step"]) for o, g in self._groups() for tensor in g["params"]]
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward: gradients meet only in the `last` of the step."""
+        """Context of forward and backward; only the `last` micro batch reduces gradients."""
         if last:
             yield
         else:
@@ -115,20 +115,20 @@ class Placement:
                 yield
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss []; over the processes they become a mean."""
+        """Add the gradients of a loss []; processes average them."""
         loss.backward()
 
     def clip(self, number: int) -> Tensor:
         """Clip the gradients of optimizer step `number`, from 0.
 
         Returns:
-            [] their norm before that, on the device, the same on every process; 0 where it is
-            known only to `step`.
+            [] norm before clipping, on the device, the same on every process; 0 if only `step`
+            knows it.
         """
         for _, group in self._groups():
             if number < group["first_step"]:
                 for parameter in group["params"]:
-                    parameter.grad = None  # passed over, and the step is not counted
+                    parameter.grad = None  # skipped, and its step is not counted
         max_norm, max_value = self.config.max_grad_norm or math.inf, self.config.max_grad_value
         norm = _whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm))
         if max_value is not None:
@@ -136,21 +136,21 @@ class Placement:
         return norm
 
     def step(self, learning_rate: float, number: int) -> float:
-        """Apply clipped gradients, and clear them.
+        """Apply clipped gradients and clear them.
 
         Args:
-            learning_rate: of a group whose rate is 1.
-            number: of the optimizer step, from 0.
+            learning_rate: rate of a group with share 1.
+            number: optimizer step, from 0.
 
         Returns:
-            0, or their norm where `clip` could not tell.
+            0, or the norm if `clip` could not tell it.
         """
         for _, group in self._groups():
             warmth = late_warmup(self.config, number, group["first_step"])
             group["lr"] = learning_rate * group["rate"] * warmth
         norm = self._apply()
         if self.config.average_decay is not None:
-            # At first the mean of what there was, or untrained weights would stay for long.
+            # Starts as a plain mean, so that untrained weights fade quickly.
             decay = min(self.config.average_decay, (1 + number) / (10 + number))
             with torch.no_grad():
                 for optimizer, tensor, _ in self._stepped():
@@ -164,19 +164,19 @@ class Placement:
         return 0.0
 
     def discard(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=not in_buckets)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, on all processes at once, the head has whole, plain parameters to read."""
+        """Context, on all processes at once, in which the head has whole plain parameters."""
         yield
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Gather the head as `gathered` does, with the averages of the weights if they are kept."""
+        """Context like `gathered`, with averaged weights if they are kept."""
         if self.config.average_decay is None:
             with self.gathered():
                 yield
@@ -194,10 +194,10 @@ class Placement:
                     parameter.copy_(own)
 
     def tensors(self) -> Tensors:
-        """Tensors of a checkpoint, whole.
+        """Gather the whole tensors of a checkpoint.
 
-        Every process takes part; all but the first get nothing. The optimizers' state is gathered
-        one tensor at a time, so that no device ever holds all of it.
+        Every process takes part; all but the first get nothing. Optimizer state is gathered one
+        tensor at a time, so no device holds all of it.
         """
         first = self.accelerator.is_main_process
         with self.gathered():
@@ -210,11 +210,11 @@ class Placement:
         return Tensors(head, state)
 
     def restore(self, step: int, state: dict[str, Tensor]) -> None:
-        """Put the optimizers where they were after `step` steps.
+        """Restore the optimizers after `step` steps.
 
         Args:
             step: optimizer steps done.
-            state: of a checkpoint's `Tensors`, on every process.
+            state: optimizer state of a checkpoint's `Tensors`, on every process.
         """
         for optimizer, tensor, first_step in self._stepped():
             if "step" in optimizer.state[tensor]:
@@ -223,13 +223,13 @@ class Placement:
             self._set_state(parameter, key, state[f"{name}.{key}"])
 
     def _states(self) -> Iterator[tuple[str, Any, str]]:
-        """Name of each trained parameter, the parameter, and the name of each of its states."""
+        """Yield name and tensor of each trained parameter with the name of each of its states."""
         for name, keys in state_keys(self.head, self.config).items():
             for key in keys:
                 yield name, self.trained[name], key
 
     def _held(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state that an optimizer holds of a parameter."""
+        """State that an optimizer holds for a parameter."""
         (state,) = (o.state[parameter] for o in self.optimizers if parameter in o.state)
         return state
 
@@ -243,27 +243,27 @@ class Placement:
 class Sharded(Placement):
     """FSDP2: parameters, gradients and optimizer state in shards; weights whole while used.
 
-    By torch itself: accelerate applies FSDP2 on CUDA only and falls back to DDP without a word.
+    Uses torch directly, as accelerate applies FSDP2 on CUDA only and silently falls back to DDP.
     """
 
     def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
-        # The backward pass follows at once: shards in between would only be gathered again.
+        # The backward pass follows at once, so resharding in between would only cost a gather.
         fully_shard(objective, mesh=mesh, reshard_after_forward=False)
         return objective, make_optimizers(objective, self.config)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward: gradients meet only in the `last` of the step."""
+        """Context of forward and backward; only the `last` micro batch reduces gradients."""
         self.objective.set_requires_gradient_sync(last)
         self.objective.set_reshard_after_backward(last)
-        # In its forward FSDP2 would keep the buffer that weights are gathered in beside them.
+        # FSDP2's own forward would keep its gather buffer beside the weights.
         self.objective.unshard()
         yield
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, on all processes at once, the head has whole, plain parameters to read."""
+        """Context, on all processes at once, in which the head has whole plain parameters."""
         self.objective.unshard()
         try:
             yield
@@ -272,25 +272,25 @@ class Sharded(Placement):
 
     def _set_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
         shards: Any = self._held(parameter)[key]
-        # Each process cuts its shard from what it has read itself.
+        # Each process cuts its shard from its own read.
         own = distribute_tensor(value, shards.device_mesh, shards.placements, src_data_rank=None)
         shards.copy_(own)
 
 
 class Zero(Placement):
-    """DeepSpeed: optimizer state in shards (ZeRO-1), gradients too (2), weights too (3).
+    """DeepSpeed: shards of optimizer state (ZeRO-1), gradients (ZeRO-2) and weights (ZeRO-3).
 
-    AdamW is torch's own, over flat pieces that hold many parameters; DeepSpeed clips.
+    AdamW is torch's, over flat pieces of many parameters. DeepSpeed clips.
     """
 
     can_discard = False
 
     def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
-        (optimizer,) = make_optimizers(objective, self.config)  # Muon is refused at the start
+        (optimizer,) = make_optimizers(objective, self.config)  # settings refuse Muon
         engine, _ = self.accelerator.prepare(objective, optimizer)
         if engine.zero_optimization_stage() == 3:
-            # They gather weights around each submodule; a leaf module, the remedy for others,
-            # reduces gradients too early unless an input of it has a gradient.
+            # The hooks gather weights around each submodule. A leaf module, the usual remedy,
+            # reduces gradients too early unless one of its inputs has a gradient.
             hooks = engine.optimizer.parameter_offload
             for hook in (*hooks.forward_hooks, *hooks.backward_hooks):
                 hook.remove()
@@ -308,31 +308,31 @@ class Zero(Placement):
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward: gradients meet only in the `last` of the step."""
+        """Context of forward and backward; only the `last` micro batch reduces gradients."""
         if self._weights_in_shards:
-            # Whole until the step, which leaves shards.
+            # Whole until the step, which shards them again.
             weights: list[Any] = list(self.head.parameters())
             weights[0].all_gather(weights)
         self.objective.set_gradient_accumulation_boundary(last)
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss []; over the processes they become a mean."""
+        """Add the gradients of a loss []; processes average them."""
         self.objective.backward(loss)
 
     def clip(self, number: int) -> Tensor:
-        """Leave gradients alone: DeepSpeed clips in its step."""
+        """Do nothing: DeepSpeed clips in its step."""
         del number
         return torch.zeros((), device=self.accelerator.device)
 
     def _apply(self) -> float:
-        # Not in `accelerator.backward`: the loss is checked between the two.
+        # Not in `accelerator.backward`: the loss is checked in between.
         self.objective.step()
         return float(self.objective.get_global_grad_norm())
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, on all processes at once, the head has whole, plain parameters to read."""
+        """Context, on all processes at once, in which the head has whole plain parameters."""
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters(list(self.head.parameters()), enabled=self._weights_in_shards):
@@ -351,14 +351,14 @@ class Zero(Placement):
         if not self._weights_in_shards:
             safe_set_full_optimizer_state(parameter, value, key)
             return
-        # The setter of whole tensors fails where the last piece is padded.
+        # DeepSpeed's setter of whole tensors fails if the last piece is padded.
         size, rank = parameter.ds_tensor.numel(), self.accelerator.process_index
         padded = torch.zeros(size * self.accelerator.num_processes, dtype=value.dtype)
         padded[: value.numel()] = value.flatten()
         safe_set_local_optimizer_state(parameter, padded[rank * size :][:size], key)
 
     def _link(self) -> None:
-        """Let ZeRO-1 and 2 look up which slice of the state is whose, usually after a step."""
+        """Tell ZeRO-1 and 2 which slice of the state belongs to which parameter, as a step does."""
         if not self._weights_in_shards:
             self.objective.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -368,5 +368,5 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _copied(value: Tensor) -> Tensor:
-    # A copy, because safetensors refuses tensors that share memory.
+    # Copied, because safetensors refuses tensors that share memory.
     return value.detach().to("cpu", copy=True).contiguous()

@@ -139,7 +139,7 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "out/0/mine").touch()
     swept = command("train/medusa.py", "--multirun", "seed=1,2", "out_dir=out", cwd=tmp_path)
     assert swept.returncode == 2
-    assert "out_dir=out/0 is not empty" in swept.stderr
+    assert "out_dir=out/0: is not empty" in swept.stderr
 
 
 @pytest.mark.parametrize(

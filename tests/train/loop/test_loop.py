@@ -275,7 +275,7 @@ def test_an_evaluation_that_fails_loses_nothing(
     assert f"{error.__name__}: " in said
     assert "in fail\n    raise error" in said
     command.print_end(outcome, tmp_path)
-    assert capsys.readouterr().out.endswith("head; its last evaluation failed, as said above\n")
+    assert capsys.readouterr().out.endswith("head; its last evaluation failed, see above\n")
 
 
 def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:
@@ -318,11 +318,11 @@ def test_full_disk_in_training_keeps_the_earlier_checkpoint(
 
 
 def test_batch_that_does_not_divide() -> None:
-    with pytest.raises(InputError, match="batch_size=4 is not divisible by 1 processes x"):
+    with pytest.raises(InputError, match="batch_size=4: not divisible by 1 processes x"):
         processes.start(settings(micro_batch_size=3))
     with pytest.raises(InputError, match="set a multiple of 6"):
         processes.check_batch(settings(batch_size=8, micro_batch_size=2), 3)
-    with pytest.raises(InputError, match="float16 is not trained in"):
+    with pytest.raises(InputError, match="float16: not trained in"):
         processes.start(settings(dtype=Dtype.float16))
 
 
@@ -346,5 +346,5 @@ def test_out_dir_that_holds_something(tmp_path: Path) -> None:
     refusals.check_out_dir(tmp_path, "auto")
     with pytest.raises(InputError, match="is a file"):
         refusals.check_out_dir(tmp_path / "a", None)
-    with pytest.raises(InputError, match="no such folder; allowed: auto"):
+    with pytest.raises(InputError, match="no such folder; type auto"):
         refusals.check_out_dir(tmp_path / "new", "latest")

@@ -169,7 +169,7 @@ def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> Non
     with pytest.raises(InputError) as refused:
         memory.check(parts, 24_000_000_000)
     said = str(refused.value)
-    assert "in GB: target 16.1, head 8.0 = 24.1 of 24.0: that cannot fit" in said
+    assert "in GB: target 16.1, head 8.0 = 24.1 of 24.0: does not fit" in said
     for key in (
         "train.micro_batch_size", "data.max_length", "head.draft_vocab_size",
         "target.quantization", "data.features", "fsdp2.yaml",

@@ -80,21 +80,21 @@ def test_an_eagle_run_does_not_go_on_as_another(
         train = replace(train, **{name: value})
     written = getattr(value, "value", value)
     with pytest.raises(
-        InputError, match=rf"another way: {key} was .*, is '?{written}'?\. Continue"
+        InputError, match=rf"other settings: {key} was .*, is '?{written}'?\. Continue"
     ):
         loop.fit(processes.start(train), eagle_job(tmp_path, train, head))
 
 
 def test_nor_with_a_head_of_another_kind(eagle_run: Path, tmp_path: Path) -> None:
     train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run), learning_rate=0.3)
-    said = r"another way: kind of head was 'EagleHead', is '\w+'\. Continue"
+    said = r"other settings: kind of head was 'EagleHead', is '\w+'\. Continue"
     with pytest.raises(InputError, match=said):
         fit(tmp_path, train)
 
 
 def test_nor_with_other_draft_tokens(eagle_run: Path, tmp_path: Path) -> None:
     train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run))
-    with pytest.raises(InputError, match="another way: checksum of the draft vocabulary was "):
+    with pytest.raises(InputError, match="other settings: checksum of the draft vocabulary was "):
         loop.fit(processes.start(train), eagle_job(tmp_path, train, EAGLE, vocab_seed=1))
 
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_it_lacks(
     state.write_text(json.dumps(content))
     assert fit(tmp_path, settings(resume=str(state.parent))).finished
     said = capsys.readouterr().out
-    assert "of an earlier version: not compared are train.max_grad_norm, train.schedule" in said
+    assert "did not record train.max_grad_norm, train.schedule: not compared" in said
     assert [line["step"] for line in metrics(tmp_path) if "train/loss" in line][-1] == 6
     with pytest.raises(InputError, match=r"learning_rate was 0.05, is 0.1"):
         fit(tmp_path, settings(resume=str(state.parent), learning_rate=0.1), train=rows(7))

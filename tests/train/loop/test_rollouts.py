@@ -123,7 +123,9 @@ def test_prompts_without_room_are_left_out(
     target: Target, data: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target.config, "max_position_embeddings", 14)
-    with pytest.raises(InputError, match=r"rollout\.max_new_tokens=9: leaves no prompt of steps 1"):
+    with pytest.raises(
+        InputError, match=r"rollout\.max_new_tokens=9: too many for every prompt of"
+    ):
         rollouts(target, data, tmp_path).round(0, noisy_head(target))
 
 
@@ -177,7 +179,7 @@ def test_a_server_answers_in_place_of_the_target(
         assert all("seed" not in body for body in server.bodies)
         server.first = target.vocab_size
         with pytest.raises(
-            InputError, match=r"rollout\.endpoint=http.*: answers with token \d+, an"
+            InputError, match=r"rollout\.endpoint=http.*: answers with token \d+, but"
         ):
             made.round(4, head)
         server.answer = lambda _: {"choices": [{"text": ""}]}  # type: ignore[method-assign]

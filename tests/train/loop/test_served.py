@@ -227,7 +227,7 @@ def test_a_document_that_is_lost_is_not_learnt_from(
         found = trained("medusa", inputs, tmp_path / "out", [server.url])
     assert lost
     assert all(tensor.isfinite().all() for tensor in found.values())
-    assert " is left out, the 1. of this run: target.engine=http" in capsys.readouterr().out
+    assert " is left out (number 1 of this run): target.engine=http" in capsys.readouterr().out
 
 
 def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> None:

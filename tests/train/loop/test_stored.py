@@ -82,7 +82,7 @@ def test_what_agrees_with_the_store_may_be_said_again(store: Path, inputs: Path)
     [
         ({"max_length": 64}, r"data\.max_length=64: .*captured with data\.max_length=128"),
         ({"path": "other.jsonl"}, r"data\.path=other\.jsonl: .*captured with data\.path=.*chat"),
-        ({"num_prompts": 3}, r"data\.num_prompts=3: .*data\.num_prompts=None: leave it unset"),
+        ({"num_prompts": 3}, r"data\.num_prompts=3: .*data\.num_prompts=None; leave it unset"),
     ],
 )
 def test_settings_of_the_data_that_contradict_the_store(
@@ -141,7 +141,7 @@ def test_another_target_is_refused(
     shutil.copytree(inputs / "target", tmp_path / "copy")
     open_with(store, {"path": str(tmp_path / "copy")})
     change(tmp_path / "copy")
-    said = rf"is not the target .* from: target\.{named} was \w{{12}}, is \w{{12}}\. Leave"
+    said = rf"not the target of .*: target\.{named} was \w{{12}}, is \w{{12}}\. Leave"
     with pytest.raises(InputError, match=said):
         open_with(store, {"path": str(tmp_path / "copy")})
 
@@ -175,9 +175,9 @@ def test_heads_that_read_what_is_not_stored_are_refused(store: Path, top_k: Path
     for fits in (Taps(), Taps((1,)), Taps((3, 1))):
         check_taps(hidden, fits)
     check_taps(without, Taps((1, 2, 3)))
-    with pytest.raises(InputError, match=r"head\.layers: .* \[4\], .* has \[1, 2, 3\]: .*=\[1,4\]"):
+    with pytest.raises(InputError, match=r"head\.layers=\[4\]: .* has \[1, 2, 3\]; .*=\[1,4\]"):
         check_taps(hidden, Taps((4, 1)))
-    with pytest.raises(InputError, match="teacher=top_k and has no last hidden states"):
+    with pytest.raises(InputError, match="teacher=top_k, without the last hidden states"):
         check_taps(without, Taps())
 
 

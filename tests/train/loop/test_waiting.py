@@ -25,7 +25,7 @@ def test_the_share_is_of_the_time_since_the_last_look() -> None:
 
 
 def test_the_side_that_waits_is_named() -> None:
-    assert balance(0.6).endswith("60% of the time: 2.5 times as many servers in target.engine "
+    assert balance(0.6).endswith("60% of the time; 2.5 times as many servers in target.engine "
                                  "would keep it busy")  # fmt: skip
     assert "the servers keep up" in balance(0.04)
 

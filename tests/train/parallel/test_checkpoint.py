@@ -121,7 +121,7 @@ def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage
 def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path, print) is None
     (save(tmp_path, tensors(), 1) / "head.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"every checkpoint .* or restore one of them"):
+    with pytest.raises(InputError, match=r"every checkpoint .* restore one of them"):
         checkpoint.latest(tmp_path, print)
 
 
@@ -135,7 +135,7 @@ def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
 )
 def test_checkpoint_of_another_head(tmp_path: Path, head: nn.Module, message: str) -> None:
     saved = save(tmp_path, tensors(), 1)
-    with pytest.raises(InputError, match=f"{saved} is of another head: {message}"):
+    with pytest.raises(InputError, match=f"{saved}: the checkpoint of another head: {message}"):
         checkpoint.check_fits(saved, checkpoint.read(saved)[1], head, adamw(head))
 
 

@@ -177,7 +177,9 @@ def test_a_run_goes_on_only_with_the_optimizer_it_began_with(
     again = settings(resume=str(saved), **change)
     fit(tmp_path / "again", again)
     assert weights(tmp_path / "again") == weights(tmp_path / "straight")
-    with pytest.raises(InputError, match=r"in another way: train\.(optimizer|average_decay) was "):
+    with pytest.raises(
+        InputError, match=r"with other settings: train\.(optimizer|average_decay) was "
+    ):
         fit(tmp_path / "other", settings(resume=str(saved)))
 
 
