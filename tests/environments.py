@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from conf.settings.target import Dtype, TargetConfig
+from data.servers.counts import DraftCounts
+from eval.decode.engine import decode
+from heads.decoding.drafting import Drafter
 from heads.eagle.branches import Branches, causal_rows
 from heads.eagle.head import EagleHead
 from heads.layers.documents import Documents
@@ -77,6 +80,22 @@ def _counts(
     question.write_text(json.dumps({"prompts": prompts, "num_tokens": num_tokens, **more}))
     run(variable, script, question, answer)
     return json.loads(answer.read_text())
+
+
+def drafted(
+    target: Target,
+    drafter: Drafter,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    depth: int,
+    within: bool = False,
+) -> DraftCounts:
+    """A greedy text by our own decoder, its drafts counted as serving engines count them."""
+    generation = decode(target, drafter, prompt_ids, max_new_tokens)
+    lengths, text = [len(path) for path in generation.paths], generation.token_ids
+    if within:
+        return DraftCounts.within(text, lengths, depth, max_new_tokens, target.stop_ids)
+    return DraftCounts.of(text, lengths, depth)
 
 
 @torch.no_grad()

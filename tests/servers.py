@@ -40,6 +40,7 @@ class ChatServer:
         faults: taken from the front, one per request: a status with headers, or `drop`.
         fault_for: called with the request body; may return a fault for it.
         bodies: of all requests that were answered.
+        others: answers at further paths.
         most_at_once: the largest number of requests in flight.
     """
 
@@ -53,6 +54,7 @@ class ChatServer:
         self.finish_reason: Callable[[dict], str] = lambda _: "stop"
         self.reply: Callable[[dict], object] = reply_to
         self.bodies: list[dict] = []
+        self.others: dict[str, Callable[[dict], dict]] = {}
         self.keys: set[str | None] = set()
         self.most_at_once = 0
         self._at_once = 0
@@ -109,18 +111,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != self.chat.path:
+        answer = {self.chat.path: self.chat.answer, **self.chat.others}.get(self.path)
+        if answer is None:
             self._json({"error": "no such page"}, 404)
             return
         self.chat.keys.add(self.headers.get("Authorization"))
         fault = self.chat.enter(body)
         try:
             time.sleep(self.chat.delay_s)
-            self._answer(body, fault)
+            self._answer(body, fault, answer)
         finally:
             self.chat.leave()
 
-    def _answer(self, body: dict, fault: Fault | None) -> None:
+    def _answer(
+        self, body: dict, fault: Fault | None, answer: Callable[[dict], dict | list[dict]]
+    ) -> None:
         if fault == "drop":
             self.close_connection = True
         elif isinstance(fault, tuple):
@@ -128,7 +133,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": f"injected, you sent {echo}"}, fault[0], fault[1])
         else:
             self.chat.bodies.append(body)
-            self._json(self.chat.answer(body))
+            found = answer(body)
+            if isinstance(found, list):
+                pieces = "".join(f"data: {json.dumps(piece)}\n\n" for piece in found)
+                self._send(f": ping\n\n{pieces}data: [DONE]\n\n".encode(), 200, {})
+            else:
+                self._json(found)
 
     def _json(
         self, value: object, status: int = 200, headers: dict[str, str] | None = None
@@ -179,11 +189,15 @@ Answers = Callable[[list[int], int], tuple[list[int], list[int]]]
 class DraftServer(ChatServer):
     """Answers and counts as vLLM, SGLang or llama.cpp do, as told; `root` is the URL without `/v1`.
 
+    A text that is to be streamed comes in two pieces.
+
     Attributes:
         kind: `vllm`, `sglang` or `llamacpp`.
         depth: draft tokens of a pass; 0 is a server without a head.
         answers: the text after a prompt, of so many tokens at most, and what each pass accepted.
         server_info: changes to what SGLang says of its start.
+        rendered: token ids that its chat template makes of messages.
+        temperature: that all requests must ask for.
     """
 
     def __init__(self, kind: str, depth: int, answers: Answers) -> None:
@@ -198,6 +212,9 @@ class DraftServer(ChatServer):
         }[kind]
         self.root = self.url.removesuffix("/v1")
         self.server_info: dict = {}
+        self.rendered: Callable[[list[dict]], list[int]] = lambda _: []
+        self.others["/v1/chat/completions"] = self._chat
+        self.temperature, self.num_flushed = 0.0, 0
         # Other people's, from before.
         self.drafts, self.accepted = 7, [depth - place for place in range(depth)]
         self.proposed = depth * self.drafts
@@ -207,33 +224,55 @@ class DraftServer(ChatServer):
     def page(self, path: str) -> dict | str | None:
         if path == "/metrics" and self.kind != "sglang":
             return self._llamacpp_metrics() if self.kind == "llamacpp" else self._metrics()
+        if path == "/flush_cache" and self.kind == "sglang":
+            self.num_flushed += 1
+            return "flushed"
         if path == "/get_server_info" and self.kind == "sglang":
             algorithm = "EAGLE3" if self.depth else None
             steps = {"speculative_num_steps": self.depth, "speculative_eagle_topk": 1}
             return {"speculative_algorithm": algorithm, **steps, **self.server_info}
         return super().page(path)
 
-    def answer(self, body: dict) -> dict:
-        if self.kind == "sglang":
-            sampling = body["sampling_params"]
-            assert (sampling["temperature"], sampling["repetition_penalty"]) == (0, 1.0)
-            text, lengths = self.answers(body["input_ids"], sampling["max_new_tokens"])
-            histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
-            meta = {"spec_correct_drafts_histogram": histogram} if histogram else {}
-            return {"text": "", "output_ids": text, "meta_info": meta}
-        if self.kind == "llamacpp":
-            return self._llamacpp_answer(body)
-        assert (body["temperature"], body["repetition_penalty"]) == (0, 1.0)
+    def _chat(self, body: dict) -> dict:
+        assert body["max_tokens"] == 1
+        ids = self.rendered(body["messages"])
+        told = {"prompt_token_ids": ids} if self.kind == "vllm" else {}
+        return {"choices": [], "usage": {"prompt_tokens": len(ids)}, **told}
+
+    def answer(self, body: dict) -> dict | list[dict]:  # type: ignore[override]
+        asked = body["sampling_params"] if self.kind == "sglang" else body
+        penalty = "repeat_penalty" if self.kind == "llamacpp" else "repetition_penalty"
+        assert (asked["temperature"], asked[penalty]) == (self.temperature, 1.0)
+        with self._lock:
+            return {"sglang": self._sglang, "llamacpp": self._llamacpp, "vllm": self._vllm}[
+                self.kind
+            ](body)
+
+    def _sglang(self, body: dict) -> dict | list[dict]:
+        text, lengths = self.answers(body["input_ids"], body["sampling_params"]["max_new_tokens"])
+        histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
+        meta = {"spec_correct_drafts_histogram": histogram} if histogram and self.depth else {}
+
+        def piece(ids: list[int]) -> dict:
+            return {"output_ids": ids, "meta_info": {"completion_tokens": len(ids), **meta}}
+
+        # Each piece holds the text so far.
+        return [piece(text[:1]), piece(text)] if body.get("stream") else piece(text)
+
+    def _vllm(self, body: dict) -> dict | list[dict]:
         assert body["return_token_ids"]
         text, lengths = self.answers(body["prompt"], body["max_tokens"])
         self.drafts += len(lengths)
         self.proposed += self.depth * len(lengths)
         for place in range(self.depth):
             self.accepted[place] += sum(length > place for length in lengths)
-        return {"choices": [{"text": "", "token_ids": text}]}
 
-    def _llamacpp_answer(self, body: dict) -> dict:
-        assert (body["temperature"], body["repeat_penalty"]) == (0, 1.0)
+        def piece(ids: list[int]) -> dict:
+            return {"choices": [{"text": "", "token_ids": ids}]}
+
+        return [*map(piece, _halves(text)), {"choices": []}] if body.get("stream") else piece(text)
+
+    def _llamacpp(self, body: dict) -> dict | list[dict]:
         assert body["return_tokens"]
         assert not body["cache_prompt"]
         text, lengths = self.answers(body["prompt"], body["n_predict"])
@@ -246,7 +285,8 @@ class DraftServer(ChatServer):
                 for place in range(min(length, size)):
                     self.accepted[place] += 1
             left -= length + 1
-        return {"content": "", "tokens": text}
+        pieces = [{"content": "", "tokens": ids} for ids in (*_halves(text), [])]
+        return pieces if body.get("stream") else {"content": "", "tokens": text}
 
     def _llamacpp_metrics(self) -> str:
         lines = [LLAMACPP_POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
@@ -259,6 +299,10 @@ class DraftServer(ChatServer):
         lines = [POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
         values = {"drafts": self.drafts, "proposed": self.proposed, "total": sum(self.accepted)}
         return METRICS.format(**values, positions="\n".join(lines))
+
+
+def _halves(text: list[int]) -> tuple[list[int], list[int]]:
+    return text[:1], text[1:]
 
 
 HIDDEN = 2

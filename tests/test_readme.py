@@ -32,7 +32,7 @@ from eval.compare.names import known_methods
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
 DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
-ROOMS = ("data/servers",)
+ROOMS = ("data/servers", "eval/measure")
 RESULTS = [page for page in DOCS if re.fullmatch(r"docs/results/[a-z]+\.md", page)]
 LIMITS = {
     "README.md": 250,
@@ -51,12 +51,14 @@ PLAIN = {
 # What has no default.
 REQUIRED = {
     "scripts/push.py": ["repo_id=me/head"],
-    "scripts/serve_check.py": ["endpoint=http://localhost:8000"],
+    "eval/serve.py": ["endpoint=http://localhost:8000"],
     "scripts/export.py": ["format=vllm"],
     "scripts/relay.py": ["folder=/dev/shm/layers-2-18-33-36"],
 }
 PYTHON = "docs/python.md"
 """Its words are names of Python, which tests/test_python_page.py looks up."""
+FIELD = "eval/measure/README.md"
+"""Its words are those of other tools."""
 # A setting of ModelOpt.
 FOREIGN = {"eagle_export_rope_scaling"}
 # Words in code that are neither a setting, a value of one, nor a method: figures that commands
@@ -247,7 +249,7 @@ def test_values_named_in_code_are_allowed(span: str) -> None:
 
 
 def test_words_in_code_are_known() -> None:
-    words = [each for each in in_code(r"[a-z][a-z0-9_]*") if each[0] != PYTHON]
+    words = [each for each in in_code(r"[a-z][a-z0-9_]*") if each[0] not in (PYTHON, FIELD)]
     known = VALUES | RECIPES | {*known_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
     known |= {name for spec in FORMS for name in spec.keys}
     known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels", "context", "history"}

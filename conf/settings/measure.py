@@ -201,6 +201,43 @@ class SpeedupRun(DecodingSettings, MeasureRun):
 
 
 @dataclass
+class ServeRun(SamplingSettings, ChainSettings, MeasureRun):
+    """`eval/serve.py`."""
+
+    plain = True  # the server is told so
+
+    endpoint: str = "???"
+    """Base URL of a vLLM, SGLang or llama.cpp server that serves the target with the head, e.g.
+    http://localhost:8000; nobody else may use the server meanwhile."""
+    baseline: str | None = None
+    """Base URL of the same server without a draft head: speed-up is measured against this one."""
+    model: str | None = None
+    """Name of the served model, e.g. of an adapter; unset takes the first that the server lists."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key of both servers, if they need one."""
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
+    """Requests in flight, each number a row of the table; [] compares texts and drafts alone."""
+    num_warmups: int = 1
+    """Untimed passes before each number of requests in flight, over as many prompts."""
+    num_repeats: int = 3
+    """Timed passes over all prompts, in an order drawn for each; medians are reported."""
+    tolerance: float = 0.0
+    """Share by which the counts of drafts and accepted tokens may differ from the replay, and share
+    of the tokens that the target need not have chosen; 0 fits float32 on both sides."""
+    depth: int | None = None
+    """Draft tokens of a chain; unset takes the server's."""
+    out_dir: str = "outputs/serve"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        below_one("", self, "tolerance")
+        positive("", self, "num_repeats")
+        not_negative("", self, "num_warmups")
+        if any(size < 1 for size in self.concurrency):
+            raise InputError(f"concurrency={self.concurrency}: numbers must be positive")
+
+
+@dataclass
 class TreeSearchRun(AnswerSettings, OutputSettings, MeasureRun):
     """`eval/tree_search.py`."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import below_one, not_negative, positive
+from conf.settings.checks import not_negative, positive
 from conf.settings.data import (
     DataRun,
     PackedRun,
@@ -158,29 +158,6 @@ class RepairRun(AnswerSettings, ChainSettings, MeasureRun):
     """`scripts/repair.py`, which replays chains over greedy text."""
 
     out_dir: str = "outputs/repair"
-
-
-@dataclass
-class ServeCheckRun(ChainSettings, MeasureRun):
-    """`scripts/serve_check.py`."""
-
-    plain = True  # the server is told so
-
-    endpoint: str = "???"
-    """Base URL of a vLLM, SGLang or llama.cpp server that serves the target with the head, e.g.
-    http://localhost:8000; nobody else may use it meanwhile."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the endpoint's key, if it needs one."""
-    tolerance: float = 0.0
-    """Share of the texts that may differ, and share by which drafts and accepted tokens of a
-    depth may; 0 fits float32 on both sides."""
-    depth: int | None = None
-    """Draft tokens of a chain; unset takes the server's."""
-    out_dir: str = "outputs/serve_check"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        below_one("", self, "tolerance")
 
 
 @dataclass

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import email.utils
 import itertools
+import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -189,6 +190,39 @@ class Client:
         """The text at a path behind the base URL; raises as `request` does."""
         return await self._send("GET", path, None, lambda response: response.text)
 
+    async def events(self, path: str, body: dict) -> AsyncGenerator[dict, None]:
+        """Streams the pieces of a reply as they come; a request that fails is not sent again.
+
+        Args:
+            path: behind the base URL.
+            body: sent as JSON; it asks for a stream.
+
+        Raises:
+            RowRefused: the server refuses this body.
+            RowFailed: the connection failed, or a piece is not JSON.
+            InputError: the server refuses every request.
+        """
+        url = f"{self.endpoint.url.rstrip('/')}/{path}"
+        try:
+            async with self._http.stream("POST", url, json=body) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise _final_error(response.status_code, url, self._problem(response))
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if line.startswith("data:") and data != "[DONE]":
+                        yield json.loads(data)
+        except httpx.RequestError as error:
+            raise RowFailed(f"{type(error).__name__}: {error}") from error
+        except json.JSONDecodeError as error:
+            raise RowFailed(f"a streamed piece is not JSON ({error})") from error
+
+    def _problem(self, response: httpx.Response) -> str:
+        text = " ".join(response.text.split())
+        if self.endpoint.api_key:  # some servers echo it
+            text = text.replace(self.endpoint.api_key, "***")
+        return f"HTTP {response.status_code}: {text[:300]}"
+
     async def _send(
         self, method: str, path: str, body: dict | None, read: Callable[[httpx.Response], Result]
     ) -> Result:
@@ -199,10 +233,7 @@ class Client:
                 response = await self._http.request(method, url, json=body)
                 if response.is_success:
                     return read(response)
-                text = " ".join(response.text.split())
-                if self.endpoint.api_key:  # some servers echo it
-                    text = text.replace(self.endpoint.api_key, "***")
-                problem = f"HTTP {response.status_code}: {text[:300]}"
+                problem = self._problem(response)
                 if response.status_code not in RETRIED:
                     raise _final_error(response.status_code, url, problem)
                 wait_s = max(wait_s, retry_after_s(response.headers.get("Retry-After")))

@@ -1,6 +1,5 @@
 """Batch sizes beside each other: throughput, latency, and where drafting stops paying."""
 
-import statistics
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from eval.compare.figures import baseline_of, ratio, speedup_interval, tokens_per_s
 from eval.compare.timing import PromptRun
+from eval.measure.stats import percentiles_ms, shown
 
 WAITS = ("first_token_ms", "between_tokens_ms")
 
@@ -33,10 +33,10 @@ def at_size(methods: Iterable[str], runs: list[PromptRun], seed: int) -> dict[st
             "tokens_per_s": tokens_per_s(name, runs, "total"),
             "speedup": ratio(name, baseline, runs, "total"),
             "speedup_ci95": speedup_interval(name, baseline, runs, seed),
-            "first_token_ms": _percentiles(
+            "first_token_ms": percentiles_ms(
                 [[s for text in texts for s in text.arrivals[:1]] for texts in repeats]
             ),
-            "between_tokens_ms": _percentiles(
+            "between_tokens_ms": percentiles_ms(
                 [
                     [after - s for text in texts for s, after in pairwise(text.arrivals)]
                     for texts in repeats
@@ -61,20 +61,28 @@ def stops_paying(sizes: dict[str, Any], method: str) -> int | None:
     return stop
 
 
-def show_sizes(result: dict[str, Any], console: Console) -> None:
-    """Prints a row per method and batch size."""
-    table = Table(title="Texts at a time; waits in ms, p50 and p99")
-    columns = ("texts", "method", "tokens/s", "speed-up", "first token", "between tokens")
+def sizes_table(sizes: dict[str, Any]) -> Table:
+    """A row per method and batch size of `concurrency` in a result."""
+    table = Table(title="Texts at a time; ms to the first token and between tokens, p50 and p99")
+    columns = ("texts", "method", "tokens/s", "speed-up, 95%", "first", "between")
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    for size, measured in result["concurrency"].items():
+    for size, measured in sizes.items():
         for name, row in measured["methods"].items():
+            gain, bounds = row["speedup"], row["speedup_ci95"]
+            words = "-" if gain is None else f"{gain:.2f}"
             table.add_row(
-                size, name, f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}",
+                size, name, f"{row['tokens_per_s']:.1f}",
+                words if bounds is None else f"{words} {shown(bounds)}",
                 *(_words(row[key]) for key in WAITS),
             )  # fmt: skip
         table.add_section()
-    console.print(table)
+    return table
+
+
+def show_sizes(result: dict[str, Any], console: Console) -> None:
+    """Prints the table, and from where on each method stops paying."""
+    console.print(sizes_table(result["concurrency"]))
     for name in result["methods"]:
         if name not in result["baselines"]:
             size = stops_paying(result["concurrency"], name)
@@ -86,14 +94,3 @@ def _words(wait: dict[str, float] | None) -> str:
     if wait is None:
         return "-"
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in wait.values())
-
-
-def _percentiles(repeats: list[list[float]]) -> dict[str, float] | None:
-    """Medians over repeats, in ms of waits in s."""
-    if not all(repeats):
-        return None
-    ordered = [sorted(1000 * seconds for seconds in waits) for waits in repeats]
-    return {
-        label: statistics.median(waits[int(share * (len(waits) - 1))] for waits in ordered)
-        for label, share in (("p50", 0.5), ("p99", 0.99))
-    }

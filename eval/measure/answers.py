@@ -58,8 +58,17 @@ Answered = tuple[list[int], TargetOutput]
 """An answer, and the target's states [1, S, D] of prompt and answer but its last token."""
 
 
-class Texts(Protocol):
-    """Writes the target's own greedy texts: the target here, or engines that serve it.
+class Writer(Protocol):
+    """Writes the target's own greedy texts."""
+
+    def written(
+        self, prompts: Sequence[list[int]], max_new_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Numbers of prompts of token ids with their answers, as these end."""
+
+
+class Texts(Writer, Protocol):
+    """Writes the target's own greedy texts and reads them: the target here, or engines.
 
     Attributes:
         num_together: texts that are best asked for at a time.
@@ -69,15 +78,13 @@ class Texts(Protocol):
     def num_together(self) -> int:
         """See above."""
 
-    def written(
-        self, prompts: Sequence[list[int]], max_new_tokens: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Numbers of prompts of token ids with their answers, as these end."""
-
     def answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
     ) -> list[Answered]:
         """Answers to prompts of token ids, with the states that `taps` name."""
+
+    def read(self, prompt: list[int], response: list[int], taps: Taps) -> TargetOutput:
+        """The states [1, S, D] of a prompt and a given response but its last token."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class OwnTexts:
     def written(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """See `Texts`."""
+        """See `Writer`."""
         return answers(self.target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
 
     def answers(
@@ -102,3 +109,7 @@ class OwnTexts:
             (ids, self.target.read_response(prompt, ids, taps))
             for prompt, ids in zip(prompts, texts, strict=True)
         ]
+
+    def read(self, prompt: list[int], response: list[int], taps: Taps) -> TargetOutput:
+        """See `Texts`."""
+        return self.target.read_response(prompt, response, taps)

@@ -28,7 +28,7 @@ from data.servers.pool import StatesPool
 from data.templates.encoder import Encoder
 from eval.decode.generation_config import follow
 from eval.measure import processes
-from eval.measure.answers import OwnTexts, Texts
+from eval.measure.answers import OwnTexts, Texts, Writer
 from eval.measure.conditions import conditions
 from eval.measure.engines import ServedTexts, opened
 from eval.measure.heads import BenchHead, device_name, open_head
@@ -59,6 +59,7 @@ class Bench:
         prompts: this process's share, dialogue by dialogue in each turn.
         spare: first questions of dialogues that are not measured, for searches.
         engines: run the target's layers.
+        writer: a server that writes the answers of earlier turns, in place of the target.
         held: lets go of them.
         sampling: how tokens are chosen.
         data: where the prompts came from, for the results file.
@@ -73,6 +74,7 @@ class Bench:
     main: bool
     spare: list[Prompt] = field(default_factory=list)
     engines: StatesPool | None = None
+    writer: Writer | None = None
     held: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
@@ -107,6 +109,7 @@ def open_bench(
     more_heads: Sequence[str] = (),
     need_head: bool = True,
     served: bool = False,
+    writer: Writer | None = None,
 ) -> Bench:
     """Checks what is cheap to check, then loads everything.
 
@@ -115,7 +118,8 @@ def open_bench(
         result_name: the file that will be written.
         more_heads: paths besides `head.path`.
         need_head: refuse to go without one.
-        served: engines may run the target's layers.
+        served: engines may run the target's layers; without a head nobody runs them.
+        writer: see `Bench`.
 
     Raises:
         InputError: see each part; nothing has been written when it is raised.
@@ -131,7 +135,8 @@ def open_bench(
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = [open_head(run, ref) for ref in refs]
     by_engines = served and bool(run.target.engine)
-    target = (RemoteTarget.of if by_engines else load_target)(run.target, state.device)
+    bare = by_engines or (served and not heads)
+    target = (RemoteTarget.of if bare else load_target)(run.target, state.device)
     follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
     for head in heads:
         _attach(run, head, target, records)
@@ -175,7 +180,7 @@ def open_bench(
     spare = _spare(run, records.records, target, encoder)
     held, main = ExitStack(), state.is_main_process
     engines = held.enter_context(_engines(run, target, heads, mine)) if by_engines else None
-    bench = Bench(target, heads, mine, sampling, data, main, spare, engines, held)
+    bench = Bench(target, heads, mine, sampling, data, main, spare, engines, writer, held)
     with ExitStack() as if_it_fails:
         if_it_fails.push(bench)
         prompts = _later_turns(run, chosen, mine, bench, encoder)
@@ -259,7 +264,7 @@ def _later_turns(
         # The longest first: what leaves no room behind its answer is told of early.
         going_on.sort(key=lambda p: -len(p.token_ids))
         asked = [prompt.token_ids for prompt in going_on]
-        texts = bench.texts.written(asked, run.max_new_tokens)
+        texts = (bench.writer or bench.texts).written(asked, run.max_new_tokens)
         for number, ids in tqdm(texts, "target's own text", len(asked), unit="prompt"):
             following = next_turns(records, [going_on[number]], [ids], encoder)
             fit, left_out = fitting(run, bench.ends, following)

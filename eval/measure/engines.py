@@ -148,6 +148,11 @@ class ServedTexts:
             found.append((ids, self._output(states, len(prompt) + len(ids) - 1, taps)))
         return found
 
+    def read(self, prompt: list[int], response: list[int], taps: Taps) -> TargetOutput:
+        """See `Texts`."""
+        ids = [*prompt, *response[:-1]]
+        return self._output(self.pool.read(ids), len(ids), taps)
+
     def _output(self, states: dict[str, Tensor], num_tokens: int, taps: Taps) -> TargetOutput:
         target = self.target
         here = {

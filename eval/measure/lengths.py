@@ -1,6 +1,6 @@
 """Acceptance lengths as others define them: what is counted, and over what the mean is taken.
 
-From rows of `PromptSteps.row` alone. Every figure is a mean of ratios; of one text with n verify
+Every figure is a mean of ratios; of one text with n verify
 passes that emit E tokens, d of them with drafts, of which A tokens are accepted:
 
     passes       E / n              tau: what drafting saves, in passes of the target
@@ -18,6 +18,7 @@ Sources: vLLM 0.32 `benchmarks/serve.py`, `v1/spec_decode/metrics.py`; SGLang
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -35,49 +36,77 @@ FEWEST = 725
 """Tokens of the shortest prompts that are told apart: a power of two from 1,024 on is nearest."""
 
 
-def acceptance_lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+@dataclass(frozen=True)
+class Passes:
+    """The sums of a text that its acceptance lengths follow from.
+
+    Attributes:
+        dialogue: that the text is of.
+        num_passes: verify passes.
+        num_drafts: those with drafts.
+        num_accepted: draft tokens.
+        num_emitted: tokens of the text behind the first.
+    """
+
+    dialogue: int
+    num_passes: int
+    num_drafts: int
+    num_accepted: int
+    num_emitted: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Passes":
+        """The sums of a row of `PromptSteps.row`."""
+        n = len(row["emitted"])
+        # Passes that drafted nothing are no drafts; where drafts were not counted, all are.
+        drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
+        return cls(row["dialogue"], n, drafts, sum(row["accepted"]), sum(row["emitted"]))
+
+    @property
+    def ratios(self) -> dict[str, Ratio]:
+        """By count; numerator and denominator."""
+        drafts, n, emitted = self.num_drafts, self.num_passes, self.num_emitted
+        return {
+            "passes": (emitted, n),
+            "drafts": (drafts + self.num_accepted, drafts),
+            "first_token": (emitted + 1, n),
+            "first_pass": (emitted + 1, n + 1),
+        }
+
+
+def acceptance_lengths(texts: Sequence[Passes]) -> dict[str, dict[str, float | None]]:
     """All counts under all means; None where nothing was counted."""
-    return {count: _means(count, rows) for count in COUNTS}
+    return {count: _means(count, texts) for count in COUNTS}
 
 
 def per_draft(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """1 + accepted / drafts, as vLLM prints it."""
-    return _means("drafts", rows)["pooled"]
+    return _means("drafts", list(map(Passes.of, rows)))["pooled"]
 
 
-def show_lengths(lengths: dict[str, dict[str, float | None]], console: Console) -> None:
+def show_lengths(
+    lengths: dict[str, dict[str, float | None]], console: Console, whose: str = "the chain"
+) -> None:
     """Prints a row per count and a column per mean."""
-    table = Table(title="Acceptance length of the chain, as others define it")
+    table = Table(title=f"Acceptance length of {whose}, as others define it")
     table.add_column("counted")
     for name in ("pooled", "mean over turns", "over dialogues"):
         table.add_column(name, justify="right")
-    for count, words in COUNTS.items():
-        row = (lengths[count][mean] for mean in MEANS)
-        table.add_row(words, *("-" if each is None else f"{each:.3f}" for each in row))
+    for count, means in lengths.items():
+        row = (means[mean] for mean in MEANS)
+        table.add_row(COUNTS[count], *("-" if each is None else f"{each:.3f}" for each in row))
     console.print(table)
 
 
-def _means(count: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    turns = [_ratios(row)[count] for row in rows]
+def _means(count: str, texts: Sequence[Passes]) -> dict[str, float | None]:
+    turns = [text.ratios[count] for text in texts]
     dialogues: dict[int, list[Ratio]] = {}
-    for row, ratio in zip(rows, turns, strict=True):
-        dialogues.setdefault(row["dialogue"], []).append(ratio)
+    for text, ratio in zip(texts, turns, strict=True):
+        dialogues.setdefault(text.dialogue, []).append(ratio)
     return {
         "pooled": _mean([_sum(turns)]),
         "turns": _mean(turns),
         "dialogues": _mean(map(_sum, dialogues.values())),
-    }
-
-
-def _ratios(row: Mapping[str, Any]) -> dict[str, Ratio]:
-    accepted, emitted, n = sum(row["accepted"]), sum(row["emitted"]), len(row["emitted"])
-    # Passes that drafted nothing are no drafts; where drafts were not counted, all are.
-    drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
-    return {
-        "passes": (emitted, n),
-        "drafts": (drafts + accepted, drafts),
-        "first_token": (emitted + 1, n),
-        "first_pass": (emitted + 1, n + 1),
     }
 
 

@@ -10,6 +10,7 @@ from data.prepared.pack import check_ids
 from data.rows.records import Messages, Record
 from data.templates.encoder import Encoder
 from data.templates.replies import parse_reply, thinking_tags
+from data.templates.template import Tools
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 OPENING_TOKENS = 32  # of a prompt, among which it may open the thinking
@@ -31,6 +32,10 @@ class Prompt:
     """Pairs of tags around thinking in the response, in every way that they may be written."""
     where: str = ""
     """File and line of the record, and the turn."""
+    tools: Tools = None
+    """Function schemas that the prompt shows."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the template, those of the settings included."""
 
     @property
     def question(self) -> str:
@@ -105,7 +110,10 @@ def _prompt(
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     tags = thinking_tags(encoder.template(record.template_kwargs, record.tools), record.tools)
-    return Prompt(record.category, token_ids, dialogue, turn, messages, tags, where)
+    kwargs = encoder.template_kwargs | dict(record.template_kwargs)
+    return Prompt(
+        record.category, token_ids, dialogue, turn, messages, tags, where, record.tools, kwargs
+    )
 
 
 def check_prompt(target: EmbeddingsAndHead, prompt: Prompt, max_new_tokens: int) -> None:

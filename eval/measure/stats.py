@@ -6,12 +6,13 @@ kept depth d among those that kept depth d - 1 and whose text was long enough to
 """
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eval.decode.engine import Step
-from eval.measure.lengths import acceptance_lengths, histogram, length_name, per_draft
+from eval.measure.lengths import Passes, acceptance_lengths, histogram, length_name, per_draft
 
 Item = TypeVar("Item")
 Interval = tuple[float, float] | None
@@ -185,6 +186,17 @@ def tau_difference(
     return difference(groups), interval(groups, lambda drawn, _: difference(drawn), seed)
 
 
+def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:
+    """`p50` and `p99` of waits in s, in ms: each the median over repeats; None without waits."""
+    if not all(repeats):
+        return None
+    ordered = [sorted(1000 * seconds for seconds in waits) for waits in repeats]
+    return {
+        label: statistics.median(waits[int(share * (len(waits) - 1))] for waits in ordered)
+        for label, share in (("p50", 0.5), ("p99", 0.99))
+    }
+
+
 def shown(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
     """An interval for people; a dash where there is none."""
     return "-" if bounds is None else between.join(f"{bound:.{digits}f}" for bound in bounds)
@@ -220,7 +232,7 @@ def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, 
         "draft_tokens": max((size for p in prompts for size in p.drafted), default=depth),
         "tau": tau(prompts),
         "tau_ci95": tau_interval(prompts, seed),
-        "acceptance_length": acceptance_lengths(rows),
+        "acceptance_length": acceptance_lengths(list(map(Passes.of, rows))),
         "alpha": alpha(prompts, depth),
         "per_position": per_position(prompts, depth),
         "histogram": histogram(rows, depth),

@@ -97,7 +97,7 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
         between = [row["between_tokens_ms"] for row in rows]
         for panel, figures in (
             (speed, [row["tokens_per_s"] for row in rows]),
-            (gain, [row["speedup"] for row in rows]),
+            (gain, [row["speedup"] for row in rows if row["speedup"] is not None]),
             (waits, [wait["p50"] for wait in between] if all(between) else []),
         ):
             _curve(panel, place, _lines(name), figures, numbers)

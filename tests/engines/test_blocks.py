@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from environments import VLLM, counts_of_vllm, needs, opened
+from environments import VLLM, counts_of_vllm, drafted, needs, opened
 from feature_heads import feature_head
 from toys import save_target, texts
 
 from conf.settings.export import ExportFormat
 from data.servers.counts import DraftCounts
-from eval.measure.counts import drafted
 from heads.blocks.drafter import BlockChain
 from heads.decoding.drafting import Drafter
 from heads.export.golden import golden

@@ -13,6 +13,7 @@ from environments import (
     VLLM,
     counts_of_llamacpp,
     counts_of_vllm,
+    drafted,
     needs,
     opened,
 )
@@ -24,7 +25,6 @@ from conf.settings.target import TargetConfig
 from data.embedded import PROMPTS, TARGET
 from data.rows.records import load_records
 from data.templates.encoder import Encoder
-from eval.measure.counts import drafted
 from eval.measure.prompts import first_turns
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY

@@ -22,9 +22,10 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat
-from conf.settings.scripts import ServeCheckRun
+from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.counts import DraftCounts
+from eval import serve
 from eval.decode.engine import decode_batch
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -32,7 +33,6 @@ from heads.export.golden import golden
 from heads.export.writer import export_head
 from heads.head import DraftHead
 from heads.target_model.model import Target
-from scripts import serve_check
 from tests.engines.test_vllm import reduced
 
 SERVER = str(ROOT / "scripts/llamacpp/server.py")
@@ -265,8 +265,8 @@ def test_llamacpp_served_with_a_head_passes_the_check(
     file = exported(eagle3, target, tmp_path)
     settings = server(target, eagle3, file, 3) | {"target": str(ending)}
 
-    def config(url: str, out: str) -> ServeCheckRun:
-        return ServeCheckRun(
+    def config(url: str, out: str) -> ServeRun:
+        return ServeRun(
             endpoint=url,
             target=TargetConfig(path=target.name, dtype=Dtype.float32),
             data=DataConfig(path=str(prompts)),
@@ -276,13 +276,18 @@ def test_llamacpp_served_with_a_head_passes_the_check(
         )
 
     with serving(settings) as url:
-        serve_check.main(config(url, "out"))
-    result = json.loads((tmp_path / "out" / "serve_check.json").read_text())
-    assert (result["engine"], result["depth"], result["num_texts"]) == ("llamacpp", 3, 3)
-    assert result["problems"] == result["divergences"] == []
-    assert result["theirs"]["drafts"] > result["theirs"]["accepted"][0] > 0
+        serve.main(config(url, "out"))
+    result = json.loads((tmp_path / "out" / "serve.json").read_text())
+    assert (result["servers"]["with drafts"]["engine"], result["draft_tokens"]) == ("llamacpp", 3)
+    assert (result["problems"], result["texts"]["num_equal_counts"]) == ([], 3)
+    assert result["served"] == result["replayed"]
+    assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
+    # More requests at a time than there are prompts are left out.
+    assert result["concurrency"].keys() == {"1"}
+    per_draft = result["concurrency"]["1"]["methods"]["with drafts"]["per_draft"]
+    assert per_draft == result["served"]["acceptance_length"]["drafts"]["pooled"]
     with (
         serving(settings | {"metrics": False}) as url,
         pytest.raises(InputError, match="start it with --metrics"),
     ):
-        serve_check.main(config(url, "none"))
+        serve.main(config(url, "none"))

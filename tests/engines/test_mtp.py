@@ -8,13 +8,12 @@ from unittest.mock import patch
 
 import pytest
 import toys
-from environments import VLLM, counts_of_vllm, needs, opened
+from environments import VLLM, counts_of_vllm, drafted, needs, opened
 from mtp_targets import TARGETS, uneven
 from safetensors.torch import load_file, save_file
 from toys import save_target, texts, trained
 
 from conf.settings.eagle import MtpConfig
-from eval.measure.counts import drafted
 from heads.eagle.drafter import EagleChain
 from heads.kinds import load_head
 from heads.mtp.head import MtpHead, mtp_config

@@ -1,4 +1,4 @@
-"""vLLM's own server on a CPU: what `scripts/serve_check.py` reads of it, and hidden states."""
+"""vLLM's own server on a CPU: what `eval/serve.py` reads of it, and hidden states."""
 
 import contextlib
 import json
@@ -24,16 +24,16 @@ from toys import eagle_head, save_target
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.scripts import ServeCheckRun
+from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.endpoint import Endpoint
 from data.servers.hidden_states import HiddenStatesServer, ServerTaps
 from data.servers.pool import StatesPool
 from data.servers.versions import WRITINGS
+from eval import serve
 from eval.measure.answers import greedy_answers
 from heads.target_model.model import Taps
 from heads.target_model.remote import final_norm, load_remote
-from scripts import serve_check
 from tests.train.loop.test_served import LAYERS
 from tests.train.loop.test_served import trained as heads_trained
 
@@ -258,7 +258,7 @@ def test_vllm_served_with_a_head_passes_the_check(
     options = ["--model", str(folder), "--dtype", "float32", "--enforce-eager"]
     arguments = [*options, "--speculative-config", json.dumps(speculative)]
     with served(tmp_path / "server.log", *arguments) as url:
-        config = ServeCheckRun(
+        config = ServeRun(
             endpoint=url,
             target=TargetConfig(path=str(folder), dtype=Dtype.float32),
             data=DataConfig(path=str(prompts)),
@@ -266,8 +266,11 @@ def test_vllm_served_with_a_head_passes_the_check(
             max_new_tokens=48,
             out_dir=str(tmp_path),
         )
-        serve_check.main(config)
-    result = json.loads((tmp_path / "serve_check.json").read_text())
-    assert (result["engine"], result["depth"], result["num_texts"]) == ("vllm", 3, 3)
-    assert result["problems"] == result["divergences"] == []
-    assert result["theirs"]["drafts"] > result["theirs"]["accepted"][0] > 0
+        serve.main(config)
+    result = json.loads((tmp_path / "serve.json").read_text())
+    assert (result["servers"]["with drafts"]["engine"], result["draft_tokens"]) == ("vllm", 3)
+    assert (result["problems"], result["texts"]["num_equal_counts"]) == ([], 3)
+    assert result["served"] == result["replayed"]
+    assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
+    [measured] = result["concurrency"].values()
+    assert measured["methods"]["with drafts"]["num_tokens"] == [144] * 3

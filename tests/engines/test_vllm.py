@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from environments import VLLM, counts_of_vllm, needs, opened, run
+from environments import VLLM, counts_of_vllm, drafted, needs, opened, run
 from toys import eagle_head, noisy_head, save_target, texts, tokenizer
 
 from conf.settings.eagle import EagleForm
@@ -19,7 +19,6 @@ from data.servers.counts import DraftCounts
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode
-from eval.measure.counts import drafted
 from eval.measure.handed_on import hand_on
 from eval.measure.replay import accepted_lengths, ranked_drafts
 from heads.decoding.drafting import Draft, Drafter, Roots

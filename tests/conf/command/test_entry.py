@@ -95,7 +95,7 @@ def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("entry", "key", "told"),
     [
-        ("eval/tree_search.py", "depth", "; eval/acceptance.py, eval/speedup.py, eval/calibrate.p"),
+        ("eval/tree_search.py", "depth", "; eval/acceptance.py, eval/speedup.py, eval/serve.py, "),
         ("eval/tree_search.py", "temperature", "; eval/acceptance.py, "),
         (
             "eval/calibrate.py",
@@ -103,8 +103,8 @@ def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None
             "; eval/acceptance.py, eval/speedup.py have it",
         ),
         ("scripts/repair.py", "temperature", "; eval/acceptance.py, "),
-        ("scripts/serve_check.py", "tree", "; eval/acceptance.py, eval/speedup.py have it"),
-        ("scripts/serve_check.py", "plain", "; eval/acceptance.py, "),
+        ("eval/serve.py", "tree", "; eval/acceptance.py, eval/speedup.py have it"),
+        ("eval/serve.py", "plain", "; eval/acceptance.py, "),
         ("scripts/capture.py", "data.features", "; train/dflash.py, "),
         ("scripts/prune.py", "data.features", "; train/dflash.py, "),
         ("train/medusa2.py", "data.features", "; train/dflash.py, "),

@@ -56,6 +56,7 @@ def sizes(**speedups: list[float]) -> dict[str, Any]:
             "methods": {
                 name: {
                     "speedup": gains[place], "tokens_per_s": size * gains[place],
+                    "speedup_ci95": None if name == "vanilla" else (0.4, 2.6),
                     "first_token_ms": waits, "between_tokens_ms": waits,
                 }
                 for name, gains in speedups.items()
@@ -80,7 +81,8 @@ def test_the_table_says_what_pays_and_what_does_not() -> None:
     result = {"concurrency": found, "methods": found["1"]["methods"], "baselines": ["vanilla"]}
     show_sizes(result, Console(file=out, width=80))
     shown = out.getvalue()
-    assert "\n│    16 │ tree    │      8.0 │     0.50 │   12.2 1234 │      12.2 1234 │\n" in shown
+    assert "│    16 │ tree    │      8.0 │ 0.50 0.40-2.60 │ 12.2 1234 │ 12.2 1234 │\n" in shown
+    assert "│    16 │ vanilla │     16.0 │           1.00 │ 12.2 1234 │ 12.2 1234 │\n" in shown
     assert shown.endswith("tree: no longer pays from 16 on\ncopy: pays at all of them\n")
 
 

@@ -8,11 +8,15 @@ from eval.measure import lengths
 from eval.measure.lengths import (
     COUNTS,
     MEANS,
-    acceptance_lengths,
+    Passes,
     histogram,
     length_name,
     per_draft,
 )
+
+
+def acceptance_lengths(rows: list[dict]) -> dict:
+    return lengths.acceptance_lengths(list(map(Passes.of, rows)))
 
 
 def text(dialogue: int, accepted: list[int], emitted: list[int], drafted: list[int]) -> dict:

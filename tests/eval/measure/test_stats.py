@@ -1,7 +1,7 @@
 import pytest
 
 from eval.decode.engine import Step
-from eval.measure.lengths import acceptance_lengths
+from eval.measure.lengths import Passes, acceptance_lengths
 from eval.measure.stats import (
     PromptSteps,
     alpha,
@@ -38,7 +38,7 @@ def test_categories_are_summed_up_by_themselves() -> None:
         "draft_tokens": 4,
         "tau": pytest.approx(7 / 5),
         "tau_ci95": (1.0, pytest.approx(5 / 3)),
-        "acceptance_length": acceptance_lengths([STEPS.row(), other.row()]),
+        "acceptance_length": acceptance_lengths([Passes.of(STEPS.row()), Passes.of(other.row())]),
         "alpha": [pytest.approx(2 / 5), 1.0],
         "per_position": [pytest.approx(2 / 5), pytest.approx(1 / 5)],
         "histogram": [3, 1, 1],

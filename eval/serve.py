@@ -1,0 +1,243 @@
+r"""A served head measured where it is served: drafts, speed and waits of a running server.
+
+    python eval/serve.py endpoint=http://localhost:8000 baseline=http://localhost:8001 \
+        head.path=outputs/eagle/head target.path=Qwen/Qwen3-8B data.path=prompts.jsonl
+
+For vLLM, SGLang and llama.cpp. With `head.path` every prompt first goes to the server greedily and
+alone, and the head is replayed along the server's text: counts must be equal, tokens must be those
+that the target chooses. Exits with 1 where more than `tolerance` differs, and names the cause. Then
+all prompts are timed with each number of requests in flight, beside `baseline` where one is given.
+"""
+
+import os
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+from conf.command.entry import Command
+from conf.settings.measure import ServeRun
+from eval.refusals import check_measure
+
+RESULT = "serve.json"
+CHECK = partial(check_measure, result=RESULT, need_head=False)
+COMMAND = Command(__doc__, ServeRun, "serve", check=CHECK)
+if __name__ == "__main__":
+    COMMAND.begin()
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from rich.console import Console
+from tqdm import tqdm
+
+from conf.command.journal import Journal
+from conf.errors import InputError
+from data.servers.counts import DraftCounts
+from data.servers.endpoint import Endpoint
+from data.servers.serving import ServingEngine
+from eval.compare.sizes import sizes_table
+from eval.measure.bench import Bench, open_bench, open_journal, write_result
+from eval.measure.conditions import caption
+from eval.measure.lengths import show_lengths
+from eval.report.figures import plot_concurrency
+from eval.served import causes, load
+from eval.served.check import Checked, checked, figures
+
+
+@dataclass(frozen=True)
+class ServedAnswers:
+    """The server's own greedy answers, for the questions after them."""
+
+    server: ServingEngine
+
+    def written(
+        self, prompts: Sequence[list[int]], max_new_tokens: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """See `Writer`."""
+        for number, prompt in enumerate(prompts):
+            yield number, self.server.answer(prompt, max_new_tokens).text
+
+
+def main(config: ServeRun) -> None:
+    """Asks the servers, replays the head, prints, writes `serve.json` and its picture."""
+    CHECK(config)
+    with ExitStack() as stack:
+        servers = {load.WITH: stack.enter_context(connected(config, config.endpoint, "endpoint"))}
+        server = servers[load.WITH]
+        check_depth(config, server)
+        if config.baseline is not None:
+            servers[load.WITHOUT] = stack.enter_context(
+                connected(config, config.baseline, "baseline", drafts=False)
+            )
+        writer = ServedAnswers(server)
+        bench = stack.enter_context(
+            open_bench(config, RESULT, need_head=False, served=True, writer=writer)
+        )
+        check_room(config, bench, server)
+        told = {name: [each.name, each.version, each.model] for name, each in servers.items()}
+        journal = stack.enter_context(open_journal(config, RESULT, bench, servers=told))
+        result = {
+            "servers": {
+                name: {"engine": each.name, "version": each.version, "model": each.model}
+                for name, each in servers.items()
+            },
+            "draft_tokens": server.depth,
+            "tolerance": config.tolerance,
+            **acceptance(bench, config, server, journal),
+            "num_repeats": config.num_repeats,
+            "concurrency": {
+                str(size): load.figures(
+                    load.run_passes(servers, bench.prompts, config, size, journal),
+                    bench.prompts,
+                    config.seed,
+                )
+                for size in sizes_of(config, bench)
+            },
+        }
+    console = Console()
+    show(result, console)
+    path = write_result(config, RESULT, result, bench)
+    written, files = json.loads(path.read_text()), [path]
+    if result["concurrency"]:
+        files.append(path.with_suffix(".png"))
+        plot_concurrency(written, files[-1])
+    console.print(caption(written), highlight=False, markup=False)
+    console.print("wrote " + ", ".join(map(str, files)))
+    if result["problems"]:
+        tell(f"differs: {'; '.join(result['problems'])}")
+        sys.exit(1)
+
+
+def connected(config: ServeRun, url: str, setting: str, drafts: bool = True) -> ServingEngine:
+    """A server, not yet tried."""
+    key = os.environ.get(config.api_key_env)
+    endpoint = Endpoint(url, config.model, api_key=key, timeout_s=3600.0, setting=setting)
+    return ServingEngine(endpoint, max(config.concurrency, default=1), drafts)
+
+
+def check_depth(config: ServeRun, server: ServingEngine) -> None:
+    """Takes the server's depth, or refuses another one.
+
+    Raises:
+        InputError: with both.
+    """
+    config.depth = config.depth or server.depth
+    if config.depth != server.depth:
+        raise InputError(
+            f"depth={config.depth}: {config.endpoint} drafts {server.depth} tokens; leave depth "
+            "unset, or start the server with as many speculative tokens"
+        )
+
+
+def check_room(config: ServeRun, bench: Bench, server: ServingEngine) -> None:
+    """Refuses texts near the end of the server's window, where it drafts less.
+
+    Raises:
+        InputError: with the lengths.
+    """
+    longest = max(len(prompt.token_ids) for prompt in bench.prompts)
+    needed = longest + config.max_new_tokens + 2 * server.depth + 1
+    if server.max_model_len is not None and needed > server.max_model_len:
+        raise InputError(
+            f"max_new_tokens={config.max_new_tokens}: with the longest prompt of {longest} tokens "
+            f"and drafts of {server.depth} that is {needed}, and {config.endpoint} takes "
+            f"{server.max_model_len}; lower it, or start the server with --max-model-len {needed} "
+            f"(llama.cpp: -c {needed})"
+        )
+
+
+def sizes_of(config: ServeRun, bench: Bench) -> list[int]:
+    """The numbers of requests in flight that there are prompts for; says which there are not."""
+    sizes, most = sorted(set(config.concurrency)), len(bench.prompts)
+    if left_out := [size for size in sizes if size > most]:
+        tell(f"concurrency={left_out}: left out, as there are {most} prompts")
+    return [size for size in sizes if size <= most]
+
+
+def acceptance(
+    bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
+) -> dict[str, Any]:
+    """Counts and texts of prompts that are asked one at a time, and what differs from the replay.
+
+    Drawn texts cannot be replayed, and without a head there is nothing to replay.
+    """
+    if not bench.heads or config.temperature:
+        return {"served": None, "replayed": None, "texts": None, "problems": [], "prompts": []}
+    template, num_rendered = causes.other_template(server, bench.prompts)
+    texts = list(compared(bench, config, server, journal))
+    found = causes.problems(
+        server, bench.prompts, texts, bench.ends.name, config.max_new_tokens, config.tolerance
+    )
+
+    def counted(side: str) -> dict[str, object]:
+        counts = [getattr(text, side) for text in texts]
+        return figures(bench.prompts, counts, server.depth, server.within)
+
+    rows = zip(bench.prompts, texts, strict=True)
+    return {
+        "served": counted("served"),
+        "replayed": counted("replayed"),
+        "texts": {**causes.summary(texts), "num_rendered_alike": num_rendered - bool(template)},
+        "problems": [*([template] if template else []), *found],
+        "prompts": [
+            {
+                **{key: getattr(prompt, key) for key in ("dialogue", "turn", "category")},
+                "prompt_tokens": len(prompt.token_ids),
+                **{side: asdict(getattr(text, side)) for side in ("served", "replayed")},
+            }
+            for prompt, text in rows
+        ],
+    }
+
+
+def compared(
+    bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
+) -> Iterator[Checked]:
+    """Every prompt's text by the server, checked; the server is asked first, for all."""
+    limit, depth = config.max_new_tokens, server.depth
+    for number, prompt in enumerate(tqdm(bench.prompts, desc=server.name, unit="prompt")):
+        if number not in journal.done:
+            found = server.answer(prompt.token_ids, limit)
+            # Where the last drafts end beyond the text, the engine counts what they accept there.
+            asked = [*prompt.token_ids, *found.text]
+            beyond = server.answer(asked, depth + 1, ignore_eos=True).text
+            journal.append([{"id": number, "served": asdict(found), "beyond": beyond}])
+    rows = journal.rows()[: len(bench.prompts)]
+    for row in tqdm(rows, desc="replay along the server's text", unit="prompt"):
+        served = DraftCounts(**row["served"])
+        yield checked(bench, row["id"], served, row["beyond"], limit, server.within)
+
+
+def tell(line: str) -> None:
+    """Prints a line for people who keep the table."""
+    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints what was served beside what was replayed, and speed and waits."""
+    served, replayed, texts = result["served"], result["replayed"], result["texts"]
+    engine = result["servers"][load.WITH]["engine"]
+    if texts is not None:
+        show_lengths(served["acceptance_length"], console, engine)
+        ours = {count: means["pooled"] for count, means in replayed["acceptance_length"].items()}
+        console.print(
+            "replayed along the same texts, pooled: "
+            + ", ".join(f"{count} {value or 0:.3f}" for count, value in ours.items())
+        )
+        console.print(
+            f"{texts['num_equal_counts']} of {texts['num_texts']} texts have the counts of the "
+            f"replay; of {texts['num_tokens']} tokens the target would have chosen "
+            f"{texts['num_other_tokens']} otherwise, {texts['num_near_ties']} more are near-ties"
+        )
+    if result["concurrency"]:
+        console.print(sizes_table(result["concurrency"]))
+
+
+if __name__ == "__main__":
+    COMMAND.run(main)

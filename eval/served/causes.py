@@ -1,0 +1,118 @@
+"""Why a server does not answer as the target with the head does: each cause by its name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from conf.errors import InputError
+from data.servers.serving import ServingEngine
+from eval.decode.engine import common_prefix
+from eval.measure.prompts import Prompt
+from eval.served.check import Checked, OtherToken, differences, first_difference
+
+NUM_RENDERED = 3
+"""Prompts that the server renders too."""
+ENOUGH = 8
+"""Tokens that repetition explains before it is taken for the cause."""
+
+
+def other_template(server: ServingEngine, prompts: Sequence[Prompt]) -> tuple[str | None, int]:
+    """Has the server render a few conversations by its own chat template.
+
+    Returns:
+        What differs, None if nothing does; and how many prompts were compared: none where the
+        server renders no conversation.
+    """
+    some = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
+    for number, prompt in enumerate(some):
+        try:
+            theirs = server.rendered(prompt.messages, prompt.tools, prompt.template_kwargs)
+        except InputError:  # chats are refused; prompts of token ids may do
+            return None, number
+        ours = prompt.token_ids
+        if isinstance(theirs, int):
+            if theirs != len(ours):
+                found = f"{theirs} tokens by the server, {len(ours)} here"
+                return f"{_TEMPLATE}: {prompt.where} has {found}", number + 1
+        elif theirs != ours:
+            place = common_prefix(theirs, ours)
+            ids = [str(text[place]) if place < len(text) else "the end" for text in (theirs, ours)]
+            found = f"token {place} is {ids[0]} by the server, {ids[1]} here"
+            return f"{_TEMPLATE}: in {prompt.where} {found}", number + 1
+    return None, len(some)
+
+
+_TEMPLATE = "chat template: the server renders conversations in another way"
+
+
+def problems(
+    server: ServingEngine,
+    prompts: Sequence[Prompt],
+    texts: Sequence[Checked],
+    target: str,
+    max_new_tokens: int,
+    tolerance: float,
+) -> list[str]:
+    """Names what keeps a server from being the target with the head; none where nothing does.
+
+    Args:
+        server: that wrote the texts, to be asked once more.
+        prompts: of the texts.
+        texts: as they were checked.
+        target: its name.
+        max_new_tokens: of each text.
+        tolerance: share of tokens, and of counts, that may differ.
+    """
+    others = [other for text in texts for other in text.others]
+    num_tokens = sum(len(text.served.text) for text in texts)
+    if len(others) > tolerance * num_tokens:
+        first = others[0]
+        asked = prompts[first.prompt].token_ids
+        again = server.answer(asked, max_new_tokens).text
+        drawn = again != texts[first.prompt].served.text
+        return [_other_texts(server, others, num_tokens, target, drawn)]
+    if lines := differences(texts, server.depth, tolerance):
+        number = first_difference(texts)
+        return [
+            "drafts: the texts are the target's, the drafts are not those of head.path: another "
+            "head, or another version of it, is served, or the server computes it otherwise; "
+            f"first at prompt {number}",
+            *lines,
+        ]
+    return []
+
+
+def _other_texts(
+    server: ServingEngine, others: list[OtherToken], num_tokens: int, target: str, drawn: bool
+) -> str:
+    first = others[0]
+    found = (
+        f"{len(others)} of {num_tokens} tokens are not those that {target} chooses, first prompt "
+        f"{first.prompt} at token {first.token}: {first.ours} here, {first.engine} by the server, "
+        f"{first.gap:.2f} nats below"
+    )
+    if drawn:
+        return f"sampling: {found}; asked again, the server answers otherwise: it draws its tokens"
+    if len(others) >= ENOUGH and all(other.avoids for other in others):
+        return (
+            f"sampling: {found}; all that it avoids stands in the text already: it penalises "
+            "repetition"
+        )
+    adapters = f"; it lists the adapters {', '.join(server.adapters)}" if server.adapters else ""
+    return (
+        f"target: {found}: {server.model} is another model than target.path, or an adapter or a "
+        f"quantisation of it{adapters}"
+    )
+
+
+def summary(texts: Sequence[Checked]) -> dict[str, Any]:
+    """How far the texts are the target's, for the results file."""
+    others = [other for text in texts for other in text.others]
+    return {
+        "num_texts": len(texts),
+        "num_tokens": sum(len(text.served.text) for text in texts),
+        "num_other_tokens": len(others),
+        "num_near_ties": sum(text.near_ties for text in texts),
+        "first_other_tokens": [vars(other) for other in others[:5]],
+        "num_equal_counts": sum(text.served == text.replayed for text in texts),
+        "first_difference": first_difference(texts),
+    }

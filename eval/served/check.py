@@ -1,0 +1,164 @@
+"""A server's texts and counts beside those that the target and its head make of the same texts.
+
+Everything goes along the server's own text: what the target would have chosen at each token, and
+what the head would have drafted there. So one near-tie that falls the other way on the server, as
+it does in bfloat16, leaves the rest of its text comparable.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from data.servers.counts import DraftCounts
+from eval.measure.bench import Bench
+from eval.measure.lengths import COUNTS, Passes, acceptance_lengths
+from eval.measure.prompts import Prompt
+from eval.measure.replay import accepted_lengths, ranked_drafts
+
+NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""Distance of two logits, in nats, that rounding may reverse."""
+Lengths = dict[str, dict[str, float | None]]
+
+
+@dataclass(frozen=True)
+class OtherToken:
+    """A token of a server that the target would not have chosen.
+
+    Attributes:
+        prompt: index, from 0.
+        token: its place in the text, from 0.
+        ours: id that the target chooses.
+        engine: id that the server chose.
+        gap: by which the logit of ours is higher, in nats.
+        avoids: ours stands in the prompt or the text already, the server's does not.
+    """
+
+    prompt: int
+    token: int
+    ours: int
+    engine: int
+    gap: float
+    avoids: bool
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A text of a server.
+
+    Attributes:
+        served: with the server's counts.
+        replayed: with those that the head would have had along it.
+        others: tokens that the target would not have chosen, near-ties left out.
+        near_ties: number of tokens that another rounding would choose.
+    """
+
+    served: DraftCounts
+    replayed: DraftCounts
+    others: list[OtherToken]
+    near_ties: int
+
+
+@torch.no_grad()
+def checked(
+    bench: Bench,
+    number: int,
+    served: DraftCounts,
+    beyond: list[int],
+    max_new_tokens: int,
+    within: bool,
+) -> Checked:
+    """Reads a server's text with the target, and replays the head's chain along it.
+
+    Args:
+        bench: with the head, its chain as deep as the server drafts.
+        number: of the prompt.
+        served: the server's text and counts.
+        beyond: at least as many tokens as a draft has that would have followed the text.
+        max_new_tokens: tokens that the text may have.
+        within: the server's drafts end with the text, see `DraftCounts.within`.
+    """
+    target, head, prompt = bench.ends, bench.head, bench.prompts[number].token_ids
+    text, whole = served.text, [*served.text, *beyond]
+    output = bench.texts.read(prompt, whole, head.head.taps)
+    ranked = ranked_drafts(head.head, head.chain, output, prompt, whole)
+    accepted, lengths, root = accepted_lengths(head.chain, ranked, whole), list[int](), 0
+    while root < len(text) - 1:
+        lengths.append(accepted[root])
+        root += accepted[root] + 1
+    depth = head.chain.depth
+    replayed = (
+        DraftCounts.within(text, lengths, depth, max_new_tokens, target.stop_ids)
+        if within
+        else DraftCounts.of(text, lengths, depth)
+    )
+    first = len(prompt) - 1
+    states = output.hidden_states[0, first : first + len(text)]
+    logits = target.logits(states).float()
+    chosen = torch.tensor(text, device=logits.device)
+    best, ids = logits.max(dim=-1)
+    gaps = (best - logits.gather(1, chosen[:, None])[:, 0]).tolist()
+    near = NEAR_TIES.get(target.dtype, NEAR_TIES[torch.bfloat16])
+    others, seen = list[OtherToken](), {*prompt}
+    for place, (ours, theirs, gap) in enumerate(zip(ids.tolist(), text, gaps, strict=True)):
+        if gap > near:
+            avoids = ours in seen and theirs not in seen
+            others.append(OtherToken(number, place, ours, theirs, gap, avoids))
+        seen.add(theirs)
+    near_ties = sum(0 < gap <= near for gap in gaps)
+    return Checked(served, replayed, others, near_ties)
+
+
+def figures(
+    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool
+) -> dict[str, object]:
+    """Acceptance by a server's counts, under every definition that follows from them.
+
+    Where drafts end with the text, passes without drafts are not counted: lengths per pass are
+    left out.
+    """
+    passes = [
+        Passes(prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    lengths, total = acceptance_lengths(passes), DraftCounts.total(texts, depth)
+    return {
+        "acceptance_length": {
+            count: lengths[count] for count in COUNTS if count == "drafts" or not within
+        },
+        "per_position": [count / max(1, total.drafts) for count in total.accepted],
+        "num_drafts": total.drafts,
+        "num_drafted": total.proposed,
+        "num_accepted": sum(total.accepted),
+        "accepted": total.accepted,
+        "num_tokens": sum(len(text.text) for text in texts),
+    }
+
+
+def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[str]:
+    """Lines that say which counts differ from the replay; none where all agree.
+
+    Args:
+        texts: all of a server.
+        depth: draft tokens of a pass.
+        tolerance: share of the greater count by which a sum may differ.
+    """
+    theirs = DraftCounts.total([text.served for text in texts], depth)
+    ours = DraftCounts.total([text.replayed for text in texts], depth)
+    counts = {
+        "drafts": (ours.drafts, theirs.drafts),
+        "draft tokens": (ours.proposed, theirs.proposed),
+    }
+    for place, pair in enumerate(zip(ours.accepted, theirs.accepted, strict=True), start=1):
+        counts[f"accepted at depth {place}"] = pair
+    return [
+        f"{name}: {a} by replay, {b} by the server"
+        for name, (a, b) in counts.items()
+        if abs(a - b) > tolerance * max(a, b)
+    ]
+
+
+def first_difference(texts: Sequence[Checked]) -> int | None:
+    """The first prompt whose counts differ from the replay's, from 0; None where all agree."""
+    differ = (number for number, text in enumerate(texts) if text.served != text.replayed)
+    return next(differ, None)

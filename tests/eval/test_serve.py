@@ -1,0 +1,451 @@
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import noisy_head, save_target, tokenizer
+
+from conf.errors import InputError
+from conf.settings.data import DataConfig
+from conf.settings.drafting import HeadRef
+from conf.settings.measure import ServeRun
+from conf.settings.target import Dtype, TargetConfig
+from data.servers import endpoint as endpoint_module
+from eval import serve
+from eval.decode.engine import NoDraft, decode
+from eval.measure.replay import accepted_lengths, ranked_drafts
+from eval.served import check
+from heads.decoding.tree import Tree
+from heads.target_model.load import load_target
+from tests.servers import LLAMACPP_METRICS, Answers, DraftServer
+
+DEPTH, NUM_TOKENS = 3, 24
+KINDS = ["vllm", "sglang", "llamacpp"]
+WORDS = ("there", "you", "today")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A saved head and target, three prompts, and what an engine makes of them, by decoding."""
+    folder = tmp_path_factory.mktemp("serve")
+    path = str(save_target(folder / "target"))
+    target = load_target(TargetConfig(path=path, dtype=Dtype.float32), torch.device("cpu"))
+    head = noisy_head(target)
+    head.save(folder / "head")
+    prompts = folder / "prompts.jsonl"
+    rows = [{"turns": [f"hello {word}, how are you?", "and now?"]} for word in WORDS]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chain = Tree.chain(DEPTH)
+
+    @cache
+    def replayed(prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], list[int]]:
+        text = decode(target, NoDraft(), list(prompt), num_tokens + DEPTH).token_ids
+        assert len(text) == num_tokens + DEPTH
+        output = target.read_text([*prompt, *text[:-1]], head.taps)
+        accepted = accepted_lengths(
+            chain, ranked_drafts(head, chain, output, list(prompt), text), text
+        )
+        lengths, root = [], 0
+        while root < num_tokens - 1:
+            lengths.append(accepted[root])
+            root += accepted[root] + 1
+        return text[:num_tokens], lengths
+
+    def answers(prompt: list[int], num_tokens: int) -> tuple[list[int], list[int]]:
+        text, lengths = replayed(tuple(prompt), num_tokens)
+        return text.copy(), lengths.copy()
+
+    return {"target": path, "head": str(folder / "head"), "data": str(prompts), "answers": answers}
+
+
+def rendered(messages: list[dict]) -> list[int]:
+    return tokenizer().apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+@contextmanager
+def serving(kind: str, answers: Answers, depth: int = DEPTH) -> Iterator[DraftServer]:
+    with DraftServer(kind, depth, answers) as server:
+        server.rendered = rendered
+        yield server
+
+
+def without_drafts(answers: Answers) -> Answers:
+    return lambda prompt, num_tokens: (answers(prompt, num_tokens)[0], [])
+
+
+def run_of(setting: dict[str, Any], server: DraftServer, out_dir: Path, **more: Any) -> ServeRun:
+    return ServeRun(
+        **{
+            "endpoint": server.root,
+            "target": TargetConfig(path=setting["target"], dtype=Dtype.float32),
+            "data": DataConfig(path=setting["data"]),
+            "head": HeadRef(path=setting["head"]),
+            "out_dir": str(out_dir),
+            "max_new_tokens": NUM_TOKENS,
+            "concurrency": [],
+            **more,
+        }
+    )
+
+
+def measured(setting: dict[str, Any], server: DraftServer, out_dir: Path, **more: Any) -> dict:
+    serve.main(run_of(setting, server, out_dir, **more))
+    return json.loads((out_dir / "serve.json").read_text())
+
+
+def problems(setting: dict[str, Any], server: DraftServer, out_dir: Path, **more: Any) -> list[str]:
+    """Of a measurement that exits with 1."""
+    with pytest.raises(SystemExit, match="1"):
+        measured(setting, server, out_dir, **more)
+    return json.loads((out_dir / "serve.json").read_text())["problems"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_drafts_what_the_head_does_agrees(
+    setting, tmp_path: Path, kind: str, capsys
+) -> None:
+    with serving(kind, setting["answers"]) as server:
+        result = measured(setting, server, tmp_path)
+    assert result["servers"] == {"with drafts": {"engine": kind, "version": None, "model": "toy"}}
+    assert (result["draft_tokens"], result["problems"], result["concurrency"]) == (DEPTH, [], {})
+    assert result["texts"] == {
+        "num_texts": 3,
+        "num_tokens": 3 * NUM_TOKENS,
+        "num_other_tokens": 0,
+        "num_near_ties": 0,
+        "first_other_tokens": [],
+        "num_equal_counts": 3,
+        "first_difference": None,
+        "num_rendered_alike": 3,
+    }
+    assert result["served"] == result["replayed"]
+    assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
+    rows = [row["served"] for row in result["prompts"]]
+    drafts, accepted = sum(row["drafts"] for row in rows), sum(sum(row["accepted"]) for row in rows)
+    lengths = result["served"]["acceptance_length"]
+    assert lengths["drafts"]["pooled"] == (drafts + accepted) / drafts
+    if kind == "llamacpp":  # passes without drafts are not counted
+        assert lengths.keys() == {"drafts"}
+    else:
+        assert lengths["passes"]["pooled"] == 3 * (NUM_TOKENS - 1) / drafts
+        assert lengths["first_token"]["pooled"] == 3 * NUM_TOKENS / drafts
+    assert server.most_at_once == 1
+    assert "3 of 3 texts have the counts of the replay" in " ".join(capsys.readouterr().out.split())
+
+
+def test_later_turns_follow_the_servers_own_answers(setting, tmp_path: Path) -> None:
+    one = DataConfig(path=setting["data"], num_prompts=1)
+    with serving("vllm", setting["answers"]) as server:
+        result = measured(setting, server, tmp_path, num_turns=2, data=one)
+    assert [row["turn"] for row in result["prompts"]] == [1, 2]
+    asked = [tuple(b["prompt"]) for b in server.bodies if b.get("max_tokens") == NUM_TOKENS]
+    first, second = sorted({*asked}, key=len)
+    answer = setting["answers"](list(first), NUM_TOKENS)[0]
+    said = tokenizer().decode(answer, clean_up_tokenization_spaces=False)
+    question = f"hello {WORDS[0]}, how are you?"
+    messages = [("user", question), ("assistant", said), ("user", "and now?")]
+    assert list(second) == rendered([{"role": r, "content": text} for r, text in messages])
+
+
+def wrong(change: Callable[[list[int], list[int]], object], answers: Answers) -> Answers:
+    """Answers in which the second text or its counts are changed, whenever it is asked for."""
+    seen: list[list[int]] = []
+
+    def changed(prompt: list[int], num_tokens: int) -> tuple[list[int], list[int]]:
+        text, lengths = answers(prompt, num_tokens)
+        # Shorter ones are there to learn the depth, or go on behind a text.
+        if num_tokens == NUM_TOKENS:
+            seen.extend([prompt] if prompt not in seen else [])
+            if seen[1:2] == [prompt]:
+                change(text, lengths)
+        return text, lengths
+
+    return changed
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_other_drafts_are_named(setting, tmp_path: Path, kind: str, capsys) -> None:
+    answers = wrong(lambda _, lengths: lengths.append(1), setting["answers"])
+    with serving(kind, answers) as server:
+        found, drafts, accepted, proposed = problems(setting, server, tmp_path)
+    assert found.startswith("drafts: the texts are the target's, the drafts are not those of")
+    assert found.endswith("first at prompt 1")
+    served = json.loads((tmp_path / "serve.json").read_text())["served"]
+    num_drafts, num_accepted = served["num_drafts"], served["accepted"][0]
+    assert drafts == f"drafts: {num_drafts - 1} by replay, {num_drafts} by the server"
+    assert accepted.startswith(f"draft tokens: {3 * num_drafts - 3} by replay")
+    assert proposed == (
+        f"accepted at depth 1: {num_accepted - 1} by replay, {num_accepted} by the server"
+    )
+    assert "differs: drafts: the texts are" in capsys.readouterr().err
+
+
+def other(text: list[int], _lengths: list[int]) -> None:
+    """Another token at place 20, which stands nowhere else."""
+    text[20] = 299 if text[20] != 299 else 298
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_target_is_named_with_its_first_token(setting, tmp_path: Path, kind: str) -> None:
+    with serving(kind, wrong(other, setting["answers"])) as server:
+        adapters = ({"id": "tuned", "parent": "toy"},)
+        server.models = (*server.models, *adapters)
+        [found] = problems(setting, server, tmp_path)
+    ours = json.loads((tmp_path / "serve.json").read_text())["texts"]["first_other_tokens"][0]
+    assert (ours["prompt"], ours["token"], ours["engine"] in {298, 299}) == (1, 20, True)
+    assert f"first prompt 1 at token 20: {ours['ours']} here, {ours['engine']} by the" in found
+    assert found.startswith("target: ")
+    assert found.endswith(
+        "toy is another model than target.path, or an adapter or a quantisation of it; it lists "
+        "the adapters tuned"
+    )
+
+
+def test_a_server_that_draws_its_tokens_is_named(setting, tmp_path: Path) -> None:
+    drawn = iter(range(100, 200))
+    draw = wrong(lambda text, _: text.__setitem__(20, next(drawn)), setting["answers"])
+    with serving("vllm", draw) as server:
+        [found] = problems(setting, server, tmp_path)
+    assert found.startswith("sampling: ")
+    assert found.endswith("asked again, the server answers otherwise: it draws its tokens")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("vllm", "token 2 is 9 by the server, {ours} here"),
+        ("sglang", "has {more} tokens by the server, {size} here"),
+    ],
+)
+def test_another_chat_template_is_named(setting, tmp_path: Path, kind: str, words: str) -> None:
+    with serving(kind, setting["answers"]) as server:
+        server.rendered = lambda messages: [*rendered(messages)[:2], 9, *rendered(messages)[2:]]
+        [found] = problems(setting, server, tmp_path)
+    ids = rendered([{"role": "user", "content": f"hello {WORDS[0]}, how are you?"}])
+    said = words.format(ours=ids[2], size=len(ids), more=len(ids) + 1)
+    assert found.startswith("chat template: the server renders conversations in another way: ")
+    assert "prompts.jsonl:1, turn 1" in found
+    assert found.endswith(said)
+
+
+def test_a_tolerance_lets_shares_differ(setting, tmp_path: Path) -> None:
+    def change(text: list[int], lengths: list[int]) -> None:
+        other(text, lengths)
+        lengths.append(0)
+
+    with serving("vllm", wrong(change, setting["answers"])) as server:
+        result = measured(setting, server, tmp_path, tolerance=0.34)
+    assert result["texts"]["num_other_tokens"] >= 1
+    assert result["problems"] == []
+
+
+def test_a_near_tie_that_falls_the_other_way_is_no_other_token(
+    setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(check.NEAR_TIES, torch.float32, 1e9)
+    with serving("vllm", wrong(other, setting["answers"])) as server:
+        result = measured(setting, server, tmp_path, tolerance=0.34)
+    assert (result["texts"]["num_other_tokens"], result["texts"]["num_near_ties"] >= 1) == (0, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_in_flight_are_timed_beside_a_server_without_drafts(
+    setting, tmp_path: Path, kind: str, capsys
+) -> None:
+    plain = without_drafts(setting["answers"])
+    with serving(kind, setting["answers"]) as server, serving(kind, plain, 0) as base:
+        server.delay_s = base.delay_s = 0.02
+        result = measured(
+            setting, server, tmp_path, baseline=base.root, concurrency=[2, 1, 16], num_repeats=2
+        )
+    assert "concurrency=[16]: left out, as there are 3 prompts" in capsys.readouterr().err
+    assert (server.most_at_once, base.most_at_once) == (2, 2)
+    assert list(result["concurrency"]) == ["1", "2"]
+    for measured_ in result["concurrency"].values():
+        assert measured_["baseline"] == "without"
+        ours, theirs = measured_["methods"]["with drafts"], measured_["methods"]["without"]
+        assert ours["num_tokens"] == theirs["num_tokens"] == [3 * NUM_TOKENS] * 2
+        assert ours["num_drafts"] == [result["served"]["num_drafts"]] * 2
+        assert ours["per_draft"] == result["served"]["acceptance_length"]["drafts"]["pooled"]
+        assert (theirs["per_draft"], theirs["speedup"], theirs["speedup_ci95"]) == (None, 1.0, None)
+        low, high = ours["speedup_ci95"]
+        assert 0 < low <= ours["speedup"] <= high
+        for waits in ("first_token_ms", "between_tokens_ms", "request_ms"):
+            assert 0 < ours[waits]["p50"] <= ours[waits]["p99"]
+    if kind == "sglang":  # emptied before each pass, warm-ups included
+        assert (server.num_flushed, base.num_flushed) == (6, 6)
+    assert (tmp_path / "serve.png").exists()
+
+
+def test_vllm_remembers_nothing_from_one_pass_to_the_next(setting, tmp_path: Path) -> None:
+    one = DataConfig(path=setting["data"], num_prompts=1)
+    with serving("vllm", setting["answers"]) as server:
+        measured(setting, server, tmp_path, concurrency=[1], num_repeats=2, num_turns=2, data=one)
+    salts = [body["cache_salt"] for body in server.bodies if "cache_salt" in body]
+    # A warm-up over one prompt, then two passes over a dialogue of two turns.
+    assert len(salts) == 5
+    assert (salts[1], salts[3]) == (salts[2], salts[4])
+    assert len({*salts}) == 3
+
+
+def test_drawn_texts_are_timed_and_not_compared(setting, tmp_path: Path) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        server.temperature = 0.7
+        result = measured(
+            setting, server, tmp_path, temperature=0.7, top_p=0.9, top_k=40, concurrency=[1],
+            num_repeats=1, num_warmups=0,
+        )  # fmt: skip
+    assert (result["served"], result["replayed"], result["problems"]) == (None, None, [])
+    for body in server.bodies:
+        assert (body["top_p"], body["top_k"], "min_p" in body) == (0.9, 40, False)
+    assert len({body["seed"] for body in server.bodies}) == 3
+    assert result["concurrency"]["1"]["methods"]["with drafts"]["num_drafts"][0] > 0
+
+
+def test_without_a_head_nothing_is_compared(setting, tmp_path: Path) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        result = measured(setting, server, tmp_path, head=HeadRef(), concurrency=[1], num_repeats=1)
+    assert (result["texts"], result["prompts"]) == (None, [])
+    assert result["concurrency"]["1"]["methods"]["with drafts"]["num_tokens"] == [3 * NUM_TOKENS]
+
+
+def test_a_second_start_goes_on_where_a_server_failed(setting, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"concurrency": [1], "num_repeats": 2, "num_warmups": 0}
+    with serving("vllm", setting["answers"]) as server:
+        # Three texts with what follows each, three of a first pass, one of a second.
+        server.fault_for = lambda body: (500, {}) if len(server.bodies) > 12 else None
+        with pytest.raises(InputError, match="HTTP 500"):
+            measured(setting, server, tmp_path, **settings)
+        assert not (tmp_path / "serve.json").exists()
+        server.fault_for, before = lambda _: None, len(server.bodies)
+        result = measured(setting, server, tmp_path, **settings)
+    # Three renderings and the pass that failed.
+    assert len(server.bodies) - before == 3 + 3
+    assert result["concurrency"]["1"]["methods"]["with drafts"]["num_tokens"] == [72, 72]
+    assert result["texts"]["num_equal_counts"] == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "depth", "changes", "message"),
+    [
+        ("vllm", 0, {}, r"endpoint=http://.*: drafts nothing: start it with a draft head"),
+        ("sglang", 0, {}, r"drafts nothing: start it with a draft head"),
+        ("sglang", 2, {"speculative_eagle_topk": 4}, r"speculative_eagle_topk=4: only chains"),
+    ],
+)
+def test_a_server_without_chains_is_refused(
+    setting, tmp_path: Path, kind, depth, changes, message
+) -> None:
+    with serving(kind, setting["answers"], depth) as server:
+        server.server_info = changes
+        with pytest.raises(InputError, match=message):
+            measured(setting, server, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert server.bodies == []
+
+
+def test_a_baseline_that_drafts_is_refused(setting, tmp_path: Path) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        words = r"baseline=http://.*: drafts 3 tokens; the baseline is the same server without"
+        with pytest.raises(InputError, match=words):
+            measured(setting, server, tmp_path, baseline=server.root)
+
+
+@pytest.mark.parametrize(
+    ("depth", "page", "message"),
+    [
+        (0, LLAMACPP_METRICS.format(drafts=0, proposed=0, total=0), r"drafts nothing: start it"),
+        (DEPTH, None, r"counts nothing: start it with --metrics \(.*HTTP 404"),
+    ],
+)
+def test_llamacpp_without_a_head_or_counters_is_refused(
+    setting, tmp_path: Path, depth: int, page: str | None, message: str
+) -> None:
+    with serving("llamacpp", setting["answers"], depth) as server:
+        models = server.page
+        server.page = lambda path: page if path == "/metrics" else models(path)  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=message):
+            measured(setting, server, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_llamacpp_names_no_window_while_it_loads(setting, tmp_path: Path) -> None:
+    with serving("llamacpp", setting["answers"]) as server:
+        server.models = (server.models[0] | {"meta": None},)
+        assert measured(setting, server, tmp_path)["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("models", "model", "message"),
+    [
+        (({"id": "toy", "owned_by": "tabby"},), None, r"must be one of vllm, sglang, llamacpp; .*"),
+        (({"id": "toy", "owned_by": "vllm"},), "tuned", r"model=tuned: not served; allowed: toy"),
+        ((), None, r"must be one of vllm"),
+    ],
+)
+def test_another_engine_or_model_is_refused(
+    setting, tmp_path: Path, models, model, message
+) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        server.models = models
+        with pytest.raises(InputError, match=message):
+            measured(setting, server, tmp_path, model=model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"depth": 2}, r"depth=2: http.* drafts 3 tokens; leave depth unset"),
+        ({"max_new_tokens": 250}, r"max_new_tokens=250 are 275, above"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(setting, tmp_path: Path, settings, message) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        server.models = ({"id": "toy", "owned_by": "vllm", "max_model_len": 64},)
+        with pytest.raises(InputError, match=message):
+            measured(setting, server, tmp_path, **settings)
+    assert server.bodies == []
+
+
+def test_answers_without_token_ids_are_refused(setting, tmp_path: Path) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        server.answer = lambda _: {"choices": [{"text": "hello"}]}  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=r"no choices\[0\]\.token_ids: vLLM is too old"):
+            measured(setting, server, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([{"error": {"message": "out of memory"}}], r"broke a text off: .*out of memory"),
+        ([{"choices": []}], r"streams no token at v1/completions: \{'choices': \[\]\}"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_refused(setting, tmp_path: Path, pieces, message) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        server.answer = lambda _: pieces  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=message):
+            measured(setting, server, tmp_path, head=HeadRef(), concurrency=[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tolerance": 1.0}, r"tolerance=1\.0: must be from 0 to below 1"),
+        ({"concurrency": [1, 0]}, r"concurrency=\[1, 0\]: numbers must be positive"),
+        ({"num_repeats": 0}, r"num_repeats=0: must be above 0"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ServeRun(**settings)
