@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, errors
 
 from conf.command import help as words
+from conf.command import refusal
 from conf.command.launch import rest_while_waiting
 from conf.errors import InputError
 
@@ -30,6 +32,7 @@ HYDRA = {
     "output_subdir": None,
 }
 """It writes nothing of its own: rank 0 saves the resolved configuration beside the results."""
+FULL_ERROR = "HYDRA_FULL_ERROR"
 HELP, SWEEP = {"--help", "-h"}, {"--multirun", "-m"}
 KEY = re.compile(r"(?:\+\+)?([a-z_]+(?:\.\w+)*)=")
 """Of what is typed to set a setting."""
@@ -75,7 +78,8 @@ class Command(Generic[Config]):
                 if self.check is not None:
                     self.check(looked[-1])
 
-            self._hydra(look, job)
+            with _hydra_raises():
+                _refusing(partial(self._looked_at, look, job))
         if not looked:  # Hydra had something to show, such as `--cfg job`
             sys.exit(0)
 
@@ -91,6 +95,17 @@ class Command(Generic[Config]):
             main(_checked(composed, number))
 
         self._hydra(job, sys.argv[1:])
+
+    def _looked_at(self, look: Callable[[DictConfig], None], job: list[str]) -> None:
+        """Shows the settings of a job to `look`.
+
+        Raises:
+            InputError: Hydra refuses the command line.
+        """
+        try:
+            self._hydra(look, job)
+        except HydraException as error:
+            raise refusal.of_hydra(error, self.schema, self.recipes) from error
 
     def composed(self, overrides: list[str]) -> DictConfig:
         """The settings before they are checked, with the recipe's and these."""
@@ -145,7 +160,7 @@ class Command(Generic[Config]):
         try:
             composed = self.composed(overrides)
         except HydraException as error:
-            raise InputError(str(error)) from error
+            raise refusal.of_hydra(error, self.schema, self.recipes) from error
         settings = words.settings(self.schema, composed)
         asked = [word for word in given if "=" not in word]
         if asked:
@@ -183,6 +198,20 @@ def _jobs(argv: list[str]) -> list[list[str]]:
         return [given]
 
 
+@contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Has Hydra raise its errors in place of printing them and ending the process."""
+    before = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = before
+
+
 def _refusing(task: Callable[[], None]) -> None:
     """Runs something; ends the process with the message where it refuses the user's input."""
     try:
@@ -190,7 +219,7 @@ def _refusing(task: Callable[[], None]) -> None:
     except InputError as error:
         # On every node: what is wrong may be wrong on one of them only.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            print(refusal.told(error, sys.stderr), file=sys.stderr)  # noqa: T201
         sys.exit(2)
 
 

@@ -1,0 +1,85 @@
+"""The words of a command that refuses its input, in one pattern.
+
+setting=value: what is wrong; what is allowed; what to type
+"""
+
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+
+from conf.command import help as words
+from conf.errors import InputError
+
+BOLD, PLAIN = "\033[1m", "\033[0m"
+KEY = r"[a-z_]+(?:\.\w+)*"
+SETTING = re.compile(
+    rf"^{KEY}(?=:)|(?<![\w./=\-]){KEY}=(?:\[[^\]]*\]|\{{[^}}]*\}}|\S*?(?=[:;,.)]*(?:\s|$)))"
+)
+"""A setting with its value, or the one that a message begins with."""
+MERGED = re.compile(r"Error merging override (.+)")
+SEVERAL = re.compile(r"Ambiguous value for argument '(.+?)=(.+)'")
+
+
+def told(error: InputError, stream: TextIO) -> str:
+    """Word an error for a stream.
+
+    On a terminal lines are as wide as it is and settings are bold; elsewhere every line stays
+    whole, for logs and `grep`.
+    """
+    begin, text = "error: ", str(error)
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return begin + text
+    width = max(40, shutil.get_terminal_size((100, 24)).columns)
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = " " * len(begin)
+        lines += textwrap.wrap(
+            line, width, initial_indent=indent, subsequent_indent=indent,
+            break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
+        )  # fmt: skip
+    wrapped = "\n".join(lines)[len(begin) :]
+    return begin + SETTING.sub(lambda found: f"{BOLD}{found[0]}{PLAIN}", wrapped)
+
+
+def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -> InputError:
+    """Word Hydra's refusal of a command line in our own pattern.
+
+    Args:
+        error: of Hydra.
+        schema: the dataclass of the command's settings.
+        recipes: that `head=` may name.
+    """
+    if isinstance(error, MissingConfigException):
+        group, _, name = str(error.missing_cfg_file).partition("/")
+        return InputError(
+            f"{group}={name}: no such recipe; allowed: {', '.join(recipes)} (conf/{group})"
+        )
+    said = str(error).strip().splitlines()
+    if several := SEVERAL.match(said[0]):
+        key, value = several.groups()
+        return InputError(
+            f"{key}={value}: several values; allowed: one; type '{key}=[{value}]' for a list, or "
+            "add --multirun to run the command for each"
+        )
+    merged = MERGED.match(said[0])
+    given = error.override if isinstance(error, OverrideParseException) else merged and merged[1]
+    if not given:
+        return InputError("; ".join(filter(None, map(str.strip, said))))
+    key, equals, value = given.partition("=")
+    if not equals:
+        return InputError(f"{given}: not a setting; type KEY=VALUE, --help lists all of them")
+    if isinstance(error, OverrideParseException):
+        return InputError(
+            f"{given}: the value cannot be read; allowed: words and numbers, [a,b] for a list; "
+            f"put a text with other signs in two kinds of quotes: '{key}=\"...\"'"
+        )
+    known = {s.name: s.kind for s in words.settings(schema, OmegaConf.structured(schema))}
+    name = key.lstrip("+~")
+    allowed = known.get(name, "see --help")
+    return InputError(f"{name}={value}: not allowed here; allowed: {allowed}; try --help {name}")
