@@ -1,20 +1,20 @@
-"""The format of a feature store: packed sequences with what the target said about them.
+"""Format of a feature store: packed sequences with the target's hidden states or predictions.
 
-`scripts/capture.py` writes a store, `data.features=DIR` trains from it without the target:
+`scripts/capture.py` writes a store; `data.features=DIR` trains from it without the target:
 
-    capture.json                `StorePlan`, what the store is to hold; written first
-    train-00000.safetensors     a shard: sequences of a split, one behind the other
-    train-00000.json            its `ShardIndex`, written after it: a shard with an index is whole
+    capture.json                `StorePlan`, the content to expect; written first
+    train-00000.safetensors     a shard: sequences of a split, concatenated
+    train-00000.json            `ShardIndex`, written after its shard, which is then whole
     target/ends.safetensors     the target's embedding and output head
-    token_counts.safetensors    [V] int64 by split: how often each id is learnt
-    manifest.json               `Manifest`, written last: a store with a manifest is whole
+    token_counts.safetensors    [V] int64 by split: count of each id among the learnt tokens
+    manifest.json               `Manifest`, written last; the store is then whole
 
-A shard has these tensors [S, ...], S the tokens of all its sequences without padding:
+A shard has these tensors [S, ...], for S tokens of all its sequences without padding:
 
-    input_ids, document_ids     [S] int32, and loss_mask [S] bool; positions follow from documents
+    input_ids, document_ids     [S] int32, and loss_mask [S] bool; documents give the positions
     hidden_states, layers.{i}   [S, D] in `format`; `<name>.scale` [S] float32 beside one-byte ones
     teacher.ids                 [S, k] int32, and teacher.log_probs [S, k] float16, over the whole
-                                vocabulary: in place of hidden_states with `teacher=top_k`
+                                vocabulary: instead of hidden_states with `teacher=top_k`
 
 D hidden, k teacher tokens, V vocabulary.
 """
@@ -41,27 +41,28 @@ PLAN, MANIFEST = "capture.json", "manifest.json"
 EMBEDDINGS_AND_HEAD, TOKEN_COUNTS = "target/ends.safetensors", "token_counts.safetensors"
 SUFFIX = ".safetensors"
 SPLITS = ("train", "heldout", "replay")
-"""`replay`: held-out prompts with the target's answers, which alone are learnt; not packed."""
+"""Splits. `replay` holds held-out prompts with the target's answers, which are learnt; not
+packed."""
 
 HIDDEN = "hidden_states"
 LAYER = "layers."
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher.ids", "teacher.log_probs"
 SCALE = ".scale"
 NO_PROBABILITY = torch.finfo(torch.float16).min
-"""The log-probability where a teacher says nothing; its exponential is 0."""
+"""Log-probability where the teacher has no prediction; its exponential is 0."""
 DTYPES = {
     StateFormat.bf16: torch.bfloat16,
     StateFormat.fp8: torch.float8_e4m3fn,
     StateFormat.int8: torch.int8,
 }
 LARGEST = {StateFormat.fp8: 448.0, StateFormat.int8: 127.0}
-"""The value that a token's largest magnitude becomes."""
+"""Value to which a token's largest magnitude is scaled."""
 READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a shard; `shape` is that of one token."""
+    """Tensor of a shard, with the shape of one token."""
 
     name: str
     dtype: torch.dtype
@@ -82,14 +83,14 @@ TOKEN_FIELDS = (
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of the target's pass that a store keeps.
+    """Parts of the target's forward pass that a store keeps.
 
     Attributes:
         hidden_size: D.
         layers: tapped layers, as indices of `output_hidden_states`.
         teacher: the last hidden state, or the likeliest tokens.
-        top_k: k; 0 with a hidden teacher.
-        format: of hidden states.
+        top_k: number k of stored tokens; 0 with a hidden teacher.
+        format: format of the hidden states.
     """
 
     hidden_size: int
@@ -100,7 +101,7 @@ class Contents:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Contents":
-        """The contents of which `conf.command.statement.plain` made this."""
+        """Read contents from the JSON of `conf.command.statement.plain`."""
         enums = {"teacher": TeacherKind(stored["teacher"]), "format": StateFormat(stored["format"])}
         return cls(**{**stored, **enums, "layers": tuple(stored["layers"])})
 
@@ -112,7 +113,7 @@ class Contents:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """All tensors, wide dtypes first, so that each starts where its dtype may."""
+        """All tensors, wide dtypes first, so that each is aligned."""
         fields = list(TOKEN_FIELDS)
         for name in self.states:
             fields.append(Field(name, DTYPES[self.format], (self.hidden_size,)))
@@ -120,7 +121,7 @@ class Contents:
                 fields.append(Field(name + SCALE, torch.float32))
         if self.teacher is TeacherKind.top_k:
             fields.append(Field(TEACHER_IDS, torch.int32, (self.top_k,)))
-            # Off by at most 2^-11 of a log-probability; bfloat16 would be by 2^-8.
+            # float16 is off by at most 2^-11 of a log-probability, bfloat16 by 2^-8.
             fields.append(Field(TEACHER_LOG_PROBS, torch.float16, (self.top_k,)))
         return tuple(sorted(fields, key=lambda field: (-field.dtype.itemsize, field.name)))
 
@@ -130,31 +131,31 @@ class Contents:
         return sum(field.num_bytes for field in self.fields)
 
     def line(self) -> str:
-        """The contents as a line to print."""
+        """Line about the contents."""
         last = f"top {self.top_k}" if self.teacher is TeacherKind.top_k else "last hidden state"
         layers = ", ".join(map(str, self.layers)) or "none"
         return f"{self.format.value}, {last}, layers {layers}, {self.bytes_per_token:,} bytes/token"
 
 
 def encode(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | None]:
-    """Rounds states to the nearest value of a format.
+    """Round hidden states to the nearest value of a format.
 
-    With amax the largest magnitude of a token, int8 is off by at most amax / 254; fp8 (e4m3) by
-    2^-4 of the value, or, near zero, by amax / 448 * 2^-10. A token that holds NaN or infinity
-    is NaN when it is read.
+    For the largest magnitude amax of a token, int8 is off by at most amax / 254, and fp8 (e4m3) by
+    2^-4 of the value or, near zero, by amax / 448 * 2^-10. A token with NaN or infinity is read
+    back as NaN.
 
     Args:
         states: [T, D], floating point.
-        state_format: what to write.
+        state_format: format to write.
 
     Returns:
-        [T, D] in the format, and the scale [T] float32 of each token; None for bf16.
+        [T, D] in the format, and one scale [T] float32 per token; None for bf16.
     """
     dtype = DTYPES[state_format]
     if state_format is StateFormat.bf16:
         return states.to(dtype), None
     states = states.float()
-    # A token of zeros has no largest magnitude to divide by.
+    # A token of zeros has magnitude 0, which cannot be a divisor.
     scale = states.abs().amax(-1) / LARGEST[state_format]
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
     scaled = states / scale.unsqueeze(-1)
@@ -162,17 +163,17 @@ def encode(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | 
 
 
 def decode(values: Tensor, scale: Tensor) -> Tensor:
-    """[..., D] float32 of one-byte values [..., D] and their scales [...]."""
+    """Restore [..., D] float32 from one-byte values [..., D] and scales [...]."""
     return values.float() * scale.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The sequences of a shard.
+    """Sequences of a shard.
 
     Attributes:
-        num_tokens: of each sequence.
-        checksums: xxh3_64 of each sequence's bytes, over its tensors in the order of the file.
+        num_tokens: tokens of each sequence.
+        checksums: xxh3_64 of each sequence's bytes, over its tensors in file order.
         size: bytes of the file.
         checksum: xxh3_64 of the file.
     """
@@ -184,10 +185,10 @@ class ShardIndex:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> "ShardIndex":
-        """The index of a shard.
+        """Read the index of a shard.
 
         Raises:
-            InputError: there is none, or it is damaged.
+            InputError: the index is missing or damaged.
         """
         path = folder / f"{name}.json"
         try:
@@ -197,12 +198,12 @@ class ShardIndex:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Tokens before each sequence, and at the end those of all."""
+        """Tokens before each sequence, and finally the total."""
         return list(accumulate(self.num_tokens, initial=0))
 
 
 def is_whole(folder: Path, name: str) -> bool:
-    """True if every byte of a shard is as its index says."""
+    """Tell whether every byte of a shard matches its index."""
     try:
         index = ShardIndex.read(folder, name)
         path = folder / f"{name}{SUFFIX}"
@@ -219,7 +220,7 @@ def file_checksum(path: Path) -> str:
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> str:
-    """xxh3_64 of parts one behind the other."""
+    """xxh3_64 of concatenated parts."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)
@@ -227,11 +228,11 @@ def checksum(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor; numpy knows neither bfloat16 nor float8."""
+    """Bytes of a contiguous tensor, also of bfloat16 and float8, which numpy lacks."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def repair(folder: Path) -> str:
-    """Advice on a store that is not whole."""
+    """Advice for a damaged store."""
     again = f"start scripts/capture.py with out_dir={folder} again"
-    return f"{again}, which writes what is missing or damaged"
+    return f"{again}: it writes missing and damaged files"

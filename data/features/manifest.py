@@ -1,4 +1,4 @@
-"""Describes a feature store in JSON: `capture.json` before it is whole, `manifest.json` after."""
+"""JSON descriptions of a feature store: `capture.json` at first, `manifest.json` once whole."""
 
 import json
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ from data.prepared.prepare import DataReport
 
 @dataclass(frozen=True)
 class Split:
-    """The sequences of a split.
+    """Sequences of a split.
 
     Attributes:
-        num_sequences: how many.
-        num_tokens: without padding; None where the target has yet to write them.
-        num_supervised_tokens: those that are learnt.
-        checksum: of ids and masks.
+        num_sequences: number of sequences.
+        num_tokens: tokens without padding; None before the target has written them.
+        num_supervised_tokens: learnt tokens; None likewise.
+        checksum: checksum of ids and masks.
     """
 
     num_sequences: int
@@ -33,18 +33,18 @@ class Split:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Everything that decides what a store holds.
+    """Everything that decides the content of a store.
 
     Attributes:
-        target: its identity, with checksums, and how it was loaded.
-        contents: what is kept of its pass.
-        data: the settings of the data, as JSON.
-        sha256: of the data at `data.path`.
-        max_length: tokens of a packed sequence.
+        target: identity of the target with checksums, and its load settings.
+        contents: parts of the target's pass to keep.
+        data: data settings as JSON.
+        sha256: checksum of the data at `data.path`.
+        max_length: tokens per packed sequence.
         pad_id: token id of the padding.
-        seed: of the packing.
-        splits: by name.
-        shard_bytes: at most, but for a longer sequence.
+        seed: seed of the packing.
+        splits: splits by name.
+        shard_bytes: largest size of a shard, unless one sequence is larger.
     """
 
     target: dict[str, Any]
@@ -59,7 +59,7 @@ class StorePlan:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "StorePlan":
-        """The plan of which `as_json` made this."""
+        """Read the plan from the JSON of `as_json`."""
         values = {name: stored[name] for name in cls.__dataclass_fields__}
         values["contents"] = Contents.from_json(values["contents"])
         values["splits"] = {name: Split(**split) for name, split in values["splits"].items()}
@@ -70,33 +70,34 @@ class StorePlan:
         return {"version": VERSION, **plain(self)}
 
     def check(self, folder: Path) -> None:
-        """Refuses a folder that holds something else, or the same made in another way.
+        """Refuse a folder with other content, or with a capture of other settings.
 
         Raises:
-            InputError: naming what differs.
+            InputError: naming the difference.
         """
         if folder.exists() and not folder.is_dir():
-            raise InputError(f"out_dir={folder} is a file: name a folder")
+            raise InputError(f"out_dir={folder}: is a file; name a folder")
         if (folder / PLAN).is_file():
             before = flat(_read_json(folder / PLAN, f"out_dir={folder}"))
             check_unchanged(f"out_dir={folder} holds a capture", before, flat(self.as_json()))
             return
-        # A capture may have been killed while it wrote its plan.
+        # A capture may have been killed while writing its plan.
         begun = {".lock", f"{PLAN}.tmp"}
         if folder.is_dir() and any(path.name not in begun for path in folder.iterdir()):
             raise InputError(
-                f"out_dir={folder} is not empty and holds no capture to continue: name another"
+                f"out_dir={folder}: is not empty and holds no capture to continue; name another "
+                "folder"
             )
 
     def write(self, folder: Path) -> None:
-        """Says what a store that is being captured is to hold."""
+        """Write the plan of a store before its capture."""
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / PLAN, json.dumps(self.as_json(), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard of a whole store."""
+    """Shard of a whole store."""
 
     name: str
     split: str
@@ -106,13 +107,13 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole store.
+    """Description of a whole store.
 
     Attributes:
-        plan: what it was to hold.
-        shards: in the order of their sequences.
-        files: xxh3_64 by name, of what is no shard.
-        provenance: of `conf.command.provenance`.
+        plan: plan of the capture.
+        shards: shards in the order of their sequences.
+        files: xxh3_64 by name of the files that are no shards.
+        provenance: result of `conf.command.provenance`.
     """
 
     plan: StorePlan
@@ -122,12 +123,12 @@ class Manifest:
 
     @property
     def report(self) -> DataReport:
-        """The report on the data that were captured."""
+        """Report about the captured data."""
         stored = self.provenance["data"]
         return DataReport(**{**stored, "form": Form(stored["form"])})
 
     def write(self, folder: Path) -> None:
-        """Says that the store is whole."""
+        """Write the manifest, which marks the store as whole."""
         content = {
             **self.plan.as_json(),
             "shards": [asdict(shard) for shard in self.shards],
@@ -139,32 +140,35 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """The manifest of a store.
+        """Read the manifest of a store.
 
         Raises:
-            InputError: there is none, or it is damaged, or of another version.
+            InputError: the manifest is missing, damaged or of another version.
         """
         path = folder / MANIFEST
         if not path.is_file():
             raise InputError(
-                f"data.features={folder}: no {MANIFEST} there, so no store or one whose capture "
-                f"has not ended; {repair(folder)}"
+                f"data.features={folder}: {MANIFEST} is missing, so this is no store or its "
+                f"capture has not ended; {repair(folder)}"
             )
         stored = _read_json(path, f"data.features={folder}")
         if stored.get("version") != VERSION:
             raise InputError(
-                f"data.features={folder}: version {stored.get('version')} of the format; this "
-                f"Headsmith reads version {VERSION}: capture again, or use the Headsmith it is from"
+                f"data.features={folder}: version {stored.get('version')} of the format, but this "
+                f"Headsmith reads version {VERSION}; capture again, or use the Headsmith that "
+                "wrote it"
             )
         try:
             shards = [ShardEntry(**entry) for entry in stored["shards"]]
             return cls(StorePlan.from_json(stored), shards, stored["files"], stored["provenance"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{path}: damaged: {error!r}; {repair(folder)}") from error
+            raise InputError(
+                f"data.features={folder}: {path.name} is damaged: {error!r}; {repair(folder)}"
+            ) from error
 
 
 def _read_json(path: Path, setting: str) -> dict[str, Any]:
-    """A JSON object; raises an InputError that starts with `setting` where it is none."""
+    """Read a JSON object; raise an InputError that starts with `setting` for anything else."""
     try:
         stored = json.loads(retried(path.read_text))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Reads a feature store (`data.features.format`). T tokens of a sequence, D hidden, k, V."""
+"""Reader of feature stores (`data.features.format`). Letters: T tokens, D hidden, k, V."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -33,15 +33,14 @@ from data.prepared.pack import PackedDataset, Vocabulary, check_ids
 
 
 def restore(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with its one-byte hidden states as numbers again, on the device they are on.
+    """Restore one-byte hidden states of a batch to numbers, on their device.
 
     Args:
-        batch: tensors of a `StoredDataset`, or stacks of them. States [..., D] with a
-            `<name>.scale` [...] beside them become float32; everything else, bfloat16 states
-            among it, passes through.
+        batch: tensors of a `StoredDataset`, or stacks of them. States [..., D] with a scale
+            `<name>.scale` [...] become float32; other tensors stay, including bfloat16 states.
 
     Returns:
-        The tensors without the scales.
+        The tensors, without the scales.
     """
     return {
         name: decode(tensor, batch[name + SCALE]) if name + SCALE in batch else tensor
@@ -51,29 +50,29 @@ def restore(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class FeatureStore:
-    """A whole store, checked but for the bytes of its shards, which are at every read.
+    """Whole feature store. Its shards are checked at every read, all other files at once.
 
     Attributes:
-        folder: where it is.
-        manifest: what it is.
-        train, heldout, replay: the sequences of each split.
+        folder: folder of the store.
+        manifest: description of the store.
+        train, heldout, replay: sequences of each split.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens the store.
+        """Open the store.
 
         Raises:
-            InputError: no whole store: which file is missing, too short or damaged.
+            InputError: naming the file that is missing, too short or damaged.
         """
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self.train, self.heldout, self.replay = (StoredDataset(self, name) for name in SPLITS)
 
     def check_file(self, name: str) -> Path:
-        """The path of a file that is no shard, once its bytes are those that were written.
+        """Check the bytes of a file that is no shard, and return its path.
 
         Raises:
-            InputError: they are not, or it is missing.
+            InputError: the file is missing or damaged.
         """
         path = self.folder / name
         try:
@@ -81,18 +80,18 @@ class FeatureStore:
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}; {repair(self.folder)}") from error
         if not written:
-            raise InputError(f"{path}: not the bytes that were written; {repair(self.folder)}")
+            raise InputError(f"{path}: damaged; {repair(self.folder)}")
         return path
 
 
 class StoredDataset(Dataset):
-    """The packed sequences of one split, with the target's states.
+    """Packed sequences of one split, with the target's hidden states.
 
-    Item i has the tensors [T] of a packed sequence; `hidden_states` and `layers.{i}` [T, D], of
-    which `restore` makes numbers where a `<name>.scale` [T] stands beside them; or, in place of
-    `hidden_states`, `teacher.ids` [T, k] int32 and `teacher.log_probs` [T, k] float16, over the
-    whole vocabulary: 1 - sum exp is the mass of all other tokens, but for rounding. The teacher
-    speaks where the next token is learnt; elsewhere each exp is 0. States on padding are 0.
+    Item i has the tensors [T] of a packed sequence, with `hidden_states` and `layers.{i}` [T, D];
+    `restore` turns one-byte states with a `<name>.scale` [T] into numbers. With a top-k teacher,
+    `teacher.ids` [T, k] int32 and `teacher.log_probs` [T, k] float16 replace `hidden_states`. They
+    are normalised over the whole vocabulary: 1 - sum exp is the mass of all other tokens, up to
+    rounding. Without a learnt next token each exp is 0. States on padding are 0.
     """
 
     def __init__(self, store: FeatureStore, split: str) -> None:
@@ -103,17 +102,17 @@ class StoredDataset(Dataset):
         self.shards = [entry for entry in manifest.shards if entry.split == split]
         self.indexes = [_checked_index(store.folder, entry) for entry in self.shards]
         self.last = list(accumulate(len(index.num_tokens) for index in self.indexes))
-        """Sequences up to and with each shard."""
+        """Number of sequences up to each shard, included."""
         self.target: Vocabulary | None = None
-        """Whose token ids these are, where they are to be checked."""
+        """Target to check the token ids against, if any."""
 
     def check_ids(self, target: Vocabulary) -> None:
-        """Has `read` refuse what `PackedDataset.check_ids` refuses."""
+        """Let `read` check ids as `PackedDataset.check_ids` does."""
         self.target = target
         self.pad_id = self.pad_id if self.pad_id < target.num_embeddings else 0
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """[V] int64: how often each id occurs among the learnt tokens."""
+        """[V] int64 count of each id among the learnt tokens."""
         counts = load_file(self.store.check_file(TOKEN_COUNTS))[self.split]
         assert len(counts) == vocab_size
         return counts
@@ -125,10 +124,10 @@ class StoredDataset(Dataset):
         return self.read(index, self.max_length)
 
     def read(self, index: int, room: int | None = None) -> dict[str, Tensor]:
-        """A sequence, filled up to `room` tokens if that is set.
+        """Read a sequence, padded to `room` tokens if set.
 
         Raises:
-            InputError: a byte of it is not what was written, or it has ids beyond the target's.
+            InputError: a byte is damaged, or an id is beyond the target's.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -150,13 +149,13 @@ class StoredDataset(Dataset):
         return self._item(row, num_tokens)
 
     def _item(self, row: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-        """Stored tensors with the dtypes, the positions and the padding of a packed sequence."""
+        """Add dtypes, positions and padding of a packed sequence to stored tensors."""
         ids, documents = row["input_ids"].long(), row["document_ids"].long()
         ids[num_tokens:] = self.pad_id
         documents[num_tokens:] = -1
         if TEACHER_LOG_PROBS in row:
             row[TEACHER_LOG_PROBS][num_tokens:] = NO_PROBABILITY
-        # Positions begin at 0 with each document, and stay 0 on padding.
+        # Positions start at 0 in each document and are 0 on padding.
         places = torch.arange(len(documents))
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[1:] = documents[1:] != documents[:-1]
@@ -169,39 +168,41 @@ TrainingData = PackedDataset | StoredDataset
 
 
 def _checked_index(folder: Path, entry: ShardEntry) -> ShardIndex:
-    """The index of a shard whose file has the right size."""
+    """Index of a shard whose file has the right size."""
     index = ShardIndex.read(folder, entry.name)
     path = folder / f"{entry.name}{SUFFIX}"
     if (index.size, index.checksum) != (entry.size, entry.checksum):
-        raise InputError(f"{folder / entry.name}.json: not the manifest's; {repair(folder)}")
+        raise InputError(
+            f"{folder / entry.name}.json: not the index of the manifest; {repair(folder)}"
+        )
     size = path.stat().st_size if path.is_file() else None
     if size != index.size:
         shown = "missing" if size is None else f"{size:,} bytes long"
-        raise InputError(f"{path}: {shown}, not {index.size:,} bytes; {repair(folder)}")
+        raise InputError(f"{path}: {shown}, but must have {index.size:,} bytes; {repair(folder)}")
     return index
 
 
 def read_sequence(
     path: Path, fields: tuple[Field, ...], index: ShardIndex, number: int, room: int
 ) -> dict[str, Tensor]:
-    """Tensors [room, ...] of a sequence, zero behind its tokens; their checksum is verified.
+    """Read tensors [room, ...] of a sequence, zero after its tokens, and verify their checksum.
 
-    Read, not memory-mapped: a file that has gone or shrunk must be an error, not a signal that
-    ends the process.
+    Reads instead of mapping memory, because a file that vanishes or shrinks must raise an error,
+    not end the process by a signal.
 
     Args:
-        path: of the shard.
-        fields: its tensors, in the order of the file.
-        index: its index.
-        number: of the sequence in the shard.
-        room: tokens, no fewer than the sequence has.
+        path: path of the shard.
+        fields: tensors of the shard, in file order.
+        index: index of the shard.
+        number: position of the sequence in the shard.
+        room: tokens to return, at least as many as the sequence has.
 
     Raises:
-        InputError: the file is too short, or a byte is not what was written.
-        OSError: it cannot be opened or read.
+        InputError: the file is too short or damaged.
+        OSError: the file cannot be read.
     """
     first, num_tokens, total = index.starts[number], index.num_tokens[number], index.starts[-1]
-    # The header, of no interest here, is what stands before the tensors.
+    # The tensors lie at the end of the file, after the header.
     offset = index.size - total * sum(field.num_bytes for field in fields)
     tensors, digest = {}, xxhash.xxh3_64()
     with path.open("rb") as file:
@@ -216,7 +217,7 @@ def read_sequence(
             tensors[field.name] = tensor
     if digest.hexdigest() != index.checksums[number]:
         raise InputError(
-            f"{path}: the bytes of sequence {number} are not those that were written (checksum "
-            f"{digest.hexdigest()}, not {index.checksums[number]}); {repair(path.parent)}"
+            f"{path}: sequence {number} is damaged (checksum {digest.hexdigest()}, not "
+            f"{index.checksums[number]}); {repair(path.parent)}"
         )
     return tensors

@@ -1,4 +1,4 @@
-"""Writes the shards of a feature store, beside the computation that fills them."""
+"""Writer of feature-store shards, in parallel with the computation."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SHARD_BYTES = 512 * 2**20
 NUM_WRITERS = 2
 NUM_BATCHES_COPIED = 2
 ALIGNMENT = 64
-"""Bytes, of each tensor in a pinned block."""
+"""Bytes of alignment of each tensor in a pinned block."""
 SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
     torch.int8: "I8",
@@ -37,7 +37,7 @@ SAFETENSORS_NAMES = {
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """Sequences `first` to `last` - 1 of a split, which go into one file; how many tokens."""
+    """Sequences `first` to `last` - 1 of a split for one file, with their number of tokens."""
 
     name: str
     split: str
@@ -49,13 +49,13 @@ class PlannedShard:
 def plan_shards(
     split: str, lengths: Sequence[int], bytes_per_token: int, shard_bytes: int = SHARD_BYTES
 ) -> list[PlannedShard]:
-    """Cuts a split into shards of at most `shard_bytes`, or of one longer sequence.
+    """Divide a split into shards of at most `shard_bytes`, or of one larger sequence.
 
     Args:
-        split: its name.
+        split: name of the split.
         lengths: tokens of each sequence.
-        bytes_per_token: that are stored.
-        shard_bytes: at most.
+        bytes_per_token: stored bytes per token.
+        shard_bytes: largest size of a shard.
     """
     begins: list[int] = []
     num_tokens = 0
@@ -73,23 +73,23 @@ def plan_shards(
 def write_shard(
     folder: Path, name: str, fields: Sequence[Field], sequences: Sequence[Mapping[str, Tensor]]
 ) -> ShardIndex:
-    """Writes a shard and then its index, again where the file system failed for a moment.
+    """Write a shard and then its index; retry if the file system fails briefly.
 
     Args:
-        folder: of the store.
-        name: of the shard, without an ending.
-        fields: the tensors, in the order of the file.
-        sequences: each with [n, ...] tensors on the CPU.
+        folder: folder of the store.
+        name: name of the shard, without ending.
+        fields: tensors in file order.
+        sequences: tensors [n, ...] on the CPU of each sequence.
 
     Raises:
-        InputError: it cannot be written, the disk is full; nothing of it is left.
+        InputError: the shard cannot be written, e.g. on a full disk. Nothing of it is left.
     """
     try:
         return retried(partial(_write_shard, folder, name, fields, sequences))
     except OSError as error:
         raise InputError(
-            f"out_dir={folder}: cannot write {name}: {error.strerror}. The shards that are "
-            "whole are kept: free space or mend the folder, and start again to continue"
+            f"out_dir={folder}: cannot write {name}: {error.strerror}; whole shards are kept. Free "
+            "space or mend the folder, and start again to continue"
         ) from error
 
 
@@ -123,14 +123,14 @@ def _write_shard(
     write_whole(folder / f"{name}.json", json.dumps(asdict(index)) + "\n")
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # names of new files too must be on disk
+        os.fsync(descriptor)  # makes the names of new files durable too
     finally:
         os.close(descriptor)
     return index
 
 
 def _header(fields: Sequence[Field], num_tokens: int) -> bytes:
-    """The length of safetensors' JSON header in 8 bytes, and the header, padded to whole 8."""
+    """Length of safetensors' JSON header in 8 bytes, and the header, padded to a multiple of 8."""
     entries, end = {}, 0
     for field in fields:
         begin, end = end, end + num_tokens * field.num_bytes
@@ -145,7 +145,7 @@ def _header(fields: Sequence[Field], num_tokens: int) -> bytes:
 
 
 class Writers:
-    """Threads that write, few at a time; what one raises, the next call raises.
+    """Few threads that write. An error of one is raised by the next call.
 
     As a context manager it waits for all of them at the end.
     """
@@ -155,14 +155,14 @@ class Writers:
         self._pending: set[Future[None]] = set()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Starts a job, once fewer than `NUM_WRITERS` are at work."""
+        """Start a job once fewer than `NUM_WRITERS` are running."""
         while len(self._pending) >= NUM_WRITERS:
             wait(self._pending, return_when=FIRST_COMPLETED)
             self.check()
         self._pending.add(self._pool.submit(job))
 
     def check(self) -> None:
-        """Raises what a job has raised by now."""
+        """Raise the error of a finished job, if any."""
         ended = {future for future in self._pending if future.done()}
         self._pending -= ended
         for future in ended:
@@ -181,28 +181,28 @@ class Writers:
 
 @dataclass(frozen=True)
 class Copied:
-    """Tensors in host memory, once `ready`; at once if that is unset."""
+    """Tensors in host memory, complete once `ready`; without `ready`, complete at once."""
 
     tensors: dict[str, Tensor]
     ready: torch.cuda.Event | None
 
     def wait(self) -> dict[str, Tensor]:
-        """The tensors, there."""
+        """Wait for the tensors and return them."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.tensors
 
 
 class Copies:
-    """Brings tensors to host memory beside the computation, on a stream of its own.
+    """Copies tensors to host memory on a stream beside the computation.
 
-    A program that runs ahead of its GPU would fill it, so copies under way are bounded: by those
-    of `NUM_BATCHES_COPIED` batches, or the last ones of a batch would wait for its first.
+    Copies in flight are bounded to `NUM_BATCHES_COPIED` batches, as a program running ahead of its
+    GPU would fill the memory.
 
     Args:
-        device: where tensors come from.
-        batch_size: copies of a batch.
-        num_bytes: of all tensors that there will be, about.
+        device: device of the tensors.
+        batch_size: copies per batch.
+        num_bytes: approximate bytes of all tensors to come.
     """
 
     def __init__(self, device: torch.device, batch_size: int, num_bytes: int) -> None:
@@ -212,7 +212,7 @@ class Copies:
         self._under_way: deque[torch.cuda.Event] = deque()
 
     def take(self, tensors: Mapping[str, Tensor]) -> Copied:
-        """Starts a copy of tensors that lie on the device; those of the CPU stay."""
+        """Start copying tensors from the device. CPU tensors stay."""
         if self._stream is None:
             return Copied(dict(tensors), None)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -226,20 +226,20 @@ class Copies:
         return Copied(host, ready)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # The allocator may not give this memory away before the copy is through.
+        # Keeps the allocator from reusing this memory before the copy ends.
         tensor.record_stream(self._stream)  # type: ignore[arg-type]
         return self._blocks.like(tensor).copy_(tensor, non_blocking=True)
 
 
 class PinnedBlocks:
-    """Pinned memory for tensors that a device writes to the host, one after the other.
+    """Pinned memory for tensors that a device writes to the host, one after another.
 
-    torch's allocator of pinned memory gives the next power of two bytes, up to twice what is asked
-    for. So blocks of such sizes are asked for and cut in pieces; a block is free again when none of
-    its tensors is held any more. What is left over of a block is less than the next tensor.
+    torch's pinned allocator rounds up to the next power of two, up to twice the size. Blocks of
+    such sizes are therefore requested and cut into pieces. A block is free once none of its tensors
+    is held. Each block leaves less unused than the next tensor needs.
 
     Args:
-        num_bytes: of all tensors that there will be; may be wrong.
+        num_bytes: estimated bytes of all tensors to come.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -248,11 +248,11 @@ class PinnedBlocks:
         self._used = 0
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape and dtype that holds anything."""
+        """Uninitialised tensor of the same shape and dtype."""
         size = tensor.numel() * tensor.element_size()
         begin = -(-self._used // ALIGNMENT) * ALIGNMENT
         if begin + size > len(self._block):
-            # The largest that is sure to be filled, or as large as has to be.
+            # The largest block that will surely be filled, or else the smallest that fits.
             largest = 1 << max(0, self._left.bit_length() - 1)
             block_size = max(largest, 1 << max(0, size - 1).bit_length())
             self._block = torch.empty(block_size, dtype=torch.uint8, pin_memory=True)

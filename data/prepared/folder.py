@@ -1,11 +1,11 @@
-"""Data prepared once: a folder of tokenised samples that all processes, nodes and starts read.
+"""Prepared data: a folder of tokenised samples that all processes, nodes and starts read.
 
-Its name is a checksum of all that decides what is in it: the contents of the data, the tokenizer
-with its chat template, settings, and the code that reads rows. It lies in `data.prepared_dir`:
+The folder's name is a checksum of everything that decides its content: the data, the tokenizer with
+its chat template, settings, and the code that reads rows. It lies in `data.prepared_dir`:
 
-    <key>/shard-00000.safetensors    samples, untruncated (`data.prepared.tokenise`)
+    <key>/shard-00000.safetensors    untruncated samples (`data.prepared.tokenise`)
     <key>/index.json                 names of shards with checksums; written last
-    contents/<files>.json            checksum of data by path, size and time of the files
+    contents/<files>.json            checksum of the data, by path, size and time of the files
 """
 
 import hashlib
@@ -44,32 +44,32 @@ from data.templates.encoder import Encoder
 
 INDEX = "index.json"
 RULE = (encoder, files, forms, markers, messages, template, tokenise, turns, values)
-"""Modules that decide what becomes of a row: whoever changes one prepares anew."""
+"""Modules that turn rows into samples. A change to one prepares the data anew."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 DECIDING = ("form", "columns", "subset", "split", "chat_template_kwargs")
-"""Settings of the data that decide what becomes of a row."""
+"""Data settings that decide the samples of a row."""
 NOT_DECIDING = ("num_proc", "prepared_dir")
-"""Settings of the data that decide nothing of what becomes of them."""
+"""Data settings that do not change the samples."""
 
 
 @dataclass(frozen=True)
 class PreparedFolder:
-    """Prepared data, opened.
+    """Opened prepared data.
 
     Attributes:
-        folder: where they are.
-        form: of the rows.
-        sha256: of the data.
-        num_records: R, well-formed rows.
-        samples: of all records, untruncated.
-        record: [N] int64, the record of each sample.
-        refused: [n] int64, records that cannot be rendered.
-        bad: a message per malformed or refused row, in the order of the rows.
-        malformed: places of the rows that are no records.
-        unread: rows by field that has something in it and is not read.
-        unrendered: how often the template does not render what a record says, by name.
-        source: where the rows are.
-        rows_per_s: at which they were prepared; None if an earlier start had done everything.
+        folder: folder of the prepared data.
+        form: form of the rows.
+        sha256: checksum of the data.
+        num_records: R well-formed rows.
+        samples: untruncated samples of all records.
+        record: [N] int64 record of each sample.
+        refused: [n] int64 records that cannot be rendered.
+        bad: one message per malformed or refused row, in row order.
+        malformed: places of the malformed rows.
+        unread: number of rows per field that has a value but is not read.
+        unrendered: number of parts that the chat template does not render, by name.
+        source: source of the rows.
+        rows_per_s: speed of the preparation; None if an earlier start had done it.
     """
 
     folder: Path
@@ -87,14 +87,14 @@ class PreparedFolder:
     rows_per_s: float | None
 
     def place_of(self, record: int) -> str:
-        """The place of a record in the data, which are read again for it."""
+        """Find the place of a record by reading the data again."""
         rows = (row.where for row in read_rows(self.source, hashlib.sha256()))
         return next(islice((row for row in rows if row not in self.malformed), record, None))
 
 
 @dataclass(frozen=True)
 class Index:
-    """The content of `index.json`."""
+    """Content of `index.json`."""
 
     form: str
     sha256: str
@@ -105,22 +105,22 @@ class Index:
 def open_prepared(
     path: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True
 ) -> PreparedFolder:
-    """Opens the prepared data at a path; if there are none, one process makes them.
+    """Open the prepared data of a path. One process makes them if they are missing.
 
     Args:
-        path: JSONL (also gzipped), JSON or Parquet file, a folder of them, or a Hub dataset id.
-        config: how to read it; its own paths are not looked at.
-        tokenizer: the target's.
-        progress: whether to say that another process is waited for.
+        path: JSONL (also gzipped), JSON or Parquet file, folder of files, or Hub dataset id.
+        config: data settings; its own paths are ignored.
+        tokenizer: the target's tokenizer.
+        progress: whether to report waiting for another process.
 
     Raises:
-        InputError: nothing at `path`, bad rows, or a folder that cannot be written.
+        InputError: missing data, bad rows, or a folder that cannot be written.
     """
     root = Path(config.prepared_dir or cache_dir() / "prepared").expanduser().absolute()
 
     def waiting(holder: str) -> None:
         if progress:
-            tqdm.write(f"waiting for {holder}, which prepares {path}", file=sys.stderr)
+            tqdm.write(f"waiting for {holder}, which is preparing {path}", file=sys.stderr)
 
     try:
         source = find_source(
@@ -137,12 +137,12 @@ def open_prepared(
             prepared = _opened(folder, source)
     except OSError as error:
         raise InputError(
-            f"data.prepared_dir={root}: cannot hold the prepared data ({error}): free space there, "
+            f"data.prepared_dir={root}: cannot hold the prepared data ({error}); free space there, "
             "or name another folder"
         ) from error
     if prepared is None:
         raise InputError(
-            f"data.prepared_dir={root}: what was just written there is damaged: name another folder"
+            f"data.prepared_dir={root}: newly written data are damaged; name another folder"
         )
     if prepared.bad and config.on_bad_row is OnBadRow.error:
         raise _stopped(prepared.bad[0])
@@ -150,7 +150,7 @@ def open_prepared(
 
 
 def _contents(source: Source, root: Path) -> str:
-    """A checksum of a source; of files that have not changed since it is remembered."""
+    """Checksum of a source, remembered for unchanged files."""
     if not source.files:
         return _hub_fingerprint(source)
     facts = _facts(source)
@@ -177,7 +177,7 @@ def _hub_fingerprint(source: Source) -> str:
     import datasets
     from huggingface_hub import HfApi
 
-    next(read_rows(source, hashlib.sha256()), None)  # says what is missing
+    next(read_rows(source, hashlib.sha256()), None)  # raises if data are missing
     if source.streaming:
         return str(HfApi().dataset_info(source.path).sha)
     loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
@@ -185,10 +185,9 @@ def _hub_fingerprint(source: Source) -> str:
 
 
 def _facts(source: Source) -> list[tuple[str, int, int, int]]:
-    """Name, size and times of every file; of a single one only how its name ends.
+    """Name, size and times of every file. A single file counts by its ending only.
 
-    Who copies a file with the time of another (rsync -t, cp -p, tar) leaves it the time at which
-    its inode changed.
+    Copies that keep the modification time (rsync -t, cp -p, tar) still change the inode's time.
     """
     local = Path(source.path).expanduser()
     return [
@@ -205,7 +204,7 @@ def _facts(source: Source) -> list[tuple[str, int, int, int]]:
 def _check_unchanged(source: Source, facts: list[tuple[str, int, int, int]]) -> None:
     if _facts(source) != facts:
         raise InputError(
-            f"{source.path}: changed while it was being read: start again once it is whole"
+            f"{source.path}: changed while being read; start again once it is complete"
         )
 
 
@@ -217,7 +216,7 @@ def _key(contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """All that a tokenizer does, but for cutting and padding, which its callers set."""
+    """Everything a tokenizer does, except truncation and padding, which its callers set."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rule: Any
     if backend is None:
@@ -236,15 +235,15 @@ def _sha256(content: Any) -> str:
 def _prepare(
     folder: Path, source: Source, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Makes the shards that are missing, and the index."""
+    """Make the missing shards, and the index."""
     path, facts, digest = source.path, _facts(source), hashlib.sha256()
     rows = read_rows(source, digest)
     first = list(islice(rows, NUM_LOOKED_AT))
     if not first:
-        raise InputError(f"{path}: holds no rows")
+        raise InputError(f"{path}: holds no rows; name data with rows")
     form = detect(first, path, config.columns) if config.form is Form.auto else config.form
     if form not in (Form.text, Form.tokens):
-        Encoder(tokenizer).template({}, None)  # refuses a tokenizer without one
+        Encoder(tokenizer).template({}, None)  # raises for a tokenizer without a chat template
     rule = Rule(tokenizer, form, config, _root(source))
     shards, num_new, seconds = [], 0, -time.monotonic()
     making = make_shards(folder, chain(first, rows), rule, config.num_proc or num_cores())
@@ -263,12 +262,12 @@ def _prepare(
     rows_per_s = round(num_new / (seconds + time.monotonic()), 1) if num_new else None
     index = Index(form.value, digest.hexdigest(), rows_per_s, shards)
     write(folder / INDEX, json.dumps(asdict(index)).encode())
-    for leftover in folder.glob("*.tmp"):  # of starts that were killed
+    for leftover in folder.glob("*.tmp"):  # left by killed starts
         leftover.unlink(missing_ok=True)
 
 
 def _opened(folder: Path, source: Source) -> PreparedFolder | None:
-    """Prepared data that are whole; damaged files are named, and are to be prepared again."""
+    """Open prepared data if whole. Damaged files are named and prepared again."""
     try:
         stored = json.loads((folder / INDEX).read_bytes())
         shards = [PreparedShard.from_json(shard) for shard in stored["shards"]]
@@ -280,7 +279,7 @@ def _opened(folder: Path, source: Source) -> PreparedFolder | None:
         damaged = [INDEX]
     if damaged:
         names = ", ".join(damaged)
-        tqdm.write(f"{folder}: not what was written, made again: {names}", file=sys.stderr)
+        tqdm.write(f"{folder}: damaged files are made again: {names}", file=sys.stderr)
         (folder / INDEX).unlink(missing_ok=True)
         return None
     pieces, lengths, record = [], [], []
@@ -289,7 +288,7 @@ def _opened(folder: Path, source: Source) -> PreparedFolder | None:
     unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
     for shard in index.shards:
-        # The tensors stay on the disk until they are read.
+        # The tensors stay on disk until they are read.
         with safe_open(folder / f"{shard.name}{SUFFIX}", framework="pt") as file:
             pieces.append(Piece(file.get_tensor("input_ids"), file.get_tensor("loss_mask")))
             lengths.append(file.get_tensor("lengths").numpy())
@@ -318,7 +317,7 @@ def _opened(folder: Path, source: Source) -> PreparedFolder | None:
 
 
 def _root(source: Source) -> str:
-    """The beginning of the places of all rows of a source."""
+    """Common start of the places of a source's rows."""
     return str(Path(source.path).expanduser()) if source.files else source.path
 
 
@@ -327,4 +326,4 @@ def _message(source: Source, bad: BadRow) -> str:
 
 
 def _stopped(message: str) -> InputError:
-    return InputError(f"{message} (fix the row or set data.on_bad_row=skip)")
+    return InputError(f"{message}; fix the row or set data.on_bad_row=skip")

@@ -1,7 +1,7 @@
-"""A lock that works between machines: a file whose time stamp its holder keeps moving.
+"""Lock between machines: a file whose time stamp its holder keeps updating.
 
-Locks of the system are not kept by every network file system. This one may, after a holder was
-cut off for a minute, be held twice: use it to save work, not to keep data whole.
+System locks do not work on every network file system. This lock can be held twice after a holder
+was cut off for a minute. Use it to save work, not to protect data.
 """
 
 import os
@@ -15,21 +15,21 @@ from pathlib import Path
 
 BEAT_S = 5.0
 STALE_S = 60.0
-"""A holder that has not been seen for so long is taken for dead."""
+"""Seconds without an update after which a holder counts as dead."""
 POLL_S = 0.2
 
 
 @contextmanager
 def held(path: Path, ready: Callable[[], bool], waiting: Callable[[str], None]) -> Iterator[bool]:
-    """Holds a lock, or waits until what its holder makes is ready, however long that takes.
+    """Hold a lock, or wait until its holder's result is ready.
 
     Args:
-        path: of the lock.
-        ready: whether it is.
-        waiting: told once who is waited for.
+        path: path of the lock.
+        ready: function that tells whether the result is ready.
+        waiting: function called once with the name of the holder.
 
     Yields:
-        Whether the lock is held by this process.
+        Whether this process holds the lock.
 
     Raises:
         OSError: the folder cannot be written.
@@ -65,7 +65,7 @@ def _taken(
             return False
         holder, now = _holder(path), time.monotonic()
         if holder != seen:
-            # Clocks of machines differ: what counts is that the stamp moves, as seen from here.
+            # Clocks of machines differ, so the stamp only has to move, as seen from here.
             seen, since = holder, now
         host, pid, _ = f"{holder[0]}  ".split(" ", 2)
         if now - since > STALE_S or _is_dead(host, pid):
@@ -89,7 +89,7 @@ def _created(path: Path, mine: str) -> bool:
 
 
 def _holder(path: Path) -> tuple[str, int]:
-    """The holder and its last beat; nobody where the file has just gone."""
+    """Holder and time of its last update; an empty name if the file is gone."""
     with suppress(FileNotFoundError):
         return path.read_text(), path.stat().st_mtime_ns
     return "", 0

@@ -1,4 +1,4 @@
-"""Packs tokenised samples into sequences of one length; no process copies the ids.
+"""Packing of tokenised samples into sequences of one length, without copying ids.
 
 Letters: N samples, P pieces of memory, t tokens of a piece, S packed sequences, T tokens of a
 sequence (`max_length`).
@@ -22,14 +22,14 @@ from torch.utils.data import Dataset
 from conf.errors import InputError
 from data.templates.encoder import Sample
 
-# Samples sorted and packed together: enough to fill sequences well, few enough that
-# sequences of different windows stay alike.
+# Samples sorted and packed together: enough to fill sequences well, few enough to keep the
+# sequences of different windows alike.
 WINDOW = 16384
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Samples that lie one behind the other.
+    """Concatenated samples.
 
     Attributes:
         input_ids: [t] int32.
@@ -44,8 +44,8 @@ class Samples:
     """N samples in the order of their pieces.
 
     Attributes:
-        lengths: [N] int32 tokens of each.
-        highest: no id of the pieces is higher.
+        lengths: [N] int32 tokens per sample.
+        highest: upper bound of the token ids.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Samples:
         *,
         highest: int,
     ) -> None:
-        """Finds the samples in their pieces: all, or those that begin at `starts`.
+        """Index the samples of pieces: all, or those that begin at `starts`.
 
         Args:
-            pieces: P of them.
-            lengths: [N] tokens of each sample.
-            starts: [N] int64, rising, tokens of all pieces before each sample.
-            highest: id of all pieces.
+            pieces: the P pieces.
+            lengths: [N] tokens per sample.
+            starts: [N] int64 rising; tokens of all pieces before each sample.
+            highest: largest id of all pieces.
         """
         self._pieces = pieces
         self._bounds = np.cumsum([0, *(len(piece.input_ids) for piece in pieces)])
@@ -74,7 +74,7 @@ class Samples:
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> "Samples":
-        """Lays samples out in memory; they are read once."""
+        """Lay samples out in memory, reading them once."""
         ids, mask, lengths = array("i"), bytearray(), array("i")
         for sample in samples:
             ids.extend(sample.input_ids)
@@ -87,10 +87,10 @@ class Samples:
         return cls([piece], np.array(lengths, dtype=np.int32), highest=max(ids, default=0))
 
     def take(self, numbers: np.ndarray) -> "Samples":
-        """Some of the samples.
+        """Select samples.
 
         Args:
-            numbers: rising.
+            numbers: indices, rising.
         """
         starts = self._starts[numbers]
         return Samples(self._pieces, self.lengths[numbers], starts, highest=self.highest)
@@ -99,7 +99,7 @@ class Samples:
         return len(self.lengths)
 
     def read(self, number: int, length: int) -> Piece:
-        """The first `length` tokens of a sample, where they lie."""
+        """View of the first `length` tokens of a sample."""
         start = self._starts[number]
         piece = int(np.searchsorted(self._bounds, start, "right")) - 1
         begin = int(start - self._bounds[piece])
@@ -108,7 +108,7 @@ class Samples:
         return Piece(whole.input_ids[here], whole.loss_mask[here])
 
     def num_learnt(self, max_length: int) -> np.ndarray:
-        """[N] int32 learnt tokens among the first `max_length` of each sample."""
+        """[N] int32 learnt tokens among the first `max_length` tokens of each sample."""
         num_learnt = np.zeros(len(self), dtype=np.int32)
         for piece, first, last in self._by_piece():
             begins, ends = self._ends(piece, first, last, max_length)
@@ -118,7 +118,7 @@ class Samples:
         return num_learnt
 
     def cut(self, max_length: int) -> Iterator[Piece]:
-        """The first `max_length` tokens of every sample, copied, as one piece per piece."""
+        """Copy the first `max_length` tokens of every sample, piece by piece."""
         for piece, first, last in self._by_piece():
             begins, ends = self._ends(piece, first, last, max_length)
             whole = self._pieces[piece]
@@ -130,9 +130,9 @@ class Samples:
             yield Piece(torch.from_numpy(ids), torch.from_numpy(mask))
 
     def _by_piece(self) -> Iterator[tuple[int, int, int]]:
-        """The piece, the first of its samples and the one after its last."""
+        """Yield each piece with its first sample and the one after its last."""
         firsts = np.searchsorted(self._starts, self._bounds)
-        # Only empty samples begin where all pieces have ended.
+        # Only empty samples begin after the end of all pieces.
         firsts[-1] = len(self)
         for piece, (first, last) in enumerate(pairwise(firsts.tolist())):
             if first < last:
@@ -146,10 +146,10 @@ class Samples:
 
 
 class Packing(Sequence[np.ndarray]):
-    """Sample numbers of each sequence, `[S]` arrays that lie in one."""
+    """Sample indices of each packed sequence, as S arrays."""
 
     def __init__(self, members: np.ndarray, bounds: np.ndarray, order: np.ndarray) -> None:
-        """Takes samples [N], those before each sequence [S + 1], and the order of these [S]."""
+        """Take sample indices [N], bounds of sequences [S + 1] and the sequences' order [S]."""
         self._members, self._bounds, self._order = members, bounds, order
 
     def __len__(self) -> int:
@@ -161,15 +161,15 @@ class Packing(Sequence[np.ndarray]):
 
 
 def pack(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing:
-    """Groups samples into sequences: best fit, longest first, in windows of shuffled samples.
+    """Group samples into sequences: best fit, longest first, in windows of shuffled samples.
 
     Args:
-        lengths: tokens per sample, `[N]`, each at most `max_length`.
-        max_length: tokens of a sequence.
-        seed: of the shuffle of the samples, and then of the sequences.
+        lengths: [N] tokens per sample, each at most `max_length`.
+        max_length: tokens per sequence.
+        seed: seed of the order of samples, then of sequences.
 
     Returns:
-        Sample numbers of each sequence.
+        Sample indices of each sequence.
     """
     generator = random.Random(seed)
     order = _shuffled(len(lengths), generator)
@@ -189,8 +189,8 @@ def pack(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing
 
 
 def _best_fit(lengths: list[int], max_length: int) -> np.ndarray:
-    """The sequence of each sample: of those with room the fullest, of such the oldest, or a new."""
-    room: list[int] = []  # tokens left, and the sequence in the lowest bits; sorted
+    """Sequence of each sample: the fullest with room, the oldest among equals, or a new one."""
+    room: list[int] = []  # tokens left, with the sequence in the lowest bits; sorted
     bits = len(lengths).bit_length()
     sequences, num_sequences = [], 0
     for length in lengths:
@@ -206,14 +206,14 @@ def _best_fit(lengths: list[int], max_length: int) -> np.ndarray:
 
 
 def _shuffled(count: int, generator: random.Random) -> np.ndarray:
-    """[count] whole numbers as `random.Random.shuffle` leaves a list of them."""
+    """[count] integers in the order that `random.Random.shuffle` gives."""
     numbers = array("q", range(count))
     generator.shuffle(numbers)
     return np.array(numbers, dtype=np.int64)
 
 
 class Vocabulary(Protocol):
-    """The sizes of a target that decide which ids it takes."""
+    """Sizes of a target that limit token ids."""
 
     name: str
 
@@ -229,16 +229,16 @@ class Vocabulary(Protocol):
 def check_ids(
     ids: Sequence[int], target: Vocabulary, where: Callable[[], str], learnt: Sequence[int] = ()
 ) -> None:
-    """Refuses ids beyond a target's embedding, and learnt ones beyond its output head.
+    """Refuse ids beyond a target's embedding, and learnt ids beyond its output head.
 
     Args:
-        ids: all of a text.
-        target: that takes them.
-        where: says where the text is from.
-        learnt: those among them that it should write.
+        ids: all ids of a text.
+        target: target that reads them.
+        where: function that names the place of the text.
+        learnt: the ids to learn.
 
     Raises:
-        InputError: with the largest.
+        InputError: naming the largest id.
     """
     for some, size, what in (
         (ids, target.num_embeddings, "embedding"),
@@ -247,16 +247,16 @@ def check_ids(
         largest = max(some, default=0)
         if largest >= size:
             raise InputError(
-                f"{where()}: token id {largest}, but the {what} of {target.name} has {size} rows: "
-                "the tokenizer is larger than the model, or the ids are of another one; give "
-                "target.path the tokenizer that it was trained with, or take the row out"
+                f"{where()}: token id {largest}, but the {what} of {target.name} has {size} rows, "
+                "so the tokenizer is larger than the model or the ids come from another; set "
+                "target.path to a model with its own tokenizer, or remove the row"
             )
 
 
 class PackedDataset(Dataset):
-    """Sequences of whole documents, the same for every process.
+    """Packed sequences of whole documents, the same in every process.
 
-    Item i is a dict of tensors `[T]`; for documents of 3 and 2 tokens and T = 6:
+    Item i is a dict of tensors [T]. For documents of 3 and 2 tokens and T = 6:
 
         input_ids    int64  a a a b b p    (p: pad)
         loss_mask    bool   0 1 1 0 1 0
@@ -273,15 +273,15 @@ class PackedDataset(Dataset):
         pad_id: int = 0,
         place: Callable[[int], str] = "sample {}".format,
     ):
-        """Assigns every sample its sequence.
+        """Assign every sample to a sequence.
 
         Args:
-            samples: where they lie, or the samples themselves, which are read once; longer ones
-                are cut to `max_length`.
-            max_length: tokens of a sequence.
-            seed: decides which documents meet and the order of the sequences.
+            samples: samples in memory, or an iterable that is read once. Longer ones are cut to
+                `max_length`.
+            max_length: tokens per sequence.
+            seed: seed of the packing and of the order of sequences.
             pad_id: token id of the padding.
-            place: says where sample i, counted from 0, came from.
+            place: function that names the place of sample i, from 0.
         """
         self.max_length = max_length
         self.pad_id = pad_id
@@ -296,7 +296,7 @@ class PackedDataset(Dataset):
         self._samples = samples.take(self._taken)
         self._lengths = np.minimum(self._samples.lengths, max_length)
         self.sequences = pack(self._lengths, max_length, seed)
-        """Sample numbers of each sequence."""
+        """Sample indices of each sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -305,12 +305,12 @@ class PackedDataset(Dataset):
 
     @property
     def lengths(self) -> list[int]:
-        """[S] tokens of each sequence, without padding."""
+        """[S] tokens per sequence, without padding."""
         return [int(self._lengths[samples].sum()) for samples in self.sequences]
 
     @property
     def checksum(self) -> str:
-        """xxh3_64 of the ids and masks of all samples, in the order they were read."""
+        """xxh3_64 of the ids and masks of all samples, in reading order."""
         digest = xxhash.xxh3_64()
         for piece in self._samples.cut(self.max_length):
             digest.update(piece.input_ids.numpy().tobytes())
@@ -319,10 +319,10 @@ class PackedDataset(Dataset):
         return digest.hexdigest()
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """[V] int64: how often each id occurs among the learnt tokens.
+        """[V] int64 count of each id among the learnt tokens.
 
         Args:
-            vocab_size: V, ids of the target's output head; all learnt ones are below.
+            vocab_size: V, rows of the target's output head; all learnt ids are below.
         """
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for piece in self._samples.cut(self.max_length):
@@ -330,12 +330,12 @@ class PackedDataset(Dataset):
         return counts
 
     def check_ids(self, target: Vocabulary) -> None:
-        """Refuses token ids that a target cannot read, and learnt ones that it cannot write.
+        """Refuse ids that a target cannot read, and learnt ids that it cannot write.
 
-        Effects: a padding that it cannot read, as tokenizers that were given one have, becomes 0.
+        Effects: a padding id beyond the embedding becomes 0.
 
         Raises:
-            InputError: with the first of them and where it is from.
+            InputError: naming the first such id and its place.
         """
         self.pad_id = self.pad_id if self.pad_id < target.num_embeddings else 0
         if self._samples.highest < min(target.num_embeddings, target.vocab_size):

@@ -1,4 +1,4 @@
-"""Prepares training and held-out sequences, and counts what was used of the data."""
+"""Training and held-out sequences from data, with a report about them."""
 
 import random
 from collections import Counter
@@ -15,18 +15,18 @@ from data.prepared.pack import PackedDataset, Samples
 from data.rows.records import counted, malformed
 
 WIDE = 0.1
-"""Share of padding beyond which another length is advised: padding takes as long as text."""
+"""Share of padding above which another length is advised; padding takes as long as text."""
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of the data, training and held-out records together."""
+    """Counts over training and held-out records."""
 
     path: str
     eval_path: str | None
     form: Form
     num_records: int
-    """Well-formed records used, before any is dropped."""
+    """Well-formed records, before any is dropped."""
     num_bad: int
     num_truncated: int
     num_dropped: int
@@ -45,21 +45,21 @@ class DataReport:
     prepared: list[str] = field(default_factory=list)
     """Folders of the tokenised samples."""
     rows_per_s: float | None = None
-    """At which the training data were tokenised, whenever that was."""
+    """Speed at which the training data were tokenised, now or earlier."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Rows by field that has something in it and is not read."""
+    """Number of rows per field that has a value but is not read."""
     unrendered: dict[str, int] = field(default_factory=dict)
-    """How often the chat template does not render what a record says, by name."""
+    """Number of parts that the chat template does not render, by name."""
     left_out: list[str] = field(default_factory=list)
-    """Files of a folder that are not read, and why."""
+    """Files of a folder that are not read, with reasons."""
 
     def lines(self) -> list[str]:
-        """The report as lines to print."""
+        """Lines of the report."""
         share = self.num_supervised_tokens / self.num_tokens
         held_out = self.eval_path or "a share of it"
         advice = " (a larger data.max_length packs closer)" if self.padding > WIDE else ""
         lines: list[str] = []
-        if self.lengths:  # reports of older feature stores have none
+        if self.lengths:  # missing in reports of older feature stores
             half, most, nearly_all, longest = self.lengths.values()
             speed = f", {self.rows_per_s:,.0f} rows/s" if self.rows_per_s else ""
             left_out = [
@@ -89,21 +89,21 @@ class DataReport:
 def prepare(
     config: PackedConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
-    """Opens the prepared data, making them if need be, and packs training and held-out sequences.
+    """Open or make the prepared data, and pack training and held-out sequences.
 
-    All processes of a launch may call it at once: one of them prepares, and the others wait.
+    All processes of a launch may call this at once: one prepares, the others wait.
 
     Args:
-        config: of the data; its `path` is set.
-        tokenizer: the target's.
-        seed: decides which records are held out, and the packing.
-        progress: whether to say that another process is waited for.
+        config: data settings with a `path`.
+        tokenizer: the target's tokenizer.
+        seed: seed of the held-out choice and of the packing.
+        progress: whether to report waiting for another process.
 
     Returns:
         The training set, the held-out set and the report.
 
     Raises:
-        InputError: bad data, or nothing to learn in either set.
+        InputError: bad data, or a set without learnt tokens.
     """
     path, eval_path = str(config.path), config.eval_path
     folders = [open_prepared(path, config, tokenizer, progress)]
@@ -123,9 +123,11 @@ def prepare(
 
 
 def split(num_records: int, fraction: float, seed: int, path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the records to train on, and of a share held out, at least one, both rising."""
+    """Indices of the records to train on and of those held out (at least one), both rising."""
     if num_records < 2:
-        raise InputError(f"{path}: one record cannot be split; add records or set data.eval_path")
+        raise InputError(
+            f"data.path={path}: a single record cannot be split; add records, or set data.eval_path"
+        )
     count = min(max(1, round(fraction * num_records)), num_records - 1)
     chosen = np.zeros(num_records, dtype=np.bool_)
     chosen[random.Random(seed).sample(range(num_records), count)] = True
@@ -134,12 +136,12 @@ def split(num_records: int, fraction: float, seed: int, path: str) -> tuple[np.n
 
 @dataclass(frozen=True)
 class Selection:
-    """Records of a prepared folder that make one set.
+    """Records of a prepared folder for one set.
 
     Attributes:
-        name: of the set, in messages.
-        folder: that holds them.
-        records: their numbers, rising.
+        name: name of the set in messages.
+        folder: prepared folder.
+        records: indices of the records, rising.
     """
 
     name: str
@@ -152,14 +154,14 @@ class Selection:
 
     @cached_property
     def samples(self) -> Samples:
-        """The samples of these records."""
+        """Samples of these records."""
         return self.folder.samples.take(self._numbers)
 
     def packed(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
-        """The sequences of these records.
+        """Packed sequences of these records.
 
         Raises:
-            InputError: nothing is learnt.
+            InputError: no token is learnt.
         """
 
         def place(sample: int) -> str:
@@ -172,9 +174,9 @@ class Selection:
         why = f"; the first malformed row: {bad[0]}" if bad else ""
         if not self.samples.num_learnt(int(self.samples.lengths.max())).any():
             form = self.folder.form.value
-            why = f"; no record of form {form} has an assistant's text" + why
+            why = f"; no record of form {form} has text of an assistant" + why
         raise InputError(
-            f"{self.name}: nothing to learn: of {len(self.records)} records {packed.num_dropped} "
+            f"{self.name}: nothing to learn; {packed.num_dropped} of {len(self.records)} records "
             f"have no learnt token within data.max_length={max_length}{why}"
         )
 

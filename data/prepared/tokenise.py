@@ -1,9 +1,9 @@
-"""Renders and tokenises rows shard by shard, in worker processes where there is much to do.
+"""Rendering and tokenising of rows in shards, in worker processes for large data.
 
 A shard is a safetensors file of T tokens and N samples: `input_ids` [T] int32, `loss_mask` [T]
-bool, `lengths` [N] int32 and `record` [N] int64, the record of each sample by its number among the
-well-formed ones of the shard. A JSON file beside it, written after it, has its checksum, its
-counts and what was wrong with the rows that are not in it.
+bool, `lengths` [N] int32 and `record` [N] int64, the index of each sample's record among the
+well-formed rows of the shard. A JSON file, written after it, has its checksum, counts and the
+messages of bad rows.
 """
 
 import json
@@ -41,20 +41,20 @@ from data.templates.markers import refuse_dialogue
 
 SHARD_ROWS = 2048
 SHARD_BYTES = 1 << 24
-"""A shard has fewer rows where they are longer, so that a worker needs little memory."""
+"""Target size in bytes of a shard's rows, which limits the memory of a worker."""
 NUM_SMALL = 2
-"""Shards that are made sooner than workers start."""
+"""Shards that are made faster than workers start."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule by which rows become samples.
+    """Settings that turn rows into samples.
 
     Attributes:
-        tokenizer: the target's.
-        form: of the rows.
-        config: of the data.
-        root: what the places of all rows begin with; a shard does not know where its data were.
+        tokenizer: the target's tokenizer.
+        form: form of the rows.
+        config: data settings.
+        root: common start of the places of rows. Shards store places without it.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -65,12 +65,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row without samples.
+    """Row without samples.
 
     Attributes:
-        place: of the row, behind `Rule.root`.
-        why: what is wrong.
-        record: its number among the well-formed rows of the shard; None where it is malformed.
+        place: place of the row after `Rule.root`.
+        why: problem of the row.
+        record: index among the well-formed rows of the shard; None if malformed.
     """
 
     place: str
@@ -80,18 +80,18 @@ class BadRow:
 
 @dataclass(frozen=True)
 class PreparedShard:
-    """The samples of some rows, in a file.
+    """Samples of some rows, in a file.
 
     Attributes:
-        name: of its files, without their endings.
-        size: bytes.
+        name: name of its files, without endings.
+        size: bytes of the file.
         checksum: xxh3_64 of the file.
-        num_rows: read for it.
-        num_records: well-formed ones among them.
-        bad: the others, and those that cannot be rendered, in their order.
-        unread: rows by field that has something in it and is not read.
-        unrendered: how often the template does not render what a record says, by name.
-        highest: token id.
+        num_rows: number of rows read for it.
+        num_records: number of well-formed rows.
+        bad: malformed rows and rows that cannot be rendered, in order.
+        unread: number of rows per field that has a value but is not read.
+        unrendered: number of parts that the chat template does not render, by name.
+        highest: largest token id.
     """
 
     name: str
@@ -106,11 +106,11 @@ class PreparedShard:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "PreparedShard":
-        """The shard of which `asdict` made this."""
+        """Read the shard from the JSON of `asdict`."""
         return cls(**{**stored, "bad": [BadRow(**bad) for bad in stored["bad"]]})
 
     def is_whole(self, folder: Path) -> bool:
-        """True if every byte of it is what was written."""
+        """Tell whether the file has the recorded size and checksum."""
         path = folder / f"{self.name}{SUFFIX}"
         if not path.is_file() or path.stat().st_size != self.size:
             return False
@@ -119,7 +119,7 @@ class PreparedShard:
 
 @dataclass(frozen=True)
 class TokenisingJob:
-    """A shard to make of rows, or one that was made by an earlier start."""
+    """Rows to turn into a shard, or a shard of an earlier start."""
 
     folder: Path
     name: str
@@ -130,19 +130,19 @@ class TokenisingJob:
 def make_shards(
     folder: Path, rows: Iterator[Row], rule: Rule, num_proc: int
 ) -> Generator[tuple[PreparedShard, bool]]:
-    """Makes the shards of all rows that are not there whole, in order.
+    """Make the missing shards of all rows, in order.
 
     Args:
-        folder: of the prepared data.
-        rows: all of them.
-        rule: what becomes of them.
-        num_proc: worker processes at most; 1 is this one.
+        folder: folder of the prepared data.
+        rows: all rows.
+        rule: settings that turn rows into samples.
+        num_proc: largest number of worker processes; 1 stays in this process.
 
     Yields:
-        Each shard, in the order of the rows, and whether it is new.
+        Each shard in row order, and whether it is new.
 
     Raises:
-        InputError: a row is of another form than the others, or a worker was killed.
+        InputError: a row has another form than the others, or a worker was killed.
         OSError: a shard cannot be written.
     """
     jobs = _jobs(folder, rows)
@@ -152,7 +152,7 @@ def make_shards(
         for job in jobs:
             yield job.done or make_shard(job, rule), job.done is None
         return
-    # Workers are forked from a process that has neither threads nor a CUDA device.
+    # Workers fork from a server process, which has neither threads nor a CUDA device.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.tokenization_utils_tokenizers"])
     pool = ProcessPoolExecutor(num_proc, context, _begin, (rule,))
@@ -160,19 +160,19 @@ def make_shards(
         yield from _in_order(pool, jobs, 2 * num_proc)
     except BrokenProcessPool as error:
         raise InputError(
-            f"data.num_proc={num_proc}: a process that prepared data was killed, as is done where "
-            "memory runs out: start again with a smaller data.num_proc; what is done is kept"
+            f"data.num_proc={num_proc}: a worker was killed, probably because memory ran out; "
+            "start again with a smaller data.num_proc. Finished shards are kept"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def make_shard(job: TokenisingJob, rule: Rule) -> PreparedShard:
-    """Tokenises the rows of a job and writes them.
+    """Tokenise the rows of a job and write them.
 
     Raises:
-        InputError: a row is of another form than the others.
-        OSError: nothing of the shard is left.
+        InputError: a row has another form than the others.
+        OSError: the shard cannot be written. Nothing of it is left.
     """
     encoder = Encoder(rule.tokenizer, rule.config.chat_template_kwargs)
     detected = rule.config.form is Form.auto
@@ -229,10 +229,10 @@ def make_shard(job: TokenisingJob, rule: Rule) -> PreparedShard:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, whoever else writes it at the same time.
+    """Write a file atomically, even if other processes write it at the same time.
 
     Raises:
-        OSError: nothing of it is left.
+        OSError: the file cannot be written. Nothing of it is left.
     """
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -279,7 +279,7 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 def _in_order(
     pool: ProcessPoolExecutor, jobs: Iterator[TokenisingJob], num_ahead: int
 ) -> Iterator[tuple[PreparedShard, bool]]:
-    """Shards in the order of their jobs; few are begun ahead of what is taken."""
+    """Yield shards in the order of their jobs, with few jobs started in advance."""
     waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
     for job in chain(jobs, [None]):
         if job is not None:
@@ -293,13 +293,13 @@ def _in_order(
 
 
 _rule: Rule | None = None
-"""Of this process, if it is a worker."""
+"""Settings of this process if it is a worker."""
 
 
 def _submit(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedShard]:
-    """Workers start with the first job, and need nothing of the script that runs here.
+    """Submit a job without handing the running script to the workers.
 
-    Each would import it otherwise, and run it if it does not look for its name.
+    Each worker would otherwise import the script, and run it if it has no `__main__` guard.
     """
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -310,12 +310,14 @@ def _submit(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedSha
 
 
 def _begin(rule: Rule) -> None:
-    """Makes this process a worker."""
+    """Make this process a worker."""
     global _rule  # noqa: PLW0603  a process has one, and jobs should not carry it
     _rule = rule
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent gets the signal too, and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Finds the files, or the Hub dataset, that a path means, and reads their rows one by one."""
+"""Files or Hub datasets of a path, and their rows."""
 
 import csv
 import gzip
@@ -24,7 +24,7 @@ SUFFIXES = (*TEXTS, *(text + packing for text in TEXTS for packing in PACKINGS),
 ALLOWED = f"{', '.join((*TEXTS, *TABLES))}; the first {len(TEXTS)} also in .gz or .zst"
 
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-# Written beside the rows by those who save, publish or regenerate data sets.
+# Tools that save, publish or regenerate datasets write these beside the rows.
 ABOUT_ROWS = (SAVED, SAVED_SPLITS, "dataset_info.json", "dataset_infos.json", "manifest.json")
 
 SPLITS = {
@@ -37,20 +37,23 @@ WORDS = re.compile(r"[^a-z]+")
 
 BATCH_ROWS = 1024
 SPACE = re.compile(r"\s*")
-ONE_A_LINE = ", an object on several lines: name the file .json, or write one a line (jq -c . FILE)"
+ONE_A_LINE = (
+    ", an object over several lines; name the file .json, or write one object per line (jq -c . "
+    "FILE)"
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The files, or the Hub dataset, that a path means.
+    """Files or Hub dataset of a path.
 
     Attributes:
-        path: as the user gave it.
-        files: to be read in this order; none for a Hub dataset.
-        left_out: what else lies in a folder and is not read, and why.
-        subset: configuration of a Hub dataset; None is its default.
-        split: of a Hub dataset.
-        streaming: rows of a Hub dataset are read as they arrive, and it is not kept.
+        path: path as the user typed it.
+        files: files in reading order; empty for a Hub dataset.
+        left_out: other files of the folder, with the reason why they are not read.
+        subset: configuration of a Hub dataset; None for its default.
+        split: split of a Hub dataset.
+        streaming: whether rows of a Hub dataset are read as they arrive, without storing it.
     """
 
     path: str
@@ -64,17 +67,17 @@ class Source:
 def find_source(
     path: str, *, subset: str | None = None, split: str = "train", streaming: bool = False
 ) -> Source:
-    """Finds the files or the Hub dataset of a path, reading no rows.
+    """Find the files or the Hub dataset of a path, without reading rows.
 
     Args:
-        path: a file, a folder, a dataset that `save_to_disk` wrote, or a Hub dataset id.
-        subset: configuration of a Hub dataset, or its folder or file in a copy of it.
-        split: of a Hub dataset, and of a folder with files that are named for splits; a file
-            that is named for none belongs to `train` then.
-        streaming: of a Hub dataset.
+        path: file, folder, dataset written by `save_to_disk`, or Hub dataset id.
+        subset: configuration of a Hub dataset, or its folder or file in a local copy.
+        split: split of a Hub dataset, or of a folder whose files are named after splits. Files
+            named after no split then count as `train`.
+        streaming: stream a Hub dataset.
 
     Raises:
-        InputError: nothing is there, or no file of the split.
+        InputError: nothing is there, or no file belongs to the split.
     """
     local = here("data.path", path, SUFFIXES)
     if local is None:
@@ -86,14 +89,14 @@ def find_source(
 
 
 def check_data(config: RowsConfig, section: str = "data") -> None:
-    """Refuses data that are not there, and files that are none of `SUFFIXES`.
+    """Refuse missing data, and files with other endings than `SUFFIXES`.
 
     Args:
-        config: the settings.
-        section: their name in the command.
+        config: data settings.
+        section: name of these settings in the command.
 
     Raises:
-        InputError: with the path.
+        InputError: naming the path.
     """
     for name in ("path", "eval_path"):
         path = getattr(config, name)
@@ -101,7 +104,10 @@ def check_data(config: RowsConfig, section: str = "data") -> None:
         if local is not None and local.is_file():
             ending_of(local)
     if config.features is not None and not Path(config.features).expanduser().is_dir():
-        raise InputError(f"{section}.features={config.features}: no such folder")
+        raise InputError(
+            f"{section}.features={config.features}: no such folder; name the out_dir of "
+            "scripts/capture.py"
+        )
 
 
 def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
@@ -109,7 +115,9 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
     if saved_splits.is_file():
         names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED).is_file()]
         if split not in names:
-            raise InputError(f"{path}: data.split={split}: holds {', '.join(names) or 'no splits'}")
+            raise InputError(
+                f"data.split={split}: not in {path}, which has {', '.join(names) or 'no splits'}"
+            )
         others = tuple(f"{name}/ (data.split={split})" for name in names if name != split)
         return Source(path, _saved(folder / split), others)
     if (folder / SAVED).is_file():
@@ -120,13 +128,12 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
     seen = [f for f, name in inside.items() if not any(p.startswith(".") for p in name.parts)]
     files = [file for file in seen if _is_data(file)]
     if not files:
-        raise InputError(f"{path}: a folder without files that end in {ALLOWED}")
+        raise InputError(f"{path}: no file in this folder ends in {ALLOWED}")
     wanted = [file for file in files if subset is None or subset in _names(inside[file])]
     if not wanted:
         there = ", ".join(str(inside[file]) for file in files)
         raise InputError(
-            f"{path}: data.subset={subset}: no file and no folder with files has this name; it "
-            f"holds {there}"
+            f"data.subset={subset}: no file and no folder of {path} has this name; it holds {there}"
         )
     chosen = _of_split(wanted, inside, path, split)
     why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
@@ -140,14 +147,16 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    """The files of a dataset that `save_to_disk` wrote; caches may lie beside them."""
+    """Files of a dataset written by `save_to_disk`, without caches beside them."""
     try:
         state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
         files = tuple(folder / str(part["filename"]) for part in state["_data_files"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / SAVED}: not of a saved dataset: {error!r}") from None
+        raise InputError(
+            f"{folder / SAVED}: does not describe a saved dataset: {error!r}"
+        ) from None
     if not files:
-        raise InputError(f"{folder}: holds no rows")
+        raise InputError(f"{folder}: holds no rows; name data with rows")
     return files
 
 
@@ -156,7 +165,7 @@ def _is_data(file: Path) -> bool:
 
 
 def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
-    """The files of a split, or all of them where none is named for a split."""
+    """Files of a split, or all files if none is named after a split."""
     names = {file: [name.lower() for name in _names(inside[file])] for file in files}
     splits = {file: _split_named(names[file]) for file in files}
     if not any(splits.values()):
@@ -169,12 +178,14 @@ def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str
     ]
     if not chosen:
         there = ", ".join(str(inside[file]) for file in files)
-        raise InputError(f"{path}: data.split={split}: no file is named for it; it holds {there}")
+        raise InputError(
+            f"data.split={split}: no file of {path} is named after it; it holds {there}"
+        )
     return chosen
 
 
 def _names(file: Path) -> list[str]:
-    """The names that may be those of a split or subset: folders, and the file's without shard."""
+    """Names that may name a split or subset: folders, and the file's name without shard number."""
     ending = next(
         s for s in sorted(SUFFIXES, key=len, reverse=True) if file.name.lower().endswith(s)
     )
@@ -182,7 +193,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _split_named(names: list[str]) -> str | None:
-    """The split that a file is named for: `test-00000-of-00002`, `test_sft`, `my.test`."""
+    """Find the split that a file is named after: `test-00000-of-00002`, `test_sft`, `my.test`."""
     *folders, stem = names
     words = [word for word in WORDS.split(stem) if word]
     candidates = [*words[:1], *words[-1:], *folders]
@@ -190,10 +201,10 @@ def _split_named(names: list[str]) -> str | None:
 
 
 def ending_of(file: Path) -> str:
-    """The ending that says how a file is read, whatever it is packed in.
+    """File ending that decides how a file is read, without packing.
 
     Raises:
-        InputError: it is none of `SUFFIXES`.
+        InputError: the ending is not in `SUFFIXES`.
     """
     name = file.name.lower()
     for packing in PACKINGS:
@@ -209,18 +220,18 @@ class Digest(Protocol):
     """A checksum of bytes, e.g. `hashlib.sha256()`."""
 
     def update(self, data: bytes, /) -> object:
-        """Takes the next bytes."""
+        """Add the next bytes."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row as it lies in the data.
+    """Row as stored in the data.
 
     Attributes:
         where: `file:line`, `file[row n]` or `id[split]:row`, counted from 1.
-        raw: an undecoded line of JSON.
-        value: what it holds, once decoded.
-        problem: why it cannot be decoded.
+        raw: undecoded line of JSON.
+        value: decoded content, if any.
+        problem: reason why the row cannot be decoded.
     """
 
     where: str
@@ -229,7 +240,7 @@ class Row:
     problem: str | None = None
 
     def parsed(self) -> "Row":
-        """The row decoded, with its value or its problem."""
+        """Decode the row into its value or its problem."""
         if self.raw is None:
             return self
         try:
@@ -243,16 +254,16 @@ class Row:
 
 
 def read_rows(source: Source, digest: Digest) -> Iterator[Row]:
-    """Yields the rows of a source, undecoded where they are lines of JSON.
+    """Yield the rows of a source; lines of JSON stay undecoded.
 
-    Memory does not grow with files, but for JSON lists, which are decoded whole.
+    Memory does not grow with file size, except for JSON lists, which are decoded whole.
 
     Args:
-        source: of `find_source`.
-        digest: takes the contents of the files, unpacked, or the rows of a Hub dataset.
+        source: result of `find_source`.
+        digest: checksum of the unpacked file contents, or of the rows of a Hub dataset.
 
     Raises:
-        InputError: a file is not what its name says, or the Hub dataset cannot be loaded.
+        InputError: a file does not match its ending, or the Hub dataset cannot be loaded.
     """
     if not source.files:
         yield from _hub(source, digest)
@@ -289,7 +300,7 @@ def _json_lines(file: Path, digest: Digest) -> Iterator[Row]:
 
 
 def _json(file: Path, digest: Digest) -> Iterator[Row]:
-    """Reads a list of objects, or one after another, on a line each or as `jq` writes them."""
+    """Read a list of objects, or objects one after another, one per line or as `jq` writes them."""
     if _holds_lines(file):
         yield from _json_lines(file, digest)
         return
@@ -302,26 +313,28 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
         place = f"{error.msg} at column {error.colno}"
         raise InputError(f"{file}:{error.lineno}: invalid JSON ({place})") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: JSON that cannot be read: {error}") from None
+        raise InputError(f"{file}: unreadable JSON: {error}") from None
     if len(values) == 1:
         values = values[0]
     if not isinstance(values, list):
-        raise InputError(f"{file}: found {show(values)}; allowed: a list of objects, or one a line")
+        raise InputError(
+            f"{file}: found {show(values)}; allowed: a list of objects, or one object per line"
+        )
     for number, value in enumerate(values, 1):
         yield Row(f"{file}[row {number}]", value=value)
 
 
 def _documents(text: str) -> list[Any]:
-    """The JSON values that stand one after another in a text."""
+    """Parse the JSON values that follow one another in a text."""
     decoder, values, at = json.JSONDecoder(), [], 0
     while (begin := SPACE.match(text, at)) and begin.end() < len(text):
         value, at = decoder.raw_decode(text, begin.end())
         values.append(value)
-    return values or [json.loads(text)]  # which says what an empty one lacks
+    return values or [json.loads(text)]  # raises for an empty text
 
 
 def _holds_lines(file: Path) -> bool:
-    """True if the first line that is not blank is an object of its own."""
+    """Tell whether the first non-blank line is a whole object."""
     for line in _lines(file):
         start = line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         if start:
@@ -330,14 +343,16 @@ def _holds_lines(file: Path) -> bool:
 
 
 def _cells(file: Path, digest: Digest) -> Iterator[Row]:
-    """Reads cells under the names of the first line."""
+    """Read cells under the names of the first line."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if ending_of(file) == ".tsv" else ","
     reader = csv.reader(_decoded_lines(file, digest), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
         if len(set(names)) < len(names):
-            raise InputError(f"{file}:1: two columns of one name among {', '.join(names)}")
+            raise InputError(
+                f"{file}:1: two columns have the same name among {', '.join(names)}; rename one"
+            )
         end = reader.line_num
         for cells in reader:
             where, end = f"{file}:{end + 1}", reader.line_num
@@ -391,7 +406,7 @@ def _table(file: Path, digest: Digest, name: str, batches: Callable[[], Iterator
             for chunk in iter(lambda: stream.read(1 << 20), b""):
                 digest.update(chunk)
         for batch in batches():
-            batch.validate(full=True)  # a damaged one may point beyond its end
+            batch.validate(full=True)  # a damaged batch may point beyond its end
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for value in batch.slice(start, BATCH_ROWS).to_pylist():
                     number += 1
@@ -401,7 +416,7 @@ def _table(file: Path, digest: Digest, name: str, batches: Callable[[], Iterator
 
 
 def _filled(value: object) -> object:
-    """A value without the empty fields that tables give every object."""
+    """Remove the empty fields that tables give every object."""
     if isinstance(value, dict):
         return {key: _filled(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
@@ -417,8 +432,8 @@ def _hub(source: Source, digest: Digest) -> Iterator[Row]:
         dataset = datasets.load_dataset(path, name=subset, split=split, streaming=source.streaming)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise InputError(
-            f"data.path={path}: no such file or folder, and as a Hub dataset "
-            f"(data.subset={subset or 'null'}, data.split={split}) it cannot be loaded: {error}"
+            f"data.path={path}: no such file or folder, and loading it as a Hub dataset "
+            f"(data.subset={subset or 'null'}, data.split={split}) failed: {error}"
         ) from error
     for number, row in enumerate(dataset, 1):
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())

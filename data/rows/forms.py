@@ -1,4 +1,4 @@
-"""The published forms of rows: how each is told from the others, and how it becomes a record."""
+"""Published forms of rows: how to recognise each, and how to turn it into a record."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +25,12 @@ from data.templates.markers import begins_rendered, refuse_dialogue, turn_marker
 NUM_LOOKED_AT = 100
 NAME = re.compile(r"\w+")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-"""How prompts of SPEED-Bench begin that its publisher may not hand on."""
+"""Start of the prompts of SPEED-Bench that its publisher may not share."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One checked row: one of `messages`, `text` and `tokens` is set."""
+    """Checked row. One of `messages`, `text` and `tokens` is set."""
 
     messages: Messages | None
     text: str | None
@@ -38,35 +38,35 @@ class Record:
     """`file:line`, `file[row n]` or `id[split]:row`, counted from 1."""
     category: str = "all"
     row: dict = field(default_factory=dict)
-    """The row as it was read."""
+    """The row as read."""
     tools: list[dict] | None = None
-    """Function schemas as `apply_chat_template(tools=)` takes them."""
+    """Function schemas for `apply_chat_template(tools=)`."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """The row's own `chat_template_kwargs`."""
+    """`chat_template_kwargs` of the row."""
     unlearnt: frozenset[int] = frozenset()
-    """Indices of messages that the row says not to learn."""
+    """Indices of messages that the row excludes from learning."""
     cut_off: frozenset[int] = frozenset()
-    """Indices of messages whose end the target never wrote."""
+    """Indices of messages that the target did not finish."""
     written: dict[int, list[int]] = field(default_factory=dict)
-    """Token ids by index of message, where the target wrote it."""
+    """Token ids by message index, for messages that the target wrote."""
     tokens: tuple[list[int], list[bool]] | None = None
-    """Ids and loss mask of a row that is already tokenised."""
+    """Ids and loss mask of a tokenised row."""
     unread: tuple[str, ...] = ()
-    """Names of fields with something in them that nobody reads."""
+    """Names of fields that have a value but are not read."""
 
 
 Fields = dict[str, Any]
-"""Fields of a row that are not read yet: who reads one takes it out."""
+"""Fields of a row not yet read. Readers remove what they read."""
 
 
 @dataclass(frozen=True)
 class FormSpec:
-    """A form of rows.
+    """Form of rows.
 
     Attributes:
-        form: its name.
-        keys: any one of them tells the form; the first that a row has is read.
-        parse: adds the messages of a row to a conversation; None where it holds none.
+        form: name of the form.
+        keys: fields that identify the form; the first one present is read.
+        parse: adds the messages of a row to a conversation; None for a form without messages.
     """
 
     form: Form
@@ -75,25 +75,25 @@ class FormSpec:
 
 
 def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
-    """Tells the form of the first rows.
+    """Recognise the form of the first rows.
 
     Args:
         rows: some rows from the start.
-        path: where they are from.
-        columns: of `data.columns`: names of fields as forms know them to the data's own.
+        path: path of the rows, for messages.
+        columns: `data.columns`: names of fields in forms to names in the data.
 
     Raises:
-        InputError: no row has a form, or none has a column that was named.
+        InputError: no row has a form, or none has a named column.
     """
     columns = columns or {}
     values = [row.parsed().value for row in rows[:NUM_LOOKED_AT]]
     for name, theirs in columns.items():
         if not any(isinstance(value, dict) and theirs in value for value in values):
             raise InputError(
-                f"data.columns={{{name}: {theirs}}}: no row among the first {len(values)} of "
+                f"data.columns={{{name}: {theirs}}}: none of the first {len(values)} rows of "
                 f"{path} has '{theirs}'; {rows[0].where} has {show_fields(values[0])}"
             )
-    # What the user names comes first, whatever else a row holds.
+    # Columns that the user names take precedence.
     named = [
         {name: value.get(columns[name]) for name in columns} if isinstance(value, dict) else {}
         for value in values
@@ -105,27 +105,28 @@ def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = N
     first = rows[0].parsed()
     keys = ", ".join(key for spec in FORMS for key in spec.keys)
     raise InputError(
-        f"{path}: no row among the first {len(values)} has a known form; {first.where} has "
-        f"{first.problem or show_fields(first.value)}; allowed: one of the fields {keys}; other "
-        "names are given with data.columns, e.g. data.columns={prompt: ask, response: reply}"
+        f"{path}: none of the first {len(values)} rows has a known form; "
+        f"{first.where} has {first.problem or show_fields(first.value)}; allowed: one of the "
+        f"fields {keys}; map other names with data.columns, e.g. "
+        "data.columns={prompt: ask, response: reply}"
     )
 
 
 def to_record(
     row: Row, form: Form, columns: Mapping[str, str] | None = None, *, detected: bool = False
 ) -> Record:
-    """Checks a row and reads what it holds.
+    """Check a row and read its content.
 
     Args:
-        row: parsed or not.
-        form: what it is to be.
-        columns: of `data.columns`.
-        detected: the form was taken from the first rows, so rows of other forms and rendered
-            dialogues are refused.
+        row: row, parsed or not.
+        form: expected form.
+        columns: `data.columns`.
+        detected: whether the form was recognised from the first rows; then rows of other forms and
+            rendered dialogues are refused.
 
     Raises:
-        MalformedRowError: a field is not what the form asks for.
-        InputError: a row of another form than those that the form was detected in.
+        MalformedRowError: a field does not fit the form.
+        InputError: the row has another form than the recognised one.
     """
     columns = columns or {}
     try:
@@ -198,7 +199,7 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
 
 
 def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
-    """Takes which answers, counted from 0, were cut off: indices of their messages."""
+    """Indices of the messages whose answers, counted from 0, were cut off."""
     if empty(decoded(fields.get(CUT_OFF))):
         return frozenset()
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -211,7 +212,7 @@ def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
 
 
 def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
-    """A row under our names, and its fields that are hidden behind them."""
+    """Rename the fields of a row, and list fields hidden by renamed ones."""
     if not isinstance(value, dict):
         return {}, []
     if not columns:
@@ -229,7 +230,7 @@ def _form_of(fields: Fields) -> Form | None:
 
 
 def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], Any]) -> Any:
-    """Takes the first of some names that says something, and drops those that say the same."""
+    """Take the first of some names with a value, and drop those with the same value."""
     for name in names:
         value = fields.get(name)
         if empty(value):
@@ -266,7 +267,7 @@ def _preference(fields: Fields, key: str, talk: Conversation) -> None:
     if isinstance(chosen, list):
         start.add_all(chosen[:1], key)
     answer_alone = any(message["role"] == "assistant" for message in start.messages)
-    # A list of more has the prompt once more in front, if there is one.
+    # A longer list repeats the prompt at its start, if there is one.
     if isinstance(chosen, list) and (prompt_key is None or not answer_alone):
         talk.add_all(list_of(chosen, key, "objects"), key)
         if prompt_key and not _opens_with(prompt, prompt_key, talk.messages):
@@ -323,7 +324,7 @@ def _reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
 
 
 def _say(value: object, key: str, role: str, talk: Conversation) -> None:
-    """Adds a plain text of a role, a list of messages, or a list of the user's questions."""
+    """Add a text of a role, a list of messages, or a list of the user's questions."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         talk.add_all(value, key)
     elif isinstance(value, list) and value and role == "user":  # MT-bench's questions on the Hub
@@ -376,9 +377,9 @@ CATEGORIES = ("category", "subject")
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
 
-# Order decides when a row has keys of several forms: published datasets often carry a rendered
-# `text` or a bare `prompt` beside the structured conversation, and each of these may stand
-# beside the `question` that it was made from.
+# Order decides for rows with keys of several forms. Published datasets often have a rendered `text`
+# or a bare `prompt` beside the structured conversation, and each of these may stand beside the
+# `question` it came from.
 FORMS = (
     FormSpec(Form.messages, ("messages",), _conversation),
     FormSpec(Form.conversations, DIALOGUES, _conversation),

@@ -1,4 +1,4 @@
-"""Messages as they are published become ours: roles, parts, reasoning, tool calls."""
+"""Normalises published messages: roles, parts, reasoning, tool calls."""
 
 import json
 import re
@@ -16,8 +16,9 @@ from data.rows.values import (
 )
 
 Message = dict[str, Any]
-"""`role` (system, developer, user, assistant or tool) and `content`, a string; where present also
-`reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as chat templates read them."""
+"""Message with `role` (system, developer, user, assistant or tool) and `content`, a string.
+Optional: `reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as chat templates read
+them."""
 Messages = list[Message]
 
 CALL = "tool call"
@@ -55,17 +56,17 @@ MESSAGE = "an object with 'role' and 'content'"
 
 
 class Conversation:
-    """Collects the messages of a row.
+    """Messages of a row.
 
     Attributes:
-        messages: those so far.
-        unlearnt: indices of messages that the row says not to learn.
-        written: token ids by index of message, where the target wrote it.
-        unread: fields that nobody reads, e.g. `messages[].annotations`.
+        messages: messages so far.
+        unlearnt: indices of messages that the row excludes from learning.
+        written: token ids by message index, for messages that the target wrote.
+        unread: names of fields that are not read, e.g. `messages[].annotations`.
     """
 
     def __init__(self, system: str | None = None):
-        """Starts with the system message that stands beside the messages, if there is one."""
+        """Start with a system text that stands beside the messages, if any."""
         self.messages: Messages = []
         self.unlearnt: set[int] = set()
         self.written: dict[int, list[int]] = {}
@@ -76,23 +77,23 @@ class Conversation:
             self._num_given = 1
 
     def say(self, role: str, value: object, name: str) -> None:
-        """Adds a plain text.
+        """Add a text of a role.
 
         Raises:
-            MalformedRowError: there is none.
+            MalformedRowError: the text is missing.
         """
         self.messages.append({"role": role, "content": text_of(value, name)})
 
     def add(self, item: object, key: str, index: int) -> None:
-        """Adds a message.
+        """Add a message.
 
         Args:
-            item: as the row has it.
-            key: field of the row that it comes from.
-            index: in that field.
+            item: message as stored in the row.
+            key: field of the row.
+            index: index in that field.
 
         Raises:
-            MalformedRowError: it is no message, or does not follow from those before.
+            MalformedRowError: the item is no message, or does not fit the messages before it.
         """
         name, item = f"{key}[{index}]", decoded(item)
         if not isinstance(item, dict):
@@ -107,7 +108,7 @@ class Conversation:
         self._leave(fields, name)
 
     def add_all(self, items: list, key: str) -> None:
-        """Adds the messages of a field; raises as `add` does."""
+        """Add the messages of a field. Raises as `add` does."""
         for index, item in enumerate(items):
             self.add(item, key, index)
 
@@ -190,7 +191,7 @@ class Conversation:
         return unicode_of(text, name)
 
     def _assistant(self, fields: dict[str, Any], message: Message, name: str) -> None:
-        """Takes what only an assistant says: its reasoning and its calls."""
+        """Take the reasoning and the calls of an assistant's message."""
         for key in REASONING:
             if empty(fields.get(key)):
                 continue
@@ -210,7 +211,7 @@ class Conversation:
         return [self._call(call, f"{name}[{index}]") for index, call in enumerate(calls)]
 
     def _call(self, value: object, name: str) -> Message:
-        """Writes a call as OpenAI does, but its arguments as an object, as templates want them."""
+        """Rewrite a call as OpenAI does, with arguments as an object, as templates need them."""
         given = object_of(value, name, "a call with 'function', or with 'name' and 'arguments'")
         call = dict(given)
         function = call.pop("function", None)
@@ -230,10 +231,10 @@ class Conversation:
 
 
 def arguments_of(value: object, name: str) -> dict[str, Any]:
-    """The arguments of a call; servers and data write none in several ways.
+    """Arguments of a call as an object; empty in any of the usual spellings gives {}.
 
     Raises:
-        MalformedRowError: it is something else than an object, or one written as JSON.
+        MalformedRowError: the value is neither an object nor a JSON object.
     """
     if empty(value) or (isinstance(value, str) and value.strip() in ("", "null")):
         return {}
@@ -241,7 +242,7 @@ def arguments_of(value: object, name: str) -> dict[str, Any]:
 
 
 def with_text_arguments(message: Message) -> Message:
-    """A message with the arguments of its calls as JSON text: servers and some templates ask so."""
+    """Copy a message with call arguments as JSON text, as servers and some templates need."""
     if "tool_calls" not in message:
         return message
     functions = (call["function"] for call in message["tool_calls"])
@@ -251,10 +252,10 @@ def with_text_arguments(message: Message) -> Message:
 
 
 def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
-    """Refuses what shows or plays something, which a target's text alone would not know.
+    """Refuse images, audio and the like, as the target's text lacks them.
 
     Raises:
-        MalformedRowError: with the first such field.
+        MalformedRowError: naming the first such field.
     """
     for key in MEDIA:
         value = fields.get(key)
@@ -263,7 +264,7 @@ def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
 
 
 def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
-    """True if the message says not to be learnt; what others than the assistant say never is."""
+    """Tell whether a message is excluded from learning. Only assistant messages are learnt."""
     unlearnt = False
     for key in LEARNT:
         value = fields.get(key)
@@ -278,10 +279,10 @@ def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
 
 
 def ids_of(ids: list, name: str) -> list[int]:
-    """Checks token ids.
+    """Check token ids.
 
     Raises:
-        MalformedRowError: one of them is no number from 0 on, or more than any model has.
+        MalformedRowError: an entry is negative, no integer, or larger than any vocabulary.
     """
     for index, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < MOST_IDS:
@@ -290,10 +291,10 @@ def ids_of(ids: list, name: str) -> list[int]:
 
 
 def tools_of(value: object, name: str) -> list[dict] | None:
-    """Writes function schemas as OpenAI does; bare ones are wrapped.
+    """Rewrite function schemas as OpenAI does; bare schemas are wrapped.
 
     Raises:
-        MalformedRowError: one of them has no name.
+        MalformedRowError: a schema has no name.
     """
     if empty(value) or empty(decoded(value)):
         return None

@@ -1,4 +1,4 @@
-"""Loads conversations and texts from files, folders and Hub datasets, and checks every row."""
+"""Loader of conversations and texts that checks every row."""
 
 import hashlib
 from collections import Counter
@@ -20,21 +20,22 @@ NUM_BAD_SHOWN = 10
 
 @dataclass(frozen=True)
 class Records:
-    """The checked rows of a path."""
+    """Checked rows of a path."""
 
     records: list[Record]
     form: Form
     bad: list[str]
-    """One message per row that was skipped."""
+    """One message per skipped row."""
     sha256: str
-    """Of the file contents, unpacked (a folder: in name order), or of the rows of a Hub dataset."""
+    """Checksum of the unpacked files (of a folder in name order), or of the rows of a Hub
+    dataset."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Rows by field that has something in it and is not read, e.g. `id`."""
+    """Number of rows per field that has a value but is not read, e.g. `id`."""
     left_out: tuple[str, ...] = ()
-    """Files of a folder that are not read, and why."""
+    """Files of a folder that are not read, with reasons."""
 
     def lines(self) -> list[str]:
-        """The rows and fields that were left out, as lines to print."""
+        """Lines about the rows and fields that are not read."""
         return [
             *malformed(self.bad),
             *counted("fields not read", self.unread, "rows"),
@@ -43,27 +44,27 @@ class Records:
 
 
 def malformed(bad: list[str]) -> list[str]:
-    """The first messages of malformed rows, and how many more there are, as lines."""
+    """Lines with the first messages of malformed rows, and the number of others."""
     more = len(bad) - NUM_BAD_SHOWN
     shown = [f"malformed: {message}" for message in bad[:NUM_BAD_SHOWN]]
     return [*shown, *([f"malformed: {more:,} more"] if more > 0 else [])]
 
 
 def counted(what: str, counts: Mapping[str, int], unit: str) -> list[str]:
-    """Names with their counts as one line, or none."""
+    """Line of names with counts; no line without names."""
     names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
     return [f"{what}: {names}"] if names else []
 
 
 def load_records(path: str, config: RowsConfig | None = None) -> Records:
-    """Loads and checks every row of a file, a folder or a Hub dataset.
+    """Load and check every row of a file, a folder or a Hub dataset.
 
     Args:
-        path: a file, a folder of them, or a Hub dataset id.
-        config: how to read it, as usual unless given; its own `path` is not looked at.
+        path: file, folder of files, or Hub dataset id.
+        config: data settings; its own `path` is ignored.
 
     Raises:
-        InputError: nothing at `path`, no rows, mixed forms, or a malformed row.
+        InputError: missing data, no rows, mixed forms, or a malformed row.
     """
     config = config or RowsConfig()
     source = find_source(path, subset=config.subset, split=config.split, streaming=config.streaming)
@@ -71,7 +72,7 @@ def load_records(path: str, config: RowsConfig | None = None) -> Records:
     rows = read_rows(source, digest)
     first = list(islice(rows, NUM_LOOKED_AT))
     if not first:
-        raise InputError(f"{path}: holds no rows")
+        raise InputError(f"{path}: holds no rows; name data with rows")
     detected = config.form is Form.auto
     form = detect(first, path, config.columns) if detected else config.form
     records, bad, unread = [], [], Counter[str]()

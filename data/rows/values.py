@@ -1,14 +1,14 @@
-"""Checks the few types of values that rows are made of."""
+"""Checks of the value types in rows."""
 
 import json
 from typing import Any
 
 
 class MalformedRowError(Exception):
-    """A field of a row is not what its form asks for."""
+    """A field of a row has a value that its form does not allow."""
 
     def __init__(self, name: str, found: str, allowed: str):
-        super().__init__(name, found, allowed)  # all of them, so that processes can hand it on
+        super().__init__(name, found, allowed)  # all arguments, so that the error can be pickled
         self.name, self.found, self.allowed = name, found, allowed
 
     def __str__(self) -> str:
@@ -16,7 +16,7 @@ class MalformedRowError(Exception):
 
 
 def show(value: object) -> str:
-    """A value with its type for a message, shortened."""
+    """Show a value and its type in a message, shortened."""
     if value is None:
         return "nothing"
     try:
@@ -28,38 +28,38 @@ def show(value: object) -> str:
 
 
 def show_fields(value: object) -> str:
-    """The names of a row's fields for a message."""
+    """Show the names of a row's fields in a message."""
     if not isinstance(value, dict):
         return show(value)
     return "the fields " + ", ".join(map(str, value)) if value else "no fields"
 
 
 def parse_json(text: str) -> Any:
-    """Decodes JSON.
+    """Decode JSON.
 
     Raises:
-        ValueError: with the reason, whatever it is (also too deep, or too long a number).
+        ValueError: with the reason, also for deep nesting and long numbers.
     """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"invalid JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
-    except ValueError as error:  # Python refuses integers beyond some thousand digits
-        raise ValueError(f"JSON with a number that is too long ({error})") from None
+        raise ValueError("JSON with too deep nesting") from None
+    except ValueError as error:  # Python refuses integers of some thousand digits
+        raise ValueError(f"JSON with too long a number ({error})") from None
 
 
 def empty(value: object) -> bool:
-    """True if a field says nothing: absent columns of tables, empty texts, lists and objects."""
+    """Tell whether a field has no value: None, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def text_of(value: object, name: str, allowed: str = "a string") -> str:
-    """A text that has something in it.
+    """Check that a value is a non-empty text.
 
     Raises:
-        MalformedRowError: it is something else, empty or not valid Unicode.
+        MalformedRowError: the value is no text, empty, or not valid Unicode.
     """
     if not isinstance(value, str):
         raise MalformedRowError(name, show(value), allowed)
@@ -69,10 +69,10 @@ def text_of(value: object, name: str, allowed: str = "a string") -> str:
 
 
 def unicode_of(value: str, name: str) -> str:
-    """Checks that a text can be encoded.
+    """Check that a text can be encoded.
 
     Raises:
-        MalformedRowError: it holds half of a surrogate pair.
+        MalformedRowError: the text has half of a surrogate pair.
     """
     try:
         value.encode()
@@ -82,10 +82,10 @@ def unicode_of(value: str, name: str) -> str:
 
 
 def list_of(value: object, name: str, items: str) -> list:
-    """A list with something in it, also one that is written as JSON.
+    """Check that a value is a non-empty list, or its JSON text.
 
     Raises:
-        MalformedRowError: it is something else or empty.
+        MalformedRowError: the value is no list or empty.
     """
     content = decoded(value)
     if not isinstance(content, list) or not content:
@@ -94,10 +94,10 @@ def list_of(value: object, name: str, items: str) -> list:
 
 
 def object_of(value: object, name: str, allowed: str) -> dict[str, Any]:
-    """An object, also one that is written as JSON.
+    """Check that a value is an object, or its JSON text.
 
     Raises:
-        MalformedRowError: it is something else, or cannot be written as JSON again.
+        MalformedRowError: the value is no object, or cannot be written as JSON.
     """
     content = decoded(value)
     if not isinstance(content, dict):
@@ -105,12 +105,12 @@ def object_of(value: object, name: str, allowed: str) -> dict[str, Any]:
     try:
         unicode_of(json.dumps(content, ensure_ascii=False), name)
     except (TypeError, ValueError, RecursionError) as error:
-        raise MalformedRowError(name, f"what is not JSON ({error})", allowed) from None
+        raise MalformedRowError(name, f"a value that JSON cannot hold ({error})", allowed) from None
     return content
 
 
 def decoded(value: object) -> object:
-    """The content of a JSON string; anything else as it is."""
+    """Decode a JSON text of a list or object; return anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return parse_json(value)

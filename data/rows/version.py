@@ -1,4 +1,4 @@
-"""The version of a published data set: its commit on the Hub, or that of a copy of it."""
+"""Version of a published dataset: its commit on the Hub, or the commit of a local copy."""
 
 import re
 from pathlib import Path
@@ -11,21 +11,21 @@ SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 def version_of(path: str) -> str | None:
-    """The commit of a Hub dataset, or of the one that a local path is a copy of.
+    """Find the commit of a Hub dataset, or the commit that a local path is a copy of.
 
     Args:
-        path: as `data.path`: a Hub dataset id; a clone; or a file or folder in the cache of the
-            Hub's client, or where `hf download --local-dir` put it.
+        path: `data.path`: Hub dataset id, clone, or file or folder in the Hub client's cache or
+            written by `hf download --local-dir`.
 
     Returns:
-        40 hexadecimal digits; None where nothing tells, or the Hub cannot be asked.
+        40 hexadecimal digits; None if unknown, or if the Hub cannot be reached.
     """
     local = here("data.path", path, SUFFIXES)
     if local is None:
         return _on_the_hub(path)
     if found := SNAPSHOT.search(local.absolute().as_posix()):
         return found[1]
-    if (local / ".git").is_dir():  # not one further up, which is of whoever keeps data there
+    if (local / ".git").is_dir():  # a .git further up belongs to the user's own repository
         return _checked_out(local / ".git")
     places = [place / ".cache/huggingface/download" for place in (local, *local.absolute().parents)]
     return next((_downloaded(place) for place in places[:3] if place.is_dir()), None)
@@ -41,7 +41,7 @@ def _on_the_hub(path: str) -> str | None:
 
 
 def _checked_out(git: Path) -> str | None:
-    """The commit that a clone is at."""
+    """Commit of a clone."""
     head = _text(git / "HEAD")
     if not head.startswith("ref: "):
         return _commit(head)
@@ -51,7 +51,7 @@ def _checked_out(git: Path) -> str | None:
 
 
 def _downloaded(notes: Path) -> str | None:
-    """The commit that the Hub's client noted for every file; None where there are several."""
+    """Commit that the Hub's client noted for every file; None if they differ."""
     commits = {_commit(_text(file)) for file in notes.rglob("*.metadata")}
     return commits.pop() if len(commits) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Memory for what is read from servers, used again once nobody has a tensor in it."""
+"""Memory for data from servers, reused once no tensor needs it."""
 
 import mmap
 import weakref
@@ -10,24 +10,24 @@ import numpy.typing as npt
 SMALL = 1 << 20
 """Bytes below which memory is not kept."""
 STEPS = 4
-"""Sizes of kept memory between one power of two and the next."""
+"""Sizes of kept memory between two powers of two."""
 
 
 class Buffers:
-    """Memory of processes that read much and hold little.
+    """Memory of a process that reads much and holds little.
 
-    The kernel clears new pages, which takes several times as long as reading into old ones. As much
-    is kept as was in use at once.
+    The kernel clears new pages, which takes several times as long as reading into old ones. Keeps
+    as much memory as was in use at once.
     """
 
     def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []  # threads take and give back; each change is one step
+        self._free: list[mmap.mmap] = []  # threads take and return memory; each operation is atomic
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Memory, with anything in it; given back when the array and all that shares it are gone.
+        """Uninitialised memory; returned once the array and all views of it are gone.
 
         Args:
-            num_bytes: of the array.
+            num_bytes: size of the array.
         """
         if num_bytes < SMALL:
             return np.empty(num_bytes, np.uint8)
@@ -41,13 +41,13 @@ class Buffers:
     def _kept(self, size: int) -> mmap.mmap | None:
         for block in [*self._free]:
             if size <= len(block) <= size + size // STEPS:
-                with suppress(ValueError):  # another thread was faster
+                with suppress(ValueError):  # another thread took it first
                     self._free.remove(block)
                     return block
         return None
 
     def _new(self, size: int) -> mmap.mmap:
-        """New memory, in place of as much that is kept and does not fit."""
+        """New memory, instead of kept memory of the same size that does not fit."""
         dropped = 0
         while self._free and dropped < size:
             with suppress(IndexError):

@@ -1,4 +1,4 @@
-"""Answers from an OpenAI-compatible server: many requests in flight, retried until they hold."""
+"""Answers from an OpenAI-compatible server, with many requests in flight and retries."""
 
 import asyncio
 import contextlib
@@ -26,40 +26,41 @@ MAX_DELAY_S = 60.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 REFUSED = frozenset({400, 413, 422})
 WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Without these a server takes over what the target's generation_config.json draws from."""
+"""Settings that stop a server from applying the target's generation_config.json."""
 ENDED = frozenset({None, "stop", "eos", "eos_token", "tool_calls", "function_call"})
-"""`finish_reason` of answers that the target ended itself; `length` and `abort` are none."""
+"""`finish_reason` of complete answers; `length` and `abort` are not among them."""
 
 
 class RowRefused(Exception):  # noqa: N818  names what happened to the row
-    """This conversation can never be answered: too long, or of a kind the server refuses."""
+    """The server can never answer this conversation: too long, or refused."""
 
 
 class RowFailed(Exception):  # noqa: N818
-    """This conversation got no answer in all its attempts; another start may get one."""
+    """All attempts for this conversation failed; another start may succeed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's answer in one turn."""
+    """The target's answer to one turn."""
 
     message: dict
-    """`role`, `content`, and `reasoning_content` and `tool_calls` where there are any."""
+    """Message with `role`, `content` and, if present, `reasoning_content` and `tool_calls`."""
     truncated: bool
-    """Cut off, by `max_new_tokens` or by the server: its end-of-turn token is missing."""
+    """Whether `max_new_tokens` or the server cut the answer, so that its end-of-turn token
+    lacks."""
     token_ids: list[int] | None = None
-    """As they were written, the end-of-turn token included; None if nobody told."""
+    """Token ids as written, including the end-of-turn token; None if unknown."""
 
     @property
     def is_empty(self) -> bool:
-        """True if it says nothing."""
+        """Tell whether the answer has no content."""
         parts = (self.message.get(key) for key in ("content", "reasoning_content", "tool_calls"))
         return not any(part.strip() if isinstance(part, str) else part for part in parts)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One OpenAI-compatible server and how to talk to it."""
+    """OpenAI-compatible server, with settings of its client."""
 
     url: str
     """Base URL that ends before `/chat/completions`."""
@@ -68,7 +69,7 @@ class Endpoint:
     max_retries: int = 5
     timeout_s: float = 300.0
     setting: str = "endpoint"
-    """Config key that `url` came from, for messages."""
+    """Setting that `url` came from, for messages."""
 
     def __post_init__(self) -> None:
         try:
@@ -76,7 +77,10 @@ class Endpoint:
         except httpx.InvalidURL as error:
             raise InputError(f"{self}: {error}") from error
         if parsed.userinfo:
-            raise InputError(f"{self.setting}: must not hold a password; set api_key_env instead")
+            raise InputError(
+                f"{self.setting}: must not hold a password; name the variable with the key in "
+                "api_key_env"
+            )
         if parsed.scheme not in {"http", "https"} or not parsed.host:
             raise InputError(f"{self}: must be like http://localhost:8000/v1")
 
@@ -85,14 +89,14 @@ class Endpoint:
 
 
 class Client:
-    """A connection pool to one endpoint; an asynchronous context manager."""
+    """Connection pool to one endpoint, as an asynchronous context manager."""
 
     def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
-        """Opens no connection yet.
+        """Keep the endpoint; connect later.
 
         Args:
             endpoint: the server.
-            concurrency: connections kept.
+            concurrency: number of connections to keep.
         """
         self.endpoint = endpoint
         self.num_retries = 0
@@ -110,11 +114,11 @@ class Client:
         await self._http.aclose()
 
     async def first_model(self) -> str:
-        """The first model that the server lists."""
+        """Name of the first model that the server lists."""
         return str((await self.models())[0]["id"])
 
     async def models(self) -> list[dict]:
-        """The models that the server lists, one or more, each with an `id`."""
+        """Models that the server lists, at least one, each with an `id`."""
         try:
             listed = (await self.request("GET", "models"))["data"]
             named = [m for m in listed if isinstance(m, dict) and "id" in m]
@@ -123,11 +127,11 @@ class Client:
         except (KeyError, TypeError):
             named = []
         if not named:
-            raise InputError(f"{self.endpoint}: lists no model; name one with model=...")
+            raise InputError(f"{self.endpoint}: lists no model; set model=NAME")
         return named
 
     async def version(self) -> str | None:
-        """The version that the server tells, as vLLM does beside its base URL; None for none."""
+        """Version of the server, as vLLM gives it beside its base URL; None if unknown."""
         root = self.endpoint.url.rstrip("/").removesuffix("/v1")
         try:
             response = await self._http.get(f"{root}/version")
@@ -137,16 +141,16 @@ class Client:
         return str(told["version"]) if isinstance(told, dict) and "version" in told else None
 
     async def answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
-        """Asks for the next assistant message.
+        """Request the next assistant message.
 
         Args:
-            messages: the conversation so far, ending with the user's turn.
-            settings: sampling fields of the request body.
+            messages: conversation so far, ending with a turn of the user.
+            settings: sampling fields of the request.
 
         Raises:
             RowRefused: the server refuses these messages.
-            RowFailed: no answer in all attempts.
-            InputError: the server refuses every request: address, key or model is wrong.
+            RowFailed: all attempts failed.
+            InputError: the server refuses every request, as address, key or model is wrong.
         """
         body = {
             "model": self.endpoint.model,
@@ -165,29 +169,29 @@ class Client:
         return Answer(message, not ended, choice.get("token_ids"))
 
     async def tells_token_ids(self) -> bool:
-        """True if the server gives the token ids of an answer when asked to: vLLM does."""
+        """Tell whether the server returns token ids on request, as vLLM does."""
         return all(model.get("owned_by") == "vllm" for model in await self.models())
 
     async def request(self, method: str, path: str, body: dict | None = None) -> dict:
-        """Sends one request until it holds.
+        """Send a request until it succeeds.
 
         Args:
-            method: of HTTP.
-            path: behind the base URL.
-            body: sent as JSON.
+            method: HTTP method.
+            path: path below the base URL.
+            body: JSON body.
 
         Returns:
             The reply's JSON.
 
         Raises:
-            RowRefused: the server refuses this body.
-            RowFailed: no answer in all attempts.
+            RowRefused: the server refuses this request.
+            RowFailed: all attempts failed.
             InputError: the server refuses every request.
         """
         return await self._send(method, path, body, httpx.Response.json)
 
     async def page(self, path: str) -> str:
-        """The text at a path behind the base URL; raises as `request` does."""
+        """Get the text at a path below the base URL. Raises as `request` does."""
         return await self._send("GET", path, None, lambda response: response.text)
 
     async def events(self, path: str, body: dict) -> AsyncGenerator[dict, None]:
@@ -246,22 +250,24 @@ class Client:
             if attempt >= self.endpoint.max_retries:
                 raise RowFailed(f"{problem} ({attempt + 1} attempts)")
             if wait_s > max(self.endpoint.timeout_s, MAX_DELAY_S):
-                raise RowFailed(f"{problem}; it asks to wait {wait_s:.0f} s, above timeout_s")
+                raise RowFailed(
+                    f"{problem}; the server asks to wait {wait_s:.0f} s, more than timeout_s"
+                )
             self.num_retries += 1
             await asyncio.sleep(wait_s)
         raise AssertionError
 
 
 class Connection:
-    """A client for code that is not asynchronous; a context manager.
+    """Client for synchronous code, as a context manager.
 
     Attributes:
         endpoint: the server.
-        client: asynchronous, with a thread of its own.
+        client: asynchronous client with its own thread.
     """
 
     def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
-        """Opens no connection yet; see `Client`."""
+        """Keep the endpoint; connect later. See `Client`."""
         self.endpoint = endpoint
         self.client = Client(endpoint, concurrency)
         self._stack = ExitStack()
@@ -269,12 +275,12 @@ class Connection:
 
     @property
     def portal(self) -> BlockingPortal:
-        """The thread of the client, once this is entered."""
+        """Thread of the client, inside the context."""
         assert self._portal is not None
         return self._portal
 
     def start(self) -> None:
-        """Tries the server out; an error closes the connection."""
+        """Try the server. An error closes the connection."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -289,7 +295,7 @@ class Connection:
 
 
 def retry_after_s(value: str | None) -> float:
-    """Seconds by a Retry-After header: a number, or an HTTP date; 0 where absent or unreadable."""
+    """Seconds of a Retry-After header (number or HTTP date); 0 if absent or unreadable."""
     if not value:
         return 0.0
     try:
@@ -305,11 +311,11 @@ def retry_after_s(value: str | None) -> float:
 async def as_completed(
     jobs: Iterable[Job], work: Callable[[Job], Awaitable[Result]], concurrency: int
 ) -> AsyncGenerator[list[Result], None]:
-    """Runs `work` on every job, at most `concurrency` at a time, in the order given.
+    """Run `work` on every job, in order, at most `concurrency` at a time.
 
     Yields:
-        Results of jobs that ended since the last list. When a job raises, the results of the
-        others that ended with it come first, then its error.
+        Results of the jobs that ended since the last list. If a job raises, the results of jobs
+        that ended with it come first, then its error.
     """
     queue = iter(jobs)
     pending: set[asyncio.Future[Result]] = set()
@@ -337,17 +343,17 @@ def continuations(
     told: Sequence[Mapping[str, Any]],
     concurrency: int,
 ) -> list[list[int]]:
-    """The answers to rendered prompts, stop tokens included, from vLLM (0.32).
+    """Request answers to rendered prompts, including stop tokens, from vLLM (0.32).
 
     Args:
-        endpoint: the server; the first model that it lists answers.
+        endpoint: server; its first listed model answers.
         prompts: token ids.
-        max_new_tokens: tokens of an answer at most.
-        told: further settings of each request, e.g. `temperature`.
+        max_new_tokens: largest number of tokens per answer.
+        told: further settings per request, e.g. `temperature`.
         concurrency: requests in flight.
 
     Raises:
-        InputError: a prompt got no answer, or one without token ids.
+        InputError: a prompt got no answer, or an answer without token ids.
     """
     asked = {**WHOLE_DISTRIBUTION, "max_tokens": max_new_tokens, "return_token_ids": True}
     bodies = [{**asked, **own, "prompt": ids} for ids, own in zip(prompts, told, strict=True)]
@@ -364,7 +370,7 @@ def continuations(
                     return place, list(reply["choices"][0]["token_ids"])
                 except (KeyError, IndexError, TypeError) as error:
                     raise RowFailed(
-                        "the reply has no choices[0].token_ids: it must be vLLM, and not an old one"
+                        "the reply has no choices[0].token_ids: the server must be a recent vLLM"
                     ) from error
 
             ended = as_completed(range(len(bodies)), ask, concurrency)
@@ -383,7 +389,7 @@ def _final_error(status: int, url: str, problem: str) -> Exception:
     if status in REFUSED:
         return RowRefused(problem)
     hint = {
-        401: "set the key in the environment variable that api_key_env names",
+        401: "set the key in the environment variable named by api_key_env",
         403: "the key may not use this model",
         404: "check endpoint (it usually ends in /v1) and model",
     }.get(status, "check endpoint and model")
@@ -391,7 +397,7 @@ def _final_error(status: int, url: str, problem: str) -> Exception:
 
 
 def _message(said: dict) -> dict:
-    """Takes an assistant's message over: content, reasoning, calls of tools."""
+    """Take content, reasoning and tool calls from an assistant's message."""
     content, calls = said["content"], said.get("tool_calls")
     reasoning = said.get("reasoning_content") or said.get("reasoning")
     if not isinstance(content, str) and (content is not None or not (reasoning or calls)):

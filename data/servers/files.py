@@ -1,4 +1,4 @@
-"""Files of hidden states that a server has written, in a folder that this machine sees.
+"""Files of hidden states that a server writes to a folder shared with this machine.
 
 Letters: S tokens, L layers in a file, D hidden.
 """
@@ -22,14 +22,14 @@ from conf.errors import InputError
 from data.servers.buffers import Buffers
 
 VISIBLE_S = 10.0
-"""For which a file that the server has named may fail to show, on a network file system."""
+"""Seconds in which a file named by the server may stay invisible on a network file system."""
 LOOK_EVERY_S = 0.01
 SWEEP_EVERY_S = 600.0
 LOST_AFTER = 3
-"""Age of files that nobody waits for any more, in timeouts of a request."""
+"""Age, in request timeouts, of files that no reader waits for."""
 CANNOT_LOCK = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 HEADER_BYTES = 100_000_000
-"""Of the longest header that safetensors takes."""
+"""Longest header in bytes that safetensors accepts."""
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "I32": torch.int32, "I64": torch.int64,
@@ -39,46 +39,46 @@ BUFFERS = Buffers()
 
 
 class NotReadError(InputError):
-    """A document's states did not come, or not right: another attempt, or server, may give them."""
+    """The hidden states of a document are missing or wrong; another attempt or server may help."""
 
 
 class Files(Protocol):
-    """A way to a server's files."""
+    """Access to a server's files."""
 
     def take(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
-        """Reads a file and deletes it.
+        """Read a file and delete it.
 
         Args:
-            path: as the server names it.
-            token_ids: that it must hold, `[S]`; others are nobody's to delete.
-            locks: until a file is whole the server holds a lock beside it.
+            path: path as the server names it.
+            token_ids: [S] ids that the file must hold; other files are not deleted.
+            locks: whether the server locks a neighbour file until the file is whole.
 
         Returns:
-            `hidden_states` as written, [S, L, D] of a server that is started right.
+            `hidden_states` as written; [S, L, D] from a correctly started server.
 
         Raises:
-            NotReadError: it is not there, not whole, or of other tokens.
-            InputError: no such file can be read.
+            NotReadError: the file is missing, incomplete or of other tokens.
+            InputError: no file of this server can be read.
         """
 
     def free_bytes(self) -> int | None:
-        """Room where the server writes; None where nobody knows."""
+        """Free bytes where the server writes; None if unknown."""
 
     def close(self) -> None:
-        """Ends what is open."""
+        """Close open connections."""
 
 
 class Folder:
-    """Files in a folder that this machine sees under the server's name for it.
+    """Files in a folder that has the same name here and on the server.
 
-    What a request that was given up has left behind is deleted there now and then.
+    Now and then deletes files of requests that were given up.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Looks at nothing yet.
+        """Keep the settings; open no file yet.
 
         Args:
-            timeout_s: for which a file is waited for, and a request.
+            timeout_s: seconds to wait for a file, and for a request.
         """
         self.timeout_s = timeout_s
         self._folder: Path | None = None
@@ -97,7 +97,8 @@ class Folder:
             delete(path)
         except OSError as error:
             raise InputError(
-                f"cannot delete {path}, and the disk would fill up: {error}"
+                f"{path}: cannot be deleted, so the disk would fill up: {error}; let this user "
+                "write there"
             ) from error
         self._folder = path.parent
         if time.monotonic() - self._swept_at >= SWEEP_EVERY_S:
@@ -105,7 +106,7 @@ class Folder:
             num_lost = sweep(path.parent, LOST_AFTER * self.timeout_s)
             if num_lost:
                 tqdm.write(
-                    f"{path.parent}: deleted {num_lost} files that nobody has read for "
+                    f"{path.parent}: deleted {num_lost} files that no process has read for "
                     f"{LOST_AFTER * self.timeout_s / 60:.0f} minutes",
                     file=sys.stderr,
                 )
@@ -120,20 +121,20 @@ class Folder:
 
 
 def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
-    """Waits until a file's writer is done and all of it shows.
+    """Wait until the writer is done and the whole file is visible.
 
-    A lock tells where there is one. Elsewhere (network file systems may not lock, or show it late)
-    a file must be whole twice.
+    If a lock exists, it decides. On network file systems without visible locks, the file must be
+    whole twice.
 
     Args:
-        path: of a safetensors file.
-        locks: a writer holds `path.lock` until it is done.
-        timeout_s: for which the lock may be held.
+        path: path of a safetensors file.
+        locks: whether the writer holds `path.lock` until it is done.
+        timeout_s: seconds that the lock may be held.
 
     Raises:
-        NotReadError: it is not done in time, or the file is not whole then: a write that fails
-            leaves a free lock, and nothing or a short file.
-        InputError: the file may not be read.
+        NotReadError: the writer takes too long, or the file is incomplete afterwards, as after a
+            failed write.
+        InputError: no permission to read the file.
     """
     begin = released = time.monotonic()
     was_whole = False
@@ -143,7 +144,7 @@ def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
             released = now
             if now - begin > timeout_s:
                 raise NotReadError(
-                    f"{path} is not written after {now - begin:.0f} s: see the server's log"
+                    f"{path}: not written after {now - begin:.0f} s; see the server's log"
                 )
         elif _is_whole(path):
             if held is False or was_whole:
@@ -155,7 +156,7 @@ def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
 
 
 def _is_held(path: Path) -> bool | None:
-    """True while a writer holds the lock; None where none shows, or none can be had."""
+    """Tell whether a writer holds the lock; None without a lock."""
     try:
         with lock_of(path).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -166,7 +167,9 @@ def _is_held(path: Path) -> bool | None:
     except OSError as error:
         if error.errno in CANNOT_LOCK:
             return None
-        raise InputError(f"cannot lock {lock_of(path)}: {error}") from error
+        raise InputError(
+            f"{lock_of(path)}: cannot be locked: {error}; let this user write there"
+        ) from error
     return False
 
 
@@ -175,7 +178,7 @@ def _is_whole(path: Path) -> bool:
         with path.open("rb", buffering=0) as file:
             _places(file, os.fstat(file.fileno()).st_size)
     except PermissionError as error:
-        raise InputError(f"{error}: read as the user that the server runs as") from error
+        raise InputError(f"{error}; run this command as the server's user") from error
     except (OSError, ValueError):
         return False
     return True
@@ -184,29 +187,29 @@ def _is_whole(path: Path) -> bool:
 def _why_not_whole(path: Path) -> str:
     if not path.exists() and not lock_of(path).exists():
         return (
-            f"{path} cannot be seen from this machine: mount the server's shared_storage_path here "
-            "under the same name, or start scripts/relay.py beside the server and name it in "
+            f"{path}: cannot be seen from this machine; mount the server's shared_storage_path "
+            "here under the same name, or start scripts/relay.py beside the server and set "
             "target.relay"
         )
     found = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
-    return f"{path} was not written whole ({found}): the disk may be full, see the server's log"
+    return f"{path}: incomplete ({found}); the disk may be full, see the server's log"
 
 
 class Readable(Protocol):
-    """A file or a body of HTTP."""
+    """File or HTTP body."""
 
     def read(self, size: int, /) -> bytes | None:
-        """Reads that many bytes, less at the end."""
+        """Read up to `size` bytes."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fills a part of a buffer, and tells how long a part; 0 at the end."""
+        """Fill the start of a buffer and return the number of bytes; 0 at the end."""
 
 
 def read_tensors(file: Readable, size: int) -> dict[str, Tensor]:
-    """Reads a safetensors file into one buffer, which its tensors share.
+    """Read a safetensors file into one buffer, which its tensors share.
 
     Raises:
-        ValueError: it is none, or not whole.
+        ValueError: no safetensors file, or incomplete.
         OSError: reading fails.
     """
     num_bytes, places = _places(file, size)
@@ -227,10 +230,10 @@ def read_tensors(file: Readable, size: int) -> dict[str, Tensor]:
 def _places(
     file: Readable, size: int
 ) -> tuple[int, dict[str, tuple[torch.dtype, torch.Size, int]]]:
-    """Bytes behind the header, and dtype, shape and first byte there of each tensor.
+    """Size of the header, and dtype, shape and offset of each tensor.
 
     Raises:
-        ValueError: a file of `size` bytes has another header, or none.
+        ValueError: the header is missing or does not fit `size` bytes.
     """
     length = int.from_bytes(file.read(8) or b"", "little")
     if not 0 < length <= min(size - 8, HEADER_BYTES):
@@ -248,42 +251,42 @@ def _places(
     except (KeyError, TypeError, RuntimeError, UnicodeError, json.JSONDecodeError) as error:
         raise ValueError(f"no header of a safetensors file: {error!r}") from error
     if end != size - 8 - length:
-        raise ValueError(f"{size} bytes and not {end + 8 + length}")
+        raise ValueError(f"{size} bytes, not {end + 8 + length}")
     return end, places
 
 
 def states_of(tensors: dict[str, Tensor], token_ids: list[int], path: Path) -> Tensor:
-    """The states of a file that holds these tokens; a NotReadError for another one."""
+    """Return the hidden states of a file with these tokens; raise a NotReadError for others."""
     if "hidden_states" not in tensors or tensors.get("token_ids", torch.empty(0)).tolist() != (
         token_ids
     ):
-        raise NotReadError(f"{path} does not hold the tokens that were sent")
+        raise NotReadError(f"{path}: holds other tokens than were sent")
     return tensors["hidden_states"]
 
 
 def lock_of(path: Path) -> Path:
-    """The file that a writer locks."""
+    """Path of the lock file of a file."""
     return path.with_name(path.name + ".lock")
 
 
 def delete(path: Path) -> None:
-    """Deletes a file and its lock, whichever is there."""
+    """Delete a file and its lock, if present."""
     path.unlink(missing_ok=True)
     lock_of(path).unlink(missing_ok=True)
 
 
 def sweep(folder: Path, age_s: float) -> int:
-    """Deletes files of states, whole or not, and their locks that are older than an age.
+    """Delete files of hidden states, and their locks, that are older than an age.
 
     Returns:
-        How many files; locks do not count.
+        Number of deleted files, without locks.
     """
     num_files, before = 0, time.time() - age_s
     for path in folder.iterdir():
-        # safetensors writes to `.tmp` and six letters first.
+        # safetensors first writes to `.tmp` with six more letters.
         if not (path.name.endswith((".safetensors", ".lock")) or path.name.startswith(".tmp")):
             continue
-        with suppress(FileNotFoundError):  # others sweep too
+        with suppress(FileNotFoundError):  # other processes sweep too
             if path.lstat().st_mtime < before and not path.is_dir():
                 path.unlink()
                 num_files += not path.name.endswith(".lock")

@@ -1,7 +1,7 @@
 """Hidden states of a frozen target from a vLLM server, for targets beyond one GPU.
 
-The server runs with the speculative method `extract_hidden_states`: it writes the states of a
-request's prompt to a file on storage that both machines see, and names the file in its reply.
+The server runs with the speculative method `extract_hidden_states`: it writes the hidden states of
+a prompt to a file on shared storage and names the file in its reply.
 
 Letters: S tokens of a document, T tokens of a packed sequence, L layers in a file, D hidden.
 """
@@ -32,35 +32,35 @@ from data.servers.files import Files, Folder, NotReadError
 from data.servers.versions import WRITINGS, Writing, writing_of
 
 ROOM = 2
-"""Free space that is left, in files of the size that is asked for."""
+"""Free space to keep, in files of the requested size."""
 
 TRANSFER = "kv_transfer_params"
 OUTPUTS = {"include_output_tokens": True}
 
 
 class NoAnswerError(NotReadError):
-    """A server does not answer, or says that it cannot now."""
+    """A server does not answer, or cannot answer now."""
 
 
 Told = Mapping[str, Any]
-"""Settings of a request that OpenAI's protocol, or vLLM's additions, names."""
+"""Request settings of OpenAI's protocol or of vLLM's additions."""
 
 
 @dataclass(frozen=True)
 class ServerTaps:
-    """The states that a server writes, and their names here.
+    """Hidden states that a server writes, and their names here.
 
-    Layers have one numbering here and in vLLM: 0 is the embedding, i the output of decoder
-    layer i - 1, before the final norm, and so `num_layers` the last one. The state after the
-    final norm is not on offer (speculators' trainers too norm it themselves).
+    Layers are numbered as in vLLM: 0 is the embedding, i the output of decoder layer i - 1 before
+        the final norm, so `num_layers` is the last one. The server does not give the state after
+        the final norm, which is computed here, as in speculators' trainers.
 
     Attributes:
-        layers: indices of `output_hidden_states` that are wanted under `layers.{i}`.
+        layers: indices of `output_hidden_states` to return as `layers.{i}`.
         num_layers: decoder layers of the target.
         hidden_size: D.
-        final_norm: the target's, on the CPU, for `hidden_states`; None leaves those out.
-        recurrent: the target has layers that carry states along the text.
-        target: Hub id or folder that a server is started with.
+        final_norm: the target's norm on the CPU, for `hidden_states`; None to omit these.
+        recurrent: whether the target has recurrent layers.
+        target: Hub id or folder that the server is started with.
     """
 
     layers: tuple[int, ...]
@@ -73,27 +73,30 @@ class ServerTaps:
     def __post_init__(self) -> None:
         outside = [index for index in self.layers if not 0 <= index <= self.num_layers]
         if outside:
-            raise InputError(f"layers={outside}: the target has hidden states 0..{self.num_layers}")
+            raise InputError(
+                f"layers={outside}: not in the target, which has hidden states "
+                f"0..{self.num_layers}; name these"
+            )
         if not self.written:
-            raise InputError("layers=[]: nothing is to be read; name a layer")
+            raise InputError("layers=[]: no hidden state to read; name a layer")
 
     @property
     def written(self) -> list[int]:
-        """Layers in a file, `[L]`: vLLM sorts them, and writes none twice."""
+        """[L] layers in a file, sorted and without repetitions, as vLLM writes them."""
         last = () if self.final_norm is None else (self.num_layers,)
         return sorted({*self.layers, *last})
 
     @property
     def folder(self) -> str:
-        """Name of the folder that files lie in; a server says nowhere else what it writes."""
+        """Name of the folder of the files, which tells readers the layers."""
         return "-".join(["layers", *map(str, self.written)])
 
     def serve_options(self, storage: str | Path, writing: Writing = WRITINGS[-1]) -> list[str]:
-        """Arguments of `vllm serve` that make it write these states.
+        """Arguments of `vllm serve` to write these hidden states.
 
         Args:
-            storage: the folder that server and reader share, under one name.
-            writing: of the server's version.
+            storage: folder that server and reader see under one name.
+            writing: format of the server's version.
         """
         layers = {"eagle_aux_hidden_state_layer_ids": self.written}
         speculative = {
@@ -114,7 +117,7 @@ class ServerTaps:
 
     @torch.no_grad()
     def named(self, written: Tensor) -> dict[str, Tensor]:
-        """`layers.{i}` and `hidden_states`, each [S, D], of a file's states [S, L, D]."""
+        """Split a file's states [S, L, D] into `layers.{i}` and `hidden_states`, [S, D] each."""
         at = dict(zip(self.written, written.unbind(1), strict=True))
         states = {f"layers.{index}": at[index] for index in self.layers}
         if self.final_norm is not None:
@@ -123,13 +126,13 @@ class ServerTaps:
 
 
 class HiddenStatesServer(Connection):
-    """A server of documents' hidden states; a context manager, whose start tries it out.
+    """Server of documents' hidden states, as a context manager that tries the server first.
 
-    Whether it serves this target, its weights included, `eval.measure.engine_probe` finds out.
+    `eval.measure.engine_probe` checks that the server has this target's weights.
 
     Attributes:
-        writing: how its version writes.
-        max_model_len: tokens that it takes, the one that it generates included; None: not told.
+        writing: format of the server's version.
+        max_model_len: largest number of tokens, including the generated one; None if unknown.
     """
 
     def __init__(
@@ -139,13 +142,13 @@ class HiddenStatesServer(Connection):
         concurrency: int,
         files: Files | None = None,
     ) -> None:
-        """Opens no connection yet.
+        """Keep the settings; connect later.
 
         Args:
-            endpoint: the server; without a model it is the first one that it lists.
-            taps: what the server was started to write.
-            concurrency: documents in flight.
-            files: the way to its files; unset is a folder that this machine sees.
+            endpoint: server; without a model name, the first listed model is used.
+            taps: hidden states that the server was started to write.
+            concurrency: number of documents in flight.
+            files: access to the server's files. Unset: a folder shared with this machine.
         """
         super().__init__(endpoint, concurrency)
         self.taps = taps
@@ -155,14 +158,14 @@ class HiddenStatesServer(Connection):
         self.max_model_len: int | None = None
         self.writing = WRITINGS[-1]
         self._room = threading.Condition()
-        self._num_bytes = 0  # that are asked for and not read
+        self._num_bytes = 0  # requested but not read yet
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.files.close()
 
     def start(self) -> None:
-        """Raises InputError unless a first document can be read."""
+        """Raise an InputError unless a first document can be read."""
         try:
             listed = self.portal.call(self.client.models)
         except InputError as error:
@@ -170,7 +173,9 @@ class HiddenStatesServer(Connection):
         models = {str(model["id"]): model for model in listed}
         self.model = self.model or next(iter(models))
         if self.model not in models:
-            raise self._error(f"has no model {self.model}; it lists {sorted(models)}")
+            raise self._error(
+                f"serves no model {self.model}; it lists {sorted(models)}: name one of these"
+            )
         own = models[self.model]
         base = models.get(str(own.get("parent")), {})  # of an adapter
         self.max_model_len = own.get("max_model_len") or base.get("max_model_len")
@@ -185,23 +190,23 @@ class HiddenStatesServer(Connection):
         self.read([0])
 
     def read(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """States of one document.
+        """Request the hidden states of one document.
 
         Args:
-            token_ids: of S tokens.
+            token_ids: S tokens.
 
         Returns:
             `layers.{i}` and `hidden_states`, each [S, D] in the server's dtype, on the CPU.
 
         Raises:
-            InputError: the server does not answer, or not with these states; the message says
+            InputError: the server does not answer, or with other hidden states; the message says
                 what to change.
         """
         with self._room_for(len(token_ids)):
             return self.portal.call(self._read, token_ids, 1)[1]
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
-        """The log-probability of each token but the first, after those before it.
+        """Log-probability of each token but the first, given the tokens before it.
 
         Raises:
             InputError: see `read`.
@@ -213,14 +218,16 @@ class HiddenStatesServer(Connection):
         try:
             return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], told, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._error("gives no prompt_logprobs; serve with vLLM 0.18 or newer") from error
+            raise self._error(
+                "returns no prompt_logprobs; serve with vLLM 0.18 or newer"
+            ) from error
 
     def write(self, prompt: list[int], max_new_tokens: int, told: Told) -> list[int]:
-        """The target's answer to a prompt: token ids, the one that ends it included.
+        """Request the target's answer to a prompt; token ids, including the ending one.
 
         Args:
             prompt: token ids.
-            max_new_tokens: tokens of the answer at most.
+            max_new_tokens: largest number of tokens of the answer.
             told: further settings of the request, e.g. `temperature` and `seed`.
 
         Raises:
@@ -234,9 +241,9 @@ class HiddenStatesServer(Connection):
     def answer(
         self, prompt: list[int], max_new_tokens: int, told: Told
     ) -> tuple[list[int], dict[str, Tensor]]:
-        """As `write`, and the states of prompt and answer, its last token left out.
+        """Request an answer with hidden states of all tokens but its last. Raises as `read` does.
 
-        Where the server's version can, one request gives both.
+        Newer vLLM versions return both from one request.
 
         Raises:
             InputError: see `read`.
@@ -251,14 +258,14 @@ class HiddenStatesServer(Connection):
 
     @contextmanager
     def _room_for(self, num_tokens: int) -> Iterator[None]:
-        """Waits until the storage has room for a file beside those that are asked for.
+        """Wait until the storage has room for another file beside the requested ones.
 
-        The server gives no notice of a full disk but a file that is short.
+        On a full disk the server gives no error, only a short file.
 
         Raises:
-            NotReadError: others fill it.
+            NotReadError: other files fill the storage.
         """
-        itemsize = 4  # of the widest dtype that it may serve in
+        itemsize = 4  # float32, the widest dtype of a server
         num_bytes = num_tokens * len(self.taps.written) * self.taps.hidden_size * itemsize
         until = time.monotonic() + self.endpoint.timeout_s
         with self._room:
@@ -266,7 +273,7 @@ class HiddenStatesServer(Connection):
                 if free > ROOM * (self._num_bytes + num_bytes):
                     break
                 if not self._room.wait(until - time.monotonic()):
-                    raise self._failed(f"{free} bytes are free where it writes")
+                    raise self._failed(f"only {free} bytes are free where it writes")
             self._num_bytes += num_bytes
         try:
             yield
@@ -278,13 +285,13 @@ class HiddenStatesServer(Connection):
     async def _read(
         self, token_ids: list[int], num_new: int, asked: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The server's choice of up to `num_new` tokens, and the states of all that it has read."""
+        """Request up to `num_new` tokens, with the hidden states of all tokens read."""
         num_tokens = len(token_ids)
         if self.max_model_len is not None and num_tokens + num_new > self.max_model_len:
             raise self._error(
-                f"a document of {num_tokens} tokens, and the server takes "
-                f"{self.max_model_len - num_new} and {num_new} more: serve with "
-                f"--max-model-len {num_tokens + num_new}, or set data.max_length lower"
+                f"a document of {num_tokens} tokens is too long, as the server takes "
+                f"{self.max_model_len - num_new} and {num_new} more; serve with --max-model-len "
+                f"{num_tokens + num_new}, or set data.max_length lower"
             )
         body = {"model": self.model, "prompt": token_ids, "max_tokens": num_new, "temperature": 0}
         body |= asked or {}
@@ -293,25 +300,25 @@ class HiddenStatesServer(Connection):
         except (RowFailed, RowRefused) as error:
             kind = NoAnswerError if isinstance(error, RowFailed) else NotReadError
             raise kind(
-                f"{self.endpoint}: no states of a document of {num_tokens} tokens: {error}"
+                f"{self.endpoint}: no hidden states of a document of {num_tokens} tokens: {error}"
             ) from error
         path = (reply.get(TRANSFER) or {}).get("hidden_states_path")
         if path is None:
-            raise self._error(f"answers without hidden states; {self._how_to_serve()}")
+            raise self._error(f"returns no hidden states; {self._how_to_serve()}")
         if Path(path).parent.name != self.taps.folder:
             raise self._error(
-                f"writes {path}, and not to {self.taps.folder}: it may be other layers; "
+                f"writes {path}, outside of {self.taps.folder}, so perhaps other layers; "
                 f"{self._how_to_serve()}"
             )
         choice = (reply.get("choices") or [{}])[0]
         asked = asked or {}
         if "return_token_ids" in asked and not choice.get("token_ids"):
-            raise self._error("tells no token ids of its answers; serve with a newer vLLM")
+            raise self._error("returns no token ids of its answers; serve with a newer vLLM")
         ids = token_ids + (choice["token_ids"][:-1] if TRANSFER in asked else [])
         return choice, await anyio.to_thread.run_sync(self._collect, Path(path), ids)
 
     def _collect(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
-        """Takes and checks the states of a file that the server named."""
+        """Read and check the hidden states in a file that the server named."""
         try:
             written = self.files.take(path, token_ids, self.writing.locks)
         except InputError as error:
@@ -319,15 +326,15 @@ class HiddenStatesServer(Connection):
         wanted = [len(token_ids), len(self.taps.written), self.taps.hidden_size]
         if list(written.shape) != wanted:
             raise self._error(
-                f"states of shape {list(written.shape)} and not {wanted} (tokens, layers, hidden "
-                f"size): it serves another target, or other layers; {self._how_to_serve()}"
+                f"hidden states have shape {list(written.shape)}, not {wanted} (tokens, layers, "
+                f"hidden size), so it serves another target or other layers; {self._how_to_serve()}"
             )
-        norms = torch.linalg.vector_norm(written, dim=-1)  # one pass; narrow ones may overflow
+        norms = torch.linalg.vector_norm(written, dim=-1)  # one pass; narrow dtypes may overflow
         if not norms.isfinite().all() and not written.isfinite().all():
-            raise self._failed("states hold NaN or infinity: check the server's --dtype")
-        # Only a first token can have such states, where its embedding is zero.
+            raise self._failed("hidden states have NaN or infinity; check the server's --dtype")
+        # Only a first token may be all zeros, if its embedding is zero.
         if not norms[1:, -1].all() and not written[1:, -1].any(dim=1).all():
-            raise self._failed("states of zeros: it left them out, see the server's log")
+            raise self._failed("hidden states are zeros, so it left them out; see the server's log")
         return self.taps.named(written)
 
     def _how_to_serve(self) -> str:

@@ -23,26 +23,26 @@ from data.servers.hidden_states import HiddenStatesServer, NoAnswerError, Told
 Result = TypeVar("Result")
 
 NUM_ATTEMPTS = 3
-"""Of a document that servers answer with nothing usable, each where there is the least to do."""
+"""Attempts per document on servers that answer unusably, the least busy server first."""
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
-"""Between attempts where no server answers, as each of them may be starting anew."""
+"""Seconds between attempts while no server answers, as they may be restarting."""
 MOST_FAILURES = 16
-"""Attempts that may fail in a row, over all documents and servers."""
+"""Largest number of consecutive failures, over all documents and servers."""
 REST_S = 60.0
-"""For which a server that has failed is asked only where every other has failed too."""
+"""Seconds in which a failed server is used only if all others failed too."""
 
 
 class StatesPool:
-    """Servers that share the documents of a run; a context manager, which tries each out.
+    """Servers that share the documents of a run, as a context manager that tries each server.
 
     Args:
-        servers: one or more; one that is named twice gets twice the documents.
-        check: raises an InputError for a server of another target; asked of each that has failed
-            before it is asked for more, as it may have been started anew.
+        servers: at least one; a server listed twice gets twice the documents.
+        check: function that raises an InputError for a server of another target. Called again for a
+            server that failed, as it may have been restarted.
 
     Attributes:
-        concurrency: documents in flight.
-        told: a line about each server, from whoever opened them.
+        concurrency: number of documents in flight.
+        told: one line per server.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StatesPool:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of `output_hidden_states` under `layers.{i}` of what is read."""
+        """Indices of `output_hidden_states` in `layers.{i}`."""
         return self.servers[0].taps.layers
 
     @property
@@ -84,22 +84,22 @@ class StatesPool:
         return self.servers[0].taps.hidden_size
 
     def submit(self, token_ids: list[int]) -> "Future[dict[str, Tensor]]":
-        """Asks for the states of a document, as `HiddenStatesServer.read` gives them."""
+        """Request the hidden states of a document, as `HiddenStatesServer.read` returns them."""
         return self._threads.submit(self.read, token_ids)
 
     def read(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """States of one document, as `HiddenStatesServer.read` gives them.
+        """Request the hidden states of a document, as `HiddenStatesServer.read` returns them.
 
         Raises:
-            NotReadError: no attempt gave them.
-            InputError: a server serves something else, or too many attempts have failed in a row.
+            NotReadError: all attempts failed.
+            InputError: a server serves something else, or too many attempts failed in a row.
         """
         return self._tried(lambda server: server.read(token_ids))
 
     def answers(
         self, prompts: Iterable[list[int]], max_new_tokens: int, told: Told
     ) -> list[tuple[list[int], dict[str, Tensor]]]:
-        """Answers and states, as `HiddenStatesServer.answer` gives them; raises as `read` does."""
+        """Request answers as `HiddenStatesServer.answer` does. Raises as `read` does."""
 
         def ask(prompt: list[int]) -> Future[tuple[list[int], dict[str, Tensor]]]:
             return self._threads.submit(
@@ -111,12 +111,12 @@ class StatesPool:
     def texts(
         self, prompts: Sequence[list[int]], max_new_tokens: int, told: Sequence[Told]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Numbers of prompts with their answers, as these end; raises as `read` does.
+        """Yield the index of each prompt with its answer, as they end. Raises as `read` does.
 
         Args:
             prompts: token ids.
-            max_new_tokens: tokens of an answer at most.
-            told: of each prompt, see `HiddenStatesServer.write`.
+            max_new_tokens: largest number of tokens per answer.
+            told: settings per prompt, see `HiddenStatesServer.write`.
         """
 
         def write(number: int, server: HiddenStatesServer) -> tuple[int, list[int]]:
@@ -130,7 +130,7 @@ class StatesPool:
             yield future.result()
 
     def _tried(self, ask: Callable[[HiddenStatesServer], Result]) -> Result:
-        """Asks servers in turn, and for a while all of them again if none of them answers."""
+        """Try servers in turn; if none answers, try all again for a while."""
         tried: set[int] = set()
         failures, waits_s = 0, iter(WAITS_S)
         while True:
@@ -168,7 +168,7 @@ class StatesPool:
                 self._busy[number] -= 1
 
     def _count(self, error: NotReadError) -> None:
-        """Counts a failure; raises an InputError where too many have come in a row."""
+        """Count a failure; raise an InputError after too many in a row."""
         with self._lock:
             self._in_a_row += 1
             if self._in_a_row >= MOST_FAILURES:
@@ -177,7 +177,7 @@ class StatesPool:
                 ) from error
 
     def _check_again(self, number: int) -> None:
-        """Checks a server that has failed, once for all who wait for it."""
+        """Check a failed server once for all threads that wait for it."""
         with self._checking:
             if number in self._failed_at:
                 self.check(self.servers[number])
@@ -185,7 +185,7 @@ class StatesPool:
                     self._failed_at.pop(number, None)
 
     def _least_busy(self, tried: set[int]) -> int:
-        """The number of the server to ask: the least busy one, of those that have not failed."""
+        """Index of the least busy server among those that have not failed."""
         with self._lock:
             rested = time.monotonic() - REST_S
             failed = {each for each, when in self._failed_at.items() if when > rested}
@@ -197,7 +197,7 @@ class StatesPool:
         return number
 
     def read_many(self, documents: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
-        """States of each document as `read` gives them, in order, with several in flight."""
+        """Yield the hidden states of each document in order, with several in flight."""
         pending: deque[Future[dict[str, Tensor]]] = deque()
         queue = iter(documents)
         try:
@@ -212,15 +212,15 @@ class StatesPool:
                 future.cancel()
 
     def read_rows(self, rows: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """States of the documents of packed sequences, with those of later ones in flight.
+        """Yield the hidden states of packed sequences, with later documents in flight.
 
-        One sequence often holds fewer documents than keep the servers busy.
+        One sequence often has fewer documents than keep the servers busy.
 
         Args:
             rows: items of `data.prepared.pack.PackedDataset`, of T tokens.
 
         Yields:
-            As `read`, each [T, D], with zeros on padding; in order.
+            Tensors as from `read`, each [T, D], with zeros on padding; in order.
         """
         rows, ahead = itertools.tee(rows)
         states = self.read_many(document for row in ahead for document in documents_of(row))
@@ -237,7 +237,7 @@ def documents_of(row: dict[str, Tensor]) -> list[list[int]]:
 
 
 def placed(row: dict[str, Tensor], documents: list[Tensor]) -> Tensor:
-    """[T, D] where [S, D] of each document lie in place: one behind the other, before padding."""
+    """[T, D] of concatenated documents [S, D], with padding at the end."""
     placed = documents[0].new_empty(len(row["document_ids"]), documents[0].shape[1])
     num_tokens = sum(map(len, documents))
     torch.cat(documents, out=placed[:num_tokens])

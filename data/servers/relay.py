@@ -1,4 +1,4 @@
-"""Files of hidden states by HTTP, from `scripts/relay.py` beside the server that writes them."""
+"""Files of hidden states over HTTP, from `scripts/relay.py` beside their server."""
 
 import json
 import time
@@ -17,28 +17,29 @@ from data.servers.token import TOKEN, token
 
 NUM_ATTEMPTS = 4
 FIRST_DELAY_S = 0.5
-"""Before the third attempt; the second follows at once, as a relay ends idle connections."""
+"""Seconds before the third attempt. The second follows at once, as a relay closes idle
+connections."""
 CONNECT_S = 30.0
 FREE_FOR_S = 1.0
-"""For which the room that a relay tells is taken for true."""
+"""Seconds for which the free space told by a relay is trusted."""
 MOST_WORDS = 500
-"""Bytes of a reason that are read."""
+"""Largest number of bytes read of a reason."""
 
 Result = TypeVar("Result")
 
 
 class Relay:
-    """Files of one relay; see `data.servers.files.Files`.
+    """Files of one relay. See `data.servers.files.Files`.
 
-    Each thread that reads has a connection of its own, and leaves it to the next one.
+    Each reading thread has its own connection, and leaves it to the next thread.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Opens no connection yet.
+        """Keep the settings; connect later.
 
         Args:
-            url: of the relay.
-            timeout_s: for which a file is waited for.
+            url: URL of the relay.
+            timeout_s: seconds to wait for a file.
         """
         parsed = urlsplit(url)
         try:
@@ -72,12 +73,12 @@ class Relay:
                 told = self._asked("GET", "health", HTTPResponse.read, CONNECT_S, num_attempts=1)
                 self._free = int(json.loads(told)["free_bytes"])
             except (InputError, ValueError, KeyError, TypeError):
-                self._free = None  # whoever takes a file says why
+                self._free = None  # reading a file will report the problem
             self._free_at = time.monotonic()
         return self._free
 
     def close(self) -> None:
-        """Ends connections that nobody uses."""
+        """Close unused connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -89,7 +90,7 @@ class Relay:
         timeout_s: float,
         num_attempts: int = NUM_ATTEMPTS,
     ) -> Result:
-        """What is read of the answer to a request, which is sent again if its connection breaks."""
+        """Send a request, again if its connection breaks, and `read` the answer."""
         target, problem, attempt = f"{self._root}/{quote(name, safe='')}", "", 0
         for attempt in range(num_attempts):
             time.sleep(FIRST_DELAY_S * 2 ** (attempt - 2) if attempt > 1 else 0)
@@ -110,7 +111,7 @@ class Relay:
             except (HTTPException, OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 connection.close()
-                self.close()  # the relay may have ended all of them
+                self.close()  # the relay may have closed all of them
                 if isinstance(error, TimeoutError):
                     break
         raise NotReadError(f"target.relay={self.url}: {problem} ({attempt + 1} attempts)")
@@ -121,22 +122,22 @@ class Relay:
         return self._kind(self._host, self._port, timeout=CONNECT_S)
 
     def _refusal(self, response: HTTPResponse, name: str) -> str:
-        """Why an answer is none, where another attempt may give one.
+        """Describe a failed answer that another attempt may mend.
 
         Raises:
-            NotReadError: this file is not there, or not whole.
-            InputError: the relay answers nobody with this token.
+            NotReadError: the file is missing or incomplete.
+            InputError: the relay refuses this token.
         """
         words = response.read(MOST_WORDS).decode(errors="replace").strip()
         who = f"target.relay={self.url}"
         if response.status in (401, 403):
             raise InputError(
-                f"{who}: HTTP {response.status}: set {TOKEN} here to what it is for the relay"
+                f"{who}: HTTP {response.status}: wrong token; set {TOKEN} here as on the relay"
             )
         if response.status == 404:
             raise NotReadError(
-                f"{who}: has no {name}: start scripts/relay.py beside the server, on the folder "
-                "that it writes to; relays stand in the order of target.engine"
+                f"{who}: has no {name}; start scripts/relay.py beside the server, on the folder it "
+                "writes to, and list relays in the order of target.engine"
             )
         if response.status == 409:
             raise NotReadError(f"{who}: {words}")

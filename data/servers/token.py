@@ -1,4 +1,4 @@
-"""The token that a relay of hidden states and those who read from it share."""
+"""Token shared by a relay of hidden states and its readers."""
 
 import os
 
@@ -8,12 +8,14 @@ TOKEN = "HEADSMITH_RELAY_TOKEN"
 
 
 def token() -> str | None:
-    """The token of this machine's environment; None for none.
+    """Token in this machine's environment; None if unset.
 
     Raises:
-        InputError: it cannot be sent.
+        InputError: the token cannot be sent.
     """
     found = os.environ.get(TOKEN)
     if found and not (found.isascii() and found.isprintable() and " " not in found):
-        raise InputError(f"{TOKEN}: allowed are ASCII letters, digits and signs, without spaces")
+        raise InputError(
+            f"{TOKEN}: cannot be sent; allowed are ASCII letters, digits and signs, without spaces"
+        )
     return found or None

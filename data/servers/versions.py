@@ -1,4 +1,4 @@
-"""The ways in which vLLM writes hidden states, by its version.
+"""How vLLM writes hidden states, by version.
 
 Source: vLLM's `example_hidden_states_connector.py`, pull requests #33736 (0.18), #37374 (0.22),
 #43805 (0.24) and #46301 (0.26).
@@ -15,15 +15,15 @@ WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--no-enable-prefix-caching")
 
 @dataclass(frozen=True)
 class Writing:
-    """The way in which a range of versions writes.
+    """How a range of versions writes hidden states.
 
     Attributes:
         since: first version, as (major, minor).
-        options: arguments that `vllm serve` needs besides.
-        locks: a file that is not whole yet has a locked one beside it; else it is whole when the
-            server answers.
-        outputs: a request may also hand out the states of what it generates.
-        hybrids: targets with recurrent layers are written right, not as zeros.
+        options: further arguments of `vllm serve`.
+        locks: whether a lock file exists until the file is whole; otherwise the file is whole when
+            the server answers.
+        outputs: whether a request can also return the states of generated tokens.
+        hybrids: whether recurrent targets are written correctly, not as zeros.
     """
 
     since: tuple[int, int]
@@ -39,26 +39,26 @@ WRITINGS = (
     Writing((0, 24), hybrids=False),
     Writing((0, 26)),
 )
-"""From the oldest on."""
+"""Formats from the oldest on."""
 
 
 def writing_of(version: str, who: str) -> Writing:
-    """The way in which a version of vLLM writes.
+    """Choose the format of a vLLM version.
 
     Args:
-        version: as the server tells it; one without numbers is a build of its newest source.
-        who: the server, for the message.
+        version: version as the server gives it; without numbers it is a build of the newest source.
+        who: server, for the message.
 
     Raises:
-        InputError: it is too old.
+        InputError: the version is too old.
     """
     match = re.match(r"v?(\d+)\.(\d+)", version)
     numbers = (int(match[1]), int(match[2])) if match else WRITINGS[-1].since
     if numbers[0] == 0 and numbers[1] < 2 and match and "dev" in version:
-        numbers = WRITINGS[-1].since  # 0.1.dev1, what a build without tags calls itself
+        numbers = WRITINGS[-1].since  # 0.1.dev1, the version of a build without tags
     if numbers < FIRST:
         raise InputError(
-            f"{who}: vLLM {version} hands out no hidden states; serve with 0.26 or newer (allowed: "
+            f"{who}: vLLM {version} writes no hidden states; serve with 0.26 or newer (allowed: "
             "0.18 and newer)"
         )
     return [each for each in WRITINGS if each.since <= numbers][-1]

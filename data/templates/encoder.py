@@ -1,9 +1,9 @@
-r"""Renders records with the target's own chat template and marks what is learnt.
+r"""Renders records with the target's chat template and marks the tokens to learn.
 
-Learnt is what the model writes, given its generation prompt, in each assistant turn: the turn's
-text, its end-of-turn token included, and channel headers and thinking where the template renders
-them (`template.py`). Turns share a sample as long as what the model had read of the later one
-begins with all of the earlier; a template that drops earlier thinking makes a sample of each.
+Learnt is what the model writes after its generation prompt in each assistant turn: the text with
+its end-of-turn token, and channel headers and thinking if the template renders them
+(`template.py`). Turns share a sample if the text that the model had read before the later turn
+begins with the earlier turn. A template that drops earlier thinking gives one sample per turn.
 
 Worked example, ChatML, span in characters, mask in tokens:
 
@@ -34,36 +34,36 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Sample:
-    """A tokenised document."""
+    """Tokenised document."""
 
     input_ids: list[int]
     loss_mask: list[bool]
-    """True on the tokens that are learnt."""
+    """True for the tokens to learn."""
     left_out: tuple[str, ...] = ()
-    """Names of the parts of the record that the template does not render, one each time."""
+    """Names of record parts that the template does not render, one entry each time."""
 
 
 class Encoder:
-    """Makes samples of records, for one tokenizer."""
+    """Makes samples of records for one tokenizer."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Renders nothing yet.
+        """Keep tokenizer and settings; render later.
 
         Args:
-            tokenizer: the target's.
-            template_kwargs: `data.chat_template_kwargs`; a record's own come before them.
+            tokenizer: the target's tokenizer.
+            template_kwargs: `data.chat_template_kwargs`. A record's own take precedence.
         """
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._template = cache(self._make_template)
 
     def template(self, record_kwargs: Mapping[str, Any], tools: Tools) -> ChatTemplate:
-        """The chat template, as settings and a record's own arguments have it.
+        """Chat template for the settings and a record's own variables.
 
         Raises:
-            InputError: the tokenizer has none, or no character offsets.
+            InputError: the tokenizer has no template, or no character offsets.
         """
         kwargs = self.template_kwargs | dict(record_kwargs)
         return self._template(json.dumps(kwargs, sort_keys=True), bool(tools))
@@ -71,29 +71,29 @@ class Encoder:
     def prompt(
         self, messages: Messages, tools: Tools = None, record_kwargs: Mapping[str, Any] = EMPTY
     ) -> list[int]:
-        """Tokenises a conversation up to where the assistant starts to write.
+        """Tokenise a conversation up to the start of the assistant's turn.
 
         Args:
             messages: the conversation.
-            tools: function schemas that the prompt shows.
-            record_kwargs: a record's own arguments of the template.
+            tools: function schemas for the prompt.
+            record_kwargs: a record's own template variables.
 
         Raises:
-            InputError: the template refuses it.
+            InputError: the template refuses the conversation.
         """
         text = self.template(record_kwargs, tools).prompt(messages, tools)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def encode(self, record: Record) -> list[Sample]:
-        """Tokenises a record and marks what is learnt.
+        """Tokenise a record and mark the tokens to learn.
 
         Returns:
-            One sample, or several where turns were written after other texts than the last
+            One sample, or several if some turns were written after another text than the last
             rendering shows.
 
         Raises:
-            InputError: the tokenizer has no template or no offsets, the template refuses the
-                conversation, or does not render what an assistant's turn says.
+            InputError: the tokenizer has no template or no offsets, or the template refuses the
+                conversation or does not render the text of an assistant turn.
         """
         if record.tokens is not None:
             return [Sample(*record.tokens)]
@@ -107,14 +107,14 @@ class Encoder:
 
     @cached_property
     def markers(self) -> Markers:
-        """Marks of a dialogue that is rendered for the target; none without a template."""
+        """Markers of dialogues rendered for the target; empty without a template."""
         try:
             return Markers.of(self.template({}, None))
         except InputError:
             return Markers()
 
     def _text_ids(self, text: str | None) -> list[int]:
-        """Tokenises a plain text; ids that begin and end any text stand there once."""
+        """Tokenise a plain text, with the tokenizer's begin and end tokens only once."""
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
         begin, end = self._added
         ids = ids[1:] if begin and ids[:2] == 2 * begin else ids
@@ -122,7 +122,7 @@ class Encoder:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before and behind any text, one or none of each."""
+        """Ids that the tokenizer puts before and after any text, at most one each."""
         ids: list[int] = self.tokenizer("")["input_ids"]
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return [first for first in ids[:1] if first == begin], [
@@ -140,7 +140,7 @@ class Encoder:
 
     def _encode_chat(self, record: Record, messages: Messages) -> list[Sample]:
         template = self.template(record.template_kwargs, record.tools)
-        # To be learnt are the assistant's messages that answer something.
+        # Assistant messages are learnt if they answer something.
         asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0)
         answers = (i for i, message in enumerate(messages) if message["role"] == "assistant")
         indices = [i for i in answers if i > asked and i not in record.unlearnt]
@@ -167,13 +167,13 @@ class Encoder:
         return [replace(samples[0], left_out=tuple(left_out)), *samples[1:]]
 
     def _mark(self, text: str, spans: list[Span]) -> Sample:
-        """Tokenises a rendering; tokens in the spans of its characters are learnt."""
+        """Tokenise a rendering; tokens inside the character spans are learnt."""
         cuts = sorted({edge for span in spans for edge in span})
         tokens = tokenise(text, cuts, self.tokenizer)
         mask = [False] * len(tokens.ids)
         for low, high in spans:
             begin, end = bisect_right(tokens.ends, low), bisect_left(tokens.starts, high)
-            # Phi-3's header token swallows the newlines after it, the answer's own included.
+            # Phi-3's header token includes the following newlines, even those of the answer.
             added = self.tokenizer.added_tokens_decoder
             if begin < end and tokens.starts[begin] < low and tokens.ids[begin] in added:
                 begin += 1
@@ -181,7 +181,7 @@ class Encoder:
         return Sample(tokens.ids, mask)
 
     def _join_ids(self, turns: list[Turn], written: list[list[int] | None]) -> list[Sample]:
-        """Joins turns as token ids, as the model wrote them where the record has them."""
+        """Join turns as token ids, as the model wrote them if the record has them."""
         samples: list[Sample] = []
         for turn, given in zip(reversed(turns), reversed(written), strict=True):
             sample = self._mark(turn.text, [(len(turn.prompt), len(turn.text))])
@@ -203,15 +203,15 @@ class Encoder:
         said = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         if not is_shown(message["content"].rpartition("</think>")[2], said):
             raise InputError(
-                f"messages[{index}].token_ids say {said[:80]!r} in this target's tokenizer, and "
-                f"'content' {message['content'][:80]!r}: they are of another tokenizer, or the "
-                "server that gave them hides special tokens; remove them, or regenerate the data "
-                "with this target"
+                f"messages[{index}].token_ids: give {said[:80]!r} in this target's tokenizer, but "
+                f"'content' is {message['content'][:80]!r}, so they are of another tokenizer, or "
+                "their server hides special tokens; remove them, or regenerate the data with this "
+                "target"
             )
 
 
 def _unshown(record: Record, messages: Messages, prompt: str) -> list[str]:
-    """Names the parts of the conversation that the template does not show to the model."""
+    """Names of conversation parts that the template does not show to the model."""
     if not prompt:
         return []
     lost = []
@@ -228,11 +228,11 @@ def _unshown(record: Record, messages: Messages, prompt: str) -> list[str]:
 
 
 def _join(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
-    """Groups turns into texts: a turn joins the next one if that one's text begins with its own.
+    """Group turns into texts. A turn joins the next one if that turn's text begins with it.
 
     Args:
-        turns: in the order of the conversation.
-        whole: the rendering of all of it, which the last ones join.
+        turns: turns in order.
+        whole: rendering of the whole conversation, which the last turns join.
     """
     texts: list[tuple[str, list[Span]]] = [(whole, [])]
     for turn in reversed(turns):
@@ -245,7 +245,7 @@ def _join(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of a text and the characters that each covers, without gaps."""
+    """Token ids of a text, with the characters that each covers, without gaps."""
 
     ids: list[int]
     starts: list[int]
@@ -253,17 +253,17 @@ class Tokens:
 
 
 def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenises a text so that a line break never joins the prompt with the model's own text.
+    """Tokenise a text without tokens across the borders of the model's own text.
 
     Args:
-        text: rendered.
-        cuts: characters at which the model began or ceased to write, ascending.
-        tokenizer: the target's.
+        text: rendered text.
+        cuts: character positions where the model started or stopped writing, rising.
+        tokenizer: the target's tokenizer.
     """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    # Tokens shall cover the text without gaps. Some tokenizers trim spaces off their offsets, down
-    # to nothing for a token of spaces: ` b` of `a b` is (2, 3), not (1, 3). Each token therefore
-    # starts where the one before it ended; those that share a character (an emoji's) keep it.
+    # Tokens must cover the text without gaps. Some tokenizers cut spaces off their offsets: ` b` of
+    # `a b` is (2, 3), not (1, 3), and a token of spaces is empty. Each token therefore starts where
+    # the previous one ended. Tokens that share a character (an emoji) keep it.
     starts, ends, covered = [], [], 0
     for low, high in encoding["offset_mapping"]:
         starts.append(min(low, covered))
@@ -275,7 +275,7 @@ def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> 
         within = at < len(tokens.ids) and tokens.starts[at] < cut
         if not within or tokens.ids[at] in tokenizer.added_tokens_decoder:
             continue
-        # A space before a word is the word's: what ends in one is read as if it did not.
+        # A space before a word belongs to the word, so a trailing space is ignored.
         before, after = text[tokens.starts[at] : cut], text[cut : tokens.ends[at]]
         if before.strip(" ") or not after.strip():
             left = tokenise(text[:cut], [place for place in cuts if place < cut], tokenizer)

@@ -1,4 +1,4 @@
-"""Tells texts that are rendered dialogues: all of one would be learnt, the questions too."""
+"""Recognises rendered dialogues among plain texts, whose questions must not be learnt."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ROLE_TOKEN = re.compile(
     rf"<[|\uff5c]{ROLE}[|\uff5c]?>|\[\|{ROLE}\|\]|<start_of_turn>", re.IGNORECASE | re.ASCII
 )
 BEGIN = re.compile(rf"\s*(<[^<>\s]+>\s*)?({ROLE_TOKEN.pattern}|\[INST\])", re.IGNORECASE)
-"""What a rendered prompt begins with, perhaps behind what begins any text."""
+"""Start of a rendered prompt, perhaps after a token that begins any text."""
 WORDS = (
     ("[INST]", "[/INST]"),
     ("### Assistant",),
@@ -21,11 +21,11 @@ WORDS = (
     ("User:", "\nAssistant:"),
     ("USER:", "ASSISTANT:"),
 )
-"""All strings of one line stand in a dialogue of a common template without such tokens."""
+"""Lines of strings that occur together in dialogues of common templates without such tokens."""
 
 
 def turn_marker(text: str) -> str:
-    """The marker of turns in a text that is a dialogue, rendered for whatever model; or nothing."""
+    """Turn marker of a text that is a rendered dialogue of any model; empty for other texts."""
     token = ROLE_TOKEN.search(text)
     if token:
         return token.group()
@@ -33,33 +33,33 @@ def turn_marker(text: str) -> str:
 
 
 def refuse_dialogue(marker: str) -> None:
-    """Refuses a text in which a marker of turns was found.
+    """Refuse a text with a turn marker.
 
     Raises:
-        MalformedRowError: there is one.
+        MalformedRowError: the marker is not empty.
     """
     if marker:
         raise MalformedRowError(
             "text",
             f"a whole dialogue (turn marker {marker!r})",
-            "messages, of which answers are learnt; data.form=text learns all of it as it is",
+            "messages, whose answers are learnt; or data.form=text to learn the whole text",
         )
 
 
 def begins_rendered(prompt: str) -> str:
-    """The beginning of a prompt, if that is a rendered turn; or nothing."""
+    """Start of a prompt that is a rendered turn; empty for other prompts."""
     begin = BEGIN.match(prompt)
     return begin.group().strip() if begin else ""
 
 
 @dataclass(frozen=True)
 class Markers:
-    """Tokens and texts that the target's own template puts around turns.
+    """Tokens and texts that the target's template puts around turns.
 
     Attributes:
-        tokens: special tokens between turns; those that begin and end any text are none.
-        asks: before a question.
-        answers: before an answer.
+        tokens: special tokens between turns, without those that begin and end any text.
+        asks: text before a question.
+        answers: text before an answer.
     """
 
     tokens: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Markers:
 
     @classmethod
     def of(cls, template: ChatTemplate) -> "Markers":
-        """The markers in a rendering of known texts; none where it is refused."""
+        """Markers in a rendering of known texts; empty if the template refuses them."""
         question, answer, _ = probe(calls=False)
         try:
             text = template.through([question, answer, question, answer])
@@ -89,9 +89,9 @@ class Markers:
         )
 
     def find(self, text: str) -> str:
-        """The marker of a text that is rendered as the target's dialogues are; or nothing."""
+        """Marker in a text that is rendered like the target's dialogues; empty for other texts."""
         token = next((token for token in self.tokens if token in text), "")
-        # A lone sign, as some templates put behind a question, stands in any text.
+        # Some templates end a question with a single sign, which occurs in any text.
         if token or not re.search(r"\w\w", self.answers):
             return token
         at = text.find(self.asks)

@@ -1,9 +1,8 @@
-"""Parses the text of a model as a message: thinking, text and calls of tools apart.
+"""Parses a model's text into a message: thinking, text and tool calls.
 
-Notations differ by model (`<think>`, `[THINK]`, channels), so they are read off the target's own
-chat template: messages of known text are rendered, and the texts around them are looked for in the
-reply. A reply taken apart is rendered again and must give the model's text; one that does not stays
-whole, as text.
+Notations differ by model (`<think>`, `[THINK]`, channels). They are found by rendering known
+messages with the target's chat template and are then searched in the reply. A parsed reply is
+rendered again and must give the model's text; otherwise it stays one text.
 """
 
 import json
@@ -20,14 +19,15 @@ from data.templates.turns import THINKING_TAGS, Turn, find_turn, squash
 
 @dataclass(frozen=True)
 class Notation:
-    """The texts that a template puts around the parts of a turn.
+    """Texts that a template puts around the parts of a turn.
 
     Attributes:
-        text: before a text without thinking.
-        thinking: before thinking, and between it and a text, or a call; several ways.
-        closing: behind a text.
-        call: before a tool's name, between it and its arguments in JSON, and behind them; None
-            where the template does not render calls, or not in JSON.
+        text: text before an answer without thinking.
+        thinking: texts before thinking, and between thinking and answer or call, in several
+            variants.
+        closing: text after an answer.
+        call: texts before a tool's name, between name and JSON arguments, and after them; None if
+            the template does not render calls in JSON.
     """
 
     text: str
@@ -39,16 +39,16 @@ class Notation:
 def parse_reply(
     written: str, before: Messages, template: ChatTemplate, tools: Tools = None
 ) -> dict:
-    """The assistant's message of which a template makes the text that the model wrote.
+    """Parse the model's text into the message that the template renders to it.
 
     Args:
-        written: the model's tokens, decoded, special ones included, up to its stop.
-        before: the conversation that it answered.
-        template: the target's.
+        written: decoded tokens of the model with special tokens, up to the stop token.
+        before: conversation before the reply.
+        template: the target's template.
         tools: function schemas that the prompt showed.
 
     Returns:
-        `role`, `content`, and `reasoning_content` and `tool_calls` where there are any.
+        Message with `role`, `content` and, if present, `reasoning_content` and `tool_calls`.
     """
     notation = _notation(template, with_tools=tools is not None)
     body = _open(written, notation.closing, template)
@@ -58,7 +58,7 @@ def parse_reply(
         except InputError:
             continue
         rendered = squash(_open(turn.written, notation.closing, template))
-        # Thinking that a template never renders (DeepSeek-R1) cannot tell; the rest must.
+        # Thinking that the template never renders (DeepSeek-R1) cannot be compared; the rest must.
         same = str.endswith if turn.left_out else str.__eq__
         if same(squash(body), rendered):
             return message
@@ -66,21 +66,21 @@ def parse_reply(
 
 
 def thinking_tags(template: ChatTemplate, tools: Tools = None) -> tuple[tuple[str, str], ...]:
-    """The tags before thinking and behind it, the template's own ways first."""
+    """Tags before and after thinking, the template's own first."""
     thinking = _notation(template, with_tools=tools is not None).thinking
     pairs = ((before.strip(), between.strip()) for before, between in thinking)
     return tuple((before, between) for before, between in pairs if before and between)
 
 
 def _open(written: str, closing: str, template: ChatTemplate) -> str:
-    """Takes the end of its turn off a reply, be it that of a text or of a call."""
+    """Remove the end of the turn from a reply, whether of a text or of a call."""
     if closing and written.endswith(closing):
         return written.removesuffix(closing)
     return re.sub(rf"({template.stop_pattern})$", "", written)
 
 
 def _parses(body: str, notation: Notation) -> Iterator[dict]:
-    """Takes a reply apart in every way that its template knows, the likeliest first."""
+    """Parse a reply in every notation that its template knows, the likeliest first."""
     divided = []
     for before, between in notation.thinking:
         # Where the prompt opens the thinking, a reply begins inside it.
@@ -97,7 +97,7 @@ def _parses(body: str, notation: Notation) -> Iterator[dict]:
 
 
 def _calls(text: str, notation: Notation) -> tuple[str, list[dict]]:
-    """The text before the first call, and the calls."""
+    """Split a text into the part before the first call, and the calls."""
     if notation.call is None:
         return text, []
     before, between, after = (around.strip() for around in notation.call)
@@ -139,7 +139,7 @@ def _notation(template: ChatTemplate, *, with_tools: bool) -> Notation:
 
 
 def _call_parts(written: str, closing: str, template: ChatTemplate) -> tuple[str, str, str] | None:
-    """Finds a call of `look` in what a model wrote; None if its arguments are not JSON."""
+    """Find a call of `look` in the model's text; None if its arguments are not JSON."""
     arguments = re.search(rf'{{\s*"at":\s*"{ANSWER}"\s*}}', written)
     if arguments is None:
         return None

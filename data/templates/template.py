@@ -1,8 +1,8 @@
-"""Renders with a target's chat template, and finds how it closes a turn.
+"""Renders with a target's chat template and finds how it closes a turn.
 
-Templates differ in what they take (contents as parts, arguments as text) and never say where a
-turn ends: they add text behind the last one (a newline, an eos of the whole conversation). Both
-are found by rendering messages of known text, once per template.
+Templates differ in their input (contents as parts, arguments as text) and do not tell where a turn
+ends: some add text after the last turn (a newline, an eos of the whole conversation). Both are
+found once per template by rendering messages of known text.
 """
 
 import re
@@ -44,11 +44,11 @@ TEMPLATE_FAULTS = (
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a turn that is the last.
+    """End of the last turn.
 
     Attributes:
         closing: text that the model writes there: the end-of-turn token.
-        rendered: text that the template renders there: more, less or something else.
+        rendered: text that the template renders there, which may differ.
     """
 
     closing: str
@@ -56,7 +56,7 @@ class Ending:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, with settings of its own."""
+    """Chat template of a tokenizer, with settings."""
 
     def __init__(
         self,
@@ -65,21 +65,22 @@ class ChatTemplate:
         *,
         with_tools: bool = False,
     ) -> None:
-        """Renders nothing yet.
+        """Keep tokenizer and settings; render later.
 
         Args:
-            tokenizer: the target's.
+            tokenizer: the target's tokenizer.
             kwargs: `chat_template_kwargs`, as at serving.
-            with_tools: whether conversations show tools, for which some have a template apart.
+            with_tools: whether conversations have tools, for which some tokenizers have another
+                template.
 
         Raises:
-            InputError: the tokenizer has no chat template, or none of the name wanted.
+            InputError: the tokenizer has no chat template, or none of this name.
         """
         if not tokenizer.chat_template:
             raise InputError(
-                f"target {_name(tokenizer)} has no chat template, but the data are "
-                "conversations: take the chat version of the model, put a chat_template.jinja into "
-                "its folder, or give plain text (rows with a 'text' field)"
+                f"target {_name(tokenizer)}: has no chat template, but the data are conversations; "
+                "use the chat version of the model, put a chat_template.jinja into its folder, or "
+                "give plain text (rows with a 'text' field)"
             )
         self.tokenizer = tokenizer
         self._probe_tools = PROBE_TOOLS if with_tools else None
@@ -88,18 +89,18 @@ class ChatTemplate:
         self.variables = {**tokenizer.special_tokens_map, **named}
 
     def prompt(self, messages: Messages, tools: Tools = None) -> str:
-        """Renders a conversation up to where the assistant starts to write.
+        """Render a conversation up to the start of the assistant's turn.
 
         Raises:
-            InputError: the template refuses it.
+            InputError: the template refuses the conversation.
         """
         return self._render(messages, tools, self._notation, prompt=True)
 
     def through(self, messages: Messages, tools: Tools = None) -> str:
-        """Renders a whole conversation.
+        """Render a whole conversation.
 
         Raises:
-            InputError: the template refuses it.
+            InputError: the template refuses the conversation.
         """
         return self._render(messages, tools, self._notation, prompt=False)
 
@@ -114,7 +115,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self.variables,
             )
-        # A template is somebody's program, and fails as programs do: Hermes' with a TypeError.
+        # Templates are programs and fail like programs, e.g. Hermes' with a TypeError.
         except TEMPLATE_FAULTS as error:
             raise InputError(
                 f"the target's chat template refuses the conversation: {error}"
@@ -124,7 +125,7 @@ class ChatTemplate:
     def _shown(
         self, message: dict, *, parts: bool, thinking_parts: bool, text_arguments: bool
     ) -> dict:
-        """Names and writes the fields of a message as this template reads them."""
+        """Rename and rewrite the fields of a message as this template reads them."""
         shown = dict(message)
         reasoning = message.get("reasoning_content")
         if reasoning:
@@ -142,10 +143,10 @@ class ChatTemplate:
 
     @cached_property
     def _notation(self) -> dict[str, bool]:
-        """The notation in which this template reads a message.
+        """Notation in which this template reads a message.
 
-        Contents may be lists of parts (vision models), thinking a part among them (Mistral),
-        arguments of tools JSON text (DeepSeek).
+        Contents may be lists of parts (vision models), with thinking as a part (Mistral); tool
+        arguments may be JSON text (DeepSeek).
         """
         notation = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
         question, answer, _ = probe(calls=False)
@@ -167,23 +168,23 @@ class ChatTemplate:
             return None
 
     def _shows(self, text: str, messages: Messages, notation: dict[str, bool]) -> bool:
-        """True if a text is shown, and not in Python's or JSON's notation of its part."""
+        """Tell whether a text is rendered, not as Python or JSON notation of its part."""
         rendered = self._rendered(messages, notation) or ""
         return text in rendered and not re.search(rf"""['"]{text}['"]""", rendered)
 
     @lru_cache(maxsize=2)  # noqa: B019  templates live as long as their run
     def ending(self, calls: bool) -> Ending:
-        """The end of a turn that is the last.
+        """Find the end of the last turn.
 
-        Text that the renderings of a turn share when it is the last one and when it is followed
-        is the model's, up to where the next turn opens. gpt-oss closes the last one otherwise than
-        the rest; GLM closes none, and is stopped by the token that opens the next.
+        The text shared by the renderings of a turn as last and as followed turn is the model's, up
+        to the opening of the next turn. gpt-oss closes the last turn differently; GLM closes none
+        and stops at the token that opens the next.
 
         Args:
             calls: whether the turn calls tools.
 
         Raises:
-            InputError: the template does not render such turns.
+            InputError: the template does not render turns of this kind.
         """
         messages, tools = probe(calls=calls), self._probe_tools
         last, followed = self.through(messages[:2], tools), self.through(messages, tools)
@@ -194,7 +195,7 @@ class ChatTemplate:
         shared = self.whole_tokens(shared_start(tail, more), tail)
         shared = shared.partition(self._opening)[0] if self._opening else shared
         shared = shared.rstrip()
-        # What stands before the stop is the turn's own: an id, a bracket after an argument.
+        # Text before the stop token belongs to the turn: an id, a bracket after an argument.
         at = re.search(rf"({self.stop_pattern})$", shared)
         if at:
             return Ending(at.group(), tail[at.start() :])
@@ -204,44 +205,44 @@ class ChatTemplate:
 
     @cached_property
     def lead_space(self) -> str:
-        """The white space that the template puts before an answer's text."""
+        """White space that the template puts before an answer's text."""
         text = self.through(probe(calls=False)[:2], self._probe_tools)
         lead = text.partition(ANSWER)[0]
         return lead[len(lead.rstrip()) :]
 
     @cached_property
     def _opening(self) -> str:
-        """The special token that opens a turn, if one does."""
+        """Special token that opens a turn, if any."""
         text = self.through(probe(calls=False)[:1], self._probe_tools)
         tokens = (token.group() for token in re.finditer(self.special_pattern, text))
         return next((token for token in tokens if token != self.tokenizer.bos_token), "")
 
     def whole_tokens(self, common: str, text: str) -> str:
-        """Cuts the shared start of two texts back to where no special token is cut in two."""
+        """Shorten the common start of two texts so that it cuts no special token."""
         for token in re.finditer(self.special_pattern, text):
             if token.start() < len(common) < token.end():
                 return common[: token.start()]
         return common
 
     def last_special(self, text: str) -> str:
-        """The special token that a text ends in, or nothing."""
+        """Special token at the end of a text; empty if none."""
         token = re.search(rf"({self.special_pattern})$", text)
         return token.group() if token else ""
 
     @cached_property
     def special_pattern(self) -> str:
-        """A regular expression of every token that is never split."""
+        """Regular expression of all tokens that are never split."""
         return _any_of(t.content for t in self.tokenizer.added_tokens_decoder.values())
 
     @cached_property
     def stop_pattern(self) -> str:
-        """A regular expression of tokens that may end a turn; not `</think>`, `</tool_call>`."""
+        """Regular expression of tokens that may end a turn, without `</think>` and such."""
         added = self.tokenizer.added_tokens_decoder.values()
         return _any_of(token.content for token in added if token.special)
 
 
 def shared_start(one: str, other: str) -> str:
-    """The characters that two texts begin with."""
+    """Common start of two texts."""
     pairs = zip(one, other, strict=False)
     return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
@@ -251,7 +252,7 @@ def _any_of(contents: Iterable[str]) -> str:
 
 
 def _chosen(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools) -> str:
-    """One of a tokenizer's templates by name, else the usual one; or one that is given itself."""
+    """Choose a tokenizer's template by name, or its default; or take a template given as text."""
     if wanted is not None and "{" in wanted:
         return wanted
     given = tokenizer.chat_template
@@ -260,8 +261,8 @@ def _chosen(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools
         wanted = "tool_use" if tools and "tool_use" in templates else "default"
     if wanted not in templates:
         raise InputError(
-            f"target {_name(tokenizer)} has no chat template {wanted!r}; allowed: "
-            f"data.chat_template_kwargs={{chat_template: NAME}} with one of {sorted(templates)}"
+            f"target {_name(tokenizer)}: has no chat template {wanted!r}; set "
+            f"data.chat_template_kwargs={{chat_template: NAME}} to one of {sorted(templates)}"
         )
     return templates[wanted]
 
@@ -271,7 +272,7 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def probe(*, calls: bool) -> Messages:
-    """A question, a turn whose text (or last argument) is `ANSWER`, and what follows."""
+    """A question, a turn whose text (or last argument) is `ANSWER`, and a following turn."""
     question = {"role": "user", "content": QUESTION}
     if not calls:
         return [question, {"role": "assistant", "content": ANSWER}, question]

@@ -1,10 +1,10 @@
-"""Finds the prompt that a model read before each of its turns, and the text that it wrote there.
+"""Finds the prompt and the written text of each of the model's turns.
 
-It wrote all that follows the generation prompt, up to where it stops: thinking and channel headers
-included, an empty thinking block that the template adds to a turn without thinking left out. Text
-that a template does not render is not learnt: thinking is named, anything else refused. Each turn
-is taken from a rendering of its own, as templates change earlier turns (Qwen3 drops their thinking,
-gpt-oss closes them otherwise).
+The model wrote everything after the generation prompt up to its stop token, including thinking and
+channel headers, but not an empty thinking block that the template adds. Text that the template does
+not render is not learnt: missing thinking is counted, other missing text is an error. Each turn is
+taken from its own rendering, because templates change earlier turns (Qwen3 drops their thinking,
+gpt-oss closes them differently).
 """
 
 import re
@@ -27,18 +27,18 @@ EMPTY_THINKING = re.compile(
 )
 OPENED_THINKING = re.compile(rf"({'|'.join(map(re.escape, THINKING_TAGS))})\s*$")
 MIN_ALIGNED = 8
-"""From so many turns on, renderings of their own take longer than finding them in one."""
+"""Number of turns from which one rendering for all is faster than one per turn."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn, as it was when the model wrote it.
+    """Assistant turn as the model wrote it.
 
     Attributes:
-        prompt: that the model had read.
-        written: by the model, its end-of-turn token included.
-        through: the rendering of the conversation up to and with the turn.
-        left_out: names of the parts of the turn that the template does not render.
+        prompt: text that the model had read.
+        written: text of the model, including its end-of-turn token.
+        through: rendering of the conversation up to the end of the turn.
+        left_out: names of the turn's parts that the template does not render.
     """
 
     prompt: str
@@ -48,34 +48,34 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The prompt and the text of the turn."""
+        """Prompt and text of the turn."""
         return self.prompt + self.written
 
 
 def find_turns(
     messages: Messages, indices: Sequence[int], template: ChatTemplate, tools: Tools
 ) -> list[Turn]:
-    """Finds the prompt and the text of each of the model's turns.
+    """Find the prompt and the text of each of the model's turns.
 
     Args:
-        messages: a conversation.
-        indices: of the assistant's messages to find, ascending.
-        template: the target's.
+        messages: conversation.
+        indices: indices of the assistant messages to find, rising.
+        template: the target's template.
         tools: function schemas that every prompt shows.
 
     Raises:
-        InputError: the template refuses the conversation, does not render what a turn says, or
-            does not tell where it begins or ends.
+        InputError: the template refuses the conversation, does not render the text of a turn, or
+            does not show where the turn begins or ends.
     """
     turns = _aligned(messages, indices, template, tools) if len(indices) >= MIN_ALIGNED else None
     return turns or [find_turn(messages[: i + 1], template, tools) for i in indices]
 
 
 def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -> Turn:
-    """Finds the prompt and the text of the turn that ends a conversation.
+    """Find the prompt and the text of the last turn of a conversation.
 
     Raises:
-        InputError: as `find_turns` does.
+        InputError: as `find_turns`.
     """
     last = messages[-1]
     through = template.through(messages, tools)
@@ -83,12 +83,12 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
     thinks = last.get("reasoning_content") or "</think>" in last["content"]
     block = None if thinks else EMPTY_THINKING.match(rest)
     if block:
-        # What follows it as in any turn is the template's, more space than that the answer's.
+        # The usual space after the block is the template's; further space is the answer's.
         space = shared_start(rest[block.end() :], template.lead_space)
         end = block.end() + len(space)
         prompt, rest = prompt + rest[:end], rest[end:]
-    # R1 closes a turn with tool calls twice; what the model writes ends with the first stop
-    # behind all that the turn says. A turn that says it nowhere is refused for all of it.
+    # R1 closes a turn with tool calls twice. The model's text ends at the first stop token after
+    # everything the turn says; a turn without such a stop is refused.
     written = ""
     for written in _closed(rest, template.ending(bool(last.get("tool_calls"))), template):
         if not _unsaid(last, written):
@@ -99,21 +99,21 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
 def _divide(
     messages: Messages, through: str, template: ChatTemplate, tools: Tools
 ) -> tuple[str, str]:
-    """The prompt that the model had read before it wrote the last message, and the rest."""
+    """Prompt before the last message, and the rest."""
     before, last = messages[:-1], messages[-1]
     prompt = template.prompt(before, tools)
     if through.startswith(prompt):
         return prompt, through[len(prompt) :]
     probe = template.through([*before, {"role": "assistant", "content": ANSWER}], tools)
     answer, history = probe.find(ANSWER), len(shared_start(prompt, probe))
-    # gpt-oss shows earlier thinking, and Mistral the system message, until the answer is there:
-    # only the prompt has them. The turn begins behind the end of the prompt.
+    # gpt-oss shows earlier thinking, and Mistral the system message, until the answer is there, so
+    # only the prompt has them. The turn begins after the end of the prompt.
     header = prompt.removeprefix(template.through(before, tools)) or template.last_special(prompt)
     at = probe.rfind(header, 0, answer)
     start = at + len(header)
     if header and at >= history and through.startswith(probe[:start]):
         return prompt, through[start:]
-    # The generation prompt leads into thinking (or past it), and the rendered turn does not.
+    # The generation prompt opens (or skips) thinking, but the rendered turn does not.
     start = len(template.whole_tokens(probe[:history], probe))
     lead = probe[start:answer]
     if squash(lead) in (squash(prompt[start:]), "</think>", "<think></think>"):
@@ -128,14 +128,14 @@ def _divide(
     hint = "; data.chat_template_kwargs={enable_thinking: true} may be missing"
     apart = len(shared_start(prompt, through))
     raise InputError(
-        "the target's chat template renders an answer elsewhere than after its generation "
-        f"prompt {prompt[-60:]!r}: {through[apart : apart + 60]!r}"
+        "the target's chat template renders an answer elsewhere than after its generation prompt "
+        f"{prompt[-60:]!r}: {through[apart : apart + 60]!r}"
         + (hint if any(_thoughts(last)) else "")
     )
 
 
 def _closed(rest: str, ending: Ending, template: ChatTemplate) -> Iterator[str]:
-    """Cuts a turn behind its end, or closes it: at the first stop in it, the next, ..."""
+    """Yield the turn cut after its end, or closed: at its first stop token, the second, ..."""
     if not rest.endswith(ending.rendered):
         raise InputError(
             f"the target's chat template closes the turn with {rest[-60:]!r}, others with "
@@ -149,7 +149,7 @@ def _closed(rest: str, ending: Ending, template: ChatTemplate) -> Iterator[str]:
 
 
 def _unsaid(message: dict, written: str) -> str:
-    """Names a part of a turn, thinking apart, that the text lacks; empty if it lacks none."""
+    """Name a part of a turn, except thinking, that the text lacks; empty if complete."""
     if not is_shown(_text(message), written):
         return f"the text {message['content'][:80]!r}"
     names = (call["function"]["name"] for call in message.get("tool_calls", ()))
@@ -157,10 +157,10 @@ def _unsaid(message: dict, written: str) -> str:
 
 
 def _left_out(message: dict, written: str) -> tuple[str, ...]:
-    """`("thinking",)` if the turn thinks and the template does not render that.
+    """`("thinking",)` if the turn has thinking that the template does not render.
 
     Raises:
-        InputError: it does not render more than that.
+        InputError: the template leaves out more than that.
     """
     unsaid = _unsaid(message, written)
     if unsaid:
@@ -177,23 +177,23 @@ def _text(message: dict) -> str:
 
 
 def _thoughts(message: dict) -> tuple[str, str]:
-    """The thinking beside a turn's text and that in it, where a prompt may open it."""
+    """Thinking beside a turn's text, and thinking inside it, where a prompt may open it."""
     inline = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")
     return message.get("reasoning_content") or "", inline
 
 
 def says_nothing(message: dict, turn: Turn) -> bool:
-    """True if the template leaves out all that a turn says, and closes it nonetheless."""
+    """Tell whether the template leaves out the whole turn, yet closes it."""
     return bool(turn.left_out) and not (_text(message).strip() or message.get("tool_calls"))
 
 
 def cut_off(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
-    """The turn without its end, which the model had not come to.
+    """Remove the end of a turn that the model had not reached.
 
     Args:
-        turn: as the template renders it, closed.
-        message: of the turn; where that is thinking alone, the thinking was not ended either.
-        template: the target's.
+        turn: turn as rendered, closed.
+        message: message of the turn. If it only has thinking, the thinking was not ended either.
+        template: the target's template.
     """
     calls = bool(message.get("tool_calls"))
     thought, inline = _thoughts(message)
@@ -206,17 +206,17 @@ def cut_off(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
 
 
 def is_shown(text: str, rendered: str) -> bool:
-    """True if a text is rendered, white space apart."""
+    """Tell whether a text is rendered, ignoring white space."""
     return text.strip() in rendered or squash(text) in squash(rendered)
 
 
 def _aligned(
     messages: Messages, indices: Sequence[int], template: ChatTemplate, tools: Tools
 ) -> list[Turn] | None:
-    """Finds the turns of a long conversation in one rendering, if they can be told apart there.
+    """Find the turns of a long conversation in one rendering, if they are distinct there.
 
-    They can where every assistant turn stands behind the same header and nothing else does,
-    and the first and the last are as renderings of their own have them.
+    They are if every assistant turn follows the same header, which occurs nowhere else, and the
+    first and the last turn equal their own renderings.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     more = ("reasoning_content", "tool_calls")
@@ -245,5 +245,5 @@ def _aligned(
 
 
 def squash(text: str) -> str:
-    """The text without its white space."""
+    """Remove white space from a text."""
     return "".join(text.split())

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 ROWS = 300
 REFUSED = (
     r"chat.jsonl:4(: its prompt|, turn 1)?: token id 301, but the embedding of .*target has 300 "
-    r"rows: the tokenizer is larger than the model, .* give target.path the tokenizer that it was"
+    r"rows, so the tokenizer is larger than the model .* set target.path to a model"
 )
 
 

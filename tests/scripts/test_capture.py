@@ -227,7 +227,7 @@ def test_kill_9_then_a_second_start_equals_an_uninterrupted_one(
 ) -> None:
     out_dir = tmp_path / "store"
     killed(lambda: captured(inputs, out_dir), where, name, number)
-    with pytest.raises(InputError, match=r"no manifest\.json there"):
+    with pytest.raises(InputError, match=r"manifest\.json is missing"):
         FeatureStore(out_dir)
     assert files(captured(inputs, out_dir)) == files(whole)
 

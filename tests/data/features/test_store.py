@@ -213,7 +213,7 @@ def test_one_flipped_bit_is_named_and_its_neighbours_are_read(tmp_path: Path) ->
         damaged[place - 1] ^= 1
         path.write_bytes(damaged)
         train = FeatureStore(tmp_path / "store").train
-        with pytest.raises(InputError, match=r"train-00000\.safetensors: the bytes of sequence 1"):
+        with pytest.raises(InputError, match=r"train-00000\.safetensors: sequence 1 is damaged"):
             train[1]
         assert len(train[0]) == len(train[2]) == len(kept.fields) + 1
         assert not is_whole(tmp_path / "store", "train-00000")
@@ -224,18 +224,18 @@ def test_one_flipped_bit_is_named_and_its_neighbours_are_read(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: (s / "manifest.json").unlink(), r"no manifest\.json there.*capture\.py"),
+        (lambda s: (s / "manifest.json").unlink(), r"manifest\.json is missing.*capture\.py"),
         (lambda s: (s / "manifest.json").write_text("{"), r"manifest\.json is damaged"),
         (lambda s: (s / "train-00001.safetensors").unlink(), r"train-00001\.safetensors: missing"),
         (
             lambda s: os.truncate(s / "heldout-00000.safetensors", 600),
-            r"heldout-00000\.safetensors: 600 bytes long, not",
+            r"heldout-00000\.safetensors: 600 bytes long, but",
         ),
         (lambda s: (s / "train-00000.json").unlink(), r"train-00000\.json: missing or damaged"),
         (lambda s: (s / "train-00000.json").write_text("[]"), r"missing or damaged"),
         (
             lambda s: (s / "train-00000.json").write_text((s / "train-00001.json").read_text()),
-            r"train-00000\.json: not the manifest's",
+            r"train-00000\.json: not the index of the manifest",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_another_version_of_the_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store/manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
     with pytest.raises(
-        InputError, match=r"version 2 of the format; this Headsmith reads version 1"
+        InputError, match=r"version 2 of the format, but this Headsmith reads version 1"
     ):
         FeatureStore(tmp_path / "store")
 
@@ -275,7 +275,7 @@ def test_token_counts_come_with_the_store_and_are_checked(tmp_path: Path) -> Non
     assert store.train.token_counts(3).tolist() == [0, 7, 2]
     path = tmp_path / "store" / TOKEN_COUNTS
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    with pytest.raises(InputError, match=r"token_counts\.safetensors: not the bytes"):
+    with pytest.raises(InputError, match=r"token_counts\.safetensors: damaged"):
         store.train.token_counts(3)
 
 

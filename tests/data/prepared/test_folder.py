@@ -208,7 +208,7 @@ def test_a_damaged_shard_is_made_again(
     assert contents(opened(config)) == encoded(str(config.path))
     assert tokenised == [f"rows.jsonl:{n}" for n in range(9, 13)]
     assert shard.read_bytes() == before
-    said = f"{first.folder}: not what was written, made again: shard-00002\n"
+    said = f"{first.folder}: damaged files are made again: shard-00002\n"
     assert capsys.readouterr().err == (said if with_index else "")
 
 
@@ -216,7 +216,7 @@ def test_a_disk_that_damages_what_is_written(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenise.PreparedShard, "is_whole", lambda *_: False)
-    with pytest.raises(InputError, match="what was just written there is damaged: name another f"):
+    with pytest.raises(InputError, match="newly written data are damaged; name another f"):
         opened(config)
 
 
@@ -252,7 +252,7 @@ def test_the_first_bad_row_stops(config: DataConfig, tokenised: list[str]) -> No
         with pytest.raises(InputError) as caught:
             opened(config)
         why = "field 'prompt': found empty text; allowed: a non-empty string"
-        assert str(caught.value) == f"{path}:10: {why} (fix the row or set data.on_bad_row=skip)"
+        assert str(caught.value) == f"{path}:10: {why}; fix the row or set data.on_bad_row=skip"
     assert len(tokenised) == 11  # the shard with it is whole, and what follows is not begun
     opened(replace(config, on_bad_row=OnBadRow.skip))
     assert len(tokenised) == 15
@@ -291,7 +291,10 @@ def test_ids_need_no_template(config: DataConfig) -> None:
         ([], "{path}: holds no rows"),
         ([{"prompt": ""}] * 9, "{path}: every row is malformed (9); the first: {path}:1: field"),
         ([*ROWS, {"text": "other"}], "{path}:21: a row of form text (the fields text) among rows"),
-        ([{"nothing": 1}], "{path}: no row among the first 1 has a known form; {path}:1 has the"),
+        (
+            [{"nothing": 1}],
+            "{path}: none of the first 1 rows has a known form; {path}:1 has the",
+        ),
     ],
 )
 def test_data_that_cannot_be_prepared(config: DataConfig, rows: list[Any], message: str) -> None:
@@ -312,7 +315,7 @@ def test_a_file_that_grows_while_it_is_read(
         return real(self, record)
 
     monkeypatch.setattr(Encoder, "encode", grow)
-    with pytest.raises(InputError, match=r"rows.jsonl: changed while it was being read"):
+    with pytest.raises(InputError, match=r"rows.jsonl: changed while being read"):
         opened(config)
 
 

@@ -259,24 +259,26 @@ def test_a_refused_row_stops_by_default(write):
 
 def test_nothing_to_learn_is_refused(write):
     path = write([{"prompt": "ask"}] * 3)
-    message = r"nothing to learn: of 2 records 2 have no .*no record of form prompt has an assist"
+    message = (
+        r"nothing to learn; 2 of 2 records have no .*no record of form prompt has text of an assist"
+    )
     with pytest.raises(InputError, match=message):
         prepare(DataConfig(), make_tokenizer(), path=path, eval_path=None, seed=0)
     short, path = DataConfig(max_length=3, on_bad_row=OnBadRow.skip), write(ROWS)
     within = "have no learnt token within data.max_length=3"
     with pytest.raises(InputError) as caught:
         prepare(short, make_tokenizer(), path=path, eval_path=None, seed=0)
-    assert str(caught.value) == f"{path}: nothing to learn: of 98 records 98 {within}"
+    assert str(caught.value) == f"{path}: nothing to learn; 98 of 98 records {within}"
     path = write([exchange("ask", "word"), {"prompt": ""}, {"prompt": ""}])
     with pytest.raises(InputError) as caught:
         prepare(short, make_tokenizer(), path=path, eval_path=path, seed=0)
     assert str(caught.value).startswith(
-        f"{path}: nothing to learn: of 1 records 1 {within}; the first malformed row: {path}:2: "
+        f"{path}: nothing to learn; 1 of 1 records {within}; the first malformed row: {path}:2: "
     )
 
 
 def test_one_record_cannot_be_split(write):
-    with pytest.raises(InputError, match=r"one record cannot be split; .*data.eval_path"):
+    with pytest.raises(InputError, match=r"a single record cannot be split; .*data.eval_path"):
         prepare(DataConfig(), make_tokenizer(), path=write(ROWS[:1]), eval_path=None, seed=0)
 
 

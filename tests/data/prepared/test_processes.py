@@ -126,9 +126,7 @@ def test_a_worker_that_is_killed(config: DataConfig, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "read_rows", rows)
         patch.setattr(prepared, "NUM_LOOKED_AT", 1)
-        with pytest.raises(
-            InputError, match=r"data.num_proc=2: a process that prepared data was k"
-        ):
+        with pytest.raises(InputError, match=r"data.num_proc=2: a worker was k"):
             open_prepared(str(config.path), config, TOKENIZER)
     assert open_prepared(str(config.path), config, TOKENIZER).num_records == 22
 
@@ -142,7 +140,7 @@ def test_two_starts_at_once_make_one_store(config: DataConfig) -> None:
     assert made == ["made 0 of 8", "made 8 of 8"]
     waited = [out for out in outputs if "waiting for process " in out]
     assert len(waited) == 1
-    assert waited[0].count(f"prepares {config.path}") == 1
+    assert waited[0].count(f"is preparing {config.path}") == 1
     assert "made 0 of 8" in waited[0]
     (folder,) = {path.parent for path in Path(str(config.prepared_dir)).glob("*/index.json")}
     assert not (folder / "lock").exists()

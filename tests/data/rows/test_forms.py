@@ -332,7 +332,7 @@ def test_what_is_not_read_is_named(row, unread):
         ({"input_ids": [1, 2], "labels": [2, 3]}, r"'labels\[0\]': found 2 .*allowed: -100 or 1"),
         ({"input_ids": [1, True], "labels": [1, 1]}, r"'input_ids\[1\]': found True"),
         ({"input_ids": [1, 2**31], "labels": [1, 1]}, r"'input_ids\[1\]': found 2147483648"),
-        *(({"text": text}, r"'text': found a whole dialogue \(turn marker '.*data.form=text learns")
+        *(({"text": text}, r"'text': found a whole dialogue \(turn marker '.*=text to learn")
           for text in ("<|im_start|>user\nHi", "<|start_header_id|>user", "<start_of_turn>user",
                        "<s>[INST] Hi [/INST] Yes", "### Human: Hi\n### Assistant: Yes",
                        "\n\nHuman: Hi\n\nAssistant: Yes", "Human: Hi\nAssistant: Yes",
@@ -381,7 +381,7 @@ def test_an_error_has_the_name_that_the_data_have():
 
 
 def test_a_column_that_no_row_has():
-    with pytest.raises(InputError, match=r"data.columns=\{prompt: asks\}: no row .* has 'asks'"):
+    with pytest.raises(InputError, match=r"data.columns=\{prompt: asks\}: none of .* has 'asks'"):
         read({"ask": "Hi"}, prompt="asks")
 
 
@@ -428,8 +428,8 @@ def test_rows_of_other_forms_are_refused_where_the_form_was_detected():
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        (b"[" * 100_000, r"found JSON that is nested too deeply; allowed: one JSON object"),
-        (b'{"text": ' + b"9" * 5000 + b"}", r"found JSON with a number that is too long"),
+        (b"[" * 100_000, r"found JSON with too deep nesting; allowed: one JSON object"),
+        (b'{"text": ' + b"9" * 5000 + b"}", r"found JSON with too long a number"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", r"'messages\[0\]': found "),
     ],
 )
@@ -440,7 +440,9 @@ def test_lines_that_no_parser_takes(raw, problem):
 
 def test_arguments_that_json_cannot_hold():
     row = chat(*assistant(tool_calls=[{"name": "f", "arguments": {"a": b"x"}}]))
-    with pytest.raises(MalformedRowError, match=r"tool_calls\[0\]': found what is not JSON"):
+    with pytest.raises(
+        MalformedRowError, match=r"tool_calls\[0\]': found a value that JSON cannot hold"
+    ):
         to_record(Row("rows.parquet[row 1]", value=row), Form.messages)
 
 

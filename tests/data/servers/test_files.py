@@ -114,7 +114,7 @@ def test_a_lock_that_shows_behind_its_file(path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_lock_that_is_held_for_ever(path: Path) -> None:
-    message = r"is not written after 0 s: see the server's log"
+    message = r": not written after 0 s; see the server's log"
     with held(path), pytest.raises(NotReadError, match=message):
         Folder(0.1).take(path, IDS, locks=True)
     assert path.exists()
@@ -134,7 +134,11 @@ def test_a_file_that_shows_late(path: Path, locked: bool) -> None:
 
 @pytest.mark.parametrize(
     ("error", "refused"),
-    [(errno.ENOTSUP, None), (errno.ENOLCK, None), (errno.EIO, "cannot lock .*safetensors.lock: ")],
+    [
+        (errno.ENOTSUP, None),
+        (errno.ENOLCK, None),
+        (errno.EIO, "safetensors.lock: cannot be locked: "),
+    ],
 )
 def test_where_the_file_system_cannot_lock_the_size_tells(
     error: int, refused: str | None, path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,14 +157,14 @@ def test_where_the_file_system_cannot_lock_the_size_tells(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda path: path.unlink(), r"was not written whole \(no such file\): the disk may be"),
-        (lambda path: path.write_bytes(b""), r"was not written whole \(0 bytes\)"),
-        (lambda path: os.truncate(path, 199), r"was not written whole \(199 bytes\)"),
-        (lambda path: path.write_bytes(bytes(200)), r"was not written whole \(200 bytes\)"),
-        (lambda path: save_file({"a": STATES}, path), "does not hold the tokens that were sent"),
+        (lambda path: path.unlink(), r": incomplete \(no such file\); the disk may be"),
+        (lambda path: path.write_bytes(b""), r": incomplete \(0 bytes\)"),
+        (lambda path: os.truncate(path, 199), r": incomplete \(199 bytes\)"),
+        (lambda path: path.write_bytes(bytes(200)), r": incomplete \(200 bytes\)"),
+        (lambda path: save_file({"a": STATES}, path), ": holds other tokens than were sent"),
         (
             lambda path: [each.unlink() for each in (path, lock_of(path))],
-            "cannot be seen from this machine: mount the server's shared_storage_path here under",
+            "cannot be seen from this machine; mount the server's shared_storage_path here under",
         ),
     ],
 )
@@ -186,7 +190,7 @@ def test_what_nobody_waits_for_is_deleted_now_and_then(
     folder.take(path, IDS, locks=True)
     names = {each.name for each in path.parent.iterdir()}
     assert names == {"young.safetensors", "notes.txt"}
-    told = f"{path.parent}: deleted 2 files that nobody has read for 1 minutes\n"
+    told = f"{path.parent}: deleted 2 files that no process has read for 1 minutes\n"
     assert capfd.readouterr().err == told
     leave(61)
     again.write_bytes(content)

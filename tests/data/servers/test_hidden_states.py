@@ -86,7 +86,7 @@ def test_an_adapter_is_asked_for_by_its_name(tmp_path: Path) -> None:
         states.read([7, 5])
     assert {body["model"] for body in server.bodies} == {"tuned"}
     with EngineServer(tmp_path / "b", WRITTEN) as other:
-        refused(other, r"has no model tuned; it lists \['other', 'toy'\]", model="tuned")
+        refused(other, r"serves no model tuned; it lists \['other', 'toy'\]", model="tuned")
 
 
 def test_without_a_final_norm_there_are_layers_alone(tmp_path: Path) -> None:
@@ -124,19 +124,19 @@ SERVE = r"; serve with: vllm serve MODEL --spec.*_layer_ids\": \[1, 3, 4\].*shm/
 def test_a_server_that_cannot_do_it_is_refused_before_the_first_document(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server:
         address = f"engine={server.url}: "
-        refused(server, rf"{address}has no model big; it lists \['other', 'toy'\]", model="big")
+        refused(server, rf"{address}serves no model big; it lists \['other', 'toy'\]", model="big")
         deep = taps(hidden_size=8)
-        refused(server, rf"{address}states of shape \[1, 3, 2\] and not \[1, 3, 8\]", deep)
+        refused(server, rf"{address}hidden states have shape \[1, 3, 2\], not \[1, 3, 8\]", deep)
         server.layers = [1, 2, 3, 4]
-        refused(server, rf"{address}states of shape \[1, 4, 2\] and not \[1, 3, 2\].*{SERVE}")
+        refused(server, rf"{address}hidden states have shape \[1, 4, 2\], not \[1, 3, 2\].*{SERVE}")
         server.folder = server.told_folder = tmp_path
-        refused(server, rf"{address}writes .*, and not to layers-1-3-4: it may be other.*{SERVE}")
+        refused(server, rf"{address}writes .*, outside of layers-1-3-4, so perhaps other.*{SERVE}")
         server.answer = lambda _: {"choices": [], "kv_transfer_params": None}  # type: ignore[method-assign]
-        refused(server, f"{address}answers without hidden states{SERVE}")
+        refused(server, f"{address}returns no hidden states{SERVE}")
         server.fault_for = lambda _: (400, {})
-        refused(server, f"{address}no states of a document of 1 tokens: HTTP 400")
+        refused(server, f"{address}no hidden states of a document of 1 tokens: HTTP 400")
         server.fault_for = lambda _: (500, {})
-        refused(server, rf"{address}no states .* HTTP 500.*\(2 attempts\)", max_retries=1)
+        refused(server, rf"{address}no hidden states .* HTTP 500.*\(2 attempts\)", max_retries=1)
         server.models = ()
         refused(server, f"{address}lists no model")
     refused(server, rf"{address}ConnectError.*\(1 attempts\){SERVE}", max_retries=0)
@@ -148,7 +148,7 @@ def test_storage_that_is_not_mounted_here(tmp_path: Path) -> None:
         server.answer = lambda _: {"kv_transfer_params": there}  # type: ignore[method-assign]
         refused(
             server,
-            r"/there/layers-1-3-4/cmpl-1.safetensors cannot be seen from this machine: mount "
+            r"/there/layers-1-3-4/cmpl-1.safetensors: cannot be seen from this machine; mount "
             "the server's shared_storage_path here under the same name",
         )
 
@@ -156,9 +156,9 @@ def test_storage_that_is_not_mounted_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda t: t.clear(), r"safetensors was not written whole \(no such file\)"),
-        (lambda t: t["hidden_states"][0, 1, 0].fill_(torch.nan), "hold NaN or infinity"),
-        (lambda t: t["hidden_states"][1, 2].zero_(), "states of zeros: it left them out"),
+        (lambda t: t.clear(), r"safetensors: incomplete \(no such file\)"),
+        (lambda t: t["hidden_states"][0, 1, 0].fill_(torch.nan), "have NaN or infinity"),
+        (lambda t: t["hidden_states"][1, 2].zero_(), "states are zeros, so it left them out"),
     ],
     ids=["no file", "NaN", "unwritten"],
 )
@@ -189,7 +189,7 @@ def test_a_first_token_may_have_states_of_zeros(tmp_path: Path) -> None:
 def test_a_server_that_never_ends_its_file(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server:
         server.write_s = 0.5
-        refused(server, "safetensors is not written after 0 s: see the server's log", timeout_s=0.2)
+        refused(server, "safetensors: not written after 0 s; see the server's log", timeout_s=0.2)
 
 
 def test_a_file_with_other_tokens_is_nobody_s_to_delete(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_file_with_other_tokens_is_nobody_s_to_delete(tmp_path: Path) -> None:
         save_file({"weight": torch.ones(2)}, mine)
         mine.with_name("model.safetensors.lock").touch()
         server.answer = lambda _: {"kv_transfer_params": {"hidden_states_path": str(mine)}}  # type: ignore[method-assign]
-        refused(server, "model.safetensors does not hold the tokens that were sent")
+        refused(server, "model.safetensors: holds other tokens than were sent")
     assert mine.is_file()
 
 
@@ -207,7 +207,7 @@ def test_a_document_beyond_the_context_is_refused_unsent(tmp_path: Path) -> None
         assert states.read(list(range(16)))["layers.1"].shape == (16, HIDDEN)
         num_sent = len(server.bodies)
         message = (
-            r"a document of 17 tokens, and the server takes 16 and 1 more: serve with "
+            r"a document of 17 tokens is too long, as the server takes 16 and 1 more; serve with "
             r"--max-model-len 18, or set data.max_length lower"
         )
         with pytest.raises(InputError, match=message):
@@ -216,7 +216,9 @@ def test_a_document_beyond_the_context_is_refused_unsent(tmp_path: Path) -> None
 
 
 def test_layers_that_the_target_lacks() -> None:
-    with pytest.raises(InputError, match=r"layers=\[5, -1\]: the target has hidden states 0..4"):
+    with pytest.raises(
+        InputError, match=r"layers=\[5, -1\]: not in the target, which has hidden states 0..4"
+    ):
         taps((5, 2, -1))
-    with pytest.raises(InputError, match=r"layers=\[\]: nothing is to be read"):
+    with pytest.raises(InputError, match=r"layers=\[\]: no hidden state to read"):
         taps((), final_norm=None)

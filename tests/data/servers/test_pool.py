@@ -67,7 +67,9 @@ def test_a_failure_reaches_the_reader_in_its_place(tmp_path: Path) -> None:
         server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
         read = states.read_many(documents)
         assert [next(read)["layers.1"][0, 0].item() for _ in range(7)] == [*range(100, 107)]
-        with pytest.raises(InputError, match="no states of a document of 1 tokens: HTTP 422"):
+        with pytest.raises(
+            InputError, match="no hidden states of a document of 1 tokens: HTTP 422"
+        ):
             next(read)
         assert_same(states.read([9]), expected([9]))
 
@@ -126,7 +128,9 @@ def test_what_one_server_spoils_another_gives(
 def test_a_document_that_no_attempt_gives_is_named_and_many_end_the_run(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, pooled(server) as states:
         server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
-        with pytest.raises(NotReadError, match="no states of a document of 1 tokens: HTTP 422"):
+        with pytest.raises(
+            NotReadError, match="no hidden states of a document of 1 tokens: HTTP 422"
+        ):
             states.read([7])
         assert_same(states.read([9]), expected([9]))
         server.fault_for = lambda _: (422, {})
@@ -150,7 +154,9 @@ def test_a_server_that_is_started_anew_is_waited_for(
             assert_same(states.read([7, 5]), expected([7, 5]))
             assert checked == states.servers * 5
             server.faults = ["drop"] * 6
-            with pytest.raises(NotReadError, match=r"no states .* of 2 tokens: RemoteProtocolE"):
+            with pytest.raises(
+                NotReadError, match=r"no hidden states .* of 2 tokens: RemoteProtocolE"
+            ):
                 states.read([7, 5])
             assert_same(states.read([7, 5]), expected([7, 5]))
 

@@ -40,7 +40,7 @@ def test_a_version_without_hidden_states_is_refused(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server:
         server.version = "0.17.1"
         with (
-            pytest.raises(InputError, match=r"vLLM 0\.17\.1 hands out no hidden states"),
+            pytest.raises(InputError, match=r"vLLM 0\.17\.1 writes no hidden states"),
             engine(server),
         ):
             pytest.fail("it was taken")

@@ -311,7 +311,7 @@ def test_a_template_is_chosen_by_its_name() -> None:
                            ({"chat_template": other}, "<|rag|>user")):  # fmt: skip
         template = Encoder(tokenizer, wanted).template({}, None)
         assert template.prompt(messages).startswith(begins)
-    said = r"chat template '(default|rags)'; allowed: .*{chat_template: NAME}.* \['plain', 'rag'\]"
+    said = r"chat template '(default|rags)'; set .*{chat_template: NAME}.* \['plain', 'rag'\]"
     for wanted in ({}, {"chat_template": "rags"}):
         with pytest.raises(InputError, match=said):
             Encoder(tokenizer, wanted).template({}, None)

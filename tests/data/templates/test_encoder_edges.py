@@ -63,7 +63,7 @@ def test_an_answer_that_the_tokenizer_rewrites_is_still_found() -> None:
 def test_words_of_a_missing_template() -> None:
     tokenizer = make_tokenizer(None)
     rest = (
-        "has no chat template, but the data are conversations: take the chat version of the "
+        ": has no chat template, but the data are conversations; use the chat version of the "
         "model, put a chat_template.jinja into its folder, or give plain text (rows with a "
         "'text' field)"
     )
@@ -71,7 +71,7 @@ def test_words_of_a_missing_template() -> None:
         tokenizer.name_or_path = name
         with pytest.raises(InputError) as caught:
             Encoder(tokenizer).prompt([{"role": "user", "content": "Hi"}])
-        assert str(caught.value) == f"target {named} {rest}"
+        assert str(caught.value) == f"target {named}{rest}"
 
 
 @pytest.mark.parametrize(("name", "named"), [("", r"\(unnamed\)"), ("old/model", "old/model")])

@@ -175,6 +175,6 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     answer = said("Hello there") | {"token_ids": [3, 4, 5]}
     path = write_rows(tmp_path / "in.jsonl", [{"messages": [user("Hi"), answer]}])
     with pytest.raises(
-        InputError, match=r"in.jsonl:1: messages\[1\].token_ids say .*'Hello there'"
+        InputError, match=r"in.jsonl:1: messages\[1\].token_ids: give .*'Hello there'"
     ):
         learnt("qwen3.5", path)

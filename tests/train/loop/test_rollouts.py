@@ -183,7 +183,7 @@ def test_a_server_answers_in_place_of_the_target(
         ):
             made.round(4, head)
         server.answer = lambda _: {"choices": [{"text": ""}]}  # type: ignore[method-assign]
-        with pytest.raises(InputError, match=r"no choices\[0\]\.token_ids: it must be vLLM"):
+        with pytest.raises(InputError, match=r"no choices\[0\]\.token_ids: the server must be"):
             made.round(4, head)
         server.fault_for = lambda _: (400, {})
         with pytest.raises(InputError, match=r"rollout\.endpoint=http.*HTTP 400: .*injected"):
