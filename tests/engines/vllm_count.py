@@ -27,21 +27,9 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-import torch
-from vllm import LLM, SamplingParams, _custom_ops
+import vllm_dflash  # noqa: F401  mends it
+from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
-
-
-def normed_keys(model: DFlashQwen3Model, keys: torch.Tensor) -> torch.Tensor:
-    """[L, ...] keys of the text, each layer's by its own norm: a CPU takes the first's for all."""
-    found = torch.empty_like(keys)
-    for number, weight in enumerate(model._k_norm_weights):
-        _custom_ops.rms_norm(found[number], keys[number], weight, model._rms_norm_eps)
-    return found
-
-
-DFlashQwen3Model._normalize_context_k = normed_keys
 
 
 def opened(job: dict, speculative: dict) -> LLM:

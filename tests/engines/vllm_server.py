@@ -21,6 +21,7 @@ os.environ |= {
 }
 
 import torch
+import vllm_dflash  # noqa: F401  mends it
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector
 
 
