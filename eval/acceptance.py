@@ -4,21 +4,34 @@
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.measure import AcceptanceRun
-from eval.refusals import check_measure
+from eval.measure.under import CONDITIONS, runs_under
+from eval.refusals import check_inputs, check_measure
 
-CHECK = partial(check_measure, result="acceptance.json")
-COMMAND = Command(__doc__, AcceptanceRun, "acceptance", check=CHECK)
+RESULT = "acceptance.json"
+
+
+def check(config: AcceptanceRun) -> None:
+    """Refuses, before anything heavy is imported, what no head can make right."""
+    if not config.conditions:
+        check_measure(config, RESULT)
+        return
+    check_measure(config, CONDITIONS)
+    for run in runs_under(config).values():
+        check_inputs(run)
+
+
+COMMAND = Command(__doc__, AcceptanceRun, "acceptance", check=check)
 if __name__ == "__main__":
     COMMAND.begin()
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +41,7 @@ from tqdm import tqdm
 
 from conf.command.journal import Journal
 from conf.settings.measure import Mode
+from data.embedded import fill_unset
 from eval.decode.engine import Step, decode
 from eval.measure import processes
 from eval.measure.answers import Answered
@@ -38,7 +52,8 @@ from eval.measure.lengths import show_lengths
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, replayed, steps_along
 from eval.measure.stats import PromptSteps, shown, summary, tree_figures
-from eval.report.figures import plot_acceptance
+from eval.measure.under import conditions_table, finished, write_conditions
+from eval.report.figures import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
 
 
@@ -145,23 +160,52 @@ def show(result: dict[str, Any], console: Console) -> None:
     show_lengths(result["acceptance_length"], console)
 
 
-def main(config: AcceptanceRun) -> None:
-    """Measures, prints, writes `acceptance.json`, its picture, and what other tools read."""
-    with (
-        open_bench(config, "acceptance.json", served=True) as bench,
-        open_journal(config, "acceptance.json", bench) as journal,
-    ):
+def report(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
+    """Measures, prints, writes `acceptance.json`, its picture, and what other tools read.
+
+    Returns:
+        The contents of `acceptance.json`; nothing in other processes than the first.
+    """
+    with open_journal(config, RESULT, bench) as journal:
         result = measure(bench, config, journal)
     if not bench.main:
-        return
+        return {}
     console = Console()
     show(result, console)
-    path = write_result(config, "acceptance.json", result, bench)
-    written = json.loads(path.read_text())
+    path = write_result(config, RESULT, result, bench)
+    written: dict[str, Any] = json.loads(path.read_text())
     plot_acceptance(written, path.with_suffix(".png"))
     console.print(caption(written), highlight=False, markup=False)
     files = [path, path.with_suffix(".png"), *hand_on(written, path.parent)]
     console.print("wrote " + ", ".join(map(str, files)))
+    return written
+
+
+def main(config: AcceptanceRun) -> None:
+    """Measures a head, under every condition where there are several."""
+    if not config.conditions:
+        with open_bench(config, RESULT, served=True) as bench:
+            report(bench, config)
+        return
+    fill_unset(config, prompts=True)
+    results: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        first: Bench | None = None
+        for name, run in runs_under(config).items():
+            if (found := finished(run)) is not None:
+                results[name] = found
+                continue
+            bench = stack.enter_context(open_bench(run, RESULT, served=True, like=first))
+            first = first or bench
+            if bench.main:
+                Console().rule(name or "as given")
+            results[name] = report(bench, run)
+    if first is None or first.main:
+        console = Console()
+        console.print(conditions_table(results))
+        files = write_conditions(config, results)
+        plot_comparison(results, files[-1], "")
+        console.print("wrote " + ", ".join(map(str, files)))
 
 
 if __name__ == "__main__":

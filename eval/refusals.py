@@ -34,18 +34,17 @@ def check_inputs(run: Any) -> None:
     check_room(run.out_dir)
 
 
-def check_measure(run: MeasureRun, result: str, need_head: bool = True) -> None:
+def check_measure(run: MeasureRun, result: str) -> None:
     """Refuses a measurement without a head, or over an earlier one.
 
     Args:
         run: the settings.
         result: the file that will be written.
-        need_head: refuse to go without one.
 
     Raises:
         InputError: see each part; nothing has been made when it is raised.
     """
-    if run.head.path is None and need_head:
+    if run.head.path is None and run.needs_head:
         raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
     if (Path(run.out_dir) / result).exists():
         raise InputError(f"out_dir={run.out_dir} already holds {result}: choose another")

@@ -23,7 +23,7 @@ from conf.settings.measure import ServeRun
 from eval.refusals import check_measure
 
 RESULT = "serve.json"
-CHECK = partial(check_measure, result=RESULT, need_head=False)
+CHECK = partial(check_measure, result=RESULT)
 COMMAND = Command(__doc__, ServeRun, "serve", check=CHECK)
 if __name__ == "__main__":
     COMMAND.begin()
@@ -76,9 +76,7 @@ def main(config: ServeRun) -> None:
                 connected(config, config.baseline, "baseline", drafts=False)
             )
         writer = ServedAnswers(server)
-        bench = stack.enter_context(
-            open_bench(config, RESULT, need_head=False, served=True, writer=writer)
-        )
+        bench = stack.enter_context(open_bench(config, RESULT, served=True, writer=writer))
         check_room(config, bench, server)
         told = {name: [each.name, each.version, each.model] for name, each in servers.items()}
         journal = stack.enter_context(open_journal(config, RESULT, bench, servers=told))

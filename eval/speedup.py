@@ -19,7 +19,7 @@ from eval.refusals import check_measure
 def check(run: SpeedupRun) -> None:
     """Refuses, before anything heavy is imported, what no head can make right."""
     check_words(run.methods)
-    check_measure(run, "speedup.json", need_head=False)
+    check_measure(run, "speedup.json")
 
 
 COMMAND = Command(__doc__, SpeedupRun, "speedup", check=check)
@@ -85,7 +85,7 @@ def main(config: SpeedupRun) -> None:
     check_methods(config.methods)
     check_compile("compile", config.compile, processes.start().device.type)
     heads = [*config.heads, *own_layer(config)]
-    bench = open_bench(config, "speedup.json", heads, need_head=False)
+    bench = open_bench(config, "speedup.json", heads)
     chosen = choose_methods(bench, config)
     draft = checksums(config.draft.path) if config.draft.path else None
     with open_journal(config, "speedup.json", bench, draft_weights=draft) as journal:

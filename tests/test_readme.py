@@ -137,7 +137,7 @@ def test_a_page_is_short(page: str) -> None:
 
 @pytest.mark.parametrize(("name", "rest"), COMPOSED, ids=map("".join, COMPOSED))
 def test_every_command_composes(name: str, rest: str) -> None:
-    words = rest.split("#", maxsplit=1)[0].split()
+    words = shlex.split(rest, comments=True)
     overrides = [word for word in words if "=" in word]
     named = words[words.index("--help") + 1 :] if "--help" in words else []  # what help is of
     assert {*words} - {*overrides, *named} <= {"--help", "--multirun"}

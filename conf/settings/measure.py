@@ -36,6 +36,7 @@ class MeasureRun(DataRun):
     stop, ignore_eos, plain = ABSENT, False, False
     depth = tree = output_rank = ABSENT
     dynamic_tree = DynamicTreeConfig()
+    needs_head = True
 
     head: HeadRef = field(default_factory=HeadRef)
     max_new_tokens: int = 128
@@ -128,6 +129,10 @@ class AcceptanceRun(DecodingSettings, MeasureRun):
 
     num_turns: int = 2
     mode: Mode = Mode.replay
+    conditions: list[str] = field(default_factory=list)
+    """Settings to change, one text for each condition, e.g. ["temperature=0","mode=decode
+    temperature=1"]: all conditions are measured and shown in one table. Allowed are `data`,
+    `mode`, `max_new_tokens`, `num_turns`, `seed` and the settings of sampling."""
     out_dir: str = "outputs/acceptance"
 
     def __post_init__(self) -> None:
@@ -147,6 +152,8 @@ class AcceptanceRun(DecodingSettings, MeasureRun):
 @dataclass
 class SpeedupRun(DecodingSettings, MeasureRun):
     """`eval/speedup.py`."""
+
+    needs_head = False
 
     num_turns: int = 2
     methods: Any = "all"
@@ -204,6 +211,7 @@ class SpeedupRun(DecodingSettings, MeasureRun):
 class ServeRun(SamplingSettings, ChainSettings, MeasureRun):
     """`eval/serve.py`."""
 
+    needs_head = False
     plain = True  # the server is told so
 
     endpoint: str = "???"

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,9 +107,9 @@ def open_bench(
     run: MeasureRun,
     result_name: str,
     more_heads: Sequence[str] = (),
-    need_head: bool = True,
     served: bool = False,
     writer: Writer | None = None,
+    like: Bench | None = None,
 ) -> Bench:
     """Checks what is cheap to check, then loads everything.
 
@@ -117,14 +117,15 @@ def open_bench(
         run: the settings.
         result_name: the file that will be written.
         more_heads: paths besides `head.path`.
-        need_head: refuse to go without one.
         served: engines may run the target's layers; without a head nobody runs them.
         writer: see `Bench`.
+        like: a bench of the same settings but for data and sampling, whose target and heads are
+            taken over; it lets go of its engines later than the new one.
 
     Raises:
         InputError: see each part; nothing has been written when it is raised.
     """
-    check_measure(run, result_name, need_head)
+    check_measure(run, result_name)
     state = processes.start()
     with state.main_process_first():
         fill_unset(run, prompts=True)
@@ -133,15 +134,10 @@ def open_bench(
     _tell(*records.lines())
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
-    heads = [open_head(run, ref) for ref in refs]
-    by_engines = served and bool(run.target.engine)
-    bare = by_engines or (served and not heads)
-    target = (RemoteTarget.of if bare else load_target)(run.target, state.device)
-    follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
+    heads = like.heads if like else [open_head(run, ref) for ref in refs]
+    target = like.ends if like else _open_target(run, heads, served)
     for head in heads:
-        _attach(run, head, target, records)
-    whole = [target.model] if isinstance(target, Target) else []
-    pack(*whole, target.output_head, *(head.head for head in heads))
+        _tell(*_flattered(head, records))
     chosen = records.records[: run.data.num_prompts]
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts, left_out = fitting(run, target, first_turns(chosen, encoder))
@@ -179,7 +175,9 @@ def open_bench(
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     spare = _spare(run, records.records, target, encoder)
     held, main = ExitStack(), state.is_main_process
-    engines = held.enter_context(_engines(run, target, heads, mine)) if by_engines else None
+    engines = like.engines if like else None
+    if served and run.target.engine and like is None:
+        engines = held.enter_context(_engines(run, target, heads, mine))
     bench = Bench(target, heads, mine, sampling, data, main, spare, engines, writer, held)
     with ExitStack() as if_it_fails:
         if_it_fails.push(bench)
@@ -187,6 +185,21 @@ def open_bench(
         data["num_prompts"] = len(processes.gathered(prompts))
         if_it_fails.pop_all()
     return replace(bench, prompts=prompts)
+
+
+def _open_target(run: MeasureRun, heads: Sequence[BenchHead], served: bool) -> EmbeddingsAndHead:
+    """The target, or its parts where engines or nobody run its layers; heads are made ready."""
+    bare = served and (bool(run.target.engine) or not heads)
+    load: Callable[..., EmbeddingsAndHead] = RemoteTarget.of if bare else load_target
+    target = load(run.target, processes.start().device)
+    follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
+    for head in heads:
+        head.head.attach(target, target.dtype).eval()
+        if run.output_rank is not None:
+            reduce_rank(head.head, target, run.output_rank)
+    whole = [target.model] if isinstance(target, Target) else []
+    pack(*whole, target.output_head, *(head.head for head in heads))
+    return target
 
 
 def _engines(
@@ -198,20 +211,17 @@ def _engines(
     return opened(run.target, target, sorted(layers), text)
 
 
-def _attach(run: MeasureRun, head: BenchHead, target: EmbeddingsAndHead, records: Records) -> None:
-    """Makes a head ready to draft; says so where its drafts were fitted to these very prompts."""
-    for data, words, what in (
+def _flattered(head: BenchHead, records: Records) -> Iterator[str]:
+    """Lines that say where a head's drafts were fitted to these very prompts."""
+    for data, words, fitted in (
         (head.searched_on, "its draft tree was searched for", "tree"),
         (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
     ):
         if data and data == records.sha256:
-            _tell(
-                f"{head.path}: {words} on data.path itself, so that the {what}'s figures flatter "
+            yield (
+                f"{head.path}: {words} on data.path itself, so that the {fitted}'s figures flatter "
                 "it; measure on other prompts"
             )
-    head.head.attach(target, target.dtype).eval()
-    if run.output_rank is not None:
-        reduce_rank(head.head, target, run.output_rank)
 
 
 def _tell(*lines: str | None) -> None:

@@ -183,12 +183,14 @@ def plot_calibration(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draws tau per head; per depth of its chain alpha, and agreement where it was replayed.
+def plot_comparison(
+    results: dict[str, dict[str, Any]], path: Path, under: str | None = None
+) -> None:
+    """Draws tau per head or condition, alpha per depth of the chain, and agreement where replayed.
 
     At depth d a head has read d - 1 features of its own: alpha is EAGLE's n-alpha, n = d - 1.
 
-    From `acceptance.json`.
+    From `acceptance.json`; `under` is written below, unless told the conditions of the first.
     """
     names, height = _named(results)
     size = (15, max(4.2, 1 + height))
@@ -206,7 +208,7 @@ def plot_comparison(results: dict[str, dict[str, Any]], path: Path) -> None:
     for axis in (middle, right):
         axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
     _legend(figure, middle)
-    _save(figure, path, caption(next(iter(results.values()))))
+    _save(figure, path, caption(next(iter(results.values()))) if under is None else under)
 
 
 def plot_reported(
