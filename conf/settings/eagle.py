@@ -76,7 +76,7 @@ class UnrolledConfig:
     """Branch, tag or commit on the Hub."""
     num_steps: int = 3
     """Depths to train. Step j (from 0) reads j hidden states of the head. The paper uses 7; 3 gave
-    equally long drafts in less than half the time (heads/README.md)."""
+    equally long drafts in less than half the time (docs/results/training.md)."""
     step_decay: float = 0.8
     """Step j has weight step_decay ** j."""
     learn_prompts: bool = True
@@ -87,7 +87,7 @@ class UnrolledConfig:
     """Speed at which `hybrid` turns from KL to acceptance as alpha grows."""
     teacher_temperature: float = 0.6
     """Divides the target's logits in the training losses. Below 1, heads favour the likeliest
-    tokens, which they draft (heads/README.md). The papers use 1."""
+    tokens, which they draft (docs/results/training.md). The papers use 1."""
     divergence_weight: float = 1.0
     """Weight of `divergence` from the target's distribution."""
     text_weight: float = 0.0

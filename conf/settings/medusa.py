@@ -31,10 +31,10 @@ class MedusaConfig:
     """Head k has weight lambda_k = loss_decay ** k."""
     labels: Labels = Labels.soft
     """What heads learn: the text (`hard`, the paper), or the target's distribution (`soft`, which
-    gave longer drafts: heads/README.md)."""
+    gave longer drafts: docs/results/training.md)."""
     teacher_temperature: float = 0.6
     """Divides the target's logits for soft labels. Below 1, heads favour the likeliest tokens,
-    which they draft (heads/README.md)."""
+    which they draft (docs/results/training.md)."""
     off_path_weight: float = 0.2
     """With soft labels: factor on a draft token's loss for each earlier text token of the draft
     that the target would not have chosen. Products below 0.05 count as 0. Set 1 to weigh all

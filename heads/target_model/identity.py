@@ -112,7 +112,7 @@ def other_target_notice(key: str, path: str, revision: str | None, target: Ident
         return None
     return (
         f"{key}={path} was trained for another target ({differences(before, now, keys)}): less of "
-        "its drafts may be accepted here; go on training it (data/README.md, A target that has "
+        "its drafts may be accepted here; go on training it (docs/data.md, A target that has "
         "changed)"
     )
 
