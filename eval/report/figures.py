@@ -16,16 +16,30 @@ from matplotlib import pyplot as plt
 from eval.measure.conditions import caption
 from eval.measure.stats import tree_figures
 
+BLUE, ORANGE, GREEN, RED, PINK, SKY, BLACK = INKS = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#222222"),
+)
+"""Told apart on paper without colors and by the colour-blind: Okabe and Ito, 2008."""
+GREY = "#777777"
+mpl.rcParams |= {
+    "axes.prop_cycle": cycler(color=INKS),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 11,
+    "legend.frameon": False,
+}
 STEP_PARTS = ("draft", "verify", "accept", "step", "host")
 """`step` is the first three where they are captured as one."""
-COLORS = dict(
-    zip(STEP_PARTS, ("tab:orange", "tab:green", "tab:red", "tab:brown", "tab:purple"), strict=True)
-)
+COLORS = dict(zip(STEP_PARTS, (ORANGE, BLUE, BLACK, GREEN, PINK), strict=True))
+DEEPEST = 8
+"""Depth that pictures end with: of copied text few passes try a deeper one."""
 LINE = 30
 """Letters of a name on one line."""
 LETTERS_AN_INCH = 16
 """Of small text, on average."""
-STYLES = list(cycler(linestyle=["-", "--", ":"]) * mpl.rcParamsDefault["axes.prop_cycle"])
+STYLES = list(
+    cycler(linestyle=["-", "--", ":"]) * (cycler(color=INKS) + cycler(marker=list("os^DvPX")))
+)
 """Of curves: more than there are colors."""
 
 
@@ -38,12 +52,14 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     tree = tree_figures(result)
     trees = {**tree["by_category"], "all": tree}
     for place, (name, row) in enumerate(rows.items()):
-        color, width = ("tab:gray", 3) if name == "all" else ("tab:blue", 1)
+        is_whole = name == "all"
+        color = GREY if is_whole else BLUE
         _tau(left, place, row["tau"], row["ci95"], trees[name]["tau"], color)
-        _curve(right, place, names[place], row["alpha"], linewidth=width)
+        style: dict[str, Any] = {"color": GREY, "linewidth": 3} if is_whole else {"linewidth": 1}
+        _curve(right, place, names[place], row["alpha"], **style)
     _tau_axis(left, names)
     left.axvline(1, color="black", linewidth=0.8)
-    right.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
+    right.set(xlabel="depth", ylabel="alpha, acceptance per depth", ylim=(0, 1))
     right.set_xticks(range(1, len(result["alpha"]) + 1))
     _legend(figure, right)
     _save(figure, path, caption(result))
@@ -60,7 +76,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         2, 2, figsize=size, layout="constrained"
     )
     for place, (label, row) in enumerate(zip(labels, methods.values(), strict=True)):
-        speed.barh(place, row["tokens_per_s"], color="tab:blue")
+        speed.barh(place, row["tokens_per_s"], color=BLUE)
         speed.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
         end = 0.0
         for part, ms in step_ms(row).items():
@@ -69,16 +85,16 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         if not end:
             total = sum(row["breakdown"].values())
             times.text(0, place, f" undivided, {total:.1f} s in all", va="center")
-        taus.plot(row["tau"], place, "o", color="tab:blue")
-        taus.plot(row.get("tau_ci95") or [row["tau"]] * 2, [place, place], color="tab:blue")
-        _curve(alphas, place, label, row.get("alpha") or [])
+        taus.plot(row["tau"], place, "o", color=BLUE)
+        taus.plot(row.get("tau_ci95") or [row["tau"]] * 2, [place, place], color=BLUE)
+        _curve(alphas, place, label, (row.get("alpha") or [])[:DEEPEST])
     for axis in (speed, times, taus):
         axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
     speed.margins(x=0.15)
     speed.set_xlabel(f"tokens per second, prompt included, and speed-up over {result['baseline']}")
     times.set_xlabel("ms per verify pass")
     taus.set_xlabel("tau, tokens per verify pass (95% interval)")
-    alphas.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached", ylim=(0, 1))
+    alphas.set(xlabel="depth", ylabel="alpha, acceptance per depth", ylim=(0, 1))
     alphas.xaxis.get_major_locator().set_params(integer=True)
     for axis in (times, alphas):
         lines = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -103,7 +119,7 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
             _curve(panel, place, _lines(name), figures, numbers)
     gain.axhline(1, color="black", linewidth=0.8)
     speed.set_ylabel("tokens per second, prompts included")
-    gain.set_ylabel("speed-up over the faster baseline of each size")
+    gain.set_ylabel("speed-up over the baseline")
     waits.set_ylabel("ms between tokens, p50")
     for axis in (speed, gain, waits):
         axis.set_xscale("log", base=2)
@@ -197,13 +213,13 @@ def plot_comparison(
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=size, layout="constrained")
     for place, result in enumerate(results.values()):
         tree_tau = tree_figures(result)["tau"]
-        _tau(left, place, result["tau"], result["tau_ci95"], tree_tau, "tab:blue")
+        _tau(left, place, result["tau"], result["tau_ci95"], tree_tau, BLUE)
         for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
             _curve(axis, place, names[place], rates)
     _tau_axis(left, names)
     left.set_xlim(left=1)
-    middle.set(xlabel="depth", ylabel="alpha, acceptance given the depth was reached")
-    right.set(xlabel="depth", ylabel="first choice agrees with the target's, at every token")
+    middle.set(xlabel="depth", ylabel="alpha, acceptance per depth")
+    right.set(xlabel="depth", ylabel="first choice agrees with the target")
     deepest = max(len(result["alpha"]) for result in results.values())
     for axis in (middle, right):
         axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
@@ -226,7 +242,7 @@ def plot_reported(
     size = (12, max(4.2, 1 + height))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     for place, (length, rates) in enumerate(results.values()):
-        left.barh(place, length or 0, color="tab:blue")
+        left.barh(place, length or 0, color=BLUE)
         _curve(right, place, names[place], rates)
     left.set(yticks=range(len(names)), yticklabels=names, xlabel=what, xlim=(1, None))
     left.invert_yaxis()
@@ -243,7 +259,7 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
     rows = [*result["pruned"], result["before"]]
     sizes = [row["num_ids"] for row in rows]
     ends = [row["tau_ci95"] or [row["tau"]] * 2 for row in rows]
-    left.vlines(sizes, *zip(*ends, strict=True), color="tab:gray")
+    left.vlines(sizes, *zip(*ends, strict=True), color=GREY)
     for axis, name in ((left, "tau"), (middle, "coverage"), (right, "speedup")):
         axis.plot(sizes, [row[name] for row in rows], "o-")
         axis.plot(sizes[-1], result["before"][name], "D", markersize=9, label="before")
@@ -268,7 +284,7 @@ def _tau(
     """A row: a bar for the chain with its interval, a diamond for the tree."""
     panel.barh(place, tau, color=color)
     panel.plot(ends or [tau] * 2, [place, place], color="black")
-    panel.plot(tree_tau, place, "D", color="tab:orange")
+    panel.plot(tree_tau, place, "D", color=ORANGE)
 
 
 def _tau_axis(panel: Any, names: list[str]) -> None:
@@ -304,7 +320,7 @@ def _curve(
 ) -> None:
     """Figures of one of several, in the same style in every panel; over depths unless told."""
     if figures:
-        style = {**STYLES[place % len(STYLES)], "marker": "o", "label": name, **style}
+        style = {**STYLES[place % len(STYLES)], "label": name, **style}
         panel.plot(over or range(1, len(figures) + 1), figures, **style)
 
 

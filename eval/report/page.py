@@ -19,7 +19,8 @@ from conf.files import write_whole
 from eval.measure.stats import shown
 from eval.report.figures import STEP_PARTS, step_ms
 
-DEEPEST_COLOR = 8
+DEEPEST = 8
+"""Depth that has a color of its own; of copied text few passes try a deeper one."""
 NOT_SETTINGS = ("methods", "baseline", "baselines", "lossless", "texts", "concurrency")
 # heading, key, format; the key with `_ci95` behind it holds the interval
 COLUMNS = (
@@ -108,7 +109,9 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
         "methods": methods,
         "labels": {n: f"{n} (lossy)" if row.get("lossy") else n for n, row in methods.items()},
         "lossy": any(row.get("lossy") for row in methods.values()),
-        "target": target if isinstance(target, str) else target.get("path") or target.get("name"),
+        "target": _short(
+            target if isinstance(target, str) else target.get("path") or target.get("name")
+        ),
         "best": max(
             (n for n, row in methods.items() if n not in baselines and not row.get("lossy")),
             key=lambda name: methods[name]["speedup"],
@@ -131,9 +134,14 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
         "text_methods": [
             name for name in methods if any(name in t["methods"] for t in result.get("texts", []))
         ],
-        "deepest": DEEPEST_COLOR,
+        "deepest": DEEPEST,
         "settings": flat({k: v for k, v in result.items() if k not in NOT_SETTINGS}),
     }
+
+
+def _short(target: str) -> str:
+    """A Hub id, or the last part of a path on this machine."""
+    return Path(target).name if target.startswith(("/", "~", ".")) else target
 
 
 def _equal_texts(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
@@ -179,7 +187,7 @@ def _categories(methods: dict[str, dict[str, Any]], baselines: list[str]) -> dic
 
 def _alpha(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Lines with the places of their labels, spread so that none covers another."""
-    rates = {name: row["alpha"] for name, row in methods.items() if row.get("alpha")}
+    rates = {name: row["alpha"][:DEEPEST] for name, row in methods.items() if row.get("alpha")}
     if not rates:
         return None
     height, gap = max(230, 16 * len(rates)), 15
