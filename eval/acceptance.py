@@ -32,15 +32,16 @@ if __name__ == "__main__":
 
 import json
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from conf.command import following
 from conf.command.journal import Journal
-from conf.settings.measure import Mode
+from conf.settings.measure import Mode, SpeedupRun
 from data.embedded import fill_unset
 from eval.decode.engine import Step, decode
 from eval.measure import processes
@@ -177,7 +178,7 @@ def report(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
     plot_acceptance(written, path.with_suffix(".png"))
     console.print(caption(written), highlight=False, markup=False)
     files = [path, path.with_suffix(".png"), *hand_on(written, path.parent)]
-    console.print("wrote " + ", ".join(map(str, files)))
+    console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
     return written
 
 
@@ -185,7 +186,8 @@ def main(config: AcceptanceRun) -> None:
     """Measures a head, under every condition where there are several."""
     if not config.conditions:
         with open_bench(config, RESULT, served=True) as bench:
-            report(bench, config)
+            if report(bench, config):
+                tell_speedup(config)
         return
     fill_unset(config, prompts=True)
     results: dict[str, dict[str, Any]] = {}
@@ -205,7 +207,14 @@ def main(config: AcceptanceRun) -> None:
         console.print(conditions_table(results))
         files = write_conditions(config, results)
         plot_comparison(results, files[-1], "")
-        console.print("wrote " + ", ".join(map(str, files)))
+        console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
+        tell_speedup(config)
+
+
+def tell_speedup(config: AcceptanceRun) -> None:
+    """Names the command that measures the same drafts in seconds."""
+    same = following.changed(config, *(field.name for field in fields(SpeedupRun)))
+    following.tell("acceptance", same | {"out_dir": config.out_dir})
 
 
 if __name__ == "__main__":

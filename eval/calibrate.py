@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command import following
 from conf.command.entry import Command
 from conf.settings.measure import CalibrateRun
 from eval.refusals import check_measure
@@ -239,6 +240,9 @@ def main(config: CalibrateRun) -> None:
     }  # fmt: skip
     where = write_beside(bench.head, CONFIDENCE_FILE, content, Path(config.out_dir))
     console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
+    # On other prompts, as these would flatter what was fitted to them.
+    same = following.changed(config, "head", "target")
+    following.tell("calibrate", same | following.prompts_for(bench.ends.name))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command import following
 from conf.command.compiler import check_compile
 from conf.command.entry import Command
+from conf.settings.export import ExportFormat
 from conf.settings.measure import SpeedupRun
 from eval.compare.names import check_methods, check_words
 from eval.refusals import check_measure
@@ -43,6 +45,7 @@ from eval.measure.handed_on import hand_on
 from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
+from heads.head import DraftHead
 from heads.mtp.checkpoint import has_layer
 
 MAX_NODES = 256  # of any tree
@@ -115,7 +118,23 @@ def main(config: SpeedupRun) -> None:
     console.print(caption(written), highlight=False, markup=False)
     files = [path, path.with_suffix(".png"), path.with_suffix(".html")]
     files += hand_on(written, path.parent)
-    console.print("wrote " + ", ".join(map(str, files)))
+    console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
+    if config.head.path is not None:
+        tell_export(bench.head.head, config)
+
+
+def tell_export(head: DraftHead, config: SpeedupRun) -> None:
+    """Names the command that writes the measured head for the first engine that serves it."""
+    engine = next((each for each in ExportFormat if head.export(each).problem is None), None)
+    if engine is None:
+        return
+    path = Path(str(config.head.path))
+    own = path.parent if path.name == "head" else Path("outputs") / path.name
+    following.tell(
+        "speedup",
+        following.changed(config, "head", "target")
+        | {"format": engine.value, "out_dir": f"{own}-{engine.value}"},
+    )
 
 
 if __name__ == "__main__":

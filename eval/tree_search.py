@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command import following
 from conf.command.entry import Command
 from conf.settings.measure import TreeSearchRun
 from eval.refusals import check_measure
@@ -309,6 +310,9 @@ def main(config: TreeSearchRun) -> None:
         }  # fmt: skip
         where = write_beside(bench.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
+    # On other prompts, as these would flatter what was fitted to them.
+    same = following.changed(config, "head", "target")
+    following.tell("tree_search", same | following.prompts_for(bench.ends.name))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command import following
 from conf.command.entry import Command
 from conf.settings.scripts import CaptureRun
 from eval.refusals import check_inputs
@@ -83,7 +84,8 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
         if state.is_main_process:
             finish(work, state)
     if state.is_main_process:
-        print(f"features saved to {work.folder}: train with data.features={work.folder}")
+        print(f"features saved to {work.folder}")
+        following.tell("capture", {"data.features": work.folder})
 
 
 @contextmanager
@@ -123,6 +125,8 @@ def write_shards(work: Work, state: PartialState) -> None:
         save_embeddings_and_head(target, of_target)
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
     text = longest_document(work.sets["train"])
+    if state.is_main_process:
+        print(f"{total:,} tokens to read; hidden states go to {work.folder}")
     with (
         source_of(work.config.target, target, layers, text) as source,
         Writers() as writers,

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from conf.command.following import PART_OF
 from conf.files import cache_dir, make_folder, write_whole
 from scripts.quickstart import LAUNCH, ROOT
 
@@ -103,7 +104,7 @@ def num_threads() -> int:
 
 def run(command: list[str]) -> None:
     """Runs a command on all cores."""
-    environ = os.environ | {"OMP_NUM_THREADS": str(num_threads())}
+    environ = os.environ | {"OMP_NUM_THREADS": str(num_threads()), PART_OF: "demo"}
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     if code != 0:
         sys.exit(code)

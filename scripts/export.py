@@ -9,8 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command import following
 from conf.command.entry import Command
-from conf.settings.export import ExportRun
+from conf.settings.export import ExportFormat, ExportRun
 from scripts.refusals import check_export
 
 COMMAND = Command(__doc__, ExportRun, "export", check=check_export)
@@ -33,6 +34,12 @@ from heads.storage import locate
 from heads.target_model.identity import identify, other_target_notice
 from heads.target_model.load import load_target
 from scripts.publish.staging import read_json
+
+PORTS = {
+    ExportFormat.vllm: 8000, ExportFormat.speculators: 8000, ExportFormat.sglang: 30000,
+    ExportFormat.llamacpp: 8080,
+}  # fmt: skip
+"""Where the engines that eval/serve.py asks listen, unless told."""
 
 
 def main(config: ExportRun) -> None:
@@ -69,6 +76,10 @@ def main(config: ExportRun) -> None:
     verify(out_dir)
     command = head.export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")
+    if (port := PORTS.get(config.format)) is not None:
+        same = following.changed(config, "head", "target") | {"target.path": path}
+        server = {"endpoint": f"http://localhost:{port}"}
+        following.tell("export", server | same | following.prompts_for(path))
 
 
 def verify(out_dir: Path) -> None:

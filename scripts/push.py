@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command import following
 from conf.command.entry import Command
 from conf.settings.export import PushRun
 from scripts.refusals import check_push
@@ -29,7 +30,7 @@ from heads.head import DraftHead
 from heads.kinds import load_head
 from scripts.publish.card import CardFacts, copied_weights, is_hub_id, model_card, repository
 from scripts.publish.exports import check_same, open_exports, stage_export, verified
-from scripts.publish.hub import Terms, ask_terms, files_of, upload
+from scripts.publish.hub import Terms, ask_terms, files_of, link, upload
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 
 PICTURES = ("acceptance.png", "speedup.png")
@@ -88,7 +89,12 @@ def main(config: PushRun) -> None:
                 print(f"  {path.relative_to(staged).as_posix()} ({path.stat().st_size:,} bytes)")
         if config.dry_run:
             write_out(repos, Path(config.out_dir))
-            print(f"dry run: nothing uploaded; what would be is in {config.out_dir}")
+            print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
+            print(f"they will be at {', '.join(map(link, repos))}")
+            same = following.changed(config)
+            for key in ("dry_run", "out_dir"):
+                same.pop(key, None)
+            following.tell("dry run", same)
         else:
             print("\n".join(upload(repos, config.private)))
 

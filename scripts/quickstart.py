@@ -27,6 +27,8 @@ SPEEDUP = [
     "data.num_prompts=16", "num_repeats=2",
     "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,suffix]",
 ]  # fmt: skip
+PART_OF = {"HEADSMITH_PART_OF": "quickstart"}
+"""Has stages keep to themselves which command comes next."""
 NUM_ANSWERS = 3
 """Answers that are shown."""
 NEXT = """
@@ -57,7 +59,7 @@ def run(arguments: list[str]) -> None:
     one, so that the figures do not depend on what else the machine does.
     """
     num_threads = min(8, os.cpu_count() or 1) if "-m" in arguments else 1
-    environ = {"OMP_NUM_THREADS": str(num_threads)} | os.environ
+    environ = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | PART_OF
     command = [sys.executable, *arguments]
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     if code != 0:

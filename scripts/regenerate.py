@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command import following
 from conf.command.entry import Command
 from conf.settings.scripts import RegenerateRun
 from eval.refusals import check_inputs
@@ -128,8 +129,12 @@ def main(config: RegenerateRun) -> None:
             print(f"dropped a half-written row ({journal.num_torn} bytes)")
         if num_done:
             print(f"continuing: {num_done} conversations are done")
+        print(
+            f"{len(todo)} conversations to answer, at most {config.max_new_tokens} tokens a turn; "
+            f"answers go to {journal.path}"
+        )
         tally = Tally(config)
-        with tqdm(total=len(dialogues), initial=num_done, unit="row") as bar:
+        with tqdm(desc="answering", total=len(dialogues), initial=num_done, unit="row") as bar:
 
             def report(outcomes: list[DialogueOutcome]) -> None:
                 tally.take(outcomes, journal)
@@ -143,6 +148,9 @@ def main(config: RegenerateRun) -> None:
     print_report(config, rows, tally)
     if RowFailed in tally.problems:
         sys.exit(1)
+    name = config.target.path if endpoint is None else config.model or "MODEL"
+    target = following.changed(config, "target") | {"target.path": name}
+    following.tell("regenerate", target | {"data.path": journal.path})
 
 
 def load(config: RegenerateRun) -> Records:

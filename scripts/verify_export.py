@@ -14,6 +14,7 @@ from conf.command.launch import rest_while_waiting
 
 rest_while_waiting()
 
+from conf.command.terminal import told
 from conf.errors import InputError
 from eval.parity.gate import FORMATS, check_parity
 
@@ -29,7 +30,7 @@ def main() -> int:
     try:
         verdict = check_parity(chosen.folder, chosen.format)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(told(error, sys.stderr), file=sys.stderr)
         return 2
     print("\n".join(verdict.lines))
     print(

@@ -37,7 +37,9 @@ def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
         InputError: what is missing.
     """
     if asked and (what := missing(device_type)):
-        raise InputError(f"{setting}=true: torch.compile needs {what}; or set {setting}=false")
+        raise InputError(
+            f"{setting}=true: torch.compile lacks {what}; get it, or type {setting}=false"
+        )
 
 
 def _toolchain(device_type: str) -> str:

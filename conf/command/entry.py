@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, errors
 
 from conf.command import help as words
-from conf.command import refusal
+from conf.command import refusal, terminal
 from conf.command.launch import rest_while_waiting
 from conf.errors import InputError
 
@@ -219,7 +219,7 @@ def _refusing(task: Callable[[], None]) -> None:
     except InputError as error:
         # On every node: what is wrong may be wrong on one of them only.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(refusal.told(error, sys.stderr), file=sys.stderr)  # noqa: T201
+            print(terminal.told(error, sys.stderr), file=sys.stderr)  # noqa: T201
         sys.exit(2)
 
 
@@ -232,7 +232,7 @@ def _checked(composed: DictConfig, number: int | None) -> Any:
     except errors.MissingMandatoryValue as error:
         kind, told = (
             get_type_hints(error.object_type)[str(error.key)],
-            ": set it on the command line",
+            f"; it has no default: type {error.full_key}=VALUE",
         )
         if issubclass(kind, Enum):
             told = f"; allowed: {', '.join(choice.value for choice in kind)}"

@@ -71,7 +71,7 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:
             raise InputError(
-                f"{self.path}: {error.strerror}; finished rows are kept, start again to continue"
+                f"{self.path}: {error.strerror}; finished rows are kept: start again to continue"
             ) from error
         self.done.update(row["id"] for row in fresh)
 
@@ -127,12 +127,14 @@ def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:
     if not path.exists():
         if rows.exists():
             raise InputError(
-                f"{out_dir}: holds a {rows.name} of unknown origin (no {MANIFEST_NAME}): "
-                "choose another out_dir"
+                f"out_dir={out_dir}: its {rows.name} has no {MANIFEST_NAME} that says how the rows "
+                "were made; allowed: an empty folder, or one to continue; type another out_dir"
             )
         return
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}): choose another out_dir") from error
+        raise InputError(
+            f"out_dir={out_dir}: {path.name} is not JSON ({error}); type another out_dir"
+        ) from error
     check_unchanged(f"out_dir={out_dir} holds rows", before, manifest)

@@ -33,17 +33,18 @@ def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
     for name, size in _sizes(environ).items():
         if size > num_processes:
             raise InputError(
-                f"the launcher set {name}={size}, but only {num_processes} process sees the "
-                f"others: they would work alone, into one folder. Use {_TWO_ON_CPU}"
+                f"{name}={size}: the launcher started so many processes, but only "
+                f"{num_processes} of them sees the others: all would write over each other's "
+                f"files; type, {_TWO_ON_CPU}"
             )
     # `accelerate launch` sets the master's address for several processes only, and the world
     # size only if it really starts them; with `--cpu --num_processes 2` it starts one.
     launched = "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_PORT" in environ
     if launched and "WORLD_SIZE" not in environ:
         raise InputError(
-            "accelerate was asked for several processes and started one (as it does with "
-            f"--cpu --num_processes N). Use {_TWO_ON_CPU}. If one process is wanted, pass "
-            "--num_processes 1 and unset MASTER_ADDR and MASTER_PORT"
+            "accelerate was asked for several processes and started one, as it does with --cpu "
+            f"--num_processes N; for several type, {_TWO_ON_CPU}; for one type --num_processes 1 "
+            "and unset MASTER_ADDR and MASTER_PORT"
         )
 
 

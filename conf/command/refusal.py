@@ -3,12 +3,9 @@
 setting=value: what is wrong; what is allowed; what to type
 """
 
-import os
 import re
-import shutil
-import textwrap
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -16,35 +13,8 @@ from omegaconf import OmegaConf
 from conf.command import help as words
 from conf.errors import InputError
 
-BOLD, PLAIN = "\033[1m", "\033[0m"
-KEY = r"[a-z_]+(?:\.\w+)*"
-SETTING = re.compile(
-    rf"^{KEY}(?=:)|(?<![\w./=\-]){KEY}=(?:\[[^\]]*\]|\{{[^}}]*\}}|\S*?(?=[:;,.)]*(?:\s|$)))"
-)
-"""A setting with its value, or the one that a message begins with."""
 MERGED = re.compile(r"Error merging override (.+)")
 SEVERAL = re.compile(r"Ambiguous value for argument '(.+?)=(.+)'")
-
-
-def told(error: InputError, stream: TextIO) -> str:
-    """Word an error for a stream.
-
-    On a terminal lines are as wide as it is and settings are bold; elsewhere every line stays
-    whole, for logs and `grep`.
-    """
-    begin, text = "error: ", str(error)
-    if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return begin + text
-    width = max(40, shutil.get_terminal_size((100, 24)).columns)
-    lines: list[str] = []
-    for line in text.splitlines():
-        indent = " " * len(begin)
-        lines += textwrap.wrap(
-            line, width, initial_indent=indent, subsequent_indent=indent,
-            break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
-        )  # fmt: skip
-    wrapped = "\n".join(lines)[len(begin) :]
-    return begin + SETTING.sub(lambda found: f"{BOLD}{found[0]}{PLAIN}", wrapped)
 
 
 def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -> InputError:

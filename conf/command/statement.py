@@ -91,8 +91,8 @@ def check_unchanged(holds: str, before: Mapping[str, Any], now: Mapping[str, Any
     keys = changed(before, now)
     if keys:
         raise InputError(
-            f"{holds} made in another way: {differences(before, now, keys)}. Name another out_dir, "
-            "or restore the setting to continue"
+            f"{holds} made in another way: {differences(before, now, keys)}; type another out_dir, "
+            "or the setting as it was to continue"
         )
 
 

@@ -227,7 +227,7 @@ def _flattered(head: BenchHead, records: Records) -> Iterator[str]:
 def _tell(*lines: str | None) -> None:
     for line in lines:
         if line is not None:
-            Console(stderr=True).print(line, highlight=False, markup=False)
+            Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _spare(
@@ -275,7 +275,7 @@ def _later_turns(
         going_on.sort(key=lambda p: -len(p.token_ids))
         asked = [prompt.token_ids for prompt in going_on]
         texts = (bench.writer or bench.texts).written(asked, run.max_new_tokens)
-        for number, ids in tqdm(texts, "target's own text", len(asked), unit="prompt"):
+        for number, ids in tqdm(texts, "the target answers", len(asked), unit="prompt"):
             following = next_turns(records, [going_on[number]], [ids], encoder)
             fit, left_out = fitting(run, bench.ends, following)
             _tell(*(f"left out: {why}" for why in left_out))
@@ -344,6 +344,11 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
         journal = Journal(folder, manifest, "runs.jsonl")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
+    if bench.main:
+        _tell(
+            f"{len(bench.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
+            f"results go to {Path(run.out_dir) / name}"
+        )
     if journal.done and bench.main:
         Console(stderr=True).print(
             f"continues with {len(journal.done)} runs of an earlier start in {folder}"

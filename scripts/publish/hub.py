@@ -68,6 +68,11 @@ def ask_terms(name: str) -> Terms | str:
     return Terms(name, bool(info.private), bool(info.gated), license_id)
 
 
+def link(repo_id: str) -> str:
+    """The address of a repository's page."""
+    return f"{HfApi().endpoint}/{repo_id}"
+
+
 def upload(folders: dict[str, Path], private: bool) -> list[str]:
     """Uploads each folder to its repository, in one commit each.
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from toys import eagle_head
 
+from conf.command.following import PROMPTS
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
@@ -35,6 +36,7 @@ from eval.tune.cost import CostCurve
 from heads.decoding.chains import Calibration
 from heads.kinds import HEADS
 from heads.target_model.load import load_target
+from tests.conf.command.test_following import pasted
 from tests.eval.test_commands import made, settings
 from tests.eval.test_resume import KilledError, killed_after
 
@@ -182,7 +184,13 @@ def test_the_command_calibrates_what_decoding_then_uses(setting, tmp_path, capsy
         number = sum(number for *_, number in result["reliability"][when][0])
         assert number == result["num_steps"]["checked"] == methods["whole"]["num_steps"]
     assert len(result["costs"]["cut"]) == 4
-    assert "checked: cut" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "checked: cut" in said.out
+    told = f"tokens; results go to {tmp_path}/c/calibrate.json"
+    assert told in said.err
+    script, following = pasted(said.out)
+    assert (script, following.head.path) == ("eval/speedup.py", str(head))
+    assert following.data.path == PROMPTS  # others
 
     path = head / "draft_confidence.json"
     stored = json.loads(path.read_text())

@@ -26,6 +26,7 @@ from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.eagle.drafter import EagleChain
 from heads.kinds import load_head
 from heads.target_model.load import load_target
+from tests.conf.command.test_following import pasted
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +90,12 @@ def figures(result: dict, tree: str) -> list:
     return [result[name] for name in names]
 
 
-def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path) -> None:
+def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path, capsys) -> None:
     replayed = measured(setting, tmp_path / "r", mode=Mode.replay)
+    script, following = pasted(capsys.readouterr().out)
+    assert (script, following.head.path) == ("eval/speedup.py", setting["head"])
+    assert (following.target.path, following.data.path) == (setting["target"], setting["data"])
+    assert (following.max_new_tokens, following.out_dir) == (24, str(tmp_path / "r"))
     decoded = measured(setting, tmp_path / "d", mode=Mode.decode)
     assert (replayed["mode"], decoded["mode"]) == ("replay", "decode")
     assert figures(replayed, "static_tree") == figures(decoded, "static_tree")
@@ -144,7 +149,12 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
         "vanilla", "generate", "generate_lookup", "medusa_chain", "medusa_tree", "medusa_suffix",
         "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit",
     ]  # fmt: skip
-    assert "skip_layers is left out: its layers are searched for" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "skip_layers is left out: its layers are searched for" in said.err
+    script, following = pasted(said.out)
+    assert (script, following.format.value) == ("scripts/export.py", "vllm")
+    assert (following.head.path, following.target.path) == (setting["head"], setting["target"])
+    assert following.out_dir == f"{Path(setting['head']).parent}-vllm"
     assert result["baselines"] == ["vanilla", "generate"]
     speeds = {name: result["methods"][name]["speedup"] for name in result["baselines"]}
     assert speeds[result["baseline"]] == max(speeds.values()) == 1.0

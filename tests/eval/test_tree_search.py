@@ -13,6 +13,7 @@ import torch
 from feature_heads import feature_head, fresh, settings_of
 from toys import eagle_head, noisy_head, random_target, save_target
 
+from conf.command import following
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
@@ -34,6 +35,7 @@ from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
 from heads.peagle.drafter import PEagleTree
 from heads.target_model.load import load_target
+from tests.conf.command.test_following import pasted
 from tests.eval.test_commands import settings
 
 PROMPTS = [Prompt("all", [n, 6, 7, 8]) for n in (5, 9, 30)]
@@ -252,6 +254,9 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
 ) -> None:
     head = Path(shutil.copytree(setting["folder"] / family, tmp_path / "head"))
     result = searched(setting, head, tmp_path / "s")
+    script, speedup = pasted(capsys.readouterr().out)
+    assert (script, speedup.head.path) == ("eval/speedup.py", str(head))
+    assert speedup.data.path == following.PROMPTS  # others
     kind = "tree" if family == "medusa" else "dynamic_tree"
     for name in ("default", "found"):
         row = result[name]

@@ -34,6 +34,7 @@ from heads.target_model.model import Taps
 from scripts import capture as script
 from scripts.capture import capture
 from scripts.store.states import fast_topk
+from tests.conf.command.test_following import pasted
 from tests.train.parallel.test_launch import ENV, TWO
 from train.loop import replay
 
@@ -295,6 +296,8 @@ def test_two_processes_equal_one(inputs: Path, tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("features saved to") == 1
+        script, following = pasted(done.stdout)
+        assert (script, following.data.features) == ("train/eagle.py", str(tmp_path / name))
     assert files(tmp_path / "two") == files(tmp_path / "one")
 
 
@@ -333,7 +336,7 @@ def test_too_small_a_disk_is_refused_before_the_target_is_loaded(
 
 
 def test_other_settings_than_those_of_the_folder_are_refused(whole: Path, inputs: Path) -> None:
-    with pytest.raises(InputError, match=r"contents\.format was 'bf16', is 'int8'\. Name another"):
+    with pytest.raises(InputError, match=r"contents\.format was 'bf16', is 'int8'; type another"):
         captured(inputs, whole, format=StateFormat.int8)
     with pytest.raises(InputError, match=r"another way: seed was 0, is 3"):
         captured(inputs, whole, seed=3)

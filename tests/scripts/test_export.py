@@ -12,6 +12,7 @@ from ggufs import save_gguf
 from safetensors.torch import load_file
 from toys import noisy_head, save_target, tokenizer
 
+from conf.command.following import PROMPTS
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
@@ -25,6 +26,7 @@ from heads.target_model.identity import identify
 from heads.target_model.load import load_target, tokenizer_of
 from scripts import export
 from tests.conf.command.test_entry import command
+from tests.conf.command.test_following import pasted
 
 PASSED = SimpleNamespace(lines=["model.safetensors: 15 tensors"], max_difference=3e-6, scale=12.0)
 
@@ -91,7 +93,12 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
     run(heads, "eagle", "vllm", out)
     assert verified == [out]
     speculation = {"method": "eagle3", "model": str(out), "num_speculative_tokens": 5}
-    assert capsys.readouterr().out.splitlines() == [
+    said = capsys.readouterr().out
+    script, following = pasted(said)
+    assert (script, following.endpoint) == ("eval/serve.py", "http://localhost:8000")
+    assert following.head.path == str(heads / "eagle")
+    assert (following.target.path, following.data.path) == (str(heads / "target"), PROMPTS)
+    assert said.splitlines()[:-3] == [
         "model.safetensors: 15 tensors",
         "parity: max |difference| 3e-06 of logits up to 12",
         f"wrote {out}; serve it with",

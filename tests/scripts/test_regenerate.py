@@ -19,6 +19,7 @@ from data.servers.endpoint import retry_after_s
 from scripts import regenerate
 from tests import commands
 from tests.chats import assistant, chats, rows_in, user, write_rows
+from tests.conf.command.test_following import pasted
 from tests.servers import ChatServer, reply_to
 
 KEY = "sk-very-secret"
@@ -61,10 +62,17 @@ def test_every_answer_is_replaced_in_the_context_of_the_new_ones(tmp_path: Path)
     assert "old" not in (tmp_path / "out/conversations.jsonl").read_text()
 
 
-def test_turns_become_conversations_that_load_again(tmp_path: Path) -> None:
+def test_turns_become_conversations_that_load_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"], "category": "math"}])
     with ChatServer() as server:
-        (row,) = run_with(server, data, tmp_path / "out")
+        (row,) = run_with(server, data, tmp_path / "out", model="me/model")
+        said = capsys.readouterr().out
+        assert f"tokens a turn; answers go to {tmp_path}/out/conversations.jsonl\n" in said
+        script, training = pasted(said)
+        assert (script, training.target.path) == ("train/eagle.py", "me/model")
+        assert training.data.path == str(tmp_path / "out/conversations.jsonl")
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 2
         again = run_with(server, tmp_path / "out/conversations.jsonl", tmp_path / "out2")
     assert again == [row]
@@ -236,7 +244,7 @@ def test_another_setting_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="data_sha256 was"):
             run_with(server, data, tmp_path / "out")
         (tmp_path / "out/manifest.json").unlink()
-        with pytest.raises(InputError, match="of unknown origin"):
+        with pytest.raises(InputError, match=r"has no manifest\.json that says how"):
             run_with(server, data, tmp_path / "out")
 
 

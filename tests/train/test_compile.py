@@ -79,7 +79,7 @@ def test_python_h_and_triton_are_needed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for device in ("cuda", "cpu"):
         assert missing(device).startswith(f"Python.h (in {tmp_path}/bin; e.g. apt-get install pyt")
         with pytest.raises(
-            InputError, match=r"^train\.compile=true: torch\.compile needs Python\.h"
+            InputError, match=r"^train\.compile=true: torch\.compile lacks Python\.h"
         ):
             check_compile("train.compile", True, device)
         check_compile("train.compile", None, device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
+from conf.command import following
 from conf.command.compiler import check_compile, missing
 from conf.command.entry import Command, head_recipe
 from conf.command.provenance import provenance
@@ -289,7 +290,22 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         if parts and accelerator.device.type == "cuda":
             print(memory.afterwards(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir)
+        if outcome.finished:
+            following.tell("train", measured_by(config, source.target.name))
     processes.end(accelerator)
+
+
+def measured_by(config: TrainRun, target: str) -> dict[str, Any]:
+    """The settings under which a measurement takes the trained head and its target."""
+    out_dir = Path(config.out_dir)
+    adapter = out_dir / "adapter"  # of train/medusa2.py
+    own = {"target.adapter": adapter} if adapter.is_dir() else {}
+    return {
+        "head.path": out_dir / "head",
+        **{"target.path": target, **following.changed(config, "target"), **own},
+        **following.prompts_for(target),
+        "out_dir": config.out_dir,
+    }
 
 
 def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:

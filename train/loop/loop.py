@@ -235,8 +235,8 @@ class Run:
         """Run steps until the end or a stop."""
         config = self.config
         bar = tqdm(
-            total=config.max_steps, initial=self.step, disable=self.rank != 0, unit="step",
-            dynamic_ncols=True, mininterval=0.5,
+            desc="training", total=config.max_steps, initial=self.step, disable=self.rank != 0,
+            unit="step", dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         with bar:
             if self.step == 0 and self.job.goes_on:

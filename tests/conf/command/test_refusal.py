@@ -7,7 +7,7 @@ import pytest
 from doors import COMMANDS
 from hydra.errors import HydraException
 
-from conf.command import refusal
+from conf.command import refusal, terminal
 from conf.errors import InputError
 from tests.conf.command.test_entry import command
 
@@ -36,19 +36,19 @@ error: *train.batch_size=3*: must be a multiple of
 
 
 def test_a_terminal_gets_lines_of_its_width_with_settings_in_bold() -> None:
-    shown = refusal.told(LONG, Terminal())
-    assert shown.replace(refusal.BOLD, "*").replace(refusal.PLAIN, "*") == WRAPPED
+    shown = terminal.told(LONG, Terminal())
+    assert shown.replace(terminal.BOLD, "*").replace(terminal.PLAIN, "*") == WRAPPED
 
 
 def test_a_log_gets_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refusal.told(LONG, io.StringIO()) == f"error: {LONG}"
+    assert terminal.told(LONG, io.StringIO()) == f"error: {LONG}"
     monkeypatch.setenv("TERM", "dumb")
-    assert refusal.told(LONG, Terminal()) == f"error: {LONG}"
+    assert terminal.told(LONG, Terminal()) == f"error: {LONG}"
 
 
 def test_lines_of_an_error_stay_lines_and_what_is_typed_stays_whole() -> None:
     url = "http://localhost:8000/v1/" + 60 * "x"
-    shown = refusal.told(InputError(f"one\n  two --multi-run {url}"), Terminal())
+    shown = terminal.told(InputError(f"one\n  two --multi-run {url}"), Terminal())
     assert shown.splitlines() == ["error: one", "         two --multi-run", f"       {url}"]
 
 
@@ -65,7 +65,7 @@ def test_lines_of_an_error_stay_lines_and_what_is_typed_stays_whole() -> None:
     ],
 )
 def test_settings_are_found(text: str, bold: list[str]) -> None:
-    assert [found[0] for found in refusal.SETTING.finditer(text)] == bold
+    assert [found[0] for found in terminal.SETTING.finditer(text)] == bold
 
 
 @pytest.mark.parametrize(

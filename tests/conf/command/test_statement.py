@@ -52,7 +52,7 @@ def test_a_difference_is_said_with_what_can_be_compared_by_eye() -> None:
     other = stated(target={"weights": "cd" * 32}, seed=1, data={"path": "a.jsonl"})
     said = "target.weights was abababababab, is cdcdcdcdcdcd; seed was 0, is 1"
     assert differences(one, other, changed(one, other)) == said
-    with pytest.raises(InputError, match=rf"^out holds rows made in another way: {said}\. Name"):
+    with pytest.raises(InputError, match=rf"^out holds rows made in another way: {said}; type"):
         check_unchanged("out holds rows", one, other)
 
 

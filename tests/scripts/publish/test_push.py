@@ -17,6 +17,7 @@ from heads.medusa.head import MedusaHead
 from heads.medusa.network import MedusaHeadConfig
 from scripts import push
 from scripts.publish.staging import scrubbed
+from tests.conf.command.test_following import pasted
 from tests.hub_server import TOKEN, HubServer
 
 ACCEPTANCE = {
@@ -149,8 +150,14 @@ def test_push_then_load_from_the_hub_gives_the_same_head(
     assert TOKEN not in said.out + said.err
 
 
-def test_dry_run_writes_exactly_what_would_be_uploaded(run_dir: Path, tmp_path: Path) -> None:
-    staged = dry(run_dir, tmp_path)
+def test_dry_run_writes_exactly_what_would_be_uploaded(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    staged = dry(run_dir, tmp_path, private=False)
+    said = capsys.readouterr().out
+    assert "they will be at https://huggingface.co/me/qwen-medusa\n" in said
+    again = PushRun(HeadRef(str(run_dir / "head")), "me/qwen-medusa", private=False)
+    assert pasted(said) == ("scripts/push.py", again)
     assert sorted(path.name for path in staged.iterdir()) == [
         "README.md", "acceptance.png", "config.json", "headsmith.json",
         "medusa_lm_head.safetensors",
