@@ -1,6 +1,6 @@
-"""The part that EAGLE, P-EAGLE and block heads share: they read the target's features.
+"""Shared part of EAGLE, P-EAGLE and block heads, which read the target's hidden states.
 
-Letters: F width of a feature, H hidden, W draft vocabulary.
+Letters: F width of a hidden state, H hidden, W draft vocabulary.
 """
 
 from abc import abstractmethod
@@ -25,13 +25,13 @@ from heads.target_model.model import Taps, Target, TargetOutput
 
 
 class FeatureHead(DraftHead):
-    """A head over features, with an embedding and an output head of its own or the target's.
+    """Head over hidden states, with an embedding and an output head of its own or the target's.
 
     Attributes:
-        chain, tree: its drafters.
-        fc: from features to states; the head's dtype is that of its weight.
-        lm_head: [W, H], None drafts through the target's output head.
-        embed_tokens: [V, H] frozen, None borrows the target's embedding.
+        chain, tree: classes of its drafters.
+        fc: fusion layer; its weight has the head's dtype.
+        lm_head: [W, H]; None drafts with the target's output head.
+        embed_tokens: [V, H] frozen; None uses the target's embedding.
     """
 
     chain: ClassVar[type[HeadChain]]
@@ -54,20 +54,20 @@ class FeatureHead(DraftHead):
         self.taps, self.window = Taps(config.layers), llama.max_position_embeddings
 
     def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """See `DraftHead.attach`; borrows the target's embedding and, without one, output head."""
+        """See `DraftHead.attach`. Uses the target's ends unless the head has its own."""
         config = self.fitted(target)
         name = target.name if config.target == UNKNOWN else config.target
         self.config = replace(config, target=name)
         self.taps = Taps(config.layers)
         if self.taps.layers and isinstance(target, Target):
-            assert target.blocks  # found, or refused before any work
+            assert target.blocks  # checked before any work
         self._target = (target,)
         self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
 
     @abstractmethod
     def fitted(self, target: EmbeddingsAndHead) -> Any:
-        """The config, filled up with what a target it fits decides.
+        """Complete the config with facts of a target that fits.
 
         Raises:
             InputError: the head does not fit.
@@ -80,35 +80,35 @@ class FeatureHead(DraftHead):
         seeds: Sequence[int],
         calibration: Calibration | None = None,
     ) -> Drafter:
-        """Chains draw when the target does; trees are ranked."""
+        """Make a drafter. Chains sample like the target; trees are ranked."""
         if isinstance(shape, DynamicShape):
             return self.tree(self, shape)
         return self.chain(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
+        """Dtype of the parameters."""
         return self.fc.weight.dtype
 
     def features(self, output: TargetOutput) -> Tensor:
-        """[..., F] features of a target pass, in the head's dtype."""
+        """[..., F] hidden states of a target pass, in the head's dtype."""
         layers = [output.layers[index] for index in self.config.layers]
         return torch.cat(layers, dim=-1).to(self.fc.weight)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[..., H] embeddings, the target's unless the head has its own."""
+        """[..., H] embeddings: the head's own, or the target's."""
         if self.embed_tokens is not None:
             return self.embed_tokens(token_ids)
         return functional.embedding(token_ids, self.target.embedding.weight).to(self.dtype)
 
     def projection(self) -> Projection:
-        """The projection from normed outputs to draft logits: the head's own, or the target's."""
+        """Projection from normalised outputs to draft logits: the head's own, or the target's."""
         if self.lm_head is not None:
             return Projection(self.lm_head.weight)
         return self.target.projection
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """[..., W] draft logits of normed outputs [..., H]."""
+        """[..., W] draft logits of normalised outputs [..., H]."""
         if self.lm_head is not None:
             return self.lm_head(outputs)
         weight = self.target.output_head.weight

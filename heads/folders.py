@@ -1,4 +1,4 @@
-"""The folders of a target and a head, checked by their configs before heavy imports."""
+"""Folders of targets and heads, checked by their configs before heavy imports."""
 
 import json
 import socket
@@ -13,17 +13,17 @@ from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
 PROVENANCE = "headsmith.json"
-"""File beside a head that says how it was made."""
+"""File beside a head that records how it was made."""
 SECONDS_TO_CONNECT = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
 GGUF = ".gguf"
 
 
 def check_target(config: TargetConfig) -> None:
-    """Refuses a target, or an adapter of one, that is not there or not whole.
+    """Refuse a target or an adapter that is missing or incomplete.
 
     Raises:
-        InputError: what is missing.
+        InputError: naming what is missing.
     """
     for key, path, revision, name in (
         ("target.path", config.path, config.revision, "config.json"),
@@ -38,19 +38,22 @@ def check_target(config: TargetConfig) -> None:
         if folder is not None:
             _check_weights(f"{key}={path}", folder)
         if key == "target.path" and content is not None and "model_type" not in content:
-            raise InputError(f"{key}={path}: its {name} names no model_type, as transformers needs")
+            raise InputError(
+                f"{key}={path}: its {name} has no model_type, which transformers needs; name "
+                "another model"
+            )
 
 
 def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "head.path") -> None:
-    """Refuses a head that is not there, or that was trained for a target of other sizes.
+    """Refuse a head that is missing, or that was trained for a target of other sizes.
 
     Args:
-        head: with `path` and `revision`; nothing is looked at where `path` is unset.
-        target: that it is to draft for; None where that is not known yet.
-        key: the setting that names the head.
+        head: settings with `path` and `revision`; nothing is checked without `path`.
+        target: target to draft for; None while unknown.
+        key: setting that names the head.
 
     Raises:
-        InputError: what is missing, or both sizes.
+        InputError: naming what is missing, or both sizes.
     """
     if head.path is None or gguf_parts(head.path):
         return
@@ -62,7 +65,9 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
     if mine is None or folder is None or target is None or target.path is None:
         return
     theirs = _config("target.path", target.path, target.revision, "config.json")
-    if theirs is None or not (folder / PROVENANCE).is_file():  # others' configs have other rules
+    if (
+        theirs is None or not (folder / PROVENANCE).is_file()
+    ):  # other writers' configs have other keys
         return
     theirs = theirs.get("text_config") or theirs
     for name in ("hidden_size", "vocab_size"):
@@ -74,18 +79,18 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
 
 
 def other_target(name: str, mine: object, told: str, path: str, theirs: object) -> str:
-    """The message for a head of another size than the target's; `told` is its own target."""
+    """Message for a head of another size than the target's; `told` is the head's own target."""
     return (
-        f"head.path: this head has {name}={mine} (trained for {told}) but target.path={path} has "
-        f"{theirs}; use the head's own target"
+        f"head.path: this head has {name}={mine} (trained for {told}), but "
+        f"target.path={path} has {theirs}; use the head's own target"
     )
 
 
 def gguf_in(place: Path) -> Path | None:
-    """The GGUF file of a head: a path itself, or the one in a folder without a `config.json`.
+    """GGUF file of a head: the path itself, or the file in a folder without `config.json`.
 
     Raises:
-        InputError: there are several.
+        InputError: the folder has several GGUF files.
     """
     if place.suffix == GGUF and place.is_file():
         return place
@@ -93,32 +98,38 @@ def gguf_in(place: Path) -> Path | None:
         return None
     files = sorted(place.glob(f"*{GGUF}"))
     if len(files) > 1:
-        raise InputError(f"head.path={place}: name one of {[file.name for file in files]}")
+        raise InputError(
+            f"head.path={place}: has several GGUF files; name one of "
+            f"{[file.name for file in files]}"
+        )
     return files[0] if files else None
 
 
 def folder_with(key: str, path: str, folder: Path, *names: str) -> Path:
-    """A folder that holds files of these names.
+    """Folder that holds files of these names.
 
     Raises:
-        InputError: it is a file, or one is missing.
+        InputError: it is a file, or a file is missing.
     """
     if not folder.is_dir():
-        raise InputError(f"{key}={path}: is a file; name the folder")
+        raise InputError(f"{key}={path}: is a file; name its folder")
     for name in names:
         if not (folder / name).is_file():
             there = sorted(file.name for file in folder.iterdir())
-            raise InputError(f"{key}={path}: no {name} there; found {there}")
+            raise InputError(
+                f"{key}={path}: no {name} there; found {there}; name the folder that has it"
+            )
     return folder
 
 
 def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, Any] | None:
-    """A config that can be read without asking the Hub; None where that has to be asked.
+    """Config that can be read without asking the Hub; None if the Hub must be asked.
 
-    That of a GGUF file is its header.
+    The header of a GGUF file counts as its config.
 
     Raises:
-        InputError: it is not there, not in the Hub's cache and cannot be asked for, or no JSON.
+        InputError: the config is neither here nor in the Hub's cache, and the Hub cannot be asked,
+            or it is no JSON.
     """
     parts = gguf_parts(path)
     place, name = parts or (path, name)
@@ -134,10 +145,13 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
         if not isinstance(cached, str):
             lacking = f"{key}={path}: no such folder here, no {name} of it in the Hub's cache, and "
             if constants.HF_HUB_OFFLINE:
-                raise InputError(f"{lacking}HF_HUB_OFFLINE forbids to ask for it")
+                raise InputError(
+                    f"{lacking}HF_HUB_OFFLINE forbids asking the Hub; name a folder, or unset "
+                    "HF_HUB_OFFLINE"
+                )
             if (error := _unreachable(constants.ENDPOINT)) is not None:
                 raise InputError(
-                    f"{lacking}{constants.ENDPOINT} cannot be reached ({error}): name a folder, or "
+                    f"{lacking}{constants.ENDPOINT} cannot be reached ({error}); name a folder, or "
                     "connect"
                 )
             return None
@@ -156,7 +170,7 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
 
 
 def _unreachable(url: str) -> OSError | None:
-    """The error of a server that cannot be reached; libraries find out after half a minute.
+    """Error of an unreachable server, found at once; libraries take half a minute.
 
     Behind a proxy the server is not asked, as only the proxy can tell.
     """
@@ -173,7 +187,7 @@ def _unreachable(url: str) -> OSError | None:
 
 def _check_weights(what: str, folder: Path) -> None:
     if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
-        raise InputError(f"{what}: no weights there ({' or '.join(WEIGHTS)})")
+        raise InputError(f"{what}: no weights there; must have {' or '.join(WEIGHTS)}")
     for index in folder.glob("*.index.json"):
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -181,5 +195,6 @@ def _check_weights(what: str, folder: Path) -> None:
             raise InputError(f"{what}: cannot read {index}: {error!r}") from error
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
-            raise InputError(f"{what}: {len(missing)} of {len(names)} files of weights are "
-                             f"missing, e.g. {missing[0]}")  # fmt: skip
+            raise InputError(
+                f"{what}: {len(missing)} of {len(names)} files of weights are missing, e.g. "
+                f"{missing[0]}; download it again")  # fmt: skip

@@ -1,4 +1,4 @@
-"""A target in a GGUF file, by the header of the file: what it is, and whether it can be read.
+"""Target in a GGUF file: facts from the file's header, and whether it can be read.
 
 Source: ggml `docs/gguf.md`; types of tensors and of files by the package `gguf`.
 """
@@ -15,33 +15,33 @@ from conf.errors import InputError
 from conf.files import gguf_parts, here
 
 DRAFT_HEADS = ("eagle3", "dflash")
-"""Architectures that llama.cpp knows draft heads by."""
+"""llama.cpp's architectures of draft heads."""
 BESIDE = (
     *("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),
     *("merges.txt", "added_tokens.json"),
 )
-"""Files of the model that a GGUF file was made of; where they lie beside it, they say more."""
+"""Files of the original model, which say more if they lie beside a GGUF file."""
 ROPE_FACTORS = "rope_f"
-"""Beginning of the names of tensors that scale RoPE: `rope_freqs`, `rope_factors_long`, ..."""
+"""Start of the names of RoPE tensors: `rope_freqs`, `rope_factors_long`, ..."""
 
 
 class GgufTarget:
-    """A target's GGUF file; nothing but its header is read before it is asked for more.
+    """A target's GGUF file, of which at first only the header is read.
 
     Args:
-        key: the setting that names it, for messages.
-        path: what was given.
-        folder: in which the file lies.
-        name: of the file there.
+        key: setting that names it, for messages.
+        path: path as the user typed it.
+        folder: folder of the file.
+        name: name of the file.
 
     Raises:
-        InputError: no GGUF, cut off, or none of a whole target.
+        InputError: no GGUF file, cut off, or not a whole target.
     """
 
     def __init__(self, key: str, path: str, folder: Path, name: str) -> None:
         self.what, self.folder, self.name = f"{key}={path}", folder, name
-        from heads.export.gguf import GgufFile  # which brings torch, and that takes seconds
+        from heads.export.gguf import GgufFile  # imports torch, which takes seconds
 
         self.file = folder / name
         self.content = GgufFile(self.file, key)
@@ -49,36 +49,40 @@ class GgufTarget:
         self._check(key)
 
     def fact(self, key: str) -> Any:
-        """A piece of metadata; None if it is not there."""
+        """Metadata value; None if missing."""
         value = self.content.metadata.get(key)
         return None if value is None else value.content
 
     def about(self, key: str) -> Any:
-        """A piece of metadata of the architecture; None if it is not there."""
+        """Metadata value of the architecture; None if missing."""
         return self.fact(f"{self.architecture}.{key}")
 
     def _check(self, key: str) -> None:
         if self.architecture in DRAFT_HEADS:
             raise InputError(
-                f"{self.what}: a draft head ({self.architecture}), and no target: name it as "
-                "head.path, and the file of its target here"
+                f"{self.what}: a draft head ({self.architecture}), not a target; name it as "
+                "head.path, and its target's file here"
             )
         if (kind := self.fact("general.type")) not in (None, "model"):
-            raise InputError(f"{self.what}: holds no model (its general.type is {kind!r})")
+            raise InputError(
+                f"{self.what}: holds no model (general.type is {kind!r}); name the file of a model"
+            )
         num_parts = self.fact("split.count") or 1
         if num_parts > 1:
             raise InputError(
-                f"{self.what}: one of {num_parts} parts, which transformers does not put together: "
-                f"llama-gguf-split --merge FIRST_PART WHOLE.gguf, and {key}=WHOLE.gguf"
+                f"{self.what}: one of {num_parts} parts, which transformers cannot join; run "
+                f"llama-gguf-split --merge FIRST_PART WHOLE.gguf, and set {key}=WHOLE.gguf"
             )
         size = self.file.stat().st_size
         for name, tensor in self.tensors.items():
             if tensor["data_offsets"][1] > size:
-                raise InputError(f"{self.what}: cut off: {name} lies beyond its end")
+                raise InputError(
+                    f"{self.what}: cut off, as {name} lies beyond its end; download it again"
+                )
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, Any]]:
-        """The tensors by name, as `heads.target_model.weight_files.tensors` has them."""
+        """Tensors by name, as in `heads.target_model.weight_files.tensors`."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         found = {}
@@ -87,8 +91,8 @@ class GgufTarget:
                 kind = GGMLQuantizationType(number)
             except ValueError as error:
                 raise InputError(
-                    f"{self.what}: {name} is of type {number}, which the package gguf does not "
-                    "know: install a newer one, or name the model that the file was made of"
+                    f"{self.what}: {name} has type {number}, which the package gguf does not know; "
+                    "install a newer gguf, or name the original model"
                 ) from error
             values, size = GGML_QUANT_SIZES[kind]
             begin = self.content.start + start
@@ -98,12 +102,12 @@ class GgufTarget:
 
     @property
     def num_values(self) -> int:
-        """Values in all tensors."""
+        """Number of values in all tensors."""
         return sum(math.prod(tensor["shape"]) for tensor in self.tensors.values())
 
     @cached_property
     def quantization(self) -> str:
-        """The type of the file in llama.cpp's words, e.g. `Q4_K_M`; else that of most values."""
+        """Type of the file in llama.cpp's words, e.g. `Q4_K_M`, or the type of most values."""
         from gguf.constants import LlamaFileType
 
         stated = self.fact("general.file_type")
@@ -122,19 +126,19 @@ class GgufTarget:
 
     @cached_property
     def stated(self) -> dict[str, Any]:
-        """All that the file says of its architecture."""
+        """All metadata of the file's architecture."""
         names = [name for name in self.content.metadata if name.startswith(f"{self.architecture}.")]
         return {"architecture": self.architecture} | {name: self.fact(name) for name in names}
 
     @property
     def beside(self) -> dict[str, Path]:
-        """The files of `BESIDE` that are there, by name."""
+        """Existing files of `BESIDE`, by name."""
         files = {name: self.folder / name for name in BESIDE}
         return {name: file for name, file in files.items() if file.is_file()}
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes that a head must agree with, as `config.json` calls them."""
+        """Sizes that a head must agree with, named as in `config.json`."""
         embedding = self.tensors.get("token_embd.weight")
         size = embedding["shape"][0] if embedding else None
         return {
@@ -145,10 +149,10 @@ class GgufTarget:
 
 
 def find_gguf(path: str, revision: str | None = None, key: str = "target.path") -> GgufTarget:
-    """The target in a GGUF file of a folder, or of a Hub repository.
+    """Find the target in a GGUF file of a folder or of a Hub repository.
 
     Raises:
-        InputError: it is not there, with the names of those that are; see `GgufTarget`.
+        InputError: the file is missing (with the names of others), or see `GgufTarget`.
     """
     parts = gguf_parts(path)
     assert parts is not None
@@ -175,7 +179,7 @@ def _listed(names: Any) -> str:
 
 @cache
 def _downloaded(key: str, path: str, place: str, name: str, revision: str | None) -> Path:
-    """The snapshot of a Hub repository with the file, and with what lies beside it."""
+    """Snapshot of a Hub repository with the file and the files beside it."""
     from huggingface_hub import list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -186,5 +190,7 @@ def _downloaded(key: str, path: str, place: str, name: str, revision: str | None
             there = [each for each in names if each.endswith(".gguf")]
             raise InputError(f"{key}={path}: no such file; {_listed(there)}")
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise InputError(f"{key}={path}: not here, and the Hub says: {error}") from error
+        raise InputError(
+            f"{key}={path}: not here, and the Hub answers: {error}; check the name"
+        ) from error
     return folder

@@ -1,11 +1,11 @@
-"""The questions that a draft head answers.
+"""Interface of draft heads.
 
-Loading, drafting, pruning, export and publishing ask nothing else.
+Loading, drafting, pruning, export and publishing use nothing else.
 
-A kind of head is a folder of `heads/` and a line of `heads/kinds.py`. Nothing outside that folder
-and its entry script knows its name. What a head must write: `untrained`, `candidates`, `drafter`,
-`export`, `golden` and `card`. `load`, `attach` and `files` have answers that fit small heads. The
-toy head in `tests/toy_head/` is the template.
+A kind of head is a folder in `heads/` and a line in `heads/kinds.py`; only that folder and its
+entry script know its name. A head must define `untrained`, `candidates`, `drafter`, `export`,
+`golden` and `card`. The defaults of `load`, `attach` and `files` suit small heads. Copy the toy
+head in `tests/toy_head/` to start.
 
 Letters: S rows, D depths, F target hidden, V vocabulary.
 """
@@ -34,20 +34,20 @@ from heads.target_model.model import Taps, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 UNKNOWN = "unknown"
-"""The target of a head whose files name none."""
+"""Target of a head whose files name none."""
 WEIGHTS = "model.safetensors"
 USUAL_DEPTH, LONGEST = 5, 8
-"""Draft tokens of a chain, and of the longest one worth a look, of heads that draft to any depth:
-as engines draft, and beyond what is hardly ever right to the end."""
+"""Default and largest depth of chains for heads that draft to any depth: the default of engines,
+and the depth beyond which a chain is hardly ever right to the end."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a kind of head, with files of its own.
+    """Variant of a kind of head, with its own files.
 
     Attributes:
-        title: what people call such heads ("EAGLE-3 heads").
-        settings: makes the settings of an untrained one, for benchmarks.
+        title: name of these heads ("EAGLE-3 heads").
+        settings: makes the settings of a new head, for benchmarks.
     """
 
     title: str
@@ -56,14 +56,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Files:
-    """A head's folder, but for words and golden values.
+    """Content of a head's folder, except texts and reference values.
 
     Attributes:
         config: content of `config.json`, or the metadata of a GGUF file.
-        weights: name of the file of tensors; a GGUF file's ends with `.gguf`.
-        tensors: its content.
-        added: names of tensors that are not the head's own, but the target's, or zeros.
-        layers: target features that the head fuses, as `output_hidden_states` counts them.
+        weights: name of the file of tensors; ends with `.gguf` for a GGUF file.
+        tensors: tensors by name.
+        added: names of tensors that are the target's, or zeros, not the head's own.
+        layers: hidden states that the head fuses, as indices of `output_hidden_states`.
     """
 
     config: dict[str, Any]
@@ -79,14 +79,14 @@ def _none() -> Files:
 
 @dataclass(frozen=True)
 class Export:
-    """The form in which a serving engine takes a head.
+    """Form of a head for a serving engine.
 
     Attributes:
-        problem: why it cannot serve the head, as the end of a sentence; None if it can.
-        files: makes what it reads of the head, attached and in the export's dtype; an `InputError`
-            if it takes something from this target in another way than the head does.
-        command: what starts it, as lines for a shell.
-        hint: what else a user should know; empty or a sentence.
+        problem: why the engine cannot serve the head, as the end of a sentence; None if it can.
+        files: function that makes the engine's files of the attached head in the export's dtype;
+            raises an `InputError` if the engine would read something else from this target.
+        command: start command, as lines for a shell.
+        hint: further advice; empty, or a sentence.
     """
 
     problem: str | None = None
@@ -97,12 +97,12 @@ class Export:
 
 @dataclass(frozen=True)
 class Golden:
-    """The logits that a head makes of features.
+    """Reference logits of a head.
 
     Attributes:
-        logits: [D, S, V] float32, -inf where the head cannot draft the id.
-        beside: what else a reader of the export needs.
-        output_head: [V, F] of the target, if the head drafts with that.
+        logits: [D, S, V] float32, -inf outside the draft vocabulary.
+        beside: further tensors for a reader of the export.
+        output_head: [V, F] of the target, if the head drafts with it.
     """
 
     logits: Tensor
@@ -112,19 +112,19 @@ class Golden:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """The facts of a head on its model card.
+    """Facts of a head for its model card.
 
     Attributes:
-        tag: of the Hub, for the kind of head.
-        name: what the first sentence calls it.
-        method: name of the method that it was trained with.
+        tag: Hub tag of the kind of head.
+        name: name of the head in the first sentence.
+        method: name of its training method.
         paper: arXiv number of the method; empty without one.
         description: its parts, then how it drafts; without the final full stop.
-        num_draft_tokens: how many an engine should draft at a time.
-        vllm_method: None if vLLM does not load the head.
-        vllm_problem: then why, and what loads.
-        vllm_settings: of speculation, besides the usual ones.
-        copied: what of the target's weights it holds, in words.
+        num_draft_tokens: number of draft tokens to use in an engine.
+        vllm_method: method name in vLLM; None if vLLM cannot load the head.
+        vllm_problem: reason for None, and which head loads.
+        vllm_settings: further speculation settings of vLLM.
+        copied: weights that it copies from the target, in words.
     """
 
     tag: str
@@ -140,30 +140,29 @@ class HeadFacts:
 
 
 class DraftHead(nn.Module, ABC):
-    """A trained network that drafts; `attach` it to its target before use.
+    """Trained network that drafts. `attach` it to its target before use.
 
     Attributes:
-        config: its architecture, which rebuilds it. `config.target` names the target that it was
-            trained for, `config.num_draft_tokens` is the longest path that it can draft, None
-            for any.
-        config_type: its dataclass, where `load` and `files` are those of this class.
-        vocab: the ids that it drafts.
-        taps: the target's states that it reads.
-        window: positions that it knows; what lies beyond it does not draft. None for all.
-        variant: what its files call it, a key of `variants`.
-        variants: of this kind of head.
-        phrase: this kind of head with an article, for errors and help.
-        static: its trees have one shape for every text.
-        output_rows: patterns of parameters that make logits of states, a row for each id that it
-            drafts. A head without drafts through the target's output head.
-        drafted_rows: of other trained parameters with a row for each id that it drafts.
-        id_rows: of those with a row for each id of the target.
-        compiled: its modules that are faster compiled.
-        default_layers: gives the hidden states that a fresh head reads of a target of so many
-            layers, besides the last one, or refuses the setting of this name; None for none.
-        doubts: give what its files may have meant: words for what is taken otherwise, and a head
-            of the same weights, attached, the likeliest first.
-        prunable: which heads of this kind can be pruned, where this one has no output rows.
+        config: architecture, from which the head can be rebuilt. `config.target` names its target;
+            `config.num_draft_tokens` is the longest path it can draft, None for any.
+        config_type: dataclass of the config, for the default `load` and `files`.
+        vocab: draft vocabulary.
+        taps: hidden states of the target that it reads.
+        window: number of positions that it knows, beyond which it does not draft; None for all.
+        variant: name in its files, a key of `variants`.
+        variants: variants of this kind of head.
+        phrase: name of this kind with an article, for messages.
+        static: whether its trees have one shape for every text.
+        output_rows: name patterns of parameters that turn states into logits, with one row per
+            draft id. A head without them drafts with the target's output head.
+        drafted_rows: patterns of other trained parameters with one row per draft id.
+        id_rows: patterns of trained parameters with one row per target id.
+        compiled: classes of modules that are faster compiled.
+        default_layers: function that gives the hidden states that a new head reads of a target with
+            this many layers, besides the last one, or refuses the named setting; None for none.
+        doubts: functions that yield what its files may have meant: a description and an attached
+            head of the same weights, the likeliest first.
+        prunable: which heads of this kind can be pruned, for the message of those that cannot.
     """
 
     config: Any
@@ -185,25 +184,25 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config, self.vocab = config, vocab
         self.variant = next(iter(self.variants))
-        # In a tuple, so that the target does not become a part of the head.
+        # In a tuple, so that the target is no submodule of the head.
         self._target: tuple[EmbeddingsAndHead, ...] = ()
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """The head in a folder, trained, exported or published; float32, not attached.
+        """Load the head of a folder in float32, not attached: trained, exported or published.
 
-        Unless told, what `files` writes unless told.
+        By default, reads what the default `files` writes.
 
         Args:
-            folder: on this machine, with a `config.json`.
-            path: what the user calls it.
-            layers: target features to fuse in place of those in `config.json`.
+            folder: local folder with a `config.json`.
+            path: name of the folder in messages.
+            layers: hidden states to fuse instead of those in `config.json`.
 
         Returns:
-            None if the folder holds no such head.
+            The head; None if the folder holds no head of this kind.
 
         Raises:
-            InputError: missing, corrupt or foreign files, or `layers` for a head without.
+            InputError: files are missing, corrupt or foreign, or `layers` does not apply.
         """
         del path, layers
         settings = json.loads((folder / "config.json").read_text())
@@ -224,23 +223,23 @@ class DraftHead(nn.Module, ABC):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: Any, vocab: DraftVocab, seed: int
     ) -> Self:
-        """A fresh float32 head, alike for a seed, attached to the target.
+        """Make a new float32 head by a seed, attached to the target.
 
         Args:
             target: the frozen target.
-            settings: `head` of its training command.
-            vocab: the ids that it drafts, if it may choose.
-            seed: of its weights.
+            settings: settings `head` of its training command.
+            vocab: draft vocabulary, if the head can restrict it.
+            seed: seed of its weights.
 
         Raises:
-            InputError: settings that do not fit the target.
+            InputError: the settings do not fit the target.
         """
 
     def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
-        """Check that the head fits a target, and move to its device; `dtype` unset leaves weights.
+        """Attach the head to a target that it fits, and move it to the target's device and `dtype`.
 
         Raises:
-            InputError: it does not fit.
+            InputError: the head does not fit.
         """
         check_fits(self, target, self.config.hidden_size)
         self.vocab = self.vocab.to(target.device)
@@ -250,13 +249,13 @@ class DraftHead(nn.Module, ABC):
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth along a text itself.
+        """[depth, n, width] int64 best tokens of each depth along a text.
 
         Args:
-            output: the target's states of the first S tokens, [1, S, .] each.
+            output: the target's hidden states [1, S, .] of the first S tokens.
             token_ids: [S + 1], the text and its last token, which the target has not read.
-            first: the first token to draft from; n = S - first.
-            depth: tokens of a draft.
+            first: first token to draft from; n = S - first.
+            depth: draft tokens per chain.
             width: candidates per depth.
         """
 
@@ -268,18 +267,18 @@ class DraftHead(nn.Module, ABC):
         seeds: Sequence[int],
         calibration: Calibration | None = None,
     ) -> Drafter:
-        """A fresh drafter of the head, attached.
+        """Make a drafter of the attached head.
 
         Args:
-            shape: a chain, or what `usual_shape` is one of.
-            sampling: the target's.
-            seeds: of the texts.
-            calibration: cuts a chain, and has it say how sure the head was.
+            shape: a chain, or a shape like that of `usual_shape`.
+            sampling: the target's sampling.
+            seeds: one seed per text.
+            calibration: cuts chains by the head's confidence.
         """
 
     def files(self) -> Files:
-        """The folder that `save` writes; here fields of `config`, and parameters by their names."""
-        # Not `state_dict`, which FSDP takes as a wish for shards.
+        """Content of the folder that `save` writes: by default, config fields and parameters."""
+        # Not `state_dict`, which makes FSDP return shards.
         tensors = {name: each.detach() for name, each in self.named_parameters()}
         if not self.vocab.full:
             tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.mask()}
@@ -288,35 +287,35 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
-        """The form in which a serving engine takes the head, which may not be attached yet."""
+        """Form of the head, attached or not, for a serving engine."""
 
     @abstractmethod
     def golden(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> Golden:
-        """The logits that the head makes of features, in float32 on the CPU.
+        """Compute the head's reference logits, in float32 on the CPU.
 
         Args:
-            target: the frozen target, which the head is attached to in the dtype of the export.
+            target: frozen target, with the head attached in the dtype of the export.
             states: the target's hidden states [S, F], one more than it has layers.
-            token_ids: [S + D + 1] int64, a text.
+            token_ids: [S + D + 1] int64 text.
             places: [S] int64 positions of its first tokens.
         """
 
     @abstractmethod
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """The facts on the head's model card, by the records of training and measurement."""
+        """Facts for the head's model card, from the records of training and measurement."""
 
     # The same for every head.
 
     @property
     def target(self) -> EmbeddingsAndHead:
-        """The target of a head that is attached and borrows from it."""
+        """Target that an attached head uses."""
         return self._target[0]
 
     @property
     def target_name(self) -> str:
-        """Hub id or folder of the target, by its name of today where the head holds on to it."""
+        """Hub id or folder of the target; the attached target's current name takes precedence."""
         return self._target[0].name if self._target else self.config.target
 
     @property
@@ -326,17 +325,17 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def usual_depth(self) -> int:
-        """Draft tokens of a chain, unless told."""
+        """Default number of draft tokens of a chain."""
         return self.most_tokens or USUAL_DEPTH
 
     @property
     def longest(self) -> int:
-        """Draft tokens of the longest chain worth a look."""
+        """Draft tokens of the longest useful chain."""
         return self.most_tokens or LONGEST
 
     @final
     def usual_shape(self, gpu: bool | None = None) -> Shape:
-        """The shape of drafts nobody has measured, on a GPU or not; this machine unless told."""
+        """Default shape of drafts, on a GPU or not; unset, by this machine."""
         if self.static:
             return usual_tree(self.longest, gpu)
         usual = usual_dynamic_shape(gpu)
@@ -344,10 +343,10 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
-        """Writes `config.json`, the weights and `headsmith.json`, whole or not at all.
+        """Write `config.json`, the weights and `headsmith.json`, all or nothing.
 
         Raises:
-            InputError: the disk is full or not writable; an older head there is untouched.
+            InputError: the disk is full or not writable. An older head there stays untouched.
         """
         files = self.files()
         documents: dict[str, object] = {"config.json": files.config}
@@ -357,17 +356,17 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that `save` writes, by their names in the file."""
+        """Tensors that `save` writes, by their names in the file."""
         return self.files().tensors
 
     @final
     def output_heads(self) -> list[Tensor]:
-        """The head's own matrices from states to logits: a row for each id that the head drafts."""
+        """The head's own matrices from states to logits, with one row per draft id."""
         return self._named(self.output_rows)
 
     @final
     def embeddings(self) -> list[Tensor]:
-        """The head's own trained matrices with a row for each id, besides output heads."""
+        """The head's own trained matrices with one row per id, except output heads."""
         return self._named((*self.drafted_rows, *self.id_rows))
 
     def _named(self, patterns: tuple[str, ...]) -> list[Tensor]:
@@ -375,17 +374,17 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def pruning_problem(self) -> str | None:
-        """The reason why the draft vocabulary cannot shrink, and which heads' can, or None."""
+        """Reason why the draft vocabulary cannot shrink, or None."""
         if self.output_heads():
             return None
         return (
-            f"this {self.variant} head drafts through the target's output head, of which no row "
-            f"can go; allowed: {self.prunable}"
+            f"this {self.variant} head drafts with the target's output head, which cannot lose "
+            f"rows; allowed: {self.prunable}"
         )
 
     @final
     def pruned(self, vocab: DraftVocab) -> Self:
-        """A float32 copy of the head, not attached, that drafts some ids with the same logits."""
+        """Float32 copy of the head, not attached, restricted to a draft vocabulary."""
         small = type(self)(self.config, vocab)
         rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
         by_id = (*self.output_rows, *self.drafted_rows)
@@ -395,14 +394,14 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def compile_layers(self) -> None:
-        """Compiles what is not attention, on first use."""
+        """Compile the modules other than attention, on first use."""
         for module in self.modules():
             if isinstance(module, self.compiled):
                 module.compile(dynamic=True)
 
     @final
     def readings(self) -> Iterator[tuple[str, Self]]:
-        """Heads that the files of this head may have meant, see `doubts`."""
+        """Heads that the files of this head may have meant. See `doubts`."""
         for doubt in self.doubts:
             yield from doubt(self)
 
@@ -412,23 +411,23 @@ def _any(patterns: Sequence[str], name: str) -> bool:
 
 
 def trained_with(provenance: dict[str, Any]) -> dict[str, Any]:
-    """`head` of the settings that a head was trained with; empty where nobody wrote them down."""
+    """Settings `head` of a head's training; empty if unknown."""
     return (provenance.get("config") or {}).get("head") or {}
 
 
 def check_fits(
     head: DraftHead, target: EmbeddingsAndHead, size: int, which: str = "hidden_size"
 ) -> None:
-    """Refuses a target of other sizes than a head was trained for.
+    """Refuse a target of other sizes than the head's.
 
     Args:
-        head: knows its vocabulary.
+        head: head with its vocabulary.
         target: the target.
-        size: of the states that the head reads.
-        which: of the target's sizes that is: `hidden_size` of final states, or `feature_size`.
+        size: width of the states that the head reads.
+        which: the target's name for this size: `hidden_size` of last states, or `feature_size`.
 
     Raises:
-        InputError: with both sizes.
+        InputError: naming both sizes.
     """
     needed = {which: size, "vocab_size": head.vocab.size}
     for name, mine in needed.items():
@@ -439,10 +438,12 @@ def check_fits(
 
 
 def check_depth(depth: int | None, most: int | None, key: str = "depth") -> None:
-    """Refuses drafts that a head cannot make.
+    """Refuse more draft tokens than a head can draft.
 
     Raises:
-        InputError: with what it can.
+        InputError: naming the limit.
     """
     if depth is not None and most is not None and depth > most:
-        raise InputError(f"{key}={depth}: this head drafts at most {most} tokens")
+        raise InputError(
+            f"{key}={depth}: this head drafts at most {most} tokens; set {key}={most} or less"
+        )

@@ -1,4 +1,4 @@
-"""The table of draft heads, and what finds them: a new kind is a folder and a line here."""
+"""Table of draft heads and their loader. A new kind needs a folder and a line here."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.vocab import DraftVocab
 
 HEADS: dict[str, type[DraftHead]] = {
-    "eagle": EagleHead,  # first, so asked last: its files have no sign of their own
+    "eagle": EagleHead,  # tried last, as its files have no mark of their own
     "medusa": MedusaHead,
     "dflash": DFlashHead,
     "dflash2": DFlash2Head,
@@ -31,45 +31,45 @@ HEADS: dict[str, type[DraftHead]] = {
     "peagle": PEagleHead,
     "mtp": MtpHead,
 }
-"""Kinds of heads by name: of the folder, the entry script `train/{name}.py`, the ways to draft."""
+"""Kinds of heads by name, which is also that of the folder and of `train/{name}.py`."""
 ARCHITECTURES = {eagle_gguf.ARCH: eagle_gguf.opened, blocks_gguf.ARCH: blocks_gguf.opened}
-"""Openers of heads' GGUF files, by what llama.cpp calls the architecture."""
+"""Readers of heads' GGUF files by llama.cpp's architecture."""
 
 
 def name_of(head: DraftHead) -> str:
-    """The name of a head's line in the table."""
+    """Name of a head in the table."""
     return next(name for name, kind in HEADS.items() if type(head) is kind)
 
 
 def by_variant() -> dict[str, type[DraftHead]]:
-    """The head of each variant, as files and benchmarks name it: `medusa`, `eagle1`, `eagle3`."""
+    """Class of each variant, by its name in files and benchmarks: `medusa`, `eagle1`, `eagle3`."""
     return {variant: head for head in HEADS.values() for variant in head.variants}
 
 
 def load_head(
     path: str, revision: str | None = None, layers: Sequence[int] | None = None
 ) -> DraftHead:
-    """Loads a head, trained, exported or published; float32, not attached.
+    """Load a head in float32, not attached: trained, exported or published.
 
     Args:
         path: folder, GGUF file or Hub id.
-        revision: of a Hub id: branch, tag, commit or `refs/pr/1`.
-        layers: the target features that it fuses, as indices of `output_hidden_states`, in place
-            of those in `config.json`. Those are taken to count as vLLM, speculators and we do;
-            heads of SGLang, SpecForge and ModelOpt may count the layer whose output is read, which
-            is one less: they need `layers` with 1 added to each.
+        revision: branch, tag, commit or `refs/pr/1` of a Hub id.
+        layers: hidden states that it fuses, as indices of `output_hidden_states`, instead of those
+            in `config.json`. These are read as vLLM, speculators and Headsmith count. Heads of
+            SGLang, SpecForge and ModelOpt may count the layer whose output is read: name `layers`
+            with 1 added to each.
 
     Raises:
-        InputError: nothing there, or nothing that any kind of head reads; missing, corrupt,
-            pickled or foreign files; a tensor too many, too few or misshapen; settings that
-            contradict the tensors; an architecture that is not served.
+        InputError: no head that any kind can read; files are missing, corrupt, pickled or foreign;
+            a tensor is missing, unknown or of another shape; settings contradict the tensors, or
+            are not implemented.
     """
-    # Once: a second look at the Hub could find another commit.
+    # Located once, as the Hub might return another commit the second time.
     return read_head(locate(path, revision), path, layers)
 
 
 def read_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> DraftHead:
-    """`load_head` of a folder or GGUF file that `locate` has found for `path`."""
+    """Load a head like `load_head` from a folder or file that `locate` found."""
     if (file := gguf_in(folder)) is not None:
         with TemporaryDirectory() as native:
             _unpack(file, folder, path, Path(native))
@@ -78,20 +78,20 @@ def read_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> D
         head = kind.load(folder, path, layers)
         if head is not None:
             return head
-    raise InputError(f"head.path={path}: no head there; known are {', '.join(HEADS)}")
+    raise InputError(f"head.path={path}: no head there; known kinds: {', '.join(HEADS)}")
 
 
 def _unpack(file: Path, folder: Path, path: str, native: Path) -> None:
-    """Fills a folder with what a GGUF file holds, as the authors of such heads name it.
+    """Unpack a head's GGUF file into a folder in the authors' layout.
 
     Raises:
-        InputError: of another architecture, quantised, or without what makes a head.
+        InputError: another architecture, quantised, or incomplete.
     """
     opened, what = GgufFile(file, "head.path"), f"head.path={path}"
     architecture = opened.metadata.get("general.architecture", Value.of("none")).content
     if architecture not in ARCHITECTURES:
         raise InputError(
-            f"{what}: a GGUF file of the architecture {architecture}; heads are of "
+            f"{what}: a GGUF file of architecture {architecture}; allowed: "
             f"{', '.join(ARCHITECTURES)}"
         )
     record = folder / PROVENANCE
@@ -101,6 +101,6 @@ def _unpack(file: Path, folder: Path, path: str, native: Path) -> None:
 
 
 def fresh_head(variant: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> DraftHead:
-    """An untrained head with the usual settings, for benchmarks; `vocab` where it may choose."""
+    """Make a new head with default settings, for benchmarks; `vocab` if it can restrict it."""
     kind = by_variant()[variant]
     return kind.untrained(target, kind.variants[variant].settings(), vocab, seed=0)

@@ -1,8 +1,8 @@
-"""Readings of a head: what its files would mean if a setting in them were another.
+"""Readings of a head: the same weights under another setting that its files may mean.
 
-Writers count layers, lay out features and turn positions in several ways, and files say only in
-part in which. A reading is a head with the same weights, shared unless their order changes, and
-words for what it takes otherwise. Here is what all kinds with features and a layer may doubt.
+Writers differ in how they count layers, order hidden states and rotate positions, and files say
+this only in part. A reading is a head with the same weights (copied only if reordered) and a
+description of what differs. This module has the readings shared by heads that fuse hidden states.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ from heads.target_model import sizes
 from heads.vocab import DraftVocab
 
 FUSED = ("fc.weight", "input_norm.weight", "mask_hidden")
-"""Tensors whose last dimension is the features, side by side."""
+"""Tensors whose last dimension concatenates the hidden states."""
 USUAL_THETAS = (1e4, 1e6)
-"""Values of theta that readers take where files say none."""
+"""Values of theta that readers assume if files name none."""
 ALL_ORDERS = 3
-"""Features up to which every order is tried."""
+"""Largest number of hidden states of which every order is tried."""
 Readings = Iterator[tuple[str, Any]]
 
 
@@ -33,13 +33,13 @@ def reread(
     tensors: dict[str, Tensor] | None = None,
     **settings: Any,
 ) -> Any:
-    """The same weights under other settings.
+    """Put the same weights under other settings.
 
     Args:
-        head: attached to its target.
-        vocab: another of as many ids.
-        tensors: in place of those of the same name in `state_dict`.
-        settings: fields of its config.
+        head: attached head.
+        vocab: another draft vocabulary of the same size.
+        tensors: replacements of tensors in `state_dict`.
+        settings: fields of the config.
     """
     other = type(head)(replace(head.config, **settings), vocab or head.vocab)
     other.load_state_dict(head.state_dict() | (tensors or {}), assign=True)
@@ -47,11 +47,12 @@ def reread(
 
 
 def layers(head: Any, usual: Callable[[int], Sequence[int]]) -> Readings:
-    """Features counted otherwise: all, or the last, one off; or those that fresh heads read.
+    """Other hidden states: all, or the last, off by one; or those of new heads.
 
     Args:
-        head: attached to its target.
-        usual: those, of a target of so many layers; an `InputError` where it has too few.
+        head: attached head.
+        usual: function that gives a new head's hidden states by the number of layers; raises an
+            `InputError` for too few.
     """
     try:
         fresh = tuple(usual(head.target.num_layers))
@@ -69,7 +70,7 @@ def layers(head: Any, usual: Callable[[int], Sequence[int]]) -> Readings:
 
 
 def orders(head: Any) -> Readings:
-    """Features side by side in another order; of many, rising, falling, or with an end moved."""
+    """Other orders of the hidden states; if many: rising, falling, or with an end moved."""
     stated = head.config.layers
     rising = tuple(sorted(stated))
     moved = (rising, rising[::-1], (*rising[1:], rising[0]), (rising[-1], *rising[:-1]))
@@ -80,7 +81,7 @@ def orders(head: Any) -> Readings:
 
 
 def _reordered(head: Any, order: Sequence[int]) -> Any:
-    """Part j of what is fused is hidden state `order[j]`; the parts are put in rising order."""
+    """Reorder so that fused part j is hidden state `order[j]`; parts end up in rising order."""
     places, state = sorted(range(len(order)), key=order.__getitem__), head.state_dict()
     tensors = {name: parts(state[name], places) for name in FUSED if name in state}
     for place, old in enumerate(places):
@@ -91,19 +92,19 @@ def _reordered(head: Any, order: Sequence[int]) -> Any:
 
 
 def parts(tensor: Tensor, places: Sequence[int]) -> Tensor:
-    """[..., n * size] with its n parts in another order."""
+    """[..., n * size] with its n parts reordered."""
     chunks = tensor.chunk(len(places), dim=-1)
     return torch.cat([chunks[place] for place in places], dim=-1)
 
 
 def flipped(head: Any, name: str) -> tuple[str, Any]:
-    """A reading with the opposite of a setting that is true or false."""
+    """Reading with the opposite of a boolean setting."""
     other: dict[str, Any] = {name: not getattr(head.config, name)}
     return f"{name}={str(other[name]).lower()}", reread(head, **other)
 
 
 def rotations(head: Any) -> Readings:
-    """The target's RoPE, the head's without its scaling, or with a theta that readers take."""
+    """The target's RoPE, the head's without scaling, and usual values of theta."""
     stated: dict[str, Any] = head.config.llama.rope_parameters
     theirs, plain = sizes.rope(head.target.config), {"rope_type": "default"}
     found = {
@@ -121,7 +122,7 @@ def rotations(head: Any) -> Readings:
 
 
 def vocabularies(head: Any) -> Readings:
-    """A map of draft ids that holds target ids, where it could be read as offsets."""
+    """A map of draft ids as target ids, if it could be read as offsets."""
     vocab = head.vocab
     ids = vocab.offsets()
     if not vocab.full and bool((ids.diff() > 0).all()):

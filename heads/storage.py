@@ -1,4 +1,4 @@
-"""Reading and writing head folders: safetensors and JSON, whole or not at all."""
+"""Head folders: safetensors and JSON, read and written atomically."""
 
 import json
 import os
@@ -18,10 +18,10 @@ from heads.folders import folder_with, gguf_in
 
 
 def locate(path: str, revision: str | None) -> Path:
-    """The local place of a head: its folder, with a `config.json` or a GGUF file, or such a file.
+    """Find the local place of a head: a folder with `config.json` or a GGUF file, or that file.
 
     Raises:
-        InputError: nothing there, or no such file.
+        InputError: nothing is there, or the file is missing.
     """
     place, *names = gguf_parts(path) or (path,)
     folder = here("head.path", place) or _download(place, revision, *names)
@@ -34,7 +34,7 @@ def locate(path: str, revision: str | None) -> Path:
 
 
 def _download(path: str, revision: str | None, *names: str) -> Path:
-    """The snapshot of a Hub repository: the files of these names, or those of a head."""
+    """Snapshot of a Hub repository, with the named files or those of a head."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -48,37 +48,42 @@ def _download(path: str, revision: str | None, *names: str) -> Path:
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise InputError(f"head.path={path}: no such folder, and the Hub says: {error}") from error
+        raise InputError(
+            f"head.path={path}: no such folder, and the Hub answers: {error}; type an existing "
+            "folder or Hub id"
+        ) from error
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU.
+    """Load all tensors of a safetensors file to the CPU.
 
     Raises:
-        InputError: corrupt or truncated.
+        InputError: the file is corrupt or truncated.
     """
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file}: corrupt or truncated safetensors file: {error}") from error
+        raise InputError(
+            f"{file}: corrupt or truncated safetensors file: {error}; download or save it again"
+        ) from error
 
 
 def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
-    """Makes a folder, whole or not at all; tries again what a network file system refused.
+    """Write a folder atomically; retry passing errors of network file systems.
 
     Args:
-        final: replaced if it exists.
-        fill: writes into the folder that it is given, which then becomes `final`; it may be
-            called again after an error that may pass.
+        final: folder, replaced if it exists.
+        fill: function that writes into a staging folder, which then becomes `final`. Called again
+            after a passing error.
 
     Raises:
-        InputError: the disk is full or cannot be written; what was there before is untouched.
+        InputError: the disk is full or not writable. Earlier content stays untouched.
     """
     try:
         retried(partial(_write_folder, final, fill))
     except OSError as error:
         raise InputError(
-            f"cannot write {final}: {error}. What was there before is untouched: free space or "
+            f"{final}: cannot be written: {error}; its earlier content is untouched. Free space or "
             "fix the folder, and start again (training: with train.resume=auto)"
         ) from error
 
@@ -93,7 +98,7 @@ def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
             _flush(path)
         _swap(temporary, final)
     except SafetensorError as error:
-        # safetensors names the system's error in its text alone.
+        # safetensors gives the system's error only in its text.
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(*([int(number[1])] if number else []), str(error)) from error
     finally:
@@ -101,7 +106,7 @@ def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Has the disk hold what was written to a file, or the names in a folder."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -110,7 +115,7 @@ def _flush(path: Path) -> None:
 
 
 def _swap(temporary: Path, final: Path) -> None:
-    """Renames; a folder cannot be renamed onto a full one, so that is moved away first."""
+    """Rename a folder. An existing full folder must be moved away first."""
     old = final.parent / f".old-{final.name}"
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -128,16 +133,16 @@ def _swap(temporary: Path, final: Path) -> None:
 def save_head(
     folder: Path, weights: str, tensors: dict[str, Tensor], documents: dict[str, object]
 ) -> None:
-    """Writes a head folder, whole or not at all.
+    """Write a head folder atomically.
 
     Args:
-        folder: replaced if it exists.
+        folder: folder, replaced if it exists.
         weights: name of the safetensors file.
-        tensors: saved as float32, or as they are if they hold integers or booleans.
+        tensors: saved as float32; integers and booleans stay.
         documents: JSON content by file name.
 
     Raises:
-        InputError: the disk is full or not writable; what was there before is untouched.
+        InputError: the disk is full or not writable. Earlier content stays untouched.
     """
 
     def fill(staging: Path) -> None:

@@ -1,4 +1,4 @@
-"""The way of numbers from the CPU to a device."""
+"""Copies of numbers from the CPU to a device."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
-    """Numbers of the CPU as a tensor on a device; the host does not wait for it to arrive."""
+    """Copy numbers to a device as a tensor, without waiting for the copy."""
     tensor = torch.as_tensor(values)
     if torch.device(device).type != "cuda":
         return tensor.to(device)

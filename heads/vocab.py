@@ -1,7 +1,7 @@
 """Draft vocabularies: the target's token ids that a draft head can propose.
 
-Source: EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE `eagle/traineagle3/cnets.py`, `scandata`;
-differs: special tokens are always in. Letters: V ids of the target, Vd of the draft head.
+Source: EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE `eagle/traineagle3/cnets.py`, `scandata`. Unlike
+there, special tokens are always included. Letters: V ids of the target, Vd of the draft head.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from conf.errors import InputError
 # Tensors have no single truth value, so a generated `==` would raise.
 @dataclass(frozen=True, eq=False)
 class DraftVocab:
-    """Draft id i stands for target id `ids[i]`.
+    """Draft vocabulary: draft id i stands for target id `ids[i]`.
 
     Example: ids (0, 1, 5, 9) of 10 are saved as d2t (0, 0, 3, 6) and t2d 1100010001.
 
@@ -29,27 +29,27 @@ class DraftVocab:
     size: int
 
     def described(self) -> str:
-        """The size of the vocabulary, in words."""
+        """Describe the size of the vocabulary in words."""
         if self.full:
             return f"vocabulary {self.size}"
         return f"draft vocabulary {len(self.ids)} of the target's {self.size}"
 
     @classmethod
     def everything(cls, size: int) -> "DraftVocab":
-        """All `size` ids of the target, on the CPU."""
+        """Make the vocabulary of all `size` ids, on the CPU."""
         return cls(torch.arange(size), size)
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, size: int, t2d: Tensor | None = None) -> "DraftVocab":
-        """The vocabulary of a published head.
+        """Make the vocabulary of a published head.
 
         Args:
-            d2t: [Vd] integers; target id = draft id + d2t[draft id].
+            d2t: [Vd] integers, target id minus draft id.
             size: V of the target.
-            t2d: [V] bool, the target ids that are in.
+            t2d: [V] bool, marks the included target ids.
 
         Raises:
-            InputError: `d2t` is no such mapping, or `t2d` disagrees with it.
+            InputError: `d2t` is no such mapping, or `t2d` contradicts it.
         """
         if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point():
             raise InputError(f"head.path: d2t is {d2t.dtype} {list(d2t.shape)}: must be [Vd] int64")
@@ -59,17 +59,17 @@ class DraftVocab:
         if problem is None:
             return cls(ids, size)
         if _problem(d2t, size, t2d) is None:
-            problem += "; it looks like absolute target ids: subtract the draft id from each"
+            problem += "; it seems to hold target ids: subtract the draft id from each"
         raise InputError(f"head.path: {problem}")
 
     @classmethod
     def choose(cls, counts: Tensor, size: int | None, always: Iterable[int]) -> "DraftVocab":
-        """The ids of `always` and then the most frequent ones, the lowest id first among equals.
+        """Choose the ids of `always`, then the most frequent ids, low ids first among equals.
 
         Args:
-            counts: [V] int64, on the CPU; how often each target id is to be drafted.
-            size: Vd; None, or V and more, takes every id.
-            always: special and end tokens; those the target cannot emit are passed over.
+            counts: [V] int64 on the CPU, count of each target id.
+            size: Vd; None, or at least V, takes every id.
+            always: special and end tokens; ids that the target cannot emit are skipped.
 
         Raises:
             InputError: `size` is too small for `always`.
@@ -79,8 +79,8 @@ class DraftVocab:
         kept = _emitted(always, len(counts))
         if size < len(kept):
             raise InputError(
-                f"head.draft_vocab_size={size}: must be at least {len(kept)}, the special and "
-                "end tokens that are always in"
+                f"head.draft_vocab_size={size}: must be at least {len(kept)}, the number of "
+                "special and end tokens, which are always included"
             )
         rank = counts.clone()
         rank[kept] = counts.max() + 1
@@ -88,12 +88,12 @@ class DraftVocab:
         return cls(order[:size].sort().values, len(counts))
 
     def narrowed(self, counts: Tensor, size: int, always: Iterable[int]) -> "DraftVocab":
-        """Some of these ids, on the CPU: what `choose` takes of them alone.
+        """Choose among these ids like `choose`, on the CPU.
 
         Args:
             counts: [V] int64, on the CPU.
-            size: Vd of the result, at most that of this one.
-            always: as for `choose`; those that are not in this vocabulary are passed over.
+            size: size Vd of the result, at most this one's.
+            always: as in `choose`; ids outside this vocabulary are skipped.
         """
         mine = self.to("cpu")
         places = mine.to_draft(torch.tensor(mine.held(always), dtype=torch.int64))
@@ -101,42 +101,42 @@ class DraftVocab:
         return DraftVocab(mine.ids[chosen.ids], self.size)
 
     def held(self, target_ids: Iterable[int]) -> list[int]:
-        """The target ids among some that are in this vocabulary, sorted."""
+        """Sorted target ids that are in this vocabulary."""
         return sorted(set(target_ids) & set(self.ids.tolist()))
 
     @property
     def full(self) -> bool:
-        """True where every target id is in (Vd = V)."""
+        """Tell whether every target id is included (Vd = V)."""
         return len(self.ids) == self.size
 
     def to(self, device: torch.device | str) -> "DraftVocab":
-        """The same vocabulary with its ids on `device`."""
+        """Copy the vocabulary with its ids on `device`."""
         return DraftVocab(self.ids.to(device), self.size)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        """[...] int64 draft ids, each from 0 to Vd - 1, to target ids."""
+        """Map draft ids [...] int64, from 0 to Vd - 1, to target ids."""
         return self.ids[draft_ids]
 
     def to_draft(self, target_ids: Tensor) -> Tensor:
-        """[...] int64 target ids to draft ids, -1 for those that are not in."""
+        """Map target ids [...] int64 to draft ids, or -1 for ids outside the vocabulary."""
         at = torch.searchsorted(self.ids, target_ids.contiguous()).clamp(max=len(self.ids) - 1)
         return torch.where(self.ids[at] == target_ids, at, -1)
 
     def mask(self) -> Tensor:
-        """t2d: [V] bool, the target ids that are in."""
+        """t2d [V] bool, marks the included target ids."""
         mask = torch.zeros(self.size, dtype=torch.bool, device=self.ids.device)
         mask[self.ids] = True
         return mask
 
     def offsets(self) -> Tensor:
-        """d2t: [Vd] int64; target id = draft id + d2t[draft id]."""
+        """d2t [Vd] int64, target id minus draft id."""
         return self.ids - torch.arange(len(self.ids), device=self.ids.device)
 
 
 def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
-    """Lines to print: the coverage of `chosen`, and of V/16, V/8, V/4, V/2 and V ids.
+    """Lines about the coverage of `chosen`, and of V/16, V/8, V/4, V/2 and V ids.
 
-    Counts are as for `share`; sizes too small for the ids of `always` are left out.
+    Counts as in `share`; sizes too small for the ids of `always` are left out.
     """
     kept = _emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
@@ -153,18 +153,18 @@ def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) ->
 
 
 def _emitted(always: Iterable[int], size: int) -> list[int]:
-    # Some tokenizers hold special tokens beyond the target's output head (Gemma 3's
-    # <image_soft_token>, huggingface/transformers#37011): the target never emits them.
+    # Some tokenizers have special tokens beyond the target's output head (Gemma 3's
+    # <image_soft_token>, huggingface/transformers#37011), which the target never emits.
     return sorted({token for token in always if token < size})
 
 
 def share(counts: Tensor, vocab: DraftVocab) -> float:
-    """The share of the counted tokens ([V] int64, not all 0) in a vocabulary, both on the CPU."""
+    """Share of the counted tokens ([V] int64, not all 0) in a vocabulary, both on the CPU."""
     return int(counts[vocab.ids].sum()) / int(counts.sum())
 
 
 def _problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
-    """The fault of target ids `[Vd]` int64 read from d2t, or of t2d beside them; None without."""
+    """Problem of target ids [Vd] int64 from d2t, or of t2d; None without one."""
     outside = ((ids < 0) | (ids >= size)).nonzero()
     if len(outside):
         i = int(outside[0])

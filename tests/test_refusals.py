@@ -100,12 +100,12 @@ def test_a_target_is_whole_or_refused() -> None:
     folder("bare", SIZES)
     folder("nameless", {}, "model.safetensors")
     for path, message in (
-        ("file", r"target\.path=file: is a file; name the folder"),
+        ("file", r"target\.path=file: is a file; name its folder"),
         ("empty", r"target\.path=empty: no config\.json there; found \[\]"),
         ("broken", r"target\.path=broken: cannot read broken/config\.json: "),
-        ("bare", r"target\.path=bare: no weights there \(\*\.safetensors or \*\.bin\)"),
+        ("bare", r"target\.path=bare: no weights there; must have \*\.safetensors or"),
         ("parts", r"target\.path=parts: 1 of 2 files of weights are missing, e\.g\. model-2\.saf"),
-        ("nameless", r"names no model_type"),
+        ("nameless", r"has no model_type"),
     ):
         with pytest.raises(InputError, match=message):
             check_target(TargetConfig(path))
@@ -130,7 +130,7 @@ def test_without_the_hub_a_target_of_it_must_be_in_the_cache(
         url = f"http://127.0.0.1:{hub.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
         check_target(TargetConfig("me/model"))  # whether it is there is asked later
-    with pytest.raises(InputError, match=rf"{url} cannot be reached .*: name a folder, or connect"):
+    with pytest.raises(InputError, match=rf"{url} cannot be reached .*; name a folder, or connect"):
         check_target(TargetConfig("me/model"))
     monkeypatch.setattr("heads.folders.getproxies", lambda: {"https": "http://proxy"})
     check_target(TargetConfig("me/model"))
@@ -163,7 +163,7 @@ def test_a_head_of_another_target_is_refused(
         return
     with pytest.raises(InputError) as refused:
         check_head(head, target)
-    assert f"head.path: this head has {message} but target.path=target has" in str(refused.value)
+    assert f"head.path: this head has {message}, but target.path=target has" in str(refused.value)
 
 
 def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
-"""The attention of blocks that draft side by side: each over its text, and over itself.
+"""Attention of blocks that draft in parallel: each over its text, and over itself.
 
-From a token p of a text a block of R rows drafts in one pass. Its rows see the text's features up
-to p and each other, never another block's. So A blocks cost A times (text + R): fused kernels take
-some rows at a time over the text and all blocks over themselves, and what these give is joined to
-one distribution by their logsumexp, as at the top of `heads/eagle/branch_kernels.py`.
+From token p of a text, a block of R rows drafts in one pass. Its rows see the text's hidden states
+up to p and each other, never another block's. A blocks therefore cost A times (text + R). Fused
+kernels take some rows at a time over the text, and all blocks over themselves; both results are
+joined into one distribution by their logsumexp, as at the top of `heads/eagle/branch_kernels.py`.
 
-Letters: T texts, S tokens of a text, A blocks, R rows of a block, N = A * R rows, n rows
-and s tokens of a chunk, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
+Letters: T texts, S tokens of a text, A blocks, R rows of a block, N = A * R rows, n rows and s
+tokens of a chunk, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ from heads.blocks import kernels
 from heads.blocks.kernels import HIDDEN, attend, attend_backward, bias_like
 
 ROWS_PER_CHUNK = 128
-"""Rows of a chunk on a CPU, where a chunk costs little beside the tokens that it need not read."""
+"""Rows per chunk on a CPU, where a chunk costs little and may skip tokens."""
 ROWS_PER_LAUNCH = 1024
-"""Rows of a launch on other devices; with some heads they fill a GPU."""
+"""Rows per launch on other devices; with several heads they fill a GPU."""
 TOKENS, MORE_TOKENS = 128, 512
-"""Units of the few lengths met on other devices: multiples of the second, and from 8 of it on 4 an
-octave; if there are no more tokens, the next multiple of the first."""
+"""Units of the chunk lengths on other devices, which keep the lengths few: multiples of the second,
+from 8 times that on 4 lengths per octave; for short texts, multiples of the first."""
 
 
 class Chunk(NamedTuple):
-    """Rows that look at the same stretch of a text.
+    """Rows that attend to the same stretch of a text.
 
     Attributes:
-        rows: n of them, the last of which may be none.
-        tokens: s of them, the last of which may be none.
-        bias: [n, s], what is added to the scores.
+        rows: the n rows; padding may follow the last.
+        tokens: the s tokens; padding may follow the last.
+        bias: [n, s] to add to the scores.
     """
 
     rows: slice
@@ -46,17 +46,17 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """The stretch of a text that each block sees.
+    """Stretch of a text that each block sees.
 
-    Each text has A / T blocks, one text's after another's.
+    Each text has A / T blocks; blocks are ordered by text.
 
     Attributes:
-        first: [A] int64, the first token of its text that a block sees.
-        end: [A] int64, one more than the last: the place of the block's first row.
-        size: R.
-        causal: a row sees no later row of its block.
+        first: [A] int64, first token of its text that a block sees.
+        end: [A] int64, one after the last token seen: the position of the block's first row.
+        size: number R of rows.
+        causal: whether rows see no later rows of their block.
         window: tokens that a row sees, its own included; None for all.
-        host: `first` and `end` on the CPU, if there is one text.
+        host: `first` and `end` on the CPU, for a single text.
     """
 
     first: Tensor
@@ -68,11 +68,11 @@ class Sight:
     _found: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def plan(self, query: Tensor, num_tokens: int, group: int) -> "Plan":
-        """Plans how blocks with such queries attend to one text, once for all layers."""
+        """Plan the attention of blocks over one text, once for all layers."""
         return self._once(Plan, query, num_tokens, group, key=(query.dtype, num_tokens, group))
 
     def masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """[A, R, S] and [R, R] bool, what rows see of texts and blocks; found once for all layers.
+        """[A, R, S] and [R, R] bool: what rows see of texts and blocks; one result for all layers.
 
         Args:
             num_tokens: S.
@@ -88,7 +88,7 @@ class Sight:
         return self.of_text(slice(0, len(self.end)), slice(0, num_tokens)), self.of_block()
 
     def of_text(self, blocks: slice, tokens: slice) -> Tensor:
-        """[c, R, s] bool, the tokens that each row of c blocks sees."""
+        """[c, R, s] bool, tokens that each row of c blocks sees."""
         places = torch.arange(tokens.start, tokens.stop, device=self.end.device)
         first, end = (each[blocks, None, None] for each in (self.first, self.end))
         seen = (places >= first) & (places < end)
@@ -98,7 +98,7 @@ class Sight:
         return seen & (end + rows - places < self.window)
 
     def of_block(self) -> Tensor:
-        """[R, R] bool, the rows that each row sees."""
+        """[R, R] bool, rows that each row sees."""
         rows = torch.arange(self.size, device=self.end.device)
         distance = rows.unsqueeze(1) - rows
         seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -106,21 +106,21 @@ class Sight:
 
 
 class Plan:
-    """Chunks of the rows of blocks over one text, with what hides tokens and rows from them.
+    """Chunks of the rows of blocks over one text, with their masks.
 
-    The biases take N times the tokens of a document, 38 MB in bfloat16 for 512 blocks of 16 rows in
-    4,096 tokens, and are shared by all layers and their backward passes.
+    The biases take N times the tokens of a document: 38 MB in bfloat16 for 512 blocks of 16 rows in
+    4,096 tokens. All layers and their backward passes share them.
 
     Args:
-        sight: of the blocks.
-        query: of which it takes dtype and device.
-        num_tokens: S.
-        group: G.
+        sight: sight of the blocks.
+        query: tensor that gives dtype and device.
+        num_tokens: number S of text tokens.
+        group: number G of heads per group.
 
     Attributes:
         chunks: in the order of the rows.
-        own: [G * R, R], what is added to scores inside a block; None for nothing.
-        num_rows, num_tokens: up to the end of all chunks that there can be.
+        own: [G * R, R] to add to the scores inside a block; None for nothing.
+        num_rows, num_tokens: sizes padded to the end of the last possible chunk.
     """
 
     def __init__(self, sight: Sight, query: Tensor, num_tokens: int, group: int) -> None:
@@ -139,7 +139,7 @@ class Plan:
             self.own.masked_fill_(~sight.of_block().repeat(group, 1), HIDDEN)
 
     def _chunk(self, start: int, number: int, query: Tensor) -> Chunk:
-        """Some blocks from `start` on and the tokens that any of them sees."""
+        """Chunk of `number` blocks from `start` on, with the tokens that any of them sees."""
         size, blocks = self.sight.size, slice(start, start + number)
         rows = slice(start * size, min((start + number) * size, self.num_rows))
         tokens = self._tokens(blocks)
@@ -152,7 +152,7 @@ class Plan:
         assert self.sight.host is not None
         (first, end), window = (each[blocks] for each in self.sight.host), self.sight.window
         stop = int(end.max())
-        # A row that sees no token sees its block alone.
+        # A row without text tokens sees only its block.
         start = int(first.min() if window is None else first.maximum(end + 1 - window).min())
         start = min(start, stop - 1)
         if self.exact:
@@ -162,15 +162,15 @@ class Plan:
         return slice(start, start + length)
 
     def rows(self, states: Tensor, num_kv_heads: int) -> Tensor:
-        """[G, K, N, d] view of [A, R, Q, d], with rows that give nothing up to `num_rows`.
+        """[G, K, N, d] view of [A, R, Q, d], padded to `num_rows`.
 
-        So keys are shared in a group without a copy.
+        Groups thus share keys without a copy.
         """
         rows = _padded(states.flatten(0, 1), self.num_rows)
         return rows.unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
 
     def text(self, states: Tensor, group: int) -> Tensor:
-        """[G, K, S, d] view of a text's keys or values [S, K, d], with tokens nobody sees."""
+        """[G, K, S, d] view of a text's keys or values [S, K, d], padded to `num_tokens`."""
         return _padded(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
 
 
@@ -183,13 +183,13 @@ def block_attention(
         query: [A, R, Q, d], rotated.
         text: keys, rotated, and values [T, S, K, d].
         own: the blocks' keys and values [A, R, K, d].
-        sight: of the blocks.
+        sight: sight of the blocks.
 
     Returns:
         [A, R, Q, d].
     """
     if len(text[0]) == 1:
-        # Not `[0]`, whose gradient is written into zeros.
+        # Not `[0]`, whose gradient fills a tensor of zeros.
         return _Joined.apply(sight, query, *(each.squeeze(0) for each in text), *own)
     return plain_attention(query, text, own, sight)
 
@@ -218,7 +218,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sight: Sight, query: Tensor, *both: Tensor) -> Tensor:
-        """[A, R, Q, d] of query [A, R, Q, d]; `both` are keys and values of text and blocks."""
+        """[A, R, Q, d] for query [A, R, Q, d]; `both` has keys and values of text and blocks."""
         num_kv_heads, group = both[0].shape[1], query.shape[2] // both[0].shape[1]
         plan = sight.plan(query, len(both[0]), group)
         rows, own = plan.rows(query, num_kv_heads), _heads_first(both[2:])
@@ -243,7 +243,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what `forward` got."""
+        """Gradients of the inputs of `forward`."""
         plan, (query, keys, values, *own, output, norms) = ctx.plan, ctx.saved_tensors
         num_kv_heads, group = keys.shape[1], query.shape[2] // keys.shape[1]
         rows, grads, found = (
@@ -251,7 +251,7 @@ class _Joined(torch.autograd.Function):
         )
         found = found.transpose(1, 2).contiguous().transpose(1, 2)
         text = [plan.text(each, group) for each in (keys, values)]
-        # A token's gradient comes in parts from many chunks: summed in float32 at least.
+        # A token's gradient is summed over many chunks, so in float32 at least.
         wide = torch.promote_types(query.dtype, torch.float32)
         d_text = [torch.zeros_like(each[0], dtype=wide) for each in text]
         parts = []
@@ -274,7 +274,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _in_blocks(states: Tensor, group: int) -> Tensor:
-    """[A, K, G * R, d] of [A, R, Q, d], the rows of a block one after another in memory."""
+    """[A, K, G * R, d] of [A, R, Q, d], with the rows of a block contiguous."""
     heads = states.unflatten(2, (-1, group)).permute(0, 3, 1, 2, 4)
     return heads.reshape(len(states), -1, *heads.shape[3:]).transpose(1, 2)
 
@@ -306,5 +306,5 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _length(num_tokens: int) -> int:
-    """The smallest of the few lengths that holds so many tokens."""
+    """Smallest allowed length for a number of tokens."""
     return _up(num_tokens, max(MORE_TOKENS, 1 << max(0, (num_tokens - 1).bit_length() - 3)))

@@ -1,10 +1,10 @@
-"""The architecture of block drafters: fields, defaults from a target, and `config.json`.
+"""Architecture of block drafters: fields, defaults from a target, and `config.json`.
 
-Two conventions are translated here and nowhere else. Layers: `layers` are indices of
-`output_hidden_states`, as everywhere; the authors' `target_layer_ids` name the layer whose output
-is read, one less. Rows: a block has `block_size` of them, the first of which holds the token that
-is sure. Either it drafts nothing and row j drafts the token at its own place (fill-in), or row j
-drafts the token behind (`sample_from_anchor`), one draft more.
+Two conventions are translated here only. Layers: `layers` are indices of `output_hidden_states`;
+the authors' `target_layer_ids` name the layer whose output is read, one less. Rows: a block has
+`block_size` rows, and the first holds the last known token. Either row j drafts the token at its
+own place and the first row drafts nothing (fill-in), or row j drafts the next token
+(`sample_from_anchor`), which gives one more draft token.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,18 @@ class BlockHeadConfig:
     """Architecture of a block drafter.
 
     Attributes:
-        llama: sizes, RoPE and norms of its layers; its `vocab_size` is the target's.
+        llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
         target: Hub id or folder of the target.
-        target_hidden_size: width of one target feature.
-        num_target_layers: decoder layers of the target; 0 until it is known.
-        layers: target features that are read, as indices of `output_hidden_states`.
-        block_size: rows of a block as it was trained.
-        mask_token_id: what rows hold whose token is not known.
-        sample_from_anchor: row j drafts the token behind it, not the one at its place.
-        causal: a row sees no later row of its block.
-        window: tokens of the text and the block that a row sees; None for all.
-        full_layers: layers whose rows see all of both, whatever `causal` and `window` say.
-        own_output_head, own_embedding: whether the head brings its own.
+        target_hidden_size: width of one hidden state of the target.
+        num_target_layers: decoder layers of the target; 0 while unknown.
+        layers: hidden states that are read, as indices of `output_hidden_states`.
+        block_size: rows of a block in training.
+        mask_token_id: token id of rows whose token is unknown.
+        sample_from_anchor: whether row j drafts the next token instead of its own.
+        causal: whether rows see no later rows of their block.
+        window: tokens of text and block that a row sees; None for all.
+        full_layers: layers whose rows see everything, regardless of `causal` and `window`.
+        own_output_head, own_embedding: whether the head has its own.
     """
 
     llama: LlamaConfig
@@ -54,40 +54,40 @@ class BlockHeadConfig:
 
     @property
     def first_row(self) -> int:
-        """The first row that drafts."""
+        """First row that drafts."""
         return 0 if self.sample_from_anchor else 1
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of a whole block."""
+        """Draft tokens of a full block."""
         return self.block_size - self.first_row
 
     def ids(self, vocab: DraftVocab) -> DraftVocab:
-        """The ids that a head drafts of those on offer: all through the target's rows."""
+        """Ids that a head drafts: `vocab` with an own output head, otherwise all ids."""
         return vocab if self.own_output_head else DraftVocab.everything(vocab.size)
 
     def num_rows(self, depth: int) -> int:
-        """Rows of a block that drafts so many tokens."""
+        """Rows of a block that drafts `depth` tokens."""
         return depth + self.first_row
 
 
 def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tuple[int, ...]:
-    """Features in even steps from the output of layer 1 to that of layer L - 3, as DFlash's.
+    """Layers in even steps from the output of layer 1 to that of layer L - 3, as in DFlash.
 
     Args:
         num_layers: L.
-        number: of features; those that fall together are one.
-        key: the setting that is unset.
+        number: number of layers to read; duplicates are merged.
+        key: setting that is unset, for the message.
 
     Raises:
         InputError: fewer than 4 layers.
 
-    Source: z-lab/dflash `model.py`, `build_target_layer_ids`; ids count layers from 0.
+    Source: z-lab/dflash `model.py`, `build_target_layer_ids`, which counts layers from 0.
     """
     if num_layers < 4:
         raise InputError(
-            f"{key} is unset and the target has {num_layers} layers: name the features to "
-            f"fuse, of 0..{num_layers}"
+            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
+            f"states of 0..{num_layers}"
         )
     if number == 1:
         return (num_layers // 2 + 1,)
@@ -96,28 +96,28 @@ def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tu
 
 
 def check_layers(layers: tuple[int, ...], target: EmbeddingsAndHead) -> None:
-    """Refuses features that a target does not have, or one twice or out of order.
+    """Refuse layers that the target lacks, repeated ones and ones out of order.
 
     Raises:
-        InputError: with those it has.
+        InputError: naming the allowed layers.
     """
-    # Behind the last layer comes the final norm, which engines do not apply to features.
+    # The output of the last layer passes the final norm, which engines do not apply here.
     known = range(target.num_layers)
     if list(layers) != sorted(set(layers)) or not set(layers) <= set(known):
         raise InputError(
-            f"head.layers={list(layers)}: must be rising, of 0..{target.num_layers - 1}, the "
+            f"head.layers={list(layers)}: must be rising and of 0..{target.num_layers - 1}, the "
             f"hidden states of target.path={target.name} before its final norm"
         )
 
 
 def mask_token(target: EmbeddingsAndHead, asked: int | None) -> int:
-    """The id that stands for an unknown token: asked for, or one that no text uses.
+    """Choose the mask token: the one asked for, or one that no text uses.
 
-    That is the first row of the embedding behind the tokenizer's ids (without a tokenizer, the
-    last), or a token whose name says that it masks, is reserved or unused, or fills up.
+    Default: the first embedding row after the tokenizer's ids (the last row without a tokenizer),
+        or else a token named as mask, reserved, unused or padding.
 
     Raises:
-        InputError: out of range, a token that ends or begins texts, or none is free.
+        InputError: the id is out of range, begins or ends texts, or no token is free.
     """
     size, tokenizer = len(target.embedding.weight), target.tokenizer
     if asked is not None:
@@ -128,23 +128,23 @@ def mask_token(target: EmbeddingsAndHead, asked: int | None) -> int:
             )
         if asked in target.stop_ids:
             raise InputError(
-                f"head.mask_token_id={asked} ends texts of target.path={target.name}: name a "
+                f"head.mask_token_id={asked}: ends texts of target.path={target.name}; name a "
                 "token that its texts do not use"
             )
         return asked
-    # Without a tokenizer no text is known either.
+    # Without a tokenizer the texts are unknown too.
     found = size - 1 if tokenizer is None else _free_token(target, size)
     if found is None:
         raise InputError(
-            f"head.mask_token_id is unset and target.path={target.name} has no token to spare: "
-            f"all {size} rows of its embedding have a token, and none is called mask, reserved, "
-            f"unused or pad; name one that its texts do not use{_example(target)}"
+            f"head.mask_token_id is unset: target.path={target.name} has no spare token, as all "
+            f"{size} rows of its embedding have a token and none is called mask, reserved, unused "
+            f"or pad; set it to a token that its texts do not use{_example(target)}"
         )
     return found
 
 
 def _example(target: EmbeddingsAndHead) -> str:
-    """A special token that no chat has, as the end of a sentence; empty where all may have them."""
+    """Suggest a special token that chats do not use; empty if all may be used."""
     tokenizer = target.tokenizer
     used = (str(tokenizer.chat_template), *map(str, tokenizer.special_tokens_map.values()))
     for index, token in sorted(tokenizer.added_tokens_decoder.items()):
@@ -171,10 +171,10 @@ def _free_token(target: EmbeddingsAndHead, size: int) -> int | None:
 def block_config(
     settings: BlockConfig, target: EmbeddingsAndHead, sample_from_anchor: bool
 ) -> BlockHeadConfig:
-    """The architecture of a fresh head, with layers of the target's sizes.
+    """Architecture of a new head with layers of the target's sizes.
 
     Raises:
-        InputError: features or a mask token that the target does not have.
+        InputError: the target lacks the layers or the mask token.
     """
     layers = tuple(settings.layers or default_layers(target.num_layers, settings.num_features))
     check_layers(layers, target)
@@ -192,13 +192,13 @@ def block_config(
         causal=settings.causal,
         window=settings.window,
         own_output_head=settings.own_output_head,
-        # A file says that a target's embedding fits by one width for all.
+        # In the file, one width says that a target's embedding fits.
         own_embedding=target.feature_size != target.hidden_size,
     )
 
 
 def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
-    """The keys of `config.json` in every layout; Qwen3's."""
+    """Keys of `config.json` in every layout, as in Qwen3."""
     llama = config.llama
     rope: Any = llama.rope_parameters
     sliding = config.window is not None
@@ -226,12 +226,12 @@ def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
 
 
 def causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
-    """The key that engines go by in all layers; without it, layers with a window are causal."""
+    """Key that engines apply in all layers; without it, layers with a window are causal."""
     return {} if config.causal and config.full_layers else {name: config.causal}
 
 
 def dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
-    """The keys in `dflash_config`; layers as the authors count them."""
+    """Keys of `dflash_config`, with layers as the authors count them."""
     window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
     return {
         "mask_token_id": config.mask_token_id,

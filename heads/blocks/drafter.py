@@ -1,8 +1,7 @@
-"""Block drafters decoding: chains, and trees of the slots' candidates.
+"""Decoding with block drafters: chains, and trees of the slots' candidates.
 
-Features of what the target committed become keys and values at once, and nothing else is kept:
-the rows of a block are made anew in every step. Nothing here waits for the device, but for chains
-that are cut.
+Hidden states of committed tokens become keys and values at once, and nothing else is kept: each
+step computes the rows of a block anew. Only chains that may be cut wait for the device.
 
 Letters: B texts, D slots, H hidden, W draft vocabulary, V vocabulary.
 """
@@ -30,7 +29,7 @@ class _BlockDrafter(HeadDrafter):
         self.cache = TextCache(len(head.layers))
 
     def observe(self, seen: Committed) -> None:
-        """Reads the features of the committed tokens."""
+        """Read the hidden states of committed tokens."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
         slots = self.cache.open(num_texts, features.device, seen.cache.slots)
@@ -44,7 +43,7 @@ class _BlockDrafter(HeadDrafter):
         slots.advance(seen.counts, seen.token_ids)
 
     def _slots(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens that are sure [B], outputs [B, D, H] and logits [B, D, W] of the slots."""
+        """Last known tokens [B], outputs [B, D, H] and logits [B, D, W] of the slots."""
         ends, width = self.cache.opened.committed[:, 0], self.cache.opened.width(0)
         host = torch.tensor([0]), torch.tensor([width])
         sight = self.head.sight(torch.zeros_like(ends), ends, self.shape.depth, host)
@@ -56,7 +55,7 @@ class _BlockDrafter(HeadDrafter):
         return roots.tokens, outputs, self.head.logits(outputs)
 
     def _known(self, tokens: Tensor, slot: int) -> Tensor:
-        """Tokens [B, n] of a slot, with PAD where its row lies beyond the head's window."""
+        """Tokens [B, n] of a slot, with PAD for rows beyond the head's window."""
         place = self.cache.opened.committed + self.head.config.first_row + slot
         return tokens.masked_fill(place >= self.head.window, PAD)
 
@@ -71,7 +70,7 @@ class BlockChain(HeadChain, _BlockDrafter):
     """Drafts a block as a chain."""
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains of `depth` tokens."""
+        """Draft chains of `depth` tokens."""
         before, outputs, base = self._slots(roots)
         draws = self.sampler()
         tokens: list[Tensor] = []
@@ -91,7 +90,7 @@ class BlockTree(HeadTree, _BlockDrafter):
     """Drafts the likeliest paths through the slots, best first, in one pass of the head."""
 
     nested = False
-    """Rows see later ones, so that a shorter block drafts other tokens."""
+    """False: rows see later rows, so a shorter block drafts other tokens."""
 
     def expand(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""

@@ -1,10 +1,9 @@
-"""Block drafters in the words of each engine: who can serve which, tensors, `config.json`, command.
+"""Block drafters per engine: support, tensors, `config.json` and serve command.
 
-Read from the loaders themselves: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and
-`configs/speculators/`; SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9
-`models/{dflash,dflash2,dspark}`; z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`;
-llama.cpp b11434 `src/models/dflash.cpp`.
-All but speculators take the authors' own layout, which is how heads are saved.
+Read from the loaders: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and `configs/speculators/`;
+SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9 `models/{dflash,dflash2,dspark}`;
+z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`; llama.cpp b11434
+`src/models/dflash.cpp`. All but speculators read the authors' layout, in which heads are saved.
 """
 
 from dataclasses import dataclass
@@ -27,14 +26,14 @@ EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The names that loaders have for a kind of block drafter.
+    """Names that loaders use for a kind of block drafter.
 
     Attributes:
-        name: of the method, as speculators calls it.
-        vllm: the same in vLLM and llama.cpp, and in SGLang in capitals.
-        title: of its heads, for sentences.
-        speculators: the class that speculators gives them.
-        with_ends: the authors' files hold the target's embedding and output head.
+        name: name of the method in speculators.
+        vllm: name of the method in vLLM and llama.cpp, and in capitals in SGLang.
+        title: name of the heads in sentences.
+        speculators: class name in speculators.
+        with_ends: whether the authors' files hold the target's embedding and output head.
     """
 
     name: str
@@ -45,18 +44,18 @@ class BlockLayout:
 
 
 def problem(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> str | None:
-    """The reason why an engine cannot serve a head, as the end of a sentence; None if it can."""
+    """Reason why an engine cannot serve a head, as the end of a sentence; None if it can."""
     config = head.config
     if engine is ExportFormat.vllm:
         return None
     if engine is ExportFormat.speculators:
         limited = config.causal and (config.window is None or config.full_layers)
-        every = "lets rows see later ones wherever they see all of the text (head.causal=true)"
+        every = "lets rows see later rows wherever they see all of the text (head.causal=true)"
         return every if limited else None
     if engine is ExportFormat.llamacpp:
         return _llamacpp_problem(head)
     if engine not in (ExportFormat.sglang, ExportFormat.original):
-        return f"has no layout for {layout.title} that is written here"
+        return f"has no layout for {layout.title} in this version"
     own = head.lm_head is not None or head.embed_tokens is not None
     if own:
         return "drafts with the target's embedding and output head, and this head has its own"
@@ -69,19 +68,19 @@ def _llamacpp_problem(head: BlockNetwork) -> str | None:
     hidden, width = config.llama.hidden_size, config.target_hidden_size
     if config.causal and config.full_layers:
         return (
-            "makes rows causal in all layers or in none, and layers "
-            f"{list(config.full_layers)} of this head see all of the text"
+            f"needs causal rows in all layers or in none, and layers {list(config.full_layers)} of "
+            "this head see all of the text"
         )
     if width != hidden:
         return (
-            f"fuses features as wide as the head, and this head has {hidden} for features of "
-            f"{width}"
+            f"fuses hidden states as wide as the head, and this head has {hidden} for hidden "
+            f"states of {width}"
         )
     return rope_problem(config.llama.rope_parameters)
 
 
 def files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> Files:
-    """The files that an engine reads which can serve the head."""
+    """Files of a head for an engine that can serve it."""
     if engine is ExportFormat.llamacpp:
         return gguf.files(head, layout.vllm)
     added = _ends(head) if engine is ExportFormat.original and layout.with_ends else {}
@@ -94,12 +93,12 @@ def files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> File
 
 
 def _ends(head: BlockNetwork) -> dict[str, Tensor]:
-    """The target's embedding and output head, where the head has none of its own."""
+    """The target's embedding and output head, unless the head has its own."""
     ends, target = {}, head.target
     if head.embed_tokens is None:
         ends[EMBEDDING] = target.embedding.weight.to(head.dtype)
     if head.lm_head is None:
-        # A copy, as one file cannot hold a tensor that is tied to the embedding.
+        # A copy, as a file cannot hold two tensors that share memory.
         ends[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
     return ends
 
@@ -107,7 +106,7 @@ def _ends(head: BlockNetwork) -> dict[str, Tensor]:
 def _speculators_config(
     head: BlockNetwork, flat: dict[str, Any], layout: BlockLayout
 ) -> dict[str, Any]:
-    """Keys of speculators; those of the layers lie in one of their own."""
+    """Config of speculators, with the layers' keys in a section."""
     config = head.config
     of_layers = (
         *LLAMA_KEYS, "model_type", "rope_theta", "rope_scaling", "num_hidden_layers", "layer_types",
@@ -115,7 +114,7 @@ def _speculators_config(
     )  # fmt: skip
     elsewhere = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
     kept = {n: value for n, value in flat.items() if n not in {*of_layers, *elsewhere}}
-    # What a kind has beyond DFlash; the rest is said in other words below.
+    # Keys beyond DFlash's; the rest is renamed below.
     inner, common = flat.get("dflash_config", {}), dflash_keys(config)
     kept |= {name: value for name, value in inner.items() if name not in common}
     proposal = {
@@ -149,7 +148,7 @@ def _speculators_config(
 def serve_command(
     head: BlockNetwork, engine: ExportFormat, folder: str, layout: BlockLayout
 ) -> str:
-    """The command that starts an engine, as lines for a shell (the authors': for Python)."""
+    """Command that starts an engine, as lines for a shell (the authors': for Python)."""
     target, tokens = head.target_name, head.config.num_draft_tokens
     if engine is ExportFormat.vllm:
         return vllm_command(layout.vllm, tokens, target, folder)

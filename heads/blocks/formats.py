@@ -1,10 +1,9 @@
-"""Reading block drafters, whoever wrote them.
+"""Reader of block drafters of all origins.
 
 Tensors have the authors' names everywhere. Settings lie in the root of `config.json` and in
-`dflash_config` (z-lab, SpecForge, DeepSpec, ours), or in `transformer_layer_config` (speculators).
-Layers are counted as the outputs of layers in `target_layer_ids`, as hidden states, one more, in
-`aux_hidden_state_layer_ids`. What contradicts the tensors, and what no part here computes, is
-refused.
+`dflash_config` (z-lab, SpecForge, DeepSpec, Headsmith), or in `transformer_layer_config`
+(speculators). `target_layer_ids` counts outputs of layers; `aux_hidden_state_layer_ids` counts
+hidden states, one more. Settings that contradict the tensors or are not implemented are refused.
 
 Sources: the writers z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and vllm-project/speculators;
 the readers of vLLM 0.32 and SGLang 0.5.
@@ -39,7 +38,7 @@ SIZES = (
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
 SLIDING, FULL = "sliding_attention", "full_attention"
 SCALED_ROPE = ("linear", "yarn", "llama3")
-# A head with another value computes something else.
+# Heads with other values compute something else.
 ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -55,25 +54,25 @@ ONLY = {
     "final_logit_softcapping": 0.0,
 }
 MASK_EMBEDDING = "mask_embedding.pt"
-"""File beside the weights that vLLM takes in place of the mask token's embedding."""
+"""File beside the weights that replaces the mask token's embedding in vLLM."""
 EARLY = "logit_head."
-"""Prefix of the names of a Markov and a confidence head in SpecForge's first files."""
+"""Prefix of Markov and confidence heads in SpecForge's first files."""
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
-"""Tensors that speculators keeps for training; no draft is made with them."""
+"""Tensors that speculators keeps for training only."""
 
 
 def _settings(folder: Path, path: str) -> dict[str, Any]:
-    """`config.json`, its parts merged; no None.
+    """Read `config.json`, with its parts merged and without None.
 
     Raises:
-        InputError: it is no JSON.
+        InputError: the file is no JSON.
     """
     file = folder / "config.json"
     try:
         root = json.loads(file.read_text())
     except ValueError as error:
         raise InputError(f"head.path={path}: config.json is not JSON: {error}") from error
-    # Engines look into `dflash_config` first, and into the root then.
+    # Engines read `dflash_config` first, then the root.
     merged: dict[str, Any] = {}
     for part in (root.get("transformer_layer_config"), root, root.get("dflash_config")):
         if isinstance(part, dict):
@@ -83,14 +82,14 @@ def _settings(folder: Path, path: str) -> dict[str, Any]:
 
 @dataclass
 class BlockFile:
-    """The contents of a folder.
+    """Content of a head's folder.
 
     Attributes:
-        path: as the user gave it.
-        settings: of `config.json`.
-        tensors: by their names in `BlockNetwork.state_dict`.
-        vocab: the ids that are drafted.
-        export: what `heads.export.writer` noted about the folder; empty for others.
+        path: path as the user typed it.
+        settings: settings of `config.json`.
+        tensors: tensors by their names in `BlockNetwork.state_dict`.
+        vocab: draft vocabulary.
+        export: notes of `heads.export.writer` about the folder; empty for other writers.
     """
 
     path: str
@@ -101,12 +100,12 @@ class BlockFile:
 
     @classmethod
     def open(cls, folder: Path, path: str, computed: Collection[str] = ()) -> "BlockFile":
-        """Reads settings and tensors.
+        """Read settings and tensors.
 
         Args:
-            folder: on this machine.
-            path: what the user calls it.
-            computed: keys of `ONLY` that this kind of head goes by.
+            folder: local folder.
+            path: path as the user typed it.
+            computed: keys of `ONLY` that this kind of head implements.
 
         Raises:
             InputError: missing, pickled or corrupt files, or settings of another architecture.
@@ -120,12 +119,12 @@ class BlockFile:
             names = sorted(each.name for each in folder.iterdir())
             raise found.error(
                 f"no model*.safetensors there; found {names}. Pickled weights can run code and are "
-                "never opened: convert them with "
-                "https://huggingface.co/spaces/safetensors/convert"
+                "never opened; convert them with https://huggingface.co/spaces/safetensors/convert"
             )
         if (folder / MASK_EMBEDDING).is_file():
             raise found.error(
-                f"{MASK_EMBEDDING}: a mask embedding of its own, pickled: such heads are not read"
+                f"{MASK_EMBEDDING}: a separate pickled mask embedding, which is never opened; name "
+                "another head"
             )
         for file in files:
             for name, tensor in load_tensors(file).items():
@@ -136,21 +135,24 @@ class BlockFile:
         return found
 
     def _forget(self) -> None:
-        """Drops what is the target's, in files that say so."""
+        """Drop the target's tensors, if the file marks them."""
         copies = (*self.export.get("added", ()), *VERIFIER)
         for name in copies:
             self.tensors.pop(name, None)
 
     def error(self, problem: str) -> InputError:
-        """An error to raise, which names `head.path`."""
+        """Make an error that names `head.path`."""
         return InputError(f"head.path={self.path}: {problem}")
 
     def _check(self, computed: Collection[str]) -> None:
         for key, only in ONLY.items():
             if key not in computed and self.settings.get(key, only) != only:
-                raise self.error(f"config.json says {key}={self.settings[key]}: must be {only}")
+                raise self.error(
+                    f"config.json says {key}={self.settings[key]}, which is not implemented; must "
+                    f"be {only}"
+                )
         if "mask_hidden" in self.tensors:
-            raise self.error("mask_hidden: a P-EAGLE head, of another kind")
+            raise self.error("mask_hidden: belongs to a P-EAGLE head, which is another kind")
         missing = [key for key in SIZES if key not in self.settings]
         if missing:
             raise self.error(f"config.json lacks {missing}")
@@ -164,23 +166,25 @@ class BlockFile:
         stated, rows = self.settings.get("draft_vocab_size", size), tensors.get("lm_head.weight")
         if stated != len(vocab.ids) or (rows is not None and len(rows) != len(vocab.ids)):
             raise self.error(
-                f"draft vocabulary of {len(vocab.ids)} of {size} ids by d2t (without it, all), "
-                f"{stated} by config.json, {None if rows is None else len(rows)} by lm_head: must "
-                "agree"
+                f"draft vocabularies disagree: {len(vocab.ids)} of {size} ids by d2t (without it, "
+                f"all), {stated} by config.json, {None if rows is None else len(rows)} by lm_head"
             )
         if not vocab.full and rows is None:
-            raise self.error(f"lm_head.weight missing: the target's has not {len(vocab.ids)} ids")
+            raise self.error(
+                "lm_head.weight is missing, and the target's has other ids than these "
+                f"{len(vocab.ids)}"
+            )
         return vocab
 
     def architecture(self, layers: Sequence[int] | None, anchored: bool) -> BlockHeadConfig:
-        """The architecture of the head.
+        """Architecture of the head.
 
         Args:
-            layers: in place of those in `config.json`.
-            anchored: `sample_from_anchor` where the file does not say.
+            layers: layers that replace those of `config.json`.
+            anchored: `sample_from_anchor` if the file lacks the key.
 
         Raises:
-            InputError: what a block needs is not said, or not served.
+            InputError: a needed key is missing, or a value is not implemented.
         """
         settings = self.settings
         llama, window = self._llama(), self._window()
@@ -203,10 +207,10 @@ class BlockFile:
         )
 
     def number(self, key: str) -> int:
-        """A whole number of `config.json`.
+        """Integer of `config.json`.
 
         Raises:
-            InputError: it is none, or not there.
+            InputError: the key is missing or no integer.
         """
         found = self.settings.get(key)
         if not isinstance(found, int):
@@ -223,7 +227,7 @@ class BlockFile:
         """Tokens that layers see; None for all.
 
         Raises:
-            InputError: no size is said.
+            InputError: the window has no size.
         """
         if not (self.settings.get("use_swa", False) or SLIDING in self._kinds()):
             return None
@@ -236,10 +240,10 @@ class BlockFile:
         return self.settings.get("layer_types", [])
 
     def _full_layers(self, window: int | None) -> tuple[int, ...]:
-        """Numbers of the layers without a window, of a head whose other layers have one.
+        """Indices of the layers without a window, if other layers have one.
 
         Raises:
-            InputError: layers of another kind, or not one kind for each.
+            InputError: unknown kinds of layers, or not one kind per layer.
         """
         kinds, number = self._kinds(), self.settings["num_hidden_layers"]
         if not set(kinds) <= {SLIDING, FULL} or len(kinds) not in (0, number):
@@ -251,20 +255,20 @@ class BlockFile:
         return tuple(index for index, kind in enumerate(kinds) if kind == FULL)
 
     def _causal(self, window: int | None, full: Sequence[int]) -> bool:
-        """True for causal rows, as vLLM decides: by the config's key, or else by sliding layers.
+        """Whether rows are causal, as vLLM decides: by the config's key, or else by sliding layers.
 
         Raises:
-            InputError: it is said that rows of `full` layers are causal too.
+            InputError: rows of `full` layers are said to be causal too.
         """
         settings = self.settings
         if "speculators_model_type" in settings:
-            # Its name says it: without a window speculators trains rows that see each other.
+            # As the key says: without a window, speculators trains rows that see each other.
             return window is not None and not settings.get("sliding_window_non_causal", True)
         said = settings.get("is_causal", settings.get("causal"))
         if said and full:
             raise self.error(
-                f"config.json says that rows are causal in all layers, also in {list(full)}, which "
-                "see all of the text: must be false, or not said"
+                f"config.json says that rows are causal in all layers, but layers {list(full)} see "
+                "all of the text; must be false or unset"
             )
         return SLIDING in self._kinds() if said is None else bool(said)
 
@@ -276,7 +280,7 @@ class BlockFile:
         chosen = tuple(stated if layers is None else layers)
         fc = self.tensors.get("fc.weight")
         if not chosen or (fc is not None and fc.shape[-1] != len(chosen) * width):
-            read = "nothing" if fc is None else f"{fc.shape[-1] / width:g} features of {width}"
+            read = "nothing" if fc is None else f"{fc.shape[-1] / width:g} hidden states of {width}"
             raise self.error(
                 f"fc.weight reads {read}, but head.layers or config.json names {list(chosen)}"
             )
@@ -291,12 +295,12 @@ class BlockFile:
             raise self.error(f"config.json: {error}") from error
 
     def _rope(self) -> dict[str, Any]:
-        """Both spellings of RoPE settings, before and since transformers 5, as the latter."""
+        """RoPE settings in the form of transformers 5, from either form."""
         settings = self.settings
         rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         rope.pop("type", None)
-        # What engines take where nothing is said.
+        # Defaults of the engines.
         theta = rope.pop("rope_theta", settings.get("rope_theta", 1e6))
         part = rope.pop("partial_rotary_factor", 1.0)
         if part == 1.0 and kind == "default":
@@ -304,15 +308,15 @@ class BlockFile:
         if part == 1.0 and kind in SCALED_ROPE:
             return rope | {"rope_type": kind, "rope_theta": theta}
         raise self.error(
-            f"config.json says RoPE is {kind} over {part} of each head: must be default, "
-            f"{', '.join(SCALED_ROPE)} over 1.0"
+            f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; "
+            f"must be default, {', '.join(SCALED_ROPE)} over 1.0"
         )
 
     def fill(self, head: Head) -> Head:
-        """A head made for `architecture`, loaded with the tensors.
+        """Load the tensors into a head of this `architecture`.
 
         Raises:
-            InputError: a tensor too many, too few or misshapen.
+            InputError: a tensor is missing, unknown or of another shape.
         """
         expected, tensors = head.state_dict(), self.tensors
         shapes = [
@@ -333,10 +337,10 @@ class BlockFile:
 
 
 def names_kind(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
-    """Tells whether a folder's `config.json` is of a kind, by engines' names or by speculators'."""
+    """Tell whether `config.json` names a kind, in an engine's or speculators' words."""
     try:
         settings = json.loads((folder / "config.json").read_text())
     except ValueError:
-        return False  # who is asked last says what is wrong
+        return False  # a later reader reports the damage
     named = set(settings.get("architectures", ())) & set(architectures)
     return settings.get("speculators_model_type") == model_type or bool(named)

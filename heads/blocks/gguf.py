@@ -1,7 +1,7 @@
-"""Block drafters as GGUF files, llama.cpp's architecture `dflash`, and back.
+"""Block drafters as GGUF files (llama.cpp's architecture `dflash`), written and read.
 
-Rows of queries and keys keep their order, layers count as ours, and `d2t` holds ids. What a kind
-has beyond DFlash goes by the keys of `config.json` and by tensors.
+Rows of queries and keys keep their order, layers count as here, and `d2t` holds ids. Kinds beyond
+DFlash are recognised by keys of `config.json` and by tensors.
 """
 
 from collections.abc import Collection
@@ -54,7 +54,7 @@ KEYS = {
     "input_embedding_scale": "embedding_scale",
     "output_multiplier": "logit_scale",
 }
-"""Keys of `config.json`, and llama.cpp's for the same values."""
+"""Keys of `config.json` with llama.cpp's keys for the same values."""
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -69,11 +69,11 @@ def _names(num_layers: int) -> dict[str, str]:
 
 
 def files(head: BlockNetwork, prefix: str) -> Files:
-    """The file of a head that llama.cpp can serve.
+    """File of a head that llama.cpp can serve.
 
     Args:
-        head: attached.
-        prefix: of the file's name.
+        head: attached head.
+        prefix: prefix of the file's name.
     """
     config, llama, own = head.config, head.config.llama, head.files()
     settings = own.config | own.config.get("dflash_config", {})
@@ -90,7 +90,7 @@ def files(head: BlockNetwork, prefix: str) -> Files:
     tensors = {names[name]: each for name, each in own.tensors.items() if name in names}
     added = _ends(head)
     if MARKOV in tensors and CONFIDENCE in tensors:
-        # Of a confidence head that reads no token before, the weight of that is zero.
+        # A confidence head that does not read the previous token gets a weight of zero for it.
         width = llama.hidden_size + tensors[MARKOV].shape[1]
         read = tensors[CONFIDENCE]
         tensors[CONFIDENCE] = functional.pad(read, (0, width - read.shape[1]))
@@ -100,7 +100,7 @@ def files(head: BlockNetwork, prefix: str) -> Files:
 
 
 def _ends(head: BlockNetwork) -> dict[str, Tensor]:
-    """The target's output head beside an own embedding, which llama.cpp would draft with."""
+    """The target's output head, if the head has its own embedding, which llama.cpp would use."""
     if head.embed_tokens is None or head.lm_head is not None:
         return {}
     return {"output.weight": head.target.output_head.weight.to(head.dtype, copy=True)}
@@ -109,15 +109,15 @@ def _ends(head: BlockNetwork) -> dict[str, Tensor]:
 def opened(
     file: GgufFile, what: str, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The head of a file as `config.json` and tensors, named as the methods' authors do.
+    """Config and tensors of a file, under the authors' names.
 
     Args:
-        file: of this architecture.
-        what: the user's name for it, for messages.
+        file: file of this architecture.
+        what: name of the file in messages.
         added: tensors that are not the head's own.
 
     Raises:
-        InputError: metadata that are missing.
+        InputError: metadata are missing.
     """
     tensors = {name: each for name, each in file.tensors().items() if name not in added}
     config = config_of(file.metadata, tensors.pop(ROPE_FREQS, None), what)

@@ -1,4 +1,4 @@
-"""The logits that a block drafter makes of features, slot by slot, in float32 on the CPU.
+"""Reference logits of a block drafter, slot by slot, in float32 on the CPU.
 
 Letters: S rows, D slots, F target hidden, H hidden, V vocabulary.
 """
@@ -17,13 +17,13 @@ from heads.target_model.model import Target, TargetOutput
 def golden(
     head: BlockNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
 ) -> Golden:
-    """Row t of slot d is drafted in a block behind token t, whose sure token is t + 1.
+    """Compute logits whose row t of slot d drafts in a block after token t, from known token t + 1.
 
-    What an engine computes while every draft is accepted, so tokens before a slot are the text's
-    own; arguments as `DraftHead.golden` says.
+    These are an engine's logits while every draft token is accepted, so tokens before a slot are
+    the text's own. Arguments as in `DraftHead.golden`.
 
     Raises:
-        InputError: an output head of the target that is quantised, or has a bias.
+        InputError: the target's output head is quantised or has a bias.
     """
     num_rows, mask = len(places), head.config.mask_token_id
     wanted = torch.cat([token_ids, torch.tensor([mask])])
@@ -56,14 +56,14 @@ def golden(
 def _embeddings(
     head: BlockNetwork, target: Target, token_ids: Tensor, of_target: bool = False
 ) -> Tensor:
-    """[n, H] rows of the target's embedding, or of the head's own if it has one."""
+    """[n, H] rows of the head's own embedding, or of the target's."""
     own = None if of_target else head.embed_tokens
     weight = target.embedding.weight if own is None else own.weight
     return embedding_rows(weight, token_ids, head.dtype)
 
 
 def _on_cpu(head: BlockNetwork, embeddings: Tensor) -> BlockNetwork:
-    """A float32 copy whose embedding holds the tokens of the text in order, then the mask."""
+    """Float32 copy whose embedding holds the text's tokens in order, then the mask."""
     config = replace(head.config, mask_token_id=len(embeddings) - 1)
     copy = type(head)(config, head.vocab.to("cpu"))
     copy.embed_tokens = None

@@ -1,4 +1,4 @@
-"""The answers that block drafters of all kinds share; see `heads/head.py`."""
+"""Answers shared by all kinds of block drafters. See `heads/head.py`."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from heads.target_model.model import Target
 
 
 class BlockHead(BlockNetwork):
-    """A drafter of blocks.
+    """Drafter of blocks.
 
     Attributes:
-        architectures: of its files, by which they are known.
-        layout: what engines call it.
-        method, paper: of the method.
-        words: what a card says of its slots beyond their number.
+        architectures: names in its files by which it is recognised.
+        layout: names that engines use.
+        method, paper: name and paper of the method.
+        words: words of a model card about its slots.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -43,7 +43,7 @@ class BlockHead(BlockNetwork):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load the head of a folder whose config names this architecture; None elsewhere."""
+        """Load a head whose config names this architecture; None for other folders."""
         if not names_kind(folder, cls.architectures, cls.layout.name):
             return None
         return cls.opened(folder, path, layers)
@@ -51,10 +51,10 @@ class BlockHead(BlockNetwork):
     @classmethod
     @abstractmethod
     def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """`load` of a folder that holds such a head."""
+        """Load a folder known to hold such a head."""
 
     def files(self) -> Files:
-        """The authors' names and keys."""
+        """Files with the authors' names and keys."""
         return replace(super().files(), config=self.config_json())
 
     @abstractmethod
@@ -71,7 +71,7 @@ class BlockHead(BlockNetwork):
         return Export(None, files, command)
 
     def export_problem(self, engine: ExportFormat) -> str | None:
-        """The reason why an engine cannot serve the head, as the end of a sentence, or None."""
+        """Reason why an engine cannot serve the head, as the end of a sentence, or None."""
         return export.problem(self, engine, self.layout)
 
     def golden(
@@ -81,7 +81,7 @@ class BlockHead(BlockNetwork):
         return golden.golden(self, target, states, token_ids, places)
 
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """Layers, features and slots."""
+        """Layers, hidden states and slots."""
         del provenance, acceptance
         config, problem = self.config, self.export_problem(ExportFormat.vllm)
         copied = []

@@ -1,12 +1,12 @@
-"""The fused kernels under the attention of blocks, and the same in plain products.
+"""Fused attention kernels of blocks, and the same in plain products.
 
-Each gives, beside an output, the logsumexp of the scores, and takes both in its backward pass,
-where they may be of more keys than its own: from scores S that it computes anew it takes
-P = exp(S - L) and dS = P (dO v - sum(dO O)), see `heads/eagle/branch_kernels.py`.
+Each kernel returns an output and the logsumexp of the scores. Its backward pass takes both,
+possibly of more keys than its own: from recomputed scores S it takes P = exp(S - L) and dS = P (dO
+v - sum(dO O)), see `heads/eagle/branch_kernels.py`.
 
-They are called by name, as `scaled_dot_product_attention` keeps the logsumexp to itself and turns
-booleans into a bias in every call. FlexAttention would launch less, and skip what no row of a tile
-sees, but wants a compiler where it runs, compiles anew for new sizes, and runs on no emulated GPU.
+The kernels are called by name, because `scaled_dot_product_attention` hides the logsumexp and turns
+booleans into a bias at every call. FlexAttention would launch less and skip hidden tiles, but needs
+a compiler, recompiles for new sizes and runs on no emulated GPU.
 
 Letters: B texts, H heads, M queries, N keys, d head size.
 """
@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn import functional
 
 HIDDEN = -3e4
-"""Added to the score of a key that is not seen. Not -inf: a row that sees no key gives no NaN."""
+"""Bias of a hidden key. Not -inf, so that a row without keys gives no NaN."""
 ALIGNED_BYTES = 16
 LOG_NORM_MULTIPLE = 32
 EFFICIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Output [B, H, M, d], whose queries lie one after another in memory, and logsumexp [B, H, M].
+    """Output [B, H, M, d] with contiguous queries, and logsumexp [B, H, M].
 
     Args:
         query: [B, H, M, d].
-        keys: [B, H, N, d]; expanded ones not of a multiple of 32 and one more, of which CUDA's
-            kernel is said to make wrong numbers (pytorch#191937).
+        keys: [B, H, N, d]; if expanded, N must not be 1 above a multiple of 32, for which CUDA's
+            kernel gives wrong numbers (pytorch#191937).
         values: as the keys.
         bias: [M, N] of `bias_like`.
     """
@@ -53,16 +53,16 @@ def attend_backward(
     """Gradients of query, keys and values, [B, H, ., d].
 
     Args:
-        grad: [B, H, M, d], of the output.
-        text: query, keys and values as `attend` took them.
-        bias: as `attend` took it.
-        found: output [B, H, M, d]; query m + 1 lies H d numbers behind query m, which CUDA's
-            kernel takes for granted.
+        grad: [B, H, M, d], gradient of the output.
+        text: query, keys and values as given to `attend`.
+        bias: bias as given to `attend`.
+        found: output [B, H, M, d], with query m + 1 at H d numbers after query m, as CUDA's kernel
+            assumes.
         log_norm: [B, H, M] float32.
     """
     query, bias = text[0], _expanded(bias, text[0])
     if _fits_efficient(query):
-        # Drawn from by dropout only, which there is none of.
+        # Random state for dropout, which is not used.
         unused = torch.empty((), dtype=torch.int64, device=query.device)
         wanted = [True, True, True, False]
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
@@ -81,12 +81,12 @@ def attend_backward(
 
 
 def on_cpu(states: Tensor) -> bool:
-    """True for states that lie on a CPU, which its own kernels take."""
+    """Tell whether a tensor lies on a CPU, which has its own kernels."""
     return states.device.type == "cpu"
 
 
 def bias_like(query: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """[M, N] zeros whose rows begin where CUDA's kernel can read them."""
+    """[M, N] zeros, with rows aligned for CUDA's kernel."""
     width = num_keys + -num_keys % ALIGNED_BYTES
     return query.new_zeros(num_queries, width)[:, :num_keys]
 
@@ -96,19 +96,19 @@ def _expanded(bias: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _fits_efficient(query: Tensor) -> bool:
-    """Tells whether CUDA's memory-efficient kernel takes such queries."""
+    """Tell whether CUDA's memory-efficient kernel accepts the queries."""
     aligned = query.shape[-1] * query.element_size() % ALIGNED_BYTES == 0
     return query.is_cuda and aligned and query.dtype in EFFICIENT_DTYPES
 
 
 def _whole_tiles(log_norm: Tensor) -> Tensor:
-    """[B, H, .], of queries that give nothing too, up to what the kernel reads at once."""
+    """[B, H, .] padded to the tile of queries that the kernel reads."""
     padding = -log_norm.shape[2] % LOG_NORM_MULTIPLE
     return functional.pad(log_norm, (0, padding), value=torch.inf) if padding else log_norm
 
 
 def _scores(query: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
-    """[B, H, M, N], float32 at least."""
+    """[B, H, M, N] scores, at least in float32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ keys.to(wide).mT * query.shape[-1] ** -0.5
     return scores if bias is None else scores + bias

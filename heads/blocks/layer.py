@@ -1,4 +1,4 @@
-"""The decoder layer of a block drafter: Qwen3's, whose keys and values of the text are features.
+"""Decoder layer of a block drafter: Qwen3's, with keys and values from the target's hidden states.
 
 Letters: T texts, S tokens, A blocks, R rows of a block, H hidden, K key-value heads, d head size.
 """
@@ -29,13 +29,13 @@ class BlockLayer(nn.Module):
     def forward(
         self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
     ) -> Tensor:
-        """[A, R, H] the layer's output.
+        """[A, R, H] output of the layer.
 
         Args:
             states: [A, R, H].
             rotation: [A * R, 2, d] of the rows' positions.
-            text: keys and values [T, S, K, d] that the layer made of features.
-            sight: of the blocks.
+            text: the layer's keys and values [T, S, K, d] of the hidden states.
+            sight: sight of the blocks.
         """
         states = states + self.attended(self.input_layernorm(states), rotation, text, sight)
         return states + self.mlp(self.post_attention_layernorm(states))
@@ -43,7 +43,7 @@ class BlockLayer(nn.Module):
     def attended(
         self, inputs: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
     ) -> Tensor:
-        """[A, R, H] of normed inputs [A, R, H]; the rest as of `forward`."""
+        """[A, R, H] attention of normalised inputs [A, R, H]; other arguments as in `forward`."""
         rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
         query = self.self_attn.query(rows, rotation).unflatten(0, shape)
         keys, values = self.self_attn.keys_values(rows, rotation)

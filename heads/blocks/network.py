@@ -1,11 +1,11 @@
-"""The network of block drafters: one pass drafts a whole block behind a token that is sure.
+"""Network of block drafters: one pass drafts a whole block after a known token.
 
-At token t of a text the target's features up to t are known, and the token x_{t+1}. A block of
-rows holds that token and then masks, at positions t + 1, t + 2, ...; features give its layers the
-keys and values of the text. Depth d of a draft, from 1, is x_{t+1+d}, as everywhere.
+At token t of a text, the target's hidden states up to t and the token x_{t+1} are known. A block of
+rows holds that token and then masks, at positions t + 1, t + 2, ... The hidden states give its
+layers the keys and values of the text. Depth d of a draft (from 1) is x_{t+1+d}.
 
 Source: DFlash, arXiv 2602.06036; z-lab/dflash `model.py`. Letters: T texts, S tokens of a text, A
-blocks, R rows, D depths, H hidden, F width of the features, W draft vocabulary, V vocabulary.
+blocks, R rows, D depths, H hidden, F width of the hidden states, W draft vocabulary, V vocabulary.
 """
 
 from abc import abstractmethod
@@ -28,17 +28,17 @@ from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 1024
-"""Tokens of a chunk of a text whose tokens all draft: the rows of a chunk live together."""
+"""Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
 TextKeys = list[tuple[Tensor, Tensor]]
-"""Keys, rotated, and values [T, S, K, d] of texts, for each layer."""
+"""Rotated keys, and values, [T, S, K, d] of texts, for each layer."""
 
 
 class BlockNetwork(FeatureHead):
-    """The network of a block drafter; `attach` it to its target before use.
+    """Network of a block drafter. `attach` it to its target before use.
 
     Args:
-        config: the architecture.
-        vocab: the ids it can draft.
+        config: architecture.
+        vocab: draft vocabulary.
     """
 
     config: BlockHeadConfig
@@ -55,10 +55,10 @@ class BlockNetwork(FeatureHead):
         self._make_ends(config.own_output_head)
 
     def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
-        """Fresh weights, alike for a seed, and rows of the target's embedding and head; attached.
+        """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
 
         Raises:
-            InputError: rows of a quantised output head are wanted.
+            InputError: rows of a quantised output head are needed.
         """
         self.initialise(seed)
         self.attach(target)
@@ -67,19 +67,20 @@ class BlockNetwork(FeatureHead):
         if self.lm_head is not None:
             if target.head_is_quantized:
                 raise InputError(
-                    f"head.own_output_head=true: the output head of target.path={target.name} is "
-                    "quantised, and the head's starts from its rows"
+                    "head.own_output_head=true: starts from rows of the target's output head, but "
+                    f"that of target.path={target.name} is quantised; leave head.own_output_head "
+                    "unset"
                 )
             rows = target.output_head.weight.detach()[self.vocab.ids]
             self.lm_head.weight.data.copy_(rows)
         return self
 
     def make_layer(self) -> BlockLayer:
-        """One of the network's layers."""
+        """Make one layer of the network."""
         return BlockLayer(self.config.llama)
 
     def initialise(self, seed: int) -> None:
-        """Fresh weights, alike for a seed, of all matrices but those of the target's."""
+        """Draw new weights by a seed, for all matrices but the target's."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -88,7 +89,7 @@ class BlockNetwork(FeatureHead):
                 nn.init.zeros_(module.bias)
 
     def fitted(self, target: EmbeddingsAndHead) -> BlockHeadConfig:
-        """See `FeatureHead.fitted`; without an embedding of its own, of the target's width."""
+        """See `FeatureHead.fitted`. Without its own embedding, the head has the target's width."""
         config = self.config
         check_fits(self, target, config.target_hidden_size, "feature_size")
         if config.llama.hidden_size != target.hidden_size and not config.own_embedding:
@@ -97,7 +98,7 @@ class BlockNetwork(FeatureHead):
         return replace(config, num_target_layers=target.num_layers)
 
     def read(self, features: Tensor, position_ids: Tensor) -> TextKeys:
-        """Keys and values of texts, one layer's after another's, as one text of S tokens.
+        """Keys and values of texts per layer, joined into one text of S tokens.
 
         Args:
             features: [S, F].
@@ -112,19 +113,19 @@ class BlockNetwork(FeatureHead):
         return self.layers[number].self_attn
 
     def draft(self, roots: Tensor, places: Tensor, text: TextKeys, sight: Sight) -> Tensor:
-        """[A, D, H] normed outputs of the rows that draft.
+        """[A, D, H] normalised outputs of the rows that draft.
 
         Args:
-            roots: [A] int64, the tokens that are sure.
-            places: [A] int64, their positions.
-            text: what blocks see.
-            sight: how much of it, but in `full_layers`.
+            roots: [A] int64, last known tokens.
+            places: [A] int64, positions of these tokens.
+            text: keys and values that blocks may see.
+            sight: the part of the text that they see, except in `full_layers`.
         """
         rows = torch.arange(sight.size, device=roots.device)
         ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
         positions = (places.unsqueeze(1) + rows).clamp_max(self.window - 1)
         states = self.embed(ids)
-        # In the dtype of the text's keys, which under autocast is not that of embeddings.
+        # In the dtype of the text's keys; under autocast, embeddings have another.
         rotation = self._attention(0).rotation(text[0][0], positions.flatten())
         whole, full = replace(sight, causal=False, window=None), self.config.full_layers
         for number, layer in enumerate(self.layers):
@@ -135,14 +136,14 @@ class BlockNetwork(FeatureHead):
     def sight(
         self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
     ) -> Sight:
-        """The sight of blocks that draft `depth` tokens; the rest as of `Sight`."""
+        """Sight of blocks that draft `depth` tokens. Other arguments as in `Sight`."""
         size = self.config.num_rows(depth)
         return Sight(first, end, size, self.config.causal, self.config.window, host)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Logits [..., W] of the output head's rows alone, as the head's file says it scales them.
+        """Scale logits [..., W] of the output head's rows as the head's file says.
 
-        Engines leave the target's own scalings out.
+        Engines omit the target's own scalings.
         """
         return logits
 
@@ -150,21 +151,21 @@ class BlockNetwork(FeatureHead):
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, W] logits of a slot, given the tokens that stand before it, and the next state.
+        """[N, W] logits of a slot given the previous tokens, and the state for the next slot.
 
         Args:
-            base: [N, W] of `logits`, which stay as they are.
-            outputs: [N, H], the slot's.
-            before: [N] int64 target ids of the tokens right before.
-            state: [N, .] what the slots before have left; None before the first, or if nothing.
+            base: [N, W] logits of the output head, not changed.
+            outputs: [N, H] outputs of the slot.
+            before: [N] int64 target ids of the previous tokens.
+            state: [N, .] state of the previous slots; None for the first slot or without a state.
         """
 
     def sure(self, outputs: Tensor, before: Tensor) -> Tensor | None:
-        """[N] float32 logits of the chance that a slot is accepted; None if it does not say.
+        """[N] float32 logits of a slot's chance of acceptance; None without a confidence head.
 
         Args:
-            outputs: [N, H], the slot's.
-            before: [N] int64 target ids of the tokens right before.
+            outputs: [N, H] outputs of the slot.
+            before: [N] int64 target ids of the previous tokens.
         """
         del outputs, before
         return None
@@ -173,7 +174,7 @@ class BlockNetwork(FeatureHead):
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
+        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
@@ -187,14 +188,14 @@ class BlockNetwork(FeatureHead):
     def _candidates(
         self, text: TextKeys, ids: Tensor, rows: Tensor, depth: int, width: int
     ) -> Tensor:
-        """The likeliest candidates of the slots of blocks behind tokens [n] of a text."""
+        """Likeliest candidates of the slots, for blocks after tokens [n] of a text."""
         nothing, end = torch.zeros_like(rows), rows + 1
         sight = self.sight(nothing, end, depth, (nothing.cpu(), end.cpu()))
         outputs = self.draft(ids[end], end, text, sight)
         best: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(depth):
-            # Of a text that has ended nobody looks at drafts.
+            # Drafts after the end of a text are not used.
             before = ids[(end + slot).clamp_max(len(ids) - 1)]
             base = self.logits(outputs[:, slot])
             logits, state = self.step(base, outputs[:, slot], before, state)

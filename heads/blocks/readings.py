@@ -1,4 +1,4 @@
-"""Settings that the files of block drafters may have wrong; see `heads/readings.py`."""
+"""Settings that files of block drafters may have wrong. See `heads/readings.py`."""
 
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 
 def readings(head: BlockNetwork) -> Readings:
-    """Readings of any block drafter."""
+    """Readings for any block drafter."""
     yield from layers(head, partial(default_layers, number=len(head.config.layers)))
     yield from orders(head)
     yield flipped(head, "causal")
@@ -31,7 +31,7 @@ def windows(head: BlockNetwork) -> Readings:
 
 
 def masks(head: Any) -> Readings:
-    """Another mask token: what a fresh head takes, the tokenizer's own ones, either end of ids."""
+    """Other mask tokens: the default of a new head, the tokenizer's own, first and last ids."""
     target: EmbeddingsAndHead = head.target
     tokenizer, size = target.tokenizer, len(target.embedding.weight)
     names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id", "bos_token_id")

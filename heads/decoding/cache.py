@@ -1,9 +1,8 @@
-"""Keys and values of a batch whose texts have different lengths and end in draft trees.
+"""Keys and values of a batch of texts of different lengths that end in draft trees.
 
-Each text owns a row of every buffer. Slot i of a row holds the token at position i; behind the
-committed tokens stand pending ones, the nodes of a tree, until `commit` moves the accepted
-nodes to where they belong. Nothing is copied but those, and a wrong token is undone by
-forgetting it.
+Each text has one row of every buffer. Slot i of a row holds the token at position i. After the
+committed tokens come pending ones, the nodes of a tree, until `commit` moves the accepted nodes to
+their positions. Nothing else is copied, and wrong tokens are simply overwritten.
 
 Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
 """
@@ -23,22 +22,22 @@ ROUND_TO = 64  # slots
 
 
 def rounded(num_slots: int) -> int:
-    """The next of the few numbers of slots that drafters read; every buffer has as many.
+    """Round up to one of the few slot counts that drafters read; every buffer has as many.
 
-    Texts grow with each step, and oneDNN compiles a bfloat16 product anew for each new length.
+    Texts grow with each step, and oneDNN recompiles a bfloat16 product for each new length.
     """
     return -(-num_slots // ROUND_TO) * ROUND_TO
 
 
 def reserved(num_slots: int) -> int:
-    """Slots of a buffer that is made where so many are needed: an eighth more."""
+    """Slots to allocate for a needed number: an eighth more."""
     return rounded(num_slots + num_slots // 8)
 
 
 class SlotBuffer:
-    """Keys and values [B, K, S, d] of one layer, written by slot; None until then.
+    """Keys and values [B, K, S, d] of one layer, by slot; None before the first write.
 
-    A buffer of some capacity has as many slots and never grows.
+    With a capacity, the buffer has that many slots and never grows.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -49,9 +48,9 @@ class SlotBuffer:
     def write(
         self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int, needed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Stores [B, K, n, d] at slots [B, n], or from one on; gives everything up to `width`.
+        """Store [B, K, n, d] at slots [B, n], or from one slot on; return all slots up to `width`.
 
-        Slots that will be needed may be told before.
+        `needed` announces slots needed later.
         """
         buffers = self._grown((keys, values), max(width, needed), len(keys))
         for buffer, new in zip(buffers, (keys, values), strict=True):
@@ -63,22 +62,22 @@ class SlotBuffer:
         return buffers[0].narrow(2, 0, width), buffers[1].narrow(2, 0, width)
 
     def reserve(self, width: int) -> None:
-        """Grows to at least so many slots, once anything has been written."""
+        """Grow to at least `width` slots, after the first write."""
         self._grown(self._both(), width, len(self._both()[0]))
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some rows only."""
+        """Keep some rows only."""
         self.keys, self.values = (_kept(buffer, rows) for buffer in self._both())
 
     def replace(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
-        """Takes the first slots of one row of so many from a buffer of one row."""
+        """Replace the first slots of a row by those of a buffer of one row."""
         if num_slots:
             buffers = self._grown(other._both(), num_slots, num_texts)
             for buffer, new in zip(buffers, other._both(), strict=True):
                 buffer[row, :, :num_slots] = new[0, :, :num_slots]
 
     def move(self, source: Tensor, to: Tensor) -> None:
-        """Copies slots [B, A] to slots [B, A]."""
+        """Copy slots [B, A] to slots [B, A]."""
         for buffer in self._both():
             texts, from_slots = _index(source, buffer)
             buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
@@ -101,7 +100,7 @@ class SlotBuffer:
 
 
 def _enlarged(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
-    # Zeros: a masked slot still enters a product with weight 0, which NaN would survive.
+    # Zeros, because a masked slot enters a product with weight 0, and 0 times NaN is NaN.
     new = like.new_zeros(num_texts, like.shape[1], size, like.shape[3])
     if old is not None:
         new[:, :, : old.shape[2]] = old
@@ -112,35 +111,35 @@ def _kept(buffer: Tensor, rows: list[int]) -> Tensor:
     moved = [(to, row) for to, row in enumerate(rows) if to != row]
     if any(row < len(rows) for _, row in moved):
         return buffer[rows]
-    # Rows from the end fill the gaps, so that the others stay where they are.
+    # Rows from the end fill the gaps; the others stay in place.
     for to, row in moved:
         buffer[to].copy_(buffer[row])
     return buffer[: len(rows)]
 
 
 def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B, 1] and slots [B, n] of a buffer; whole vectors move, unlike with `scatter`."""
+    """Rows [B, 1] and slots [B, n] of a buffer, to move whole vectors, unlike `scatter`."""
     return _texts(len(slots), buffer.device), slots.to(buffer.device)
 
 
 @functools.cache
 def _texts(num_texts: int, device: torch.device) -> Tensor:
-    # Captured graphs read it where it is.
+    # Cached, as captured graphs read it at its address.
     return torch.arange(num_texts, device=device).unsqueeze(1)
 
 
 def move(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
-    """Copies slots [B, A] to slots [B, A] of every buffer."""
+    """Copy slots [B, A] to slots [B, A] of every buffer."""
     for buffer in buffers:
         buffer.move(source, to)
 
 
 class Kept(NamedTuple):
-    """The part of a draft that stays, on the device.
+    """Part of a draft to keep, on the device.
 
     Attributes:
-        nodes: [B, A] int64, pending tokens; a shorter row is filled up with any.
-        counts: [B] int64, how many of them.
+        nodes: [B, A] int64 pending tokens; shorter rows are padded with any node.
+        counts: [B] int64 number of kept tokens.
     """
 
     nodes: Tensor
@@ -148,13 +147,13 @@ class Kept(NamedTuple):
 
 
 class Slots:
-    """The slots of the tokens of a batch, and which tokens see which.
+    """Slots of the tokens of a batch, and which tokens see which.
 
     Attributes:
         lengths: committed tokens per text.
-        committed: the same on the device, [B, 1] int64.
-        held: slots that every pass reads, whatever the texts' lengths, which the host then does
-            not know; None where it does.
+        committed: committed tokens per text on the device, [B, 1] int64.
+        held: slots that every pass reads when the host does not know the texts' lengths; None when
+            it does.
     """
 
     def __init__(self, num_texts: int, device: torch.device) -> None:
@@ -165,30 +164,30 @@ class Slots:
         self.committed = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
 
     def rewind(self, lengths: list[int]) -> None:
-        """Forgets what was committed behind `lengths`, which new tokens will overwrite."""
+        """Forget committed tokens after `lengths`; new tokens will overwrite them."""
         self.lengths = lengths
         self.committed = upload(lengths, self.device).unsqueeze(1)
 
     def hold(self, width: int, num_pending: int) -> None:
-        """Make every pass from now on read so many slots, the last of them for pending tokens."""
+        """Make every pass read `width` slots, of which the last are for pending tokens."""
         self.held, self._longest = width, width - num_pending
 
     def hold_as(self, other: "Slots") -> None:
-        """Reads as many slots as others do."""
+        """Read as many slots as another object."""
         self.held, self._longest = other.held, other._longest
 
     def place(self, num_new: int, num_pending: int) -> Tensor:
-        """[B, n] int64, the slots of the last `num_new` of `num_pending` pending tokens."""
+        """[B, n] int64 slots of the last `num_new` of `num_pending` pending tokens."""
         return self.committed + torch.arange(num_pending - num_new, num_pending, device=self.device)
 
     def width(self, num_pending: int) -> int:
-        """Slots in use with so many pending tokens."""
+        """Slots in use with a number of pending tokens."""
         return max(self.lengths) + num_pending if self.held is None else self.held
 
     def attention_mask(self, mask: Tensor, width: int) -> Tensor:
-        """[B, n, S] bool: every committed token of its own text, and pending ones by the mask.
+        """[B, n, S] bool: committed tokens of the own text, and pending ones by the mask.
 
-        The mask is [B or 1, n, P] bool, S is the width.
+        The mask is [B or 1, n, P] bool; S is the width.
         """
         committed, (num_new, num_pending) = self.committed, mask.shape[1:]
         slots = torch.arange(width, device=self.device)
@@ -197,7 +196,7 @@ class Slots:
         return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
 
     def positions(self, depths: Tensor, width: int) -> Tensor:
-        """[B, S] int64, of the tokens in all slots, the pending ones by depth [B or 1, P]."""
+        """[B, S] int64 positions of the tokens in all slots; pending ones by depth [B or 1, P]."""
         pending = self.committed + depths
         everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
         num_pending = pending.shape[1]
@@ -210,19 +209,19 @@ class Slots:
         on_device: Kept | None = None,
         mover: Callable[..., None] = move,
     ) -> None:
-        """Makes pending tokens part of the texts and forgets the others.
+        """Add pending tokens to the texts and forget the others.
 
         Args:
-            kept: per text the pending tokens that stay, in their order; unread where `held`.
-            buffers: those whose entries move along.
-            on_device: the same, if it is there already.
-            mover: `move`, perhaps compiled.
+            kept: pending tokens to keep per text, in order; not read with `held`.
+            buffers: buffers whose entries move too.
+            on_device: the same on the device, if available.
+            mover: `move`, optionally compiled.
         """
         moved = any(nodes != list(range(len(nodes))) for nodes in kept)
         if buffers and (moved or self.held is not None):
             longest = max(map(len, kept), default=None)
             if on_device is None:
-                # A shorter row goes on with slots that are forgotten anyway.
+                # Shorter rows are padded with slots that are forgotten anyway.
                 rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
                 source = self.committed + upload(rows, self.device)
             else:
@@ -235,27 +234,27 @@ class Slots:
             self.advance(on_device.counts, kept)
 
     def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Makes the first pending tokens part of the texts, as they stand.
+        """Add the first pending tokens to the texts, in place.
 
-        Counts [B] int64 tell how many; `kept` are these, per text, unread where `held`.
+        `counts` [B] int64 is their number; `kept` lists them per text and is not read with `held`.
         """
         if self.held is None:
             self.lengths = self._with(kept)
             self.committed = self.committed + counts.unsqueeze(1)
         else:
-            # A text that has ended goes on until another takes its row, but never beyond it.
+            # A finished text continues until another takes its row, but never beyond the buffer.
             self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._longest)
 
     def _with(self, kept: Sequence[Sequence[int]]) -> list[int]:
         return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
 
     def take(self, row: int, length: int) -> None:
-        """A row goes on with another text, of which so much is committed."""
+        """Start another text in a row, with `length` committed tokens."""
         self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
         self.committed[row] = length
 
     def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         for buffer in buffers:
             buffer.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
@@ -263,7 +262,7 @@ class Slots:
 
 
 class _AttentionLayer(CacheLayerMixin):
-    """The cache of one attention layer, as transformers asks for it."""
+    """Cache of one attention layer, with transformers' interface."""
 
     is_sliding = False
 
@@ -275,48 +274,47 @@ class _AttentionLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens' keys and values [B, K, n, d]; gives those of all slots."""
+        """Store keys and values [B, K, n, d] of new tokens; return those of all slots."""
         cache = self.cache
         return self.buffer.write(key_states, value_states, cache.to, cache.width, cache.needed)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Buffers are made when they are first written."""
+        """Do nothing: the first write allocates the buffers."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        """Slots that a mask covers, from slot 0."""
+        """Number of slots that a mask covers, from slot 0."""
         return self.cache.width, 0
 
     def get_seq_length(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return max(self.cache.slots.lengths)
 
     def get_max_length(self) -> int:
-        """-1 where there is no limit."""
+        """Capacity; -1 without a limit."""
         return self.cache.capacity or -1
 
     get_max_cache_shape = get_max_length  # the name until transformers 5.17
 
 
 class TreeCache(Cache):
-    """The keys and values of a whole model.
+    """Keys and values of a whole model.
 
     Args:
         num_texts: B.
-        device: where positions and masks are made; keys stay where their layer is.
-        num_layers: of the model.
+        device: device of positions and masks; keys stay with their layer.
+        num_layers: layers of the model.
         capacity: see `SlotBuffer`.
-        states: of the model's recurrent layers, if it has any.
+        states: states of the model's recurrent layers, if any.
         mover: see `Slots.commit`.
 
     Attributes:
-        slots: what is committed.
-        sure: how many of the pending tokens belong to each text whatever comes; empty for a
-            draft.
-        ends: how many tokens each text has for sure, once those to come have been read.
-        needed: the most of them.
-        even: whether the new tokens stand at the same slots in every text that has any.
-        to: slots [B, n] int64 that the next pass writes, or the first of them where `even`.
-        width: slots that it reads.
+        slots: slots of the committed tokens.
+        sure: number of pending tokens per text that are certain; empty for a draft.
+        ends: certain tokens per text after the pass.
+        needed: largest of `ends`.
+        even: whether new tokens have the same slots in every text that has any.
+        to: slots [B, n] int64 that the next pass writes; the first of them if `even`.
+        width: slots that the next pass reads.
     """
 
     def __init__(
@@ -339,37 +337,37 @@ class TreeCache(Cache):
         super().__init__(layers=list(self._attention))
 
     def begin(self, num_new: int, num_pending: int) -> None:
-        """Sets where the next pass writes: the last `num_new` of `num_pending` pending slots."""
+        """Set where the next pass writes: the last `num_new` of `num_pending` pending slots."""
         lengths = self.slots.lengths
         ends = {n for n, new in zip(lengths, self.sure or [1] * len(lengths), strict=True) if new}
         self.even = len(ends) == 1 and self.slots.held is None
         if self.even:
-            # What a text without new tokens is filled up with is forgotten.
+            # Padding of texts without new tokens is forgotten.
             self.to = ends.pop() + num_pending - num_new
         else:
             self.to = self.slots.place(num_new, num_pending)
         self.width = self.slots.width(num_pending)
         if self.slots.held is None and self.slots.device.type == "cuda":
-            # Kernels then see few lengths; what is behind the pending tokens nobody sees.
+            # Gives kernels few lengths; masks hide slots after the pending tokens.
             self.width = min(rounded(self.width), self.capacity or rounded(self.width))
 
     def begin_traced(self, num_new: int, num_pending: int, width: int) -> None:
-        """`begin` in what is compiled, of which the lengths of texts would become constants."""
+        """Begin inside compiled code, which would otherwise bake in the lengths of texts."""
         self.even, self.width, self.needed = False, width, 0
         self.to = self.slots.place(num_new, num_pending)
 
     def reserve(self, width: int) -> None:
-        """Grows to at least so many slots."""
+        """Grow to at least `width` slots."""
         for buffer in self._buffers():
             buffer.reserve(width)
 
     def hold(self, width: int, num_pending: int, capacity: int) -> None:
-        """See `Slots.hold`; of so many slots in all, whose memory stays where it is."""
+        """Hold as `Slots.hold` does, with a fixed capacity whose memory does not move."""
         self.slots.hold(width, num_pending)
         self.needed = capacity
 
     def announce(self, sure: list[int], ends: list[int]) -> None:
-        """Says before a pass what is sure; see the attributes."""
+        """Announce the certain tokens of the next pass; see the attributes."""
         self.sure, self.ends, self.needed = sure, ends, max(ends, default=0)
 
     def commit(self, kept: list[list[int]], on_device: Kept | None = None) -> None:
@@ -386,14 +384,14 @@ class TreeCache(Cache):
             self.states.keep(rows)
 
     def replace(self, row: int, other: "TreeCache") -> None:
-        """Takes what is committed of a text from a cache of that text, which may hold more."""
+        """Take the committed tokens of a text from a cache of that text, which may hold more."""
         lengths = self.slots.lengths
         for own, new in zip(self._attention, other._attention, strict=True):
             if new.buffer.keys is not None:
                 own.buffer.replace(row, new.buffer, lengths[row], len(lengths))
 
     def take(self, row: int, other: "TreeCache") -> None:
-        """A row goes on with the one text of another cache."""
+        """Start the single text of another cache in a row."""
         self.slots.take(row, other.slots.lengths[0])
         self.replace(row, other)
         if self.states is not None and other.states is not None:

@@ -1,10 +1,10 @@
-"""Chains: their tokens are chosen one by one, and a chain is cut where the head is unsure.
+"""Chains of draft tokens: chosen one by one, and cut where the head is unsure.
 
-The chance of a token stands before the token is drawn: it comes of the tokens before it alone, of
-the largest probability of the distribution there or of what the head says of the slot. So whether a
-token is proposed tells nothing of which one it is, and tokens that are proposed are still
-distributed as the q that p/q acceptance divides by. A chance made of the token drawn would let
-likely tokens through only, and sampled texts would lose the target's distribution.
+The chance of a token is known before the token is drawn. It depends only on the previous tokens: on
+the largest probability there, or on the head's confidence. Whether a token is proposed therefore
+says nothing about which token it is, and proposed tokens keep the distribution q that p/q
+acceptance divides by. A chance that depended on the drawn token would favour likely tokens, and
+sampled texts would lose the target's distribution.
 
 Source: DSpark, arXiv 2607.05147. Letters: B texts, D depth, V vocabulary, W draft vocabulary.
 """
@@ -22,18 +22,18 @@ from heads.decoding.tree import Tree
 from heads.vocab import DraftVocab
 
 EPS = 1e-6
-"""No chance is higher than 1 less this."""
+"""Distance of the largest chance from 1."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Makes chances of a head's confidence, and cuts chains whose chance falls below a threshold.
+    """Turns a head's confidence into chances, and cuts chains whose chance falls below a threshold.
 
     Attributes:
-        temperatures: above 0, by depth; each divides the head's confidence logits there.
-        offsets: by depth, added then.
-        threshold: a chain ends where the chance of all its tokens together falls below; 0 cuts
-            none.
+        temperatures: positive divisors of the confidence logits, by depth.
+        offsets: numbers added afterwards, by depth.
+        threshold: a chain ends where the joint chance of its tokens falls below this; 0 cuts
+            nothing.
     """
 
     temperatures: tuple[float, ...]
@@ -42,7 +42,7 @@ class Calibration:
 
     @classmethod
     def none(cls, depth: int) -> "Calibration":
-        """Takes the head's confidence as it is and cuts no chain."""
+        """Use the head's confidence unchanged and cut no chain."""
         return cls((1.0,) * depth, (0.0,) * depth)
 
     @classmethod
@@ -50,7 +50,7 @@ class Calibration:
         """Make a calibration from JSON with its attributes.
 
         Raises:
-            ValueError: with what they must be.
+            ValueError: naming the allowed values.
         """
         try:
             temperatures, offsets = (
@@ -64,38 +64,38 @@ class Calibration:
             pass
         raise ValueError(
             f"temperatures={stored.get('temperatures')}, offsets={stored.get('offsets')}, "
-            f"threshold={stored.get('threshold')}: must be numbers above 0, as many numbers, "
-            "and one from 0 to below 1"
+            f"threshold={stored.get('threshold')}: must be numbers above 0, equally many numbers, "
+            "and a number from 0 to below 1"
         )
 
     def chance(self, logits: Tensor, depth: int) -> Tensor:
-        """[B] that the token at a depth, from 1, is accepted if those before it are.
+        """[B] chance that the token at a depth (from 1) is accepted if the previous ones are.
 
         Args:
             logits: [B] float32, the head's confidence.
-            depth: no more than there are temperatures.
+            depth: at most the number of temperatures.
         """
         return (logits / self.temperatures[depth - 1] + self.offsets[depth - 1]).sigmoid()
 
 
 def largest(logits: Tensor) -> Tensor:
-    """[B] float32, the logits of the largest probabilities of distributions [B, W]."""
+    """[B] float32 logits of the largest probability of distributions [B, W]."""
     return logits.float().softmax(-1).amax(-1).logit(EPS)
 
 
 @dataclass
 class ChainSampler:
-    """Chooses the tokens of chains: the best ones or, when sampling, drawn ones.
+    """Chooses the tokens of chains: the best ones, or drawn ones when sampling.
 
     Attributes:
-        vocab: of the logits.
-        sampling: the target's, applied to the drafts too.
-        generators: one per text.
+        vocab: draft vocabulary of the logits.
+        sampling: the target's sampling, also used for draft tokens.
+        generators: one generator per text.
         calibration: cuts the chains; None leaves them whole.
-        probs: [B, V] float32 of each token that was drawn.
-        confidence: [B] float32 of each, see `Draft`.
-        chance: [B] that all of them are accepted.
-        cut: [B] bool of each, True beyond the end of its chain.
+        probs: [B, V] float32 distribution of each drawn token.
+        confidence: [B] float32 per token, see `Draft`.
+        chance: [B] joint chance of all tokens.
+        cut: [B] bool per token, True after the end of its chain.
     """
 
     vocab: DraftVocab
@@ -109,18 +109,18 @@ class ChainSampler:
 
     def __post_init__(self) -> None:
         if self.calibration is not None and not self.sampling.greedy:
-            # The longest chain of a batch decides how much is drawn for each of its texts.
+            # The longest chain of a batch decides how many numbers each text draws.
             self.generators = self.generators.next_step()
 
     def token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
-        """[B] target ids by [B, W] logits.
+        """Choose [B] target ids from logits [B, W].
 
         Args:
-            logits: of the next token, by those before it.
-            confidence: [B] what the head says of it; unset takes the largest probability.
+            logits: logits of the next token, given the previous ones.
+            confidence: [B] confidence logits of the head. Unset: the largest probability.
         """
         if self.calibration is not None:
-            # Before anything is drawn, see above.
+            # Before drawing, see the module docstring.
             self._weigh(self.calibration, largest(logits) if confidence is None else confidence)
         if self.sampling.greedy:
             return self.vocab.to_target(logits.argmax(-1))
@@ -135,13 +135,13 @@ class ChainSampler:
 
     @property
     def ended(self) -> bool:
-        """True where no chain goes on; of chains that may be cut, this waits for the device."""
+        """Tell whether all chains have ended. With a calibration this waits for the device."""
         return bool(self.cut) and bool(self.cut[-1].all())
 
     def chains(self, tree: Tree, tokens: Tensor) -> Draft:
-        """Drafts of tokens [B, D], PAD in place of those that no model can read.
+        """Make drafts of tokens [B, D], with PAD for ids that the target cannot read.
 
-        Chains that are cut are as deep as the longest of them.
+        Cut chains are as deep as the longest of them.
         """
         probs = torch.stack(self.probs, 1) if self.probs else None
         if self.calibration is None:
@@ -154,5 +154,5 @@ class ChainSampler:
 
 
 def chain_nodes(depth: int, sampling: Sampling, calibration: Calibration | None) -> int | None:
-    """`Drafter.static_nodes` of a chain, which is not drawn for by the host and never cut."""
+    """`Drafter.static_nodes` of a chain; None if the host draws or chains are cut."""
     return 1 + depth if sampling.greedy and calibration is None else None

@@ -1,6 +1,6 @@
-"""The interface of drafters: committed tokens go in, a tree of draft tokens per text comes out.
+"""Interface of drafters: they read committed tokens and propose a tree of draft tokens per text.
 
-Letters: B texts, N tree nodes (root included), P nodes that have children, D hidden, V vocab.
+Letters: B texts, N tree nodes (root included), P nodes with children, D hidden, V vocab.
 """
 
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -16,16 +16,16 @@ from heads.target_model.model import Taps, TargetOutput
 from heads.upload import upload
 
 PAD = -1
-"""A node that is not there: trees of a batch are filled up with it to the same size."""
+"""Missing node: pads the trees of a batch to the same size."""
 
 
 @dataclass(frozen=True)
 class Roots:
-    """The tokens that the target has chosen but not read yet, one per text.
+    """Tokens that the target has chosen but not read yet, one per text.
 
     Attributes:
         tokens: [B] int64, on the target's device.
-        ids: the same on the host; empty in a step that it does not wait for.
+        ids: the tokens on the host; empty in steps that the host does not wait for.
     """
 
     tokens: Tensor
@@ -33,7 +33,7 @@ class Roots:
 
     @classmethod
     def of(cls, ids: list[int], device: torch.device | str = "cpu") -> "Roots":
-        """Root tokens that the host knows."""
+        """Make roots from tokens on the host."""
         return cls(upload(ids, device), ids)
 
     def __len__(self) -> int:
@@ -45,17 +45,17 @@ class Draft:
     """Proposed trees.
 
     Attributes:
-        tree: the shape of all of them; or the parents [B, N - 1] int64 of their nodes without
-            the root, parents before children, for shapes that differ.
-        tokens: [B, N - 1] int64 on the target's device, the nodes without the root, or PAD.
-        depth: of the deepest node, or more.
-        draft_probs: [B, P, V] float32, row n is the very distribution that the children of node
-            n were sampled from, without replacement and by randomness other than `decode`'s seed
-            gives, and no node beyond P has children. A token of probability 0 there was not
-            sampled: PAD must stand in its place. None if the tokens were not sampled: they are
-            the drafter's best, or copied from somewhere.
-        confidence: [B, N - 1] float32 logits, how sure the drafter was of each node before it
-            drew the token; None if it does not say.
+        tree: shape of all trees; or, for different shapes, the parents [B, N - 1] int64 of their
+            nodes without the root, parents before children.
+        tokens: [B, N - 1] int64 on the target's device, the nodes without the root; PAD for missing
+            nodes.
+        depth: depth of the deepest node, or more.
+        draft_probs: [B, P, V] float32; row n is the distribution from which the children of node n
+            were sampled, without replacement and with other randomness than the seed of `decode`.
+            No node beyond P has children. PAD must replace tokens of probability 0. None if tokens
+            were not sampled but are the drafter's best or copied.
+        confidence: [B, N - 1] float32 logits, the drafter's confidence in each node before drawing
+            its token; None without a confidence.
     """
 
     tree: Tree | Tensor
@@ -66,25 +66,25 @@ class Draft:
 
     @classmethod
     def of(cls, tree: Tree, tokens: Tensor, draft_probs: Tensor | None = None) -> "Draft":
-        """A tree that all texts share."""
+        """Make a draft of one tree for all texts."""
         return cls(tree, tokens, tree.depth, draft_probs)
 
     @classmethod
     def chains(cls, rows: list[list[int]], device: torch.device) -> "Draft":
-        """Chains of different lengths, perhaps none, that were not sampled."""
+        """Make a draft of chains of different lengths (some may be empty) that were not sampled."""
         longest = max(map(len, rows))
         filled = [row + [PAD] * (longest - len(row)) for row in rows]
-        # Where there is nothing at all, numbers come as floats.
+        # An empty list would give floats.
         tokens = upload(filled, device).reshape(len(rows), longest).long()
         return cls.of(Tree.chain(longest), tokens)
 
     @property
     def is_chain(self) -> bool:
-        """True where accepted nodes lie where they belong already."""
+        """Tell whether accepted nodes already lie at their positions."""
         return isinstance(self.tree, Tree) and self.tree.width <= 1
 
     def layout(self) -> "TreeLayout":
-        """The shape of the trees as tensors."""
+        """Shape of the trees as tensors."""
         if isinstance(self.tree, Tree):
             return tree_layout(self.tree, self.tokens.device)
         return TreeLayout.of(self.tree, self.depth)
@@ -92,11 +92,11 @@ class Draft:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Shapes of trees as tensors; their batch is B, or 1 if all are the same.
+    """Shapes of trees as tensors; their batch size is B, or 1 for equal trees.
 
     Attributes:
-        parents: [B, N] int64; the root is its own.
-        mask: [B, N, N] bool, a node sees itself and its ancestors.
+        parents: [B, N] int64; the root is its own parent.
+        mask: [B, N, N] bool; a node sees itself and its ancestors.
         depths: [B, N] int64.
     """
 
@@ -106,7 +106,7 @@ class TreeLayout:
 
     @classmethod
     def of(cls, parents: Tensor, depth: int) -> "TreeLayout":
-        """Make the layout of trees no deeper than `depth` from the nodes' parents [B, N - 1]."""
+        """Make the layout of trees of at most `depth` from the nodes' parents [B, N - 1]."""
         parents = torch.nn.functional.pad(parents, (1, 0))
         num_nodes = parents.shape[1]
         own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device)
@@ -119,13 +119,13 @@ class TreeLayout:
 @cache
 @torch.inference_mode(mode=False)
 def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
-    """The layout [1, N] of a tree, which stays where it is: captured graphs read it there.
+    """Make the layout [1, N] of a tree, cached because captured graphs read it at its address.
 
-    No tensors of inference mode, wherever it is asked for first: a compiled pass, which would be
-    compiled once more for those, sees one kind.
+    Made outside of inference mode, so that compiled passes always get the same kind of tensor and
+    are not recompiled.
     """
     if tree.width <= 1:
-        # Chains that are copied from a text have another length in every step.
+        # Chains copied from a text have a new length in every step.
         parents = torch.arange(tree.depth, device=device)
     else:
         parents = upload(list(tree.parents[1:]), device)
@@ -134,18 +134,18 @@ def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
 
 @dataclass(frozen=True)
 class Committed:
-    """Tokens that a pass of the target added to the texts, and its states at them.
+    """Tokens that a pass of the target added to the texts, with its hidden states.
 
     Attributes:
-        token_ids: per text the tokens committed: its prompt, or a root and the draft tokens
-            that were kept; empty in a step that the host does not wait for.
-        output: the target's states at them, [B, n, D]; a shorter row is filled up.
-        cache: the target's own, these tokens included.
-        logits: [B, N, V], after every node that was drafted; None after the prompts.
-        on_device: `token_ids` on the device, if they are there already: [B, n] int64, filled up,
-            and how many, [B] int64.
-        paths: per text the nodes of the last draft that were kept, the root first.
-        nodes: the same on the device, [B, n] int64, filled up with the root.
+        token_ids: committed tokens per text: the prompt, or a root and the accepted draft tokens;
+            empty in steps that the host does not wait for.
+        output: the target's hidden states at these tokens, [B, n, D]; shorter rows are padded.
+        cache: the target's cache, these tokens included.
+        logits: [B, N, V] after every drafted node; None after prompts.
+        on_device: `token_ids` on the device if available: padded [B, n] int64 and their numbers [B]
+            int64.
+        paths: accepted nodes of the last draft per text, root first.
+        nodes: the accepted nodes on the device, [B, n] int64, padded with the root.
     """
 
     token_ids: list[list[int]]
@@ -159,7 +159,7 @@ class Committed:
 
     @property
     def tokens(self) -> Tensor:
-        """[B, n] int64, `token_ids` on the device; a shorter row is filled up."""
+        """[B, n] int64 `token_ids` on the device; shorter rows are padded."""
         if self.on_device is not None:
             return self.on_device[0]
         longest = max(map(len, self.token_ids))
@@ -168,18 +168,18 @@ class Committed:
 
     @property
     def counts(self) -> Tensor:
-        """[B] int64, how many tokens each text got."""
+        """[B] int64 number of tokens of each text."""
         if self.on_device is not None:
             return self.on_device[1]
         return upload(list(map(len, self.token_ids)), self.output.hidden_states.device)
 
     @property
     def last(self) -> TargetOutput:
-        """The states [B, 1, D] at the last token committed."""
+        """Hidden states [B, 1, D] at the last committed token."""
         return self.output.at(self.counts.unsqueeze(1) - 1)
 
     def then(self, later: "Committed") -> "Committed":
-        """Both passes as one."""
+        """Join two passes into one."""
         token_ids = [a + b for a, b in zip(self.token_ids, later.token_ids, strict=True)]
         output, width = TargetOutput.joined([self.output, later.output]), self.tokens.shape[1]
         tokens, first = torch.cat([self.tokens, later.tokens], dim=1), self.counts.unsqueeze(1)
@@ -192,9 +192,9 @@ class Committed:
         )
 
     def hand_on(self, later: "Committed") -> tuple["Committed", "Committed"]:
-        """Two parts of prompts, this and the next, which gets the last token of texts ending here.
+        """Move the last token of texts that end in this part of the prompts to the next part.
 
-        So the very last part has the last token of every text.
+        The very last part then has the last token of every text.
         """
         mine, after, last = list(self.token_ids), list(later.token_ids), self.last
         for row, tokens in enumerate(self.token_ids):
@@ -204,7 +204,7 @@ class Committed:
         return replace(self, token_ids=mine), replace(later, token_ids=after)
 
     def put(self, row: int, other: "Committed") -> "Committed":
-        """Writes over a row, which then holds nothing but the last token of another text."""
+        """Replace a row by the last token of another text."""
         last = other.token_ids[0][-1:]
         self.output.put(row, other.last)
         tokens, counts = self.tokens, self.counts
@@ -217,13 +217,13 @@ class Committed:
         )
 
     def fill(self, new: "Committed") -> None:
-        """Takes the tensors of a later step of the same shapes, each in its place."""
+        """Copy the tensors of a later step of the same shapes in place."""
         self.output.fill(new.output)
         for own, other in zip((self.tokens, self.counts), (new.tokens, new.counts), strict=True):
             own.copy_(other)
 
     def rows(self, rows: list[int]) -> "Committed":
-        """Drops all but some texts; the cache is left as it is."""
+        """Keep some texts only; the cache does not change."""
         index = upload(rows, self.output.hidden_states.device)
         on_device = self.on_device
         return Committed(
@@ -238,32 +238,32 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Proposes trees for a batch. A new way to draft is a new class with these members.
+    """Proposes trees for a batch. Implement these members to add a way to draft.
 
     Attributes:
-        taps: the target's states that it needs.
+        taps: hidden states of the target that the drafter needs.
     """
 
     taps: Taps
 
     @property
     def static_nodes(self) -> int | None:
-        """Nodes of the drafter's largest tree, the root included, if a step can be captured whole.
+        """Nodes of the drafter's largest tree, root included, if a step can be captured whole.
 
-        Its drafts are then of one size and need nothing from the host; None elsewhere.
+        Such drafts have one size and need nothing from the host. None for other drafters.
         """
 
     def observe(self, seen: Committed) -> None:
-        """Takes the tokens that were committed, first the prompts.
+        """Read the committed tokens, first the prompts.
 
-        Long prompts come in parts, of which a text may have nothing; of the last all have some.
+        Long prompts arrive in parts. A text may have no token in a part, except in the last.
         """
 
     def propose(self, roots: Roots) -> Draft:
-        """Trees below `roots`, the tokens that the target has chosen but not read yet."""
+        """Propose trees below `roots`, the tokens that the target has chosen but not read yet."""
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only, the others have ended; perhaps before any was seen."""
+        """Keep some texts only, as others have ended; may precede the first `observe`."""
 
     def take(self, row: int, other: Self) -> None:
-        """A row goes on with the one text of another drafter, which has seen its prompt alone."""
+        """Start the single text of another drafter, which has only seen its prompt, in a row."""

@@ -1,9 +1,9 @@
-"""EAGLE-2's dynamic trees: expand the likeliest nodes, then rerank all and keep the likeliest.
+"""EAGLE-2's dynamic trees: expand the likeliest nodes, then keep the likeliest of all.
 
-A node's score is the log-probability of its path, so a child never scores above its parent and
-what is kept is a tree. Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE
-`model/cnets.py`, `topK_genrate`. Letters: B texts, w nodes of a depth, M nodes that are drawn, W
-draft vocabulary.
+A node's score is the log-probability of its path. A child never scores above its parent, so the
+kept nodes form a tree. Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE
+`model/cnets.py`, `topK_genrate`. Letters: B texts, w nodes of a depth, M expanded nodes, W draft
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from heads.vocab import DraftVocab
 
 
 class ExpandedTree(NamedTuple):
-    """All nodes that are drawn, depth after depth.
+    """All expanded nodes, depth by depth.
 
     Attributes:
         tokens, scores: [B, M].
-        parents: [B, M], numbered from 1 in this order; 0 is the root.
+        parents: [B, M] numbers of the parents in this order from 1; 0 is the root.
     """
 
     tokens: Tensor
@@ -31,11 +31,11 @@ class ExpandedTree(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The nodes of one depth that are expanded.
+    """Nodes of one depth to expand.
 
     Attributes:
-        level: depth of these nodes, from 1.
-        rows: [B * w] int64, which rows of the depth before they were drawn from.
+        level: depth of the nodes, from 1.
+        rows: [B * w] int64 rows of the previous depth that they came from.
         tokens: [B * w] int64 target ids.
     """
 
@@ -45,16 +45,16 @@ class Frontier(NamedTuple):
 
 
 class DynamicDrafter(Drafter, Protocol):
-    """A drafter whose trees have another shape for every text.
+    """Drafter whose trees have another shape for every text.
 
     Attributes:
-        nested: True where the tree drawn to a depth begins with the one drawn to a smaller depth.
+        nested: whether a tree begins with the tree of a smaller depth.
     """
 
     nested: bool
 
     def expand(self, roots: Roots) -> ExpandedTree:
-        """Draws all nodes below the roots."""
+        """Expand all nodes below the roots."""
 
 
 def expand_tree(
@@ -64,19 +64,19 @@ def expand_tree(
     after: Callable[[Frontier], Tensor],
     known: Callable[[Tensor, int], Tensor],
 ) -> ExpandedTree:
-    """Draws trees below roots.
+    """Expand trees below roots.
 
     Args:
-        shape: their limits.
-        vocab: of the logits.
+        shape: limits of the trees.
+        vocab: draft vocabulary of the logits.
         first: [B, W] logits of the roots' children.
-        after: [B * w, W] logits of the children of nodes.
-        known: tokens [B, n] of a depth, with PAD for those that cannot be drafted.
+        after: function that gives logits [B * w, W] of the children of nodes.
+        known: function that replaces tokens [B, n] of a depth that cannot be drafted by PAD.
     """
     num_texts, device = len(first), first.device
     width = min(shape.top_k, first.shape[1])
     texts = torch.arange(num_texts, device=device).unsqueeze(1)
-    scores = torch.zeros(num_texts, 1, device=device)  # of the nodes expanded now
+    scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
     nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
     drawn: list[ExpandedTree] = []
     logits, num_nodes = first, 1
@@ -99,10 +99,10 @@ def expand_tree(
 
 
 def rerank(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
-    """Trees of the likeliest nodes, at most `num_tokens` of them."""
+    """Keep the likeliest nodes, at most `num_tokens`, as trees."""
     tokens, scores, parents = expanded
     kept = min(shape.num_tokens, tokens.shape[1])
-    # A stable sort puts a parent before an equal child, the sort by number before any.
+    # A stable sort puts parents before equal children; the sort by number restores the order.
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
     number = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=order.device)
     new = torch.arange(1, kept + 1, device=order.device).expand_as(order)

@@ -1,4 +1,4 @@
-"""The base of drafters with a head: texts of a batch end, and others take their rows.
+"""Base class of drafters with a head, in batches whose texts end and are replaced.
 
 Letters: B texts, V vocabulary.
 """
@@ -20,16 +20,16 @@ from heads.upload import upload
 
 
 class HeadDrafter(ABC):
-    """Drafts with a head, attached to its target; `observe` and `propose` must be written.
+    """Drafts with an attached head. Subclasses define `observe` and `propose`.
 
     Args:
-        head: what drafts.
-        shape: of the drafts.
+        head: head that drafts.
+        shape: shape of the drafts.
         calibration: cuts chains; None leaves them whole.
 
     Attributes:
-        state: names of the attributes that hold something of each text. Those are tensors [B, ...],
-            `Committed`, or have `rows` and `take` as `Generators`; None before anything was seen.
+        state: names of the attributes with one entry per text: tensors [B, ...], `Committed`, or
+            objects with `rows` and `take` like `Generators`; None before the first tokens.
         taps, static_nodes: see `heads.decoding.drafting.Drafter`.
     """
 
@@ -53,7 +53,7 @@ class HeadDrafter(ABC):
 
     @final
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only, the others have ended; perhaps before any was seen."""
+        """Keep some texts only, as others have ended; may precede the first `observe`."""
         for name in self.state:
             held = getattr(self, name)
             if isinstance(held, Tensor):
@@ -63,7 +63,7 @@ class HeadDrafter(ABC):
 
     @final
     def take(self, row: int, other: Self) -> None:
-        """A row goes on with the one text of another drafter, which has seen its prompt alone."""
+        """Start the single text of another drafter, which has only seen its prompt, in a row."""
         self._meet(other)
         for name in self.state:
             held, new = getattr(self, name), getattr(other, name)
@@ -75,18 +75,18 @@ class HeadDrafter(ABC):
                 held.take(row, new)
 
     def _meet(self, other: Self) -> None:
-        """Has both ready for a text to change over."""
+        """Prepare both drafters for moving a text."""
         assert type(other) is type(self)
 
 
 class HeadChain(HeadDrafter):
-    """Drafts chains, the best tokens or, when sampling, drawn from their distributions.
+    """Drafts chains of the best tokens, or of drawn tokens when sampling.
 
     Args:
-        head: what drafts.
-        depth: draft tokens.
-        sampling: the target's, applied to the drafts too.
-        seeds: of the draws, one per text; others than the target's.
+        head: head that drafts.
+        depth: draft tokens per chain.
+        sampling: the target's sampling, also used for draft tokens.
+        seeds: seeds of the draws, one per text, other than the target's.
         calibration: cuts the chains; None leaves them whole.
     """
 
@@ -105,12 +105,12 @@ class HeadChain(HeadDrafter):
         self.state = (*self.state, "generators")
 
     def sampler(self) -> ChainSampler:
-        """The sampler of a draft's tokens."""
+        """Make the sampler for one draft."""
         return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
 
 
 class HeadTree(HeadDrafter):
-    """Drafts the likeliest nodes of all that it expands.
+    """Drafts the likeliest of all expanded nodes.
 
     Attributes:
         nested: see `heads.decoding.drafting.DynamicDrafter`.
@@ -127,7 +127,7 @@ class HeadTree(HeadDrafter):
         """See `heads.decoding.drafting.DynamicDrafter`."""
 
     def propose(self, roots: Roots) -> Draft:
-        """Trees of at most `num_tokens` nodes below the roots."""
+        """Draft trees of at most `num_tokens` nodes below the roots."""
         return rerank(self.expand(roots), self.shape)
 
 
@@ -135,7 +135,7 @@ class TextCache:
     """Keys and values of the committed texts in each layer of a head.
 
     Args:
-        num_layers: of the head.
+        num_layers: layers of the head.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -143,7 +143,7 @@ class TextCache:
         self.slots: Slots | None = None
 
     def open(self, num_texts: int, device: torch.device, target: Slots) -> Slots:
-        """The slots of the texts, made if need be, and from now on held as the target's."""
+        """Slots of the texts, made if needed, which hold as the target's do."""
         if self.slots is None:
             self.slots = Slots(num_texts, device)
         self.slots.hold_as(target)
@@ -151,18 +151,18 @@ class TextCache:
 
     @property
     def opened(self) -> Slots:
-        """The slots of the texts, once `open` has made them."""
+        """Slots of the texts, after `open`."""
         assert self.slots is not None
         return self.slots
 
     def rows(self, rows: list[int]) -> Self:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         if self.slots is not None:
             self.slots.keep(rows, *self.buffers)
         return self
 
     def take(self, row: int, other: "TextCache") -> None:
-        """A row goes on with the one text of another."""
+        """Start the single text of another cache in a row."""
         length = 0 if other.slots is None else other.slots.lengths[0]
         self.opened.take(row, length)
         for own, new in zip(self.buffers, other.buffers, strict=True):

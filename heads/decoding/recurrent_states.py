@@ -1,4 +1,4 @@
-"""States of recurrent layers, after every token that a text may go on from.
+"""States of recurrent layers, after every token from which a text may continue.
 
 Letters: B texts, P pending tokens, n new tokens, w nodes.
 """
@@ -19,11 +19,11 @@ State = dict[tuple[str, int], Tensor]  # of one mixer, [b, ...] by kind and numb
 
 @dataclass(frozen=True)
 class DepthNodes:
-    """New tokens of one depth; a text that has fewer repeats one, which changes nothing.
+    """New tokens of one depth. Texts with fewer tokens repeat one, which changes nothing.
 
     Attributes:
         nodes: [B or 1, w] int64, of the n new tokens.
-        parents: [B or 1, w] int64, what each goes on from: 0 is the committed text, 1 + j
+        parents: [B or 1, w] int64 tokens that each continues: 0 is the committed text, 1 + j
             pending token j.
     """
 
@@ -32,12 +32,12 @@ class DepthNodes:
 
 
 def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
-    """Draft tokens in the order in which they are run; waits for the device once.
+    """Order draft tokens by depth for running. Waits for the device once.
 
     Args:
-        mask: [B or 1, n, P] bool, the pending tokens that each of the last n sees, itself
-            included.
-        depths: [B or 1, P] int64; of each depth a token sees at most one.
+        mask: [B or 1, n, P] bool, pending tokens that each of the last n tokens sees, including
+            itself.
+        depths: [B or 1, P] int64; a token sees at most one token of each depth.
     """
     num_new, num_pending = mask.shape[1:]
     own = torch.eye(num_pending, dtype=torch.bool, device=mask.device)[-num_new:]
@@ -47,7 +47,7 @@ def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
     above, below = torch.stack([rows.expand(num_texts, -1) for rows in both]).tolist()
     by_depth = []
     for depth in sorted({node_depth for row in below for node_depth in row}):
-        # The first of all tokens is run before the others, so it may be repeated at any depth.
+        # The first token runs before the others, so it can be repeated at any depth.
         rows = [[node for node, own in enumerate(row) if own == depth] or [0] for row in below]
         width = max(map(len, rows))
         nodes = [row + row[:1] * (width - len(row)) for row in rows]
@@ -57,15 +57,15 @@ def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
 
 
 class RecurrentStates:
-    """The states of a model's recurrent layers, for a batch of texts.
+    """States of a model's recurrent layers for a batch of texts.
 
     Args:
-        config: of the model, from which transformers knows what its layers keep.
+        config: the model's config, from which transformers knows the layers' states.
         num_texts: B.
 
     Attributes:
-        by_depth: the draft tokens of a pass, depth after depth.
-        sure: instead, how many new tokens belong to each text whatever comes; empty for a draft.
+        by_depth: draft tokens of a pass, depth by depth.
+        sure: number of certain new tokens per text; empty for a draft.
         num_earlier: pending tokens before the new ones.
     """
 
@@ -81,19 +81,19 @@ class RecurrentStates:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that all mixers which have run keep after one token of one text."""
+        """Bytes of all mixers that have run, per token of one text."""
         tables = (states for table in self._tables.values() for states in table.values())
         return sum(states[0, 0].nbytes for states in tables)
 
     def begin(
         self, sure: list[int], draft: tuple[Tensor, Tensor] | None, in_order: bool = False
     ) -> None:
-        """Sets which tokens the next pass runs.
+        """Set the tokens of the next pass.
 
         Args:
-            sure: tokens of each text that are its own; empty for a draft.
-            draft: mask and depths, as `nodes_by_depth` takes them.
-            in_order: whether each draft token goes on from the one before it.
+            sure: number of certain tokens per text; empty for a draft.
+            draft: mask and depths for `nodes_by_depth`.
+            in_order: whether each draft token follows the one before it.
         """
         assert sure or draft
         self.sure, self._runs = sure, {}
@@ -101,7 +101,7 @@ class RecurrentStates:
         if draft is not None and not sure:
             num_new, self._num_pending = draft[0].shape[1:]
             self.num_earlier = self._num_pending - num_new
-            if in_order:  # which waits for nothing
+            if in_order:  # does not wait
                 tokens = torch.arange(self._num_pending, device=draft[0].device).view(-1, 1, 1)
                 pairs = zip(tokens[:num_new], tokens[-num_new:], strict=True)
                 self.by_depth = [DepthNodes(*pair) for pair in pairs]
@@ -109,7 +109,7 @@ class RecurrentStates:
                 self.by_depth = nodes_by_depth(*draft)
 
     def sure_runs(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Texts [m, 1] of which as many tokens are sure, and these [m, n], on a device."""
+        """Group texts [m, 1] by their number of certain tokens; return these tokens [m, n] too."""
         if device not in self._runs:
             by_length = {length: list[int]() for length in sorted(set(self.sure))}
             for text, length in enumerate(self.sure):
@@ -124,15 +124,15 @@ class RecurrentStates:
         return self._runs[device]
 
     def after(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
-        """The states [m, ...] that a mixer has left behind; nothing before it has run.
+        """States [m, ...] of a mixer after tokens; empty if it has not run.
 
-        Texts and tokens are [m] int64; token 0 is the committed text, 1 + j pending token j.
+        Texts and tokens are [m] int64. Token 0 is the committed text, 1 + j pending token j.
         """
         table = self._tables.get(mixer, {})
         return {name: states[texts, tokens] for name, states in table.items()}
 
     def put(self, mixer: int, texts: Tensor, tokens: Tensor, state: State) -> None:
-        """Keeps the states [m, ...] that a mixer leaves behind; arguments as of `after`."""
+        """Store the states [m, ...] of a mixer; arguments as in `after`."""
         table = self._tables.setdefault(mixer, {})
         for name, states in state.items():
             held = table.get(name, states.new_zeros(self._num_texts, 1, *states.shape[1:]))
@@ -144,17 +144,17 @@ class RecurrentStates:
             table[name] = held
 
     def commit(self, kept: list[list[int]]) -> None:
-        """Goes on from the last token that each text keeps."""
+        """Continue from the last accepted token of each text."""
         last = [1 + nodes[-1] if nodes and not self.sure else 0 for nodes in kept]
         self._pick([*range(len(kept))], last)
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         self._num_texts = len(rows)
         self._pick(rows)
 
     def _pick(self, texts: list[int], tokens: list[int] | None = None) -> None:
-        """Keeps the states of some texts, of one token of each if it is said which."""
+        """Keep the states of some texts, at given tokens if named."""
         index: dict[torch.device, Tensor] = {}
         for table in self._tables.values():
             for name, states in table.items():
@@ -165,15 +165,15 @@ class RecurrentStates:
                 table[name] = states[rows] if tokens is None else states[rows, last].unsqueeze(1)
 
     def take(self, row: int, other: "RecurrentStates") -> None:
-        """A text goes on in place of another, with what its mixers have left behind elsewhere."""
+        """Replace a text by one of another object, with the states of its mixers."""
         for mixer, table in self._tables.items():
             for name, states in table.items():
-                # Both are committed; a draft model may have read nothing of the other text yet.
+                # Both are committed. A draft model may not have read the other text yet.
                 theirs = other._tables.get(mixer, {}).get(name)
                 states[row] = 0 if theirs is None else theirs[0]
 
     def cache_with(self, layer: int, state: State) -> Cache:
-        """A cache of transformers' own whose layer holds a state, or nothing yet."""
+        """Cache of transformers' own class whose layer holds a state, or none."""
         held: Any = LinearAttentionLayer(self._num_states[layer])
         for (kind, number), states in state.items():
             getattr(held, kind)[number] = states
@@ -186,7 +186,7 @@ class RecurrentStates:
         return self._cache
 
     def in_cache(self, layer: int) -> State:
-        """The states that the module which was given `cache_with` has left there."""
+        """States that a module left in the cache of `cache_with`."""
         held = self._cache.layers[layer]
         return {
             (kind, number): states

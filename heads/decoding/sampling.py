@@ -1,4 +1,4 @@
-"""The choice of a next token: greedy, or sampled, each text with randomness of its own.
+"""Choice of the next token: greedy, or sampled with separate randomness per text.
 
 Letters: B texts, N tree nodes, V vocabulary.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 class Typical:
     """Medusa's typical acceptance, which changes the distribution of the text.
 
-    A draft token passes if p of it is above min(threshold, alpha * exp(-entropy of p)).
+    A draft token passes if its probability is above min(threshold, alpha * exp(-entropy of p)).
 
     Source: Medusa, arXiv 2401.10774, section 2.3.1; FasterDecoding/Medusa
     `medusa/model/utils.py`, `evaluate_posterior`, with the defaults of `medusa_generate`.
@@ -26,14 +26,14 @@ class Typical:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the target's next token.
+    """Choice of the target's next token.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
-        top_p: least probability that the likeliest tokens kept must cover; 1 keeps all.
-        top_k: likeliest tokens kept, ties with the last of them included; None keeps all.
-        typical: accept drafts by Medusa's lossy rule; None keeps the target's distribution.
-        min_p: least probability of a token kept, as a share of the likeliest's; 0 keeps all.
+        top_p: keeps the likeliest tokens until their probabilities sum to this; 1 keeps all.
+        top_k: number of likeliest tokens to keep, with ties; None keeps all.
+        typical: Medusa's lossy acceptance; None keeps the target's distribution.
+        min_p: least probability of a kept token, as a share of the likeliest's; 0 keeps all.
     """
 
     temperature: float = 0.0
@@ -44,19 +44,19 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Nothing is drawn."""
+        """Tell whether no token is drawn."""
         return self.temperature == 0
 
     @property
     def lossy(self) -> bool:
-        """The text may not be distributed as the target's own."""
+        """Tell whether the text may lose the target's distribution."""
         return self.typical is not None
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] float32, what [..., V] logits are sampled by; not for temperature 0.
+        """[..., V] float32 probabilities to sample from logits [..., V]; not for temperature 0.
 
-        Source: transformers `generation/logits_process.py`, its temperature, top-k, top-p and
-        min-p warpers in the order in which `generate` applies them.
+        Source: transformers `generation/logits_process.py`: the temperature, top-k, top-p and min-p
+            warpers in the order of `generate`.
         """
         assert not self.greedy
         scores = logits.float() / self.temperature
@@ -80,11 +80,11 @@ GREEDY = Sampling()
 
 @dataclass
 class Generators:
-    """The randomness of texts, a generator each, so that no text depends on another.
+    """One random generator per text, so that no text depends on another.
 
     Attributes:
         per_text: one generator per text.
-        num_steps: calls of `next_step` so far, of each text.
+        num_steps: calls of `next_step` so far, per text.
     """
 
     per_text: list[torch.Generator]
@@ -92,25 +92,24 @@ class Generators:
 
     @classmethod
     def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
-        """Make a generator for each text from its seed, which is at least 0."""
-        # The CPU's generator reads 32 bits of a seed, so the ones above are mixed into them.
+        """Make a generator per text from its seed, which must be at least 0."""
+        # The CPU's generator reads 32 bits of a seed, so higher bits are mixed in.
         mixed = (seed ^ (seed >> 32) * 0x9E3779B1 for seed in seeds)
         return cls([torch.Generator(device).manual_seed(seed) for seed in mixed], [0] * len(seeds))
 
     def rows(self, rows: list[int]) -> "Generators":
-        """The generators of some texts."""
+        """Generators of some texts."""
         steps = [self.num_steps[row] for row in rows]
         return Generators([self.per_text[row] for row in rows], steps)
 
     def take(self, row: int, other: "Generators") -> None:
-        """A row goes on with the one text of others."""
+        """Start the single text of another object in a row."""
         self.per_text[row], self.num_steps[row] = other.per_text[0], other.num_steps[0]
 
     def next_step(self) -> "Generators":
-        """Generators of one step alone.
+        """Make generators for one step.
 
-        How much a step draws for a text depends on the other texts of a batch, and what is drawn
-        later must not.
+        How many numbers a step draws for a text depends on the batch, but later draws must not.
         """
         self.num_steps = [num + 1 for num in self.num_steps]
         own = []
@@ -120,7 +119,7 @@ class Generators:
         return Generators(own, [0] * len(own))
 
     def uniform(self, num_nodes: int) -> Tensor:
-        """[B, N] float32 in [0, 1), of a step of their own."""
+        """[B, N] float32 in [0, 1), from generators of one step."""
         own = self.next_step().per_text
         return torch.stack([torch.rand(num_nodes, generator=g, device=g.device) for g in own])
 
@@ -132,9 +131,9 @@ class Generators:
         return draws
 
     def sample(self, probs: Tensor) -> Tensor:
-        """[B] int64 sampled from [B, V], which need not add up to 1.
+        """Sample [B] int64 from weights [B, V], which need not sum to 1.
 
-        Unlike `torch.multinomial` it never waits for the device.
+        Unlike `torch.multinomial`, this never waits for the device.
 
         Source: gpt-fast `generate.py`, `multinomial_sample_one_no_sync`.
         """
@@ -142,12 +141,12 @@ class Generators:
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, generators: Generators) -> Tensor:
-    """[B] int64, one token each by [B, V] logits."""
+    """Choose [B] int64 tokens from logits [B, V]."""
     if sampling.greedy:
         return logits.argmax(-1)
     return generators.sample(sampling.probabilities(logits))
 
 
 def drafter_seeds(seeds: Sequence[int]) -> list[int]:
-    """Seeds of a drafter's own draws, which must not follow what the target draws."""
+    """Seeds of a drafter's own draws, independent of the target's."""
     return [seed + (1 << 32) for seed in seeds]

@@ -1,4 +1,4 @@
-"""Draft trees: static ones and the limits of dynamic ones.
+"""Draft trees: static trees, and limits of dynamic ones.
 
 Source: Medusa, arXiv 2401.10774, section 2.1.2 and figure 2. Letters: N nodes with the root.
 """
@@ -16,13 +16,13 @@ from conf.errors import InputError
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes in breadth-first order; node 0 is the root, the token that is already sure.
+    """Nodes in breadth-first order. Node 0 is the root, the last known token.
 
     Example: paths [[0], [1], [0, 0]] give parents (-1, 0, 0, 1) and ranks (-1, 0, 1, 0).
 
     Attributes:
         parents: parent index per node, -1 for the root.
-        ranks: which of the head's best candidates a node holds, 0 the best; -1 for the root.
+        ranks: rank of a node's token among the head's candidates, 0 the best; -1 for the root.
     """
 
     parents: tuple[int, ...]
@@ -30,11 +30,10 @@ class Tree:
 
     @classmethod
     def from_paths(cls, paths: list[list[int]]) -> "Tree":
-        """Builds a tree from paths of candidate ranks, every prefix of a path included.
+        """Make a tree from paths of candidate ranks, with every prefix of a path.
 
         Raises:
-            InputError: an empty path, a negative rank, a repeated path, or one whose prefix
-                is missing.
+            InputError: a path is empty or repeated, has a negative rank, or lacks its prefix.
         """
         order = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         nodes: dict[tuple[int, ...], int] = {(): 0}
@@ -42,8 +41,8 @@ class Tree:
         for path in order:
             if not path or min(path) < 0 or path in nodes or path[:-1] not in nodes:
                 raise InputError(
-                    f"tree: path {list(path)} is empty, negative, repeated or without its "
-                    f"prefix {list(path[:-1])}"
+                    f"tree: path {list(path)} is empty, negative, repeated or without its prefix "
+                    f"{list(path[:-1])}; type paths like [[0],[1],[0,0]]"
                 )
             nodes[path] = len(nodes)
             parents.append(nodes[path[:-1]])
@@ -52,20 +51,19 @@ class Tree:
 
     @classmethod
     def chain(cls, depth: int) -> "Tree":
-        """The best candidate of each of `depth` heads: a tree of width one."""
+        """Make a chain of `depth` tokens: a tree of width one with the best candidates."""
         return cls.from_paths([[0] * length for length in range(1, depth + 1)])
 
     @classmethod
     def best(cls, accuracy: list[list[float]], num_nodes: int) -> "Tree":
-        """The `num_nodes` paths most likely to be accepted, root not counted.
+        """Make the tree of the `num_nodes` likeliest accepted paths, root not counted.
 
         Args:
-            accuracy: [K][R], probability that head k's candidate of rank r is right; falling
-                in r.
+            accuracy: [K][R] probability that head k's candidate of rank r is right, falling in r.
             num_nodes: draft tokens of the tree.
 
-        Source: FasterDecoding/Medusa `gen_results.py`, `explore_graph`; here by best-first
-        search, exact because the product only falls along a path.
+        Source: FasterDecoding/Medusa `gen_results.py`, `explore_graph`; here by best-first search,
+            which is exact as the product falls along every path.
         """
         heap: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][0], (0,))]
         paths: list[list[int]] = []
@@ -81,18 +79,18 @@ class Tree:
         return cls.from_paths(paths)
 
     def down_to(self, depth: int) -> "Tree":
-        """The nodes of this tree no deeper than `depth`."""
+        """Nodes of this tree up to `depth`."""
         num_nodes = sum(node_depth <= depth for node_depth in self.depths)
         return Tree(self.parents[:num_nodes], self.ranks[:num_nodes])
 
     @property
     def num_nodes(self) -> int:
-        """N, the root included."""
+        """Number N of nodes, root included."""
         return len(self.parents)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Distance from the root per node."""
+        """Distance of each node from the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -110,7 +108,7 @@ class Tree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Child indices per node, best rank first."""
+        """Child indices of each node, best rank first."""
         children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], start=1):
             children[parent].append(node)
@@ -118,7 +116,7 @@ class Tree:
 
     def mask(self) -> Tensor:
         """[N, N] bool on the CPU: a node sees itself and its ancestors."""
-        # In torch every row would be a kernel launch of its own.
+        # In torch every row would launch a kernel.
         mask = np.eye(self.num_nodes, dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]
@@ -126,7 +124,7 @@ class Tree:
 
 
 def default_tree(num_heads: int, num_nodes: int) -> Tree:
-    """A tree for heads whose accuracies nobody has measured yet.
+    """Make a tree for heads with unknown accuracies.
 
     Accuracies fall by rank and by head as published for Vicuna-7B (FasterDecoding/Medusa,
     `assets/medusa_acc.csv`: top-1 .56, .32, .20, .15, .12).
@@ -142,9 +140,9 @@ class DynamicShape:
     """Limits of EAGLE-2's dynamic trees.
 
     Attributes:
-        depth: draft tokens of the longest path.
-        top_k: nodes expanded per level, and children drawn from each.
-        num_tokens: draft tokens kept, the likeliest of all that were drawn.
+        depth: draft tokens on the longest path.
+        top_k: nodes expanded per depth, and children of each.
+        num_tokens: draft tokens to keep, the likeliest ones.
     """
 
     depth: int
@@ -156,17 +154,17 @@ Shape = Tree | DynamicShape
 
 
 def usual_tree(depth: int, gpu: bool | None = None) -> Tree:
-    """A static tree for drafts nobody has measured; nodes cost time on CPU, hardly any on CUDA.
+    """Default static tree. Nodes cost time on a CPU, but hardly any on CUDA.
 
-    Whether it is for a GPU is seen from this machine unless told.
+    `gpu` chooses the device; unset, this machine's.
     """
     return default_tree(depth, 32 if _is_gpu(gpu) else 8)
 
 
 def usual_dynamic_shape(gpu: bool | None = None) -> DynamicShape:
-    """EAGLE-2's settings on CUDA, and some that a CPU can afford; `gpu` as in `usual_tree`.
+    """Default dynamic tree: EAGLE-2's on CUDA, a smaller one on a CPU; `gpu` as in `usual_tree`.
 
-    On a CPU depth costs more than width: each level of most heads is a pass of its own.
+    On a CPU depth costs more than width: most heads need one pass per depth.
     """
     return DynamicShape(8, 10, 59) if _is_gpu(gpu) else DynamicShape(2, 4, 5)
 

@@ -1,4 +1,4 @@
-"""DFlash: slots that draft side by side, none knowing what another drafts.
+"""DFlash: slots that draft in parallel and do not see each other's tokens.
 
 Source: arXiv 2602.06036; z-lab/dflash. Letters: N rows, H hidden, W draft vocabulary.
 """
@@ -20,7 +20,7 @@ from heads.vocab import DraftVocab
 
 
 class DFlashHead(BlockHead):
-    """See the module's docstring."""
+    """DFlash head. See the module docstring."""
 
     variants: ClassVar = {"dflash": Variant("DFlash heads", DFlashConfig)}
     phrase = "a DFlash head"
@@ -34,8 +34,8 @@ class DFlashHead(BlockHead):
         file = BlockFile.open(folder, path)
         if file.settings.get("sample_from_anchor"):
             raise file.error(
-                "config.json says sample_from_anchor=True: a DFlash head fills in masks, and no "
-                "engine serves another; allowed: false"
+                "config.json says sample_from_anchor=True, but a DFlash head fills in masks, and "
+                "no engine serves the other kind; must be false"
             )
         return file.fill(cls(file.architecture(layers, anchored=False), file.vocab))
 
@@ -43,14 +43,14 @@ class DFlashHead(BlockHead):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: DFlashConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Drafts all ids, unless it has an output head of its own."""
+        """Make a new head. It drafts all ids unless it has its own output head."""
         config = block_config(settings, target, sample_from_anchor=False)
         return cls(config, config.ids(vocab)).begin(target, seed)
 
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, W] the slot's own logits, whatever stands before it."""
+        """[N, W] logits of the slot, independent of the previous tokens."""
         del outputs, before
         return base, state
 

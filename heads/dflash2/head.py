@@ -1,4 +1,4 @@
-"""DFlash-2: DFlash with convolutions in its layers and a walk through each slot's candidates.
+"""DFlash-2: DFlash with convolutions in its layers and a path through the slots' candidates.
 
 Source: inco.ai/dflash2 (2026); vLLM `models/qwen3_dflash.py`. Letters: N rows, H hidden, r rank,
 k candidates, V vocabulary, S tokens.
@@ -32,11 +32,11 @@ class DFlash2HeadConfig(BlockHeadConfig):
     """Architecture of a DFlash-2 head.
 
     Attributes:
-        conv_kernel_size, conv_group_size: of its convolutions.
-        selector_rank: r.
-        selector_top_k: k.
-        input_embedding_scale, output_multiplier: what embeddings and logits are multiplied by.
-        final_logit_softcapping: what no logit exceeds, by tanh; 0 without.
+        conv_kernel_size, conv_group_size: sizes of the convolutions.
+        selector_rank: rank r of the selector.
+        selector_top_k: number k of candidates.
+        input_embedding_scale, output_multiplier: factors of embeddings and logits.
+        final_logit_softcapping: bound of the logits, by tanh; 0 for none.
     """
 
     conv_kernel_size: int = 2
@@ -50,11 +50,11 @@ class DFlash2HeadConfig(BlockHeadConfig):
 
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""Keys that heads for targets that scale their logits have otherwise, as the targets."""
+"""Defaults of keys that heads set if their target scales its logits."""
 
 
 def scales_of(target: EmbeddingsAndHead) -> dict[str, Any]:
-    """Keys of a fresh head: the target's own scalings, which engines leave out of drafts."""
+    """Keys of a new head: the target's own scalings, which engines omit from drafts."""
     projection = target.projection
     return {
         "output_multiplier": projection.scale,
@@ -63,7 +63,7 @@ def scales_of(target: EmbeddingsAndHead) -> dict[str, Any]:
 
 
 class CandidateSelector(nn.Module):
-    """Scores a candidate by the token before it: <A[before] * P h, B[candidate]>.
+    """Scores a candidate by the previous token: <A[before] * P h, B[candidate]>.
 
     Args:
         vocab_size: V.
@@ -78,7 +78,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def forward(self, outputs: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
-        """[N, k] scores of candidates [N, k], given outputs [N, H] and tokens before [N]."""
+        """[N, k] scores of candidates [N, k], given outputs [N, H] and previous tokens [N]."""
         asked = self.predecessor_codebook[before] * self.hidden_projection(outputs)
         return (self.successor_codebook[candidates] @ asked.unsqueeze(-1)).squeeze(-1)
 
@@ -97,7 +97,7 @@ class DFlash2Head(BlockHead):
     architectures = ("DFlash2DraftModel", "DFlash2Speculator")
     layout = BlockLayout("dflash2", "dflash", "DFlash-2 heads", "DFlash2DraftModel")
     method, paper = "DFlash-2", ""
-    words = "; among each slot's candidates it walks by the token before"
+    words = "; the previous token chooses among each slot's candidates"
     id_rows = (r"candidate_selector\..*_codebook",)
     prunable = "none of DFlash-2"
 
@@ -112,10 +112,16 @@ class DFlash2Head(BlockHead):
         """See `heads/blocks/formats.py`."""
         file = BlockFile.open(folder, path, SCALES)
         if not file.vocab.full or "lm_head.weight" in file.tensors:
-            raise file.error("an output head of its own: a DFlash-2 head drafts with the target's")
+            raise file.error(
+                "an output head of its own, but a DFlash-2 head drafts with the target's; name "
+                "another head"
+            )
         plain = file.architecture(layers, anchored=False)
         if plain.sample_from_anchor:
-            raise file.error("config.json says sample_from_anchor=True: allowed: false")
+            raise file.error(
+                "config.json says sample_from_anchor=True, which no DFlash-2 head does; must be "
+                "false"
+            )
         scales = {name: file.settings.get(name, usual) for name, usual in SCALES.items()}
         if not all(isinstance(each, int | float) for each in scales.values()):
             raise file.error(f"config.json has {scales}: must be numbers")
@@ -139,12 +145,12 @@ class DFlash2Head(BlockHead):
         return cls(config, plain.ids(vocab)).begin(target, seed)
 
     def make_layer(self) -> BlockLayer:
-        """One layer with its convolutions."""
+        """Make one layer with its convolutions."""
         config = self.config
         return ConvolvedLayer(config.llama, config.conv_kernel_size, config.conv_group_size)
 
     def initialise(self, seed: int) -> None:
-        """Draw fresh weights, the selector's codebooks included."""
+        """Draw new weights, including the selector's codebooks."""
         super().initialise(seed)
         generator = torch.Generator().manual_seed(seed + 1)
         for each in self.embeddings():
@@ -153,14 +159,14 @@ class DFlash2Head(BlockHead):
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, V] of the k likeliest tokens, by what stands before them; -inf for the others."""
+        """[N, V] logits of the k likeliest tokens given the previous ones; -inf elsewhere."""
         best = base.topk(min(self.config.selector_top_k, base.shape[-1]))
         scores = best.values + self.candidate_selector(outputs, before, best.indices)
         return torch.full_like(base, -torch.inf).scatter(-1, best.indices, scores), state
 
     @property
     def scales(self) -> list[str]:
-        """The keys of `SCALES` that this head has otherwise."""
+        """Keys of `SCALES` that this head sets."""
         return [name for name, usual in SCALES.items() if getattr(self.config, name) != usual]
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -168,7 +174,7 @@ class DFlash2Head(BlockHead):
         return super().embed(token_ids) * self.config.input_embedding_scale
 
     def projection(self) -> Projection:
-        """See `BlockHead.projection`; scaled by the head's own keys, if it has any."""
+        """See `BlockHead.projection`. Scaled by the head's keys, if set."""
         found, config = super().projection(), self.config
         if not self.scales:
             return found
@@ -176,7 +182,7 @@ class DFlash2Head(BlockHead):
         return found._replace(scale=config.output_multiplier, cap=cap)
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """See `BlockHead.logits`; scaled by the head's own keys, if it has any."""
+        """See `BlockHead.logits`. Scaled by the head's keys, if set."""
         if not self.scales:
             return super().logits(outputs)
         output_head = self.target.output_head
@@ -198,11 +204,11 @@ class DFlash2Head(BlockHead):
         }
 
     def export_problem(self, engine: ExportFormat) -> str | None:
-        """Rows see each other both ways, speculators scales nothing, llama.cpp wants room."""
+        """Reason why an engine cannot serve the head, as the end of a sentence, or None."""
         if self.config.causal:
-            return "lets rows of DFlash-2 see later ones, and this head has head.causal=true"
+            return "lets rows of DFlash-2 see later rows, and this head has head.causal=true"
         if self.scales and engine is ExportFormat.speculators:
-            return f"has no word for {' and '.join(self.scales)} of this head"
+            return f"has no key for {' and '.join(self.scales)} of this head"
         top_k, hidden = self.config.selector_top_k, self.config.llama.hidden_size
         if engine is ExportFormat.llamacpp and hidden < top_k * (top_k + 1):
             return (

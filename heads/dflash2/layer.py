@@ -19,13 +19,13 @@ SIDES = 2
 
 
 class BlockConvolution(nn.Module):
-    """Mixes a few rows of a block into each, by kernels that a row's own state changes.
+    """Mixes neighbouring rows of a block, with kernels that depend on the row's state.
 
     Starts as the identity.
 
     Args:
         hidden_size: H.
-        taps: rows that are mixed.
+        taps: number of rows to mix.
         group_size: H / G.
     """
 
@@ -39,7 +39,7 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, size, bias=False)
 
     def forward(self, states: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """[A, R, H] of a sublayer between both sides, given its normed input [A, R, H]."""
+        """[A, R, H] output of a sublayer between both convolutions, of normed input [A, R, H]."""
         _, taps, _ = self.base_kernel.shape
         change = self.kernel_projection(states).unflatten(-1, (SIDES, taps, self.groups))
         before, after = change.unbind(2)
@@ -48,13 +48,13 @@ class BlockConvolution(nn.Module):
 
 
 def _mixed(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
-    """[A, R, H] sums over taps of rows [A, R, H] by kernels [taps, H] and [A, R, taps, G]."""
+    """[A, R, H] sums over taps of rows [A, R, H], with kernels [taps, H] and [A, R, taps, G]."""
     num_rows, (taps, groups) = states.shape[1], change.shape[2:]
     grouped = states.unflatten(-1, (groups, -1))
     kernel = base.unflatten(-1, (groups, -1)) + change.unsqueeze(-1)
     found = kernel[:, :, 0] * grouped
     for tap in range(1, taps):
-        # Nothing stands before a block's first row.
+        # A block's first row has no earlier rows.
         earlier = functional.pad(grouped, (0, 0, 0, 0, tap, 0))[:, :num_rows]
         found = found + kernel[:, :, tap] * earlier
     return found.flatten(-2)
@@ -76,7 +76,7 @@ class ConvolvedLayer(BlockLayer):
     def forward(
         self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
     ) -> Tensor:
-        """[A, R, H] the layer's output; see `BlockLayer`."""
+        """[A, R, H] output of the layer. See `BlockLayer`."""
 
         def attend(inputs: Tensor) -> Tensor:
             return self.attended(inputs, rotation, text, sight)

@@ -1,4 +1,4 @@
-"""DSpark: DFlash's blocks, whose slots hear of the token before them and say how sure they are.
+"""DSpark: DFlash's blocks, whose slots read the previous token and give a confidence.
 
 Source: arXiv 2607.05147; deepseek-ai/DeepSpec. Letters: N rows, D slots, H hidden, r rank, W draft
 vocabulary.
@@ -35,9 +35,9 @@ class DSparkHeadConfig(BlockHeadConfig):
 
     Attributes:
         markov_rank: r.
-        markov_head_type: how a slot hears of the token before it.
-        confidence: whether it has a confidence head.
-        confidence_with_markov: whether that reads the token before, too.
+        markov_head_type: how a slot reads the previous tokens.
+        confidence: whether the head has a confidence head.
+        confidence_with_markov: whether the confidence head also reads the previous token.
     """
 
     markov_rank: int = 256
@@ -47,7 +47,7 @@ class DSparkHeadConfig(BlockHeadConfig):
 
 
 def anchor_doubts(head: Any) -> Readings:
-    """Readings of which row drafts which token, where readers disagree."""
+    """Readings of which row drafts which token, on which readers disagree."""
     yield flipped(head, "sample_from_anchor")
 
 
@@ -66,7 +66,7 @@ class DSparkHead(BlockHead):
     architectures = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
     layout = BlockLayout("dspark", "dspark", "DSpark heads", "DSparkDraftModel", with_ends=True)
     method, paper = "DSpark", "2607.05147"
-    words = ", each by the token before it"
+    words = ", each from the previous token"
     drafted_rows = (r"markov_head\.markov_w2\.weight",)
     id_rows = (r"markov_head\.markov_w1\.weight",)
     doubts = (anchor_doubts, readings)
@@ -88,11 +88,12 @@ class DSparkHead(BlockHead):
         if markov not in [each.value for each in Markov]:
             allowed = ", ".join(each.value for each in Markov)
             raise file.error(f"config.json says markov_head_type={markov}: must be {allowed}")
-        # speculators filled in masks before it wrote which it does, and vLLM reads such files so.
+        # speculators filled in masks before it wrote the key, and vLLM reads such files so.
         plain = file.architecture(layers, anchored="speculators_model_type" not in settings)
         rank = file.number("markov_rank")
         if rank == 0:
-            # What DeepSpec calls DFlash. Engines ask for a Markov head: one that adds nothing.
+            # DeepSpec calls this DFlash. Engines need a Markov head, so it gets one that adds
+            # nothing.
             rank = 1
             file.tensors[f"{MARKOV}w1.weight"] = torch.zeros(file.vocab.size, rank)
             file.tensors[f"{MARKOV}w2.weight"] = torch.zeros(len(file.vocab.ids), rank)
@@ -102,7 +103,7 @@ class DSparkHead(BlockHead):
             markov_rank=rank,
             markov_head_type=Markov(markov),
             confidence=confidence is not None,
-            # The key's default differs between engines; the tensor's width does not.
+            # Engines differ in the key's default; the tensor's width is certain.
             confidence_with_markov=confidence is not None
             and confidence.shape[-1] == plain.llama.hidden_size + rank,
         )
@@ -112,7 +113,7 @@ class DSparkHead(BlockHead):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Drafts all ids, unless it has an output head of its own."""
+        """Make a new head. It drafts all ids unless it has its own output head."""
         plain = block_config(settings, target, sample_from_anchor=True)
         config = DSparkHeadConfig(
             **vars(plain),
@@ -126,12 +127,12 @@ class DSparkHead(BlockHead):
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, W] with what the tokens before add."""
+        """[N, W] logits with those of the Markov head added."""
         told, state = self.markov_head(outputs, before, state)
         return base + self.markov_head.markov_w2(told), state
 
     def told(self, outputs: Tensor, before: Tensor) -> Tensor:
-        """[A, D, r] what all slots hear along a text: outputs [A, D, H], tokens before [A, D]."""
+        """[A, D, r] Markov states of all slots, of outputs [A, D, H] and previous tokens [A, D]."""
         found: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(outputs.shape[1]):
@@ -140,11 +141,11 @@ class DSparkHead(BlockHead):
         return torch.stack(found, 1)
 
     def confidence(self, outputs: Tensor, before: Tensor) -> Tensor:
-        """[...] float32 logits of the chance that slots are accepted.
+        """[...] float32 logits of the slots' chance of acceptance.
 
         Args:
-            outputs: [..., H].
-            before: [...] int64 target ids of the tokens right before.
+            outputs: [..., H] outputs of the slots.
+            before: [...] int64 target ids of the previous tokens.
         """
         assert self.confidence_head is not None
         if not self.config.confidence_with_markov:
@@ -154,7 +155,7 @@ class DSparkHead(BlockHead):
         )
 
     def sure(self, outputs: Tensor, before: Tensor) -> Tensor | None:
-        """See `BlockHead.sure`: by its confidence head, if it has one."""
+        """See `BlockHead.sure`. None without a confidence head."""
         return None if self.confidence_head is None else self.confidence(outputs, before)
 
     def config_json(self) -> dict[str, Any]:
@@ -174,8 +175,8 @@ class DSparkHead(BlockHead):
         }
 
     def export_problem(self, engine: ExportFormat) -> str | None:
-        """vLLM and llama.cpp build one of the Markov heads, whatever the file says."""
+        """See `BlockHead`. vLLM and llama.cpp always build the vanilla Markov head."""
         markov, alone = self.config.markov_head_type, (ExportFormat.vllm, ExportFormat.llamacpp)
         if engine in alone and markov is not Markov.vanilla:
-            return f"applies head.markov_head_type=vanilla alone, and this head has {markov.value}"
+            return f"supports head.markov_head_type=vanilla only, and this head has {markov.value}"
         return super().export_problem(engine)

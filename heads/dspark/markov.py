@@ -1,4 +1,4 @@
-"""The Markov head, by which tokens before a slot change its logits, and the confidence head.
+"""Markov head, which changes a slot's logits by previous tokens, and confidence head.
 
 Source: DSpark, arXiv 2607.05147; deepseek-ai/DeepSpec `modeling/dspark/markov_head.py`. Letters: N
 rows, H hidden, r rank, W draft vocabulary, V vocabulary.
@@ -11,10 +11,10 @@ from conf.settings.blocks import Markov
 
 
 class MarkovHead(nn.Module):
-    """Logits of low rank: states [N, r] of the tokens before, times `markov_w2` [W, r].
+    """Low-rank logits: states [N, r] of the previous tokens, times `markov_w2` [W, r].
 
     Args:
-        kind: how states are made.
+        kind: how the states are made.
         hidden_size: H.
         rank: r.
         vocab_size: V.
@@ -36,12 +36,12 @@ class MarkovHead(nn.Module):
     def forward(
         self, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, r] what `markov_w2` projects, and the state that the next slot takes.
+        """[N, r] input of `markov_w2`, and the state for the next slot.
 
         Args:
-            outputs: [N, H], of the slot.
-            before: [N] int64 target ids of the tokens right before it.
-            state: [N, r], what the slot before left; None before the first.
+            outputs: [N, H] outputs of the slot.
+            before: [N] int64 target ids of the previous tokens.
+            state: [N, r] state of the previous slot; None for the first.
         """
         told = self.markov_w1(before).to(outputs)
         if self.kind is Markov.vanilla:
@@ -56,10 +56,10 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of the chance that a slot's draft is accepted, if those before it are.
+    """Logit of the chance that a slot's token is accepted if the previous ones are.
 
     Args:
-        size: of what it reads.
+        size: width of the input.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,7 +67,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(size, 1)
 
     def forward(self, read: Tensor) -> Tensor:
-        """[...] float32 of [..., size], in float32 throughout."""
+        """[...] logits of [..., size], in float32 throughout."""
         with torch.autocast(read.device.type, enabled=False):
             weight, bias = self.proj.weight.float(), self.proj.bias.float()
             return nn.functional.linear(read.float(), weight, bias).squeeze(-1)

@@ -1,14 +1,14 @@
-"""The attention of rows that draft side by side.
+"""Attention of rows that draft in parallel.
 
-Every use of an EAGLE layer is the same picture. A text was read with true features, which
-gives keys and values for all of its S tokens. From some of its tokens, N rows draft on: a row
-sees the text up to its own token, and what it drafted itself. That is the training-time test
-of EAGLE-3 (causal block plus diagonals), the alignment of HASS, a chain while decoding (N = 1)
-and a level of a dynamic tree (a row is a path). No row ever sees another, so J steps cost J
-times N scores more, not a mask of [N, J * N].
+Every use of an EAGLE layer has the same form. The text was read with true hidden states, which give
+keys and values for its S tokens. From some of its tokens, N rows draft on: a row sees the text up
+to its own token, and its own draft tokens, never another row. This covers the training-time test of
+EAGLE-3 (causal block plus diagonals), the alignment of HASS, a chain in decoding (N = 1) and a
+level of a dynamic tree (a row is a path). J steps cost J times N more scores, not a mask of [N, J *
+N].
 
-Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier
-drafts of a row, Q heads, K key-value heads, d head size.
+Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier draft
+tokens of a row, Q heads, K key-value heads, d head size.
 """
 
 import torch
@@ -23,24 +23,23 @@ from heads.layers.documents import fits_flash
 def branch_attention(
     query: Tensor, branches: Branches, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention of each row over its text and its own drafts, in one distribution.
+    """Softmax attention of each row over its text and its own draft tokens, in one distribution.
 
-    With gradients and over one text it is fused, where a kernel takes the dtype and head size;
-    decoding, with few rows and no gradients, goes by `plain_attention`, and so do windows and
-    sinks.
+    With gradients and over one text, it uses a fused kernel if the kernel supports the dtype and
+    head size. Decoding (few rows, no gradients), windows and sinks use `plain_attention`.
 
     Args:
         query: [N, Q, d], rotated.
-        branches: keys rotated; everything in the dtype of `query`.
+        branches: branches with rotated keys, in the dtype of `query`.
         window: tokens that a row sees, its own included; None for all before it.
-        sinks: [Q], the score per head of a key that has no value; None for no such key.
+        sinks: [Q] score per head of a key without value; None for no such key.
 
     Returns:
         [N, Q, d].
     """
     plain = window is None and sinks is None
     if plain and torch.is_grad_enabled() and len(branches.keys) == 1:
-        # Not `[0]`, whose gradient is written into zeros.
+        # Not `[0]`, whose gradient fills a tensor of zeros.
         text = (branches.keys.squeeze(0), branches.values.squeeze(0))
         own = (*branches.own_keys, *branches.own_values)
         if fits_flash(query) and branches.seen.documents is not None:
@@ -55,7 +54,7 @@ def plain_attention(
 ) -> Tensor:
     """`branch_attention` by its definition, for any dtype, device and number of texts.
 
-    Scores of one text live for 256 rows at a time, in the backward pass too, so memory beyond
+    Keeps the scores of 256 rows of one text at a time, in the backward pass too, so memory beyond
     the inputs does not grow with N * S.
     """
     chunks = []
@@ -82,7 +81,7 @@ def plain_attention(
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, sinks: Tensor | None, *own: Tensor
 ) -> Tensor:
-    """`own` holds J keys, then J values, each [N, K, d]."""
+    """Attention whose `own` has J keys, then J values, each [N, K, d]."""
     num_rows, num_heads, size = query.shape
     num_texts, num_tokens, num_kv_heads, _ = keys.shape
     grouped = query.view(num_rows, num_kv_heads, -1, size) * size**-0.5

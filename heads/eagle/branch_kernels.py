@@ -1,17 +1,17 @@
-"""Training's attention over a text and own drafts, whose scores never leave a fused kernel.
+"""Training attention over a text and own draft tokens, with scores only inside a fused kernel.
 
-One call for all documents on CUDA, one for some rows at a time on a CPU. What a kernel gives of
-the text, an output o and the logsumexp l of its scores, is joined with the few scores s_j of the
-row's own drafts to the one distribution over both:
+One call for all documents on CUDA, one per chunk of rows on a CPU. For the text, a kernel returns
+output o and the logsumexp l of its scores. These are joined with the few scores s_j of the row's
+own draft tokens into one distribution:
 
     L = logsumexp(l, s_1, ..., s_J)    O = o exp(l - L) + sum_j v_j exp(s_j - L)
 
-The kernel's backward pass needs no more than these: from scores S that it computes anew it
-takes P = exp(S - L) and dS = P (dO v - sum(dO O)). Given the joined O and L it therefore
-returns exactly the text's share of the gradients, and the drafts' share is the same formula.
+The kernel's backward pass needs no more: from recomputed scores S it takes P = exp(S - L) and dS =
+P (dO v - sum(dO O)). With the joined O and L it therefore returns exactly the text's share of the
+gradients; the drafts' share follows from the same formula.
 
-Letters: S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier drafts of a
-row, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
+Letters: S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier draft tokens
+of a row, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from heads.eagle.branches import Span, Stretch
 from heads.layers.documents import flash, flash_backward
 
 OWN_BYTES = 64 * 2**20
-"""Most bytes of the drafts' keys and values in float32, of the rows that are joined at a time."""
+"""Largest float32 bytes of the drafts' keys and values, for rows joined at a time."""
 
 
 class Flash(torch.autograd.Function):
-    """Attention over documents and own drafts, as derived at the top of this file, on CUDA.
+    """Attention over documents and own draft tokens on CUDA, as derived in the module docstring.
 
-    The kernel wants a query for every token of the text; those of tokens that do not draft are
-    zeros, and nobody reads what it makes of them.
+    The kernel needs a query for every text token. Tokens that do not draft get zeros, whose outputs
+    are not used.
     """
 
     @staticmethod
@@ -59,12 +59,12 @@ class Flash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what `forward` got."""
+        """Gradients of the inputs of `forward`."""
         query, keys, values, output, log_norm, *own = ctx.saved_tensors
         rows, size = ctx.seen.rows, len(keys)
         grad = grad.contiguous()
         every, outputs, grads = (_scattered(each, rows, size) for each in (query, output, grad))
-        # Without a query, scores, output and its gradient are 0, and so is all that follows.
+        # Without a query, scores, output and gradient are 0, and everything after them.
         norms = _scattered(log_norm, rows, size).T
         text = (every, keys, values)
         found, *d_text = flash_backward(grads, text, (outputs, norms), ctx.seen.documents)
@@ -84,7 +84,7 @@ def _scattered(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
 
 
 def _joined_rows(keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
-    """The rows that have drafts, in slices whose keys and values fit in `OWN_BYTES`."""
+    """Rows with draft tokens, in slices whose keys and values fit in `OWN_BYTES`."""
     if not own:
         return []
     size = max(1, OWN_BYTES // (4 * len(own) * keys[0].numel()))
@@ -93,7 +93,7 @@ def _joined_rows(keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
 
 
 class Chunked(torch.autograd.Function):
-    """Attention over one text and own drafts, as derived at the top of this file, on a CPU."""
+    """Attention over one text and own draft tokens on a CPU, as derived in the module docstring."""
 
     @staticmethod
     def forward(
@@ -111,18 +111,18 @@ class Chunked(torch.autograd.Function):
             output[rows] = found.flatten(1, 2)
             kept.append(norms)
         ctx.save_for_backward(query, keys, values, output, *own)
-        # Not the branches: they come to hold what is made of this, which nobody would ever free.
+        # Not the branches, which will refer to this result and would form a cycle.
         ctx.spans, ctx.kept = spans, kept
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what `forward` got."""
+        """Gradients of the inputs of `forward`."""
         query, keys, values, output, *own = ctx.saved_tensors
         grad, d_query = grad.contiguous(), torch.empty_like(query)
         d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
-        # A token's gradient comes in parts from many chunks: summed in float32.
+        # A token's gradient is summed over many chunks, so in float32.
         d_text = [torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)]
         for span, norms in zip(ctx.spans, ctx.kept, strict=True):
             rows, tokens, _ = span
@@ -145,18 +145,18 @@ def _grouped(states: Tensor, keys: Tensor) -> Tensor:
 
 
 def _own_of(rows: slice, own: Sequence[Tensor]) -> Tensor:
-    """[2, n, K, J, d] float32 own keys and values of some rows."""
+    """[2, n, K, J, d] float32 own keys and values of a slice of rows."""
     found = torch.stack([each[rows] for each in own]).float()
     return found.unflatten(0, (2, -1)).movedim(1, 3)
 
 
 def _join(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
-    """[n, K, G, d] float32: attention over text and drafts.
+    """[n, K, G, d] float32 attention over text and draft tokens.
 
     Args:
         query: [n, K, G, d].
         found: [n, K, G, d] over the text alone.
-        log_norm: [n, K, G, 1] float32, of the text's scores; then of all scores.
+        log_norm: [n, K, G, 1] float32 logsumexp of the text's scores; overwritten by that of all.
         own: [2, n, K, J, d].
     """
     own_keys, own_values = own
@@ -169,7 +169,7 @@ def _join(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor
 
 
 def _own_backward(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor, d_own: Tensor) -> Tensor:
-    """The drafts' part of the query's gradient [n, K, G, d]; their own is written into `d_own`.
+    """Gradient [n, K, G, d] of the query through the drafts, whose own goes into `d_own`.
 
     Args:
         rows: query, joined output and its gradient, [n, K, G, d].
@@ -214,7 +214,7 @@ def _text_backward(
     Args:
         rows: query, joined output and its gradient, [n, K, G, d].
         text: keys and values [s, K, d], bias [n, s].
-        norms: what forward gave, with the joined logsumexp in it.
+        norms: logsumexp of `forward`, overwritten by the joined one.
     """
     *heads, bias = _kernel_layout(rows[0], *text)
     output, grad = (each.permute(2, 1, 0, 3) for each in rows[1:])

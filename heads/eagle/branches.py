@@ -1,7 +1,7 @@
-"""Keys and values of rows that draft side by side: a stretch of a text, and their own drafts.
+"""Keys and values of rows that draft in parallel: a stretch of a text, and own draft tokens.
 
-Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier
-drafts of a row, K key-value heads, d head size.
+Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier draft
+tokens of a row, K key-value heads, d head size.
 """
 
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ ROWS_PER_CHUNK = 256
 
 
 class Stretch(NamedTuple):
-    """The stretch of its text that each row sees.
+    """Stretch of its text that each row sees.
 
     Attributes:
-        first: [N] int64, the first token.
-        end: [N] int64, one more than the last; above `first`.
-        rows: [N] int64, the token that a row drafts from, if it sees just its document up to that.
-        documents: of the text, beside `rows`.
+        first: [N] int64, first token seen.
+        end: [N] int64, one after the last token seen; above `first`.
+        rows: [N] int64, token from which a row drafts, if it sees its document up to that token.
+        documents: documents of the text, with `rows`.
     """
 
     first: Tensor
@@ -33,21 +33,21 @@ class Stretch(NamedTuple):
 
     @classmethod
     def up_to(cls, end: Tensor) -> "Stretch":
-        """Everything before some tokens, [N] int64."""
+        """Everything before tokens [N] int64."""
         return cls(torch.zeros_like(end), end)
 
     def allowed(self, num_tokens: int) -> Tensor:
-        """[N, S] bool, where a row may look."""
+        """[N, S] bool, tokens that a row sees."""
         places = torch.arange(num_tokens, device=self.end.device)
         return (places >= self.first.unsqueeze(1)) & (places < self.end.unsqueeze(1))
 
 
 def causal_rows(documents: Documents, rows: Tensor) -> Stretch:
-    """A row sees the tokens of its document up to its own, so always that one.
+    """Let a row see the tokens of its document up to its own, included.
 
     Args:
-        documents: of a packed text.
-        rows: [N] int64, the token that a row drafts from.
+        documents: documents of a packed text.
+        rows: [N] int64, token from which a row drafts.
     """
     bounds = documents.bounds.long()
     first = bounds[torch.searchsorted(bounds, rows, right=True) - 1]
@@ -55,12 +55,12 @@ def causal_rows(documents: Documents, rows: Tensor) -> Stretch:
 
 
 class Span(NamedTuple):
-    """A chunk of rows and the stretch of the text that they look at.
+    """Chunk of rows, with the stretch of the text that they see.
 
     Attributes:
-        rows: n of them.
-        tokens: s of them, from the first to the last that any of the rows may look at.
-        seen: what each row sees of the text.
+        rows: the n rows.
+        tokens: the s tokens, from the first to the last that any of the rows sees.
+        seen: stretch that each row sees.
     """
 
     rows: slice
@@ -68,7 +68,7 @@ class Span(NamedTuple):
     seen: Stretch
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """[n, s] on the CPU, 0 where a row may look and -inf elsewhere."""
+        """[n, s] on the CPU: 0 for tokens that a row sees, -inf elsewhere."""
         first, end = (each.unsqueeze(1) for each in self.seen[:2])
         places = torch.arange(self.tokens.start, self.tokens.stop)
         hidden = (places < first) | (places >= end)
@@ -77,14 +77,14 @@ class Span(NamedTuple):
 
 @dataclass
 class Branches:
-    """The keys and values that N rows look at: a text, and the drafts of each row.
+    """Keys and values that N rows see: a text, and the draft tokens of each row.
 
-    Each text has N / T rows, one text's after another's.
+    Each text has N / T rows; rows are ordered by text.
 
     Attributes:
-        keys, values: [T, S, K, d], of the texts.
-        seen: what the rows see of their texts.
-        own_keys, own_values: J tensors [N, K, d], of the row's drafts so far.
+        keys, values: [T, S, K, d] of the texts.
+        seen: stretch of the text that each row sees.
+        own_keys, own_values: J tensors [N, K, d] of the row's draft tokens so far.
     """
 
     keys: Tensor
@@ -94,17 +94,17 @@ class Branches:
     own_values: list[Tensor] = field(default_factory=list)
 
     def select(self, rows: Tensor) -> "Branches":
-        """The branches of other rows: [M] int64 indices, equally many of each text in order."""
+        """Select the branches of rows [M] int64, equally many per text and in order."""
         seen = Stretch(self.seen.first[rows], self.seen.end[rows])
         own = [[each[rows] for each in drafts] for drafts in (self.own_keys, self.own_values)]
         return Branches(self.keys, self.values, seen, *own)
 
     @cached_property
     def spans(self) -> list[Span]:
-        """All rows in chunks, found once for every step; on a CPU, as it asks for numbers.
+        """All rows in chunks, computed once for every step; only on a CPU, as it reads numbers.
 
-        Rows in the order of the text see little of it together: half of the work falls away in
-        one causal text, most of it where documents are packed.
+        Rows in text order see little of the text together. This saves half of the work in one
+        causal text, and most of it with packed documents.
         """
         found, start = [], 0
         chunks = zip(*(each.split(ROWS_PER_CHUNK) for each in self.seen[:2]), strict=True)

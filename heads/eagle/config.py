@@ -1,4 +1,4 @@
-"""The architecture of an EAGLE head: its fields, defaults from a target, and `config.json`."""
+"""Architecture of an EAGLE head: fields, defaults from a target, and `config.json`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from heads.layers.llama import LLAMA_KEYS, llama_like
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
-"""Parts of a head that a recipe turns on or off."""
+"""Parts of a head that recipes turn on or off."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class EagleHeadConfig:
     """Architecture of a head.
 
     Attributes:
-        form: which of the two families.
-        llama: sizes, RoPE and norms of the layer; its `vocab_size` is the target's.
+        form: EAGLE-1 or EAGLE-3.
+        llama: sizes, RoPE and norms of the layer; `vocab_size` is the target's.
         target: Hub id or folder of the target.
-        target_hidden_size: width of one target feature.
-        layers: target features that are read, as indices of `output_hidden_states`; empty for
-            the default of the target that the head is attached to.
-        own_output_head, own_embedding: whether the head brings its own.
-        qk_norm: norms on queries and keys, as Qwen3 has them.
-        norm_before_fc: one norm over all fused features.
+        target_hidden_size: width of one hidden state of the target.
+        layers: hidden states that are read, as indices of `output_hidden_states`; empty for the
+            default of the attached target.
+        own_output_head, own_embedding: whether the head has its own.
+        qk_norm: whether queries and keys are normalised, as in Qwen3.
+        norm_before_fc: whether one norm covers all fused hidden states.
         fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.settings.eagle`.
     """
 
@@ -47,27 +47,27 @@ class EagleHeadConfig:
 
     @property
     def num_draft_tokens(self) -> int | None:
-        """The longest path, which has no end: a head goes on from its own outputs to any depth."""
+        """None: a head drafts from its own outputs to any depth."""
         return None
 
 
 def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]:
-    """Low, middle and high features of a target, as EAGLE-3 takes them.
+    """Low, middle and high hidden states of a target, as in EAGLE-3.
 
-    2, L/2 and L-3 of `output_hidden_states`, the outputs of layers 1, L/2-1 and L-4 counted
-    from 0; a target of 4 to 6 layers, where these meet, gives 1, L/2 and L-1.
+    These are 2, L/2 and L-3 of `output_hidden_states`, the outputs of layers 1, L/2-1 and L-4
+    counted from 0. For 4 to 6 layers, where these coincide: 1, L/2 and L-1.
 
     Args:
         num_layers: L.
-        key: the setting that is unset.
+        key: setting that is unset, for the message.
 
     Raises:
         InputError: fewer than 4 layers.
     """
     if num_layers < 4:
         raise InputError(
-            f"{key} is unset and the target has {num_layers} layers: name the features to "
-            f"fuse, of 0..{num_layers}"
+            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
+            f"states of 0..{num_layers}"
         )
     if num_layers < 7:
         return 1, num_layers // 2, num_layers - 1
@@ -75,10 +75,10 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
 
 
 def eagle_config(settings: FeatureHeadConfig, target: EmbeddingsAndHead) -> EagleHeadConfig:
-    """The architecture of a fresh head, with a layer of the target's sizes.
+    """Architecture of a new head, with a layer of the target's sizes.
 
     Raises:
-        InputError: the target has too few layers to tell which features are read.
+        InputError: the target has too few layers for the default hidden states.
     """
     eagle3 = settings.form is EagleForm.eagle3
     width = target.feature_size if eagle3 else target.hidden_size
@@ -88,18 +88,18 @@ def eagle_config(settings: FeatureHeadConfig, target: EmbeddingsAndHead) -> Eagl
         target=target.name,
         target_hidden_size=width,
         layers=tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else (),
-        # A file says that a target's embedding fits by one width for all.
+        # In the file, one width says that a target's embedding fits.
         own_embedding=width != target.hidden_size,
         **{name: getattr(settings, name) for name in CHOSEN_PARTS},
     )
 
 
 def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
-    """The keys that vLLM and SGLang read; layer indices as vLLM counts them.
+    """Keys that vLLM and SGLang read, with layer indices as in vLLM.
 
     Args:
-        config: the architecture.
-        num_draft_ids: W, ids in the draft vocabulary.
+        config: architecture.
+        num_draft_ids: size W of the draft vocabulary.
     """
     llama, eagle3 = config.llama, config.form is EagleForm.eagle3
     rope: Any = llama.rope_parameters
@@ -120,7 +120,7 @@ def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
         return shared
     layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)} if config.layers else {}
     return shared | {
-        # Unset makes SGLang take the target's output head, as such a head does.
+        # If unset, SGLang takes the target's output head, as this head does.
         "draft_vocab_size": num_draft_ids if config.own_output_head else None,
         "target_hidden_size": config.target_hidden_size,
         **layers,

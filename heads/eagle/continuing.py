@@ -1,7 +1,7 @@
-"""The part that EAGLE and MTP heads share: they go on from their own last output.
+"""Shared part of EAGLE and MTP heads: both continue from their own last output.
 
-At token t such a head reads what the target knows of it and the token x_{t+1}, and predicts
-x_{t+2}; fed with its own output in place of the target's state it goes on to x_{t+3}, and so on.
+At token t the head reads the target's hidden state and the token x_{t+1}, and predicts x_{t+2}.
+With its own output instead of the target's state it continues to x_{t+3}, and so on.
 
 Letters: S tokens of a text, N rows, H hidden, W draft vocabulary.
 """
@@ -23,32 +23,32 @@ ROWS_PER_CHUNK = 256
 
 
 class ContinuingHead(FeatureHead):
-    """A head that drafts one token after another, to any depth.
+    """Head that drafts token by token, to any depth.
 
     Attributes:
-        norm: of outputs before the output head; None for none.
-        num_layers: with keys and values.
+        norm: norm of outputs before the output head; None without one.
+        num_layers: number of layers with keys and values.
     """
 
     norm: nn.Module | None
 
     @property
     def num_layers(self) -> int:
-        """Layers that remember a text."""
+        """Number of layers that keep keys and values of a text."""
         return self.config.llama.num_hidden_layers
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """[..., H] what the head reads beside a token, of the target's features."""
+        """[..., H] state that the head reads beside a token, from the target's hidden states."""
 
     @abstractmethod
     def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Any:
-        """Reads features and, beside each, the token after it.
+        """Read hidden states, each with the token after it.
 
         Args:
-            fused: [S, H], of `fuse` or an earlier output of the head.
-            token_ids: [S] int64, the token that follows the feature's.
-            position_ids: [S] int64, of the feature.
+            fused: [S, H] result of `fuse`, or an earlier output of the head.
+            token_ids: [S] int64 tokens after the hidden states.
+            position_ids: [S] int64 positions of the hidden states.
 
         Returns:
             The text, with `keys` and `values` [S, K, d] and `position_ids` [S].
@@ -56,18 +56,18 @@ class ContinuingHead(FeatureHead):
 
     @abstractmethod
     def draft(self, text: Any, rows: Tensor, branches: Branches) -> Tensor:
-        """[N, H] output at rows [N] of a text; `branches` holds their keys already."""
+        """[N, H] outputs at rows [N] of a text, whose keys `branches` already holds."""
 
     @abstractmethod
     def advance(
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
     ) -> Tensor:
-        """[N, H] the next output of rows that read their own last one.
+        """[N, H] next outputs of rows that read their own last output.
 
         Args:
-            outputs: [N, H], what the row gave last.
-            token_ids: [N] int64, the token drafted from it.
-            position_ids: [N] int64, one more than the row's last.
+            outputs: [N, H] last outputs.
+            token_ids: [N] int64 tokens drafted from them.
+            position_ids: [N] int64 positions, one after the last.
             branches: gets the rows' new keys and values.
         """
 
@@ -80,19 +80,19 @@ class ContinuingHead(FeatureHead):
         detach: bool = False,
         own_tokens: bool = False,
     ) -> Iterator[Tensor]:
-        """[N, H] outputs of depth 1, 2, ... of drafts that follow the text's own tokens.
+        """Yield outputs [N, H] of depth 1, 2, ... for drafts along the text's own tokens.
 
-        Row t gives first what follows x_{t+1}, then, from its own output and x_{t+2}, what
-        follows that. This is the training-time test, and, as a draft is only followed while
-        it is accepted, also what greedy decoding would compute.
+        Row t first gives the output after x_{t+1}, then, from its own output and x_{t+2}, the next
+        one. This is the training-time test. It also gives greedy decoding's outputs, as a draft is
+        only followed while it is accepted.
 
         Args:
-            text: the whole text.
-            token_ids: [S + 1] int64, the text and the token after it.
+            text: whole text.
+            token_ids: [S + 1] int64, the text and the next token.
             rows: [N] int64.
-            branches: of the rows, without own keys.
-            detach: no gradient into the outputs that are fed back.
-            own_tokens: follow the likeliest drafts in place of the text's tokens.
+            branches: branches of the rows, without own keys.
+            detach: stop gradients into outputs that are fed back.
+            own_tokens: follow the likeliest draft tokens instead of the text's.
         """
         outputs = self.draft(text, rows, branches)
         step = 0
@@ -103,7 +103,7 @@ class ContinuingHead(FeatureHead):
             if own_tokens:
                 tokens = self._best(outputs.detach(), 1).squeeze(1)
             else:
-                # Rows whose text has ended go on with its last token; nobody looks at them.
+                # Rows at the end of the text repeat its last token; their outputs are not used.
                 tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
             outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
 
@@ -119,7 +119,7 @@ class ContinuingHead(FeatureHead):
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
+        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
@@ -132,6 +132,6 @@ class ContinuingHead(FeatureHead):
         return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
 
     def _best(self, outputs: Tensor, width: int) -> Tensor:
-        """[N, width] the best target ids after outputs [N, H]."""
+        """[N, width] best target ids after outputs [N, H]."""
         parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
         return self.vocab.to_target(torch.cat(parts))

@@ -1,8 +1,7 @@
-"""EAGLE as a drafter: chains, and EAGLE-2's dynamic trees.
+"""Drafting with EAGLE heads: chains, and EAGLE-2's dynamic trees.
 
-Both read what the target committed with its true features, keep keys and values of that alone,
-and draft on from there with features of their own. Nothing here waits for the device, but for
-chains that are cut.
+Both read committed tokens with the target's true hidden states, keep only their keys and values,
+and draft on with the head's own outputs. Only chains that may be cut wait for the device.
 
 Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
@@ -34,11 +33,11 @@ class EagleMemory(HeadDrafter):
         self.seen: Committed | None = None
 
     def observe(self, seen: Committed) -> None:
-        """Keeps what was committed until a draft is wanted; then the token after it is known."""
+        """Keep committed tokens until a draft is needed; then the token after them is known."""
         if self.seen is None:
             self.seen = seen
         elif seen.logits is None:
-            # The parts of a prompt are read as they come, which bounds what is kept.
+            # Parts of a prompt are read as they arrive, which bounds the memory.
             before, self.seen = self.seen.hand_on(seen)
             first = [tokens[0] if tokens else 0 for tokens in self.seen.token_ids]
             self._read(before, upload(first, seen.output.hidden_states.device))
@@ -46,14 +45,14 @@ class EagleMemory(HeadDrafter):
             self.seen = self.seen.then(seen)
 
     def _meet(self, other: Self) -> None:
-        """Prepare to take another drafter's text: read it but for its last token."""
+        """Prepare to take another drafter's text: read all but its last token."""
         assert self.seen is not None
         other._read_ahead()
         states = self.seen.output.hidden_states
         self.cache.open(len(states), states.device, self.seen.cache.slots)
 
     def _read_ahead(self) -> None:
-        """Reads a prompt but for its last token, which waits for the next."""
+        """Read a prompt except its last token, which waits for the next token."""
         assert self.seen is not None
         (tokens,) = self.seen.token_ids
         if len(tokens) > 1:
@@ -64,16 +63,18 @@ class EagleMemory(HeadDrafter):
 
     @abstractmethod
     def _read(self, seen: Committed, following: Tensor) -> Any:
-        """Reads tokens, each with the next; after the last of each text comes `following` [B]."""
+        """Read tokens, each with the next; `following` [B] comes after the last of each text."""
 
     def _taken(self, seen: Committed, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fused features [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
+        """Fused states [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
         features = self.head.features(seen.output)
         num_texts, length, _ = features.shape
         slots = self.cache.open(num_texts, features.device, seen.cache.slots)
         last = seen.counts.unsqueeze(1) - 1
         if not all(seen.token_ids):
-            last = last.clamp_min(0)  # of a text that has nothing in a part, which is forgotten
+            last = last.clamp_min(
+                0
+            )  # for texts without tokens in this part, whose result is dropped
         ids = seen.tokens.roll(-1, dims=1).scatter(1, last, following.unsqueeze(1))
         fused = self.head.fuse(features).flatten(0, 1)
         return fused, ids.flatten(), slots.place(length, length)
@@ -81,7 +82,7 @@ class EagleMemory(HeadDrafter):
     def _remember(
         self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: Committed
     ) -> tuple[Tensor, Tensor]:
-        """Two [B, S, K, d], all of a layer's, once new ones [B * n, K, d] are written."""
+        """Store keys and values [B * n, K, d] of a layer; return all of them, two [B, S, K, d]."""
         new_keys, new_values = (
             each.unflatten(0, places.shape).transpose(1, 2) for each in (keys, values)
         )
@@ -90,11 +91,11 @@ class EagleMemory(HeadDrafter):
         return every[0].transpose(1, 2), every[1].transpose(1, 2)
 
     def _known(self, positions: Tensor) -> Tensor:
-        """Positions within the head's window; nothing that is made of others is drafted."""
+        """Clamp positions to the head's window, beyond which no token is drafted."""
         return positions.clamp_max(self.head.window - 1)
 
     def _drafted(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, n] made at positions [B, n or 1], with PAD for those beyond the window."""
+        """Replace tokens [B, n] at positions [B, n or 1] beyond the window by PAD."""
         return tokens.masked_fill(positions >= self.head.window, PAD)
 
 
@@ -102,7 +103,7 @@ class _EagleDrafter(EagleMemory):
     """Drafts from the head's own outputs."""
 
     def _begin(self, roots: Roots) -> tuple[Tensor, Tensor, Branches]:
-        """Reads committed tokens up to `roots`; the head's output [B, H] and position there."""
+        """Read committed tokens up to `roots`; give the head's output [B, H] and position."""
         assert self.seen is not None
         seen, self.seen = self.seen, None
         text, branches = self._read(seen, roots.tokens)
@@ -119,7 +120,7 @@ class _EagleDrafter(EagleMemory):
 
 
 def last_rows(seen: Committed) -> Tensor:
-    """[B] the row of each text's last token, of all B * n in a row."""
+    """[B] row of each text's last token among all B * n."""
     places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
     return places + torch.arange(len(places), device=places.device) * length
 
@@ -128,7 +129,7 @@ class EagleChain(HeadChain, _EagleDrafter):
     """Drafts a chain, each token from the head's output for the one before."""
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains of `depth` tokens."""
+        """Draft chains of `depth` tokens."""
         outputs, positions, branches = self._begin(roots)
         draws = self.sampler()
         tokens: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""An EAGLE head in the words of each engine: tensors, `config.json`, command."""
+"""EAGLE heads per engine: tensors, `config.json` and serve command."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def files(
     layout: EagleLayout,
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
 ) -> Files:
-    """The files, in its layout, of an engine that can serve the head.
+    """Files, in its layout, for an engine that can serve the head.
 
     Raises:
         InputError: see `layouts.check_target`.
@@ -58,12 +58,12 @@ def _tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
 
 
 def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
-    """Tensors that the engine would otherwise start at random."""
+    """Tensors that the engine would otherwise initialise randomly."""
     added = {}
     if layout.embedding and head.embed_tokens is None:
         added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
     if layout.output_head and head.lm_head is None and head.config.form is EagleForm.eagle3:
-        # A copy, as one file cannot hold a tensor that is tied to the embedding.
+        # A copy, as a file cannot hold two tensors that share memory.
         added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype, copy=True)
     if layout.zero_fc_bias and head.fc.bias is None:
         added[FC_BIAS] = torch.zeros(len(head.fc.weight), dtype=head.dtype)
@@ -71,7 +71,7 @@ def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
 
 
 def _config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, Any]:
-    """Keys of a Llama model with those of EAGLE beside them, each in every place it is read."""
+    """Config of a Llama model with EAGLE's keys, each in every place where it is read."""
     config, eagle3 = head.config, head.config.form is EagleForm.eagle3
     settings = head.files().config
     if not config.qk_norm:
@@ -82,18 +82,18 @@ def _config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, An
         "rope_scaling": old_rope(settings["rope_parameters"], short=layout.old_rope),
         "dtype": dtype,
         "torch_dtype": dtype,
-        # SGLang's key for a bias of the attention, while its `fc` always has one.
+        # SGLang's key for a bias of the attention; its `fc` always has one.
         "bias": config.fc_bias and not layout.zero_fc_bias,
     }
     if not eagle3:
         return settings
-    # Null makes SGLang take the target's output head, and the authors' code fail.
+    # Null makes SGLang take the target's output head, and breaks the authors' code.
     settings["draft_vocab_size"] = len(head.vocab.ids)
     del settings["eagle_aux_hidden_state_layer_ids"]
     norms = {name: getattr(config, name) for name in NORMS}
     settings["eagle_config"] = {
         "use_aux_hidden_state": True,
-        # TensorRT-LLM's name of `norm_output`.
+        # TensorRT-LLM's name for `norm_output`.
         "return_hidden_post_norm": config.norm_output,
         **norms,
     }
@@ -107,7 +107,7 @@ def _config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, An
 def _speculators_config(
     head: EagleNetwork, flat: dict[str, Any], layout: EagleLayout, num_draft_tokens: int
 ) -> dict[str, Any]:
-    """Keys of speculators' `Eagle3SpeculatorConfig`; the layer's lie in one of their own."""
+    """Config of speculators' `Eagle3SpeculatorConfig`, with the layer's keys in a section."""
     config = head.config
     outer = {"architectures", "draft_vocab_size", "eagle_config", "target_hidden_size", "bias"}
     outer |= {"eagle_aux_hidden_state_layer_ids", "base_model_name_or_path", *NORMS}
@@ -143,7 +143,7 @@ def _speculators_config(
 
 
 def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
-    """The command that starts an engine, as lines for a shell (the authors': for Python)."""
+    """Command that starts an engine, as lines for a shell (the authors': for Python)."""
     target = head.target_name
     eagle3 = head.config.form is EagleForm.eagle3
     tokens = NUM_DRAFT_TOKENS
@@ -177,15 +177,15 @@ def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
 
 
 def hint(head: EagleNetwork, engine: ExportFormat) -> str:
-    """Further advice for users of an engine; empty or a sentence."""
+    """Further advice for users of an engine; empty, or a sentence."""
     if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
         return (
-            "The authors' loader looks up the target's embedding in its "
+            "The authors' loader searches the target's embedding in its "
             "`model.safetensors.index.json`, which a target in one file lacks."
         )
     if engine is ExportFormat.trtllm and dtype_of(head) == "float32":
         return (
-            "TensorRT-LLM runs the head in the dtype of `config.json`, and its attention knows "
-            "no float32: export with dtype=bfloat16."
+            "TensorRT-LLM runs the head in the dtype of `config.json`, and its attention does not "
+            "support float32: export with dtype=bfloat16."
         )
     return ""

@@ -1,10 +1,10 @@
-"""Reading EAGLE heads, whoever wrote them.
+"""Reader of EAGLE heads of all origins.
 
-One checkpoint comes in many layouts: the layer is `layers.0.` (EAGLE-1, speculators) or
-`midlayer.` (EAGLE-3, SpecForge, ours), settings lie in the root of `config.json`, in
+A checkpoint has many layouts. The layer is `layers.0.` (EAGLE-1, speculators) or `midlayer.`
+(EAGLE-3, SpecForge, Headsmith). Settings lie in the root of `config.json`, in
 `transformer_layer_config` (speculators), in `eagle_config` (ModelOpt, TensorRT-LLM) or in `model`
-(vLLM's first converter). What the tensors show is taken from them, the rest from `config.json`,
-and what neither `EagleHead` nor the file has a place for is refused.
+(vLLM's first converter). Tensors take precedence over `config.json`; anything that `EagleHead` or
+the file has no place for is refused.
 
 Sources: the writers SafeAILab/EAGLE, SpecForge, vllm-project/speculators and NeMo Automodel; the
 readers of vLLM 0.30 and SGLang. Letters: H hidden, V vocabulary, W draft vocabulary.
@@ -35,7 +35,7 @@ MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_e
 SCALED_ROPE = ("linear", "yarn", "llama3")
 # Names in SGLang.
 ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
-# A head with another value computes something else.
+# Heads with other values compute something else.
 ONLY = {
     "speculators_model_type": "eagle3",
     "num_hidden_layers": 1,
@@ -45,8 +45,8 @@ ONLY = {
     "partial_rotary_factor": 1.0,
     "logit_scale": 1.0,
 }
-# The tensor that goes with a flag. Not for `attention_bias`, which SpecForge copies from the
-# target without having one, nor for `bias`, by which vLLM means that of the attention.
+# Tensors that belong to flags. `attention_bias` is left out, as SpecForge copies it from the target
+# without having one, and `bias`, as vLLM means that of the attention.
 FLAGS = {
     "fc_norm": "fc_norm.0.weight",
     "use_aux_norm": "fc_norm.0.weight",
@@ -57,14 +57,14 @@ DRAFT_SIZES = ("draft_vocab_size", "hot_vocab_size", "truncated_vocab_size")
 
 @dataclass
 class Checkpoint:
-    """The contents of a folder.
+    """Content of a head's folder.
 
     Attributes:
-        path: as the user gave it.
-        settings: `config.json`, its parts merged; no None.
-        tensors: by their names in `EagleHead.state_dict`, and `d2t` and `t2d`.
-        names: the name in the file of each tensor.
-        export: what `heads.export.writer` noted about the folder; empty for others.
+        path: path as the user typed it.
+        settings: `config.json` with its parts merged, without None.
+        tensors: tensors by their names in `EagleHead.state_dict`, and `d2t` and `t2d`.
+        names: name of each tensor in the file.
+        export: notes of `heads.export.writer` about the folder; empty for other writers.
     """
 
     path: str
@@ -75,10 +75,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, path: str) -> "Checkpoint":
-        """Reads a folder that the user calls `path`.
+        """Read a folder, named `path` in messages.
 
         Raises:
-            InputError: files that are missing, corrupt or pickled.
+            InputError: files are missing, corrupt or pickled.
         """
         found = cls(path, {}, {}, {}, {})
         found._read_settings(folder / "config.json")
@@ -87,14 +87,14 @@ class Checkpoint:
         if not files:
             raise found.error(
                 f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "
-                "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened: "
-                "on the Hub, take the repository's safetensors conversion, usually "
+                "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened; on "
+                "the Hub, take the repository's safetensors conversion, usually "
                 "head.revision=refs/pr/1, or convert it with "
                 "https://huggingface.co/spaces/safetensors/convert"
             )
         for file in files:
             for name, tensor in load_tensors(file).items():
-                # Copied from the target, or zeros, for an engine that asks for them.
+                # Copied from the target, or zeros, for engines that need them.
                 if name not in found.export.get("added", ()):
                     found._add(name, tensor)
         return found
@@ -122,25 +122,25 @@ class Checkpoint:
     def _add(self, stored: str, tensor: Tensor) -> None:
         name = _own_name(stored)
         if name in self.tensors:
-            raise self.error(f"the same tensor twice, as {self.names[name]} and {stored}")
+            raise self.error(f"the same tensor appears twice, as {self.names[name]} and {stored}")
         self.tensors[name], self.names[name] = tensor, stored
 
     def stored(self, name: str) -> str:
-        """The name that a tensor has, or would have, in the file."""
+        """Name that a tensor has, or would have, in the file."""
         if name in self.names or not name.startswith("layer."):
             return self.names.get(name, name)
         return self.layer_prefix + name.removeprefix("layer.")
 
     @property
     def layer_prefix(self) -> str:
-        """The prefix of the layer's tensors in the file."""
+        """Prefix of the layer's tensors in the file."""
         for name, stored in self.names.items():
             if name.startswith("layer."):
                 return stored.removesuffix(name.removeprefix("layer."))
         return LAYER_NAMES[EagleForm.eagle3]
 
     def error(self, problem: str) -> InputError:
-        """An error to raise, which names `head.path`."""
+        """Make an error that names `head.path`."""
         return InputError(f"head.path={self.path}: {problem}")
 
 
@@ -156,15 +156,15 @@ def _own_name(stored: str) -> str:
 def architecture(
     found: Checkpoint, layers: Sequence[int] | None, only: Mapping[str, Any]
 ) -> EagleHeadConfig:
-    """The architecture in a file, of the parts that all EAGLE heads have.
+    """Architecture in a file, of the parts that all EAGLE heads have.
 
     Args:
-        found: the file.
-        layers: the target features that it fuses, in place of those that it names.
+        found: content of the folder.
+        layers: hidden states to fuse, instead of those of the file.
         only: settings that may have no other value.
 
     Raises:
-        InputError: settings that contradict the tensors, or that the head does not compute.
+        InputError: settings contradict the tensors, or are not implemented.
     """
     _check_settings(found, only)
     tensors, settings, llama = found.tensors, found.settings, _llama(found)
@@ -185,7 +185,7 @@ def architecture(
             )
         return EagleHeadConfig(**shared)
     width = _target_width(found)
-    # TensorRT-LLM's name of `norm_output`.
+    # TensorRT-LLM's name for `norm_output`.
     post_norm = settings.get("return_hidden_post_norm", False)
     more = {
         "target_hidden_size": width,
@@ -194,7 +194,7 @@ def architecture(
         "norm_before_fc": FLAGS["norm_before_fc"] in tensors,
         "fc_norm": FLAGS["fc_norm"] in tensors,
         "norm_output": settings.get("norm_output", post_norm),
-        # speculators and vLLM disagree on its default; this is the one of the paper's code.
+        # speculators and vLLM disagree on the default; this is the one of the paper's code.
         "norm_before_residual": settings.get("norm_before_residual", False),
     }
     return EagleHeadConfig(**(shared | more))
@@ -213,9 +213,13 @@ def _check_settings(found: Checkpoint, only: Mapping[str, Any]) -> None:
     settings = found.settings
     for key, value in only.items():
         if settings.get(key, value) != value:
-            raise found.error(f"config.json says {key}={settings[key]}: must be {value}")
+            raise found.error(
+                f"config.json says {key}={settings[key]}, which is not implemented; must be {value}"
+            )
     if "sliding_attention" in settings.get("layer_types", ()):
-        raise found.error("config.json says layer_types=['sliding_attention']: not served")
+        raise found.error(
+            "config.json says layer_types=['sliding_attention'], which is not implemented"
+        )
     for key, name in FLAGS.items():
         if settings.get(key, name in found.tensors) != (name in found.tensors):
             has = "has no" if settings[key] else "has"
@@ -245,7 +249,7 @@ def _llama(found: Checkpoint) -> LlamaConfig:
 
 
 def _rope(found: Checkpoint) -> dict[str, Any]:
-    """Both spellings of RoPE settings, before and since transformers 5, as the latter."""
+    """RoPE settings in the form of transformers 5, from either form."""
     settings = found.settings
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     rope = dict(rope.get("full_attention", rope))
@@ -253,14 +257,14 @@ def _rope(found: Checkpoint) -> dict[str, Any]:
     kind = rope.pop("rope_type", old_kind)
     theta = rope.pop("rope_theta", settings.get("rope_theta", 10000.0))
     part = rope.pop("partial_rotary_factor", 1.0)
-    # Multimodal RoPE has three positions, which are equal on text.
+    # Multimodal RoPE has three positions, which are equal for text.
     if part == 1.0 and kind in ("default", "mrope"):
         return {"rope_type": "default", "rope_theta": theta}
     if part == 1.0 and kind in SCALED_ROPE:
         return rope | {"rope_type": kind, "rope_theta": theta}
     raise found.error(
-        f"config.json says RoPE is {kind} over {part} of each head: must be default, mrope, "
-        f"{', '.join(SCALED_ROPE)} over 1.0"
+        f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; must "
+        f"be default, mrope, {', '.join(SCALED_ROPE)} over 1.0"
     )
 
 
@@ -277,21 +281,22 @@ def _target_width(found: Checkpoint) -> int:
 
 
 def _layers(found: Checkpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
-    # Engines count them in several ways, and some not at all.
+    # Engines count layers in several ways, and some name none.
     own = found.export.get("layers")
     stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
     chosen = tuple(stated if layers is None else layers)
     fc = found.tensors.get("fc.weight")
     if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:
         raise found.error(
-            f"{found.stored('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} features "
-            f"of {width}, but head.layers or config.json names {list(chosen) or 'none, which is 3'}"
+            f"{found.stored('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} hidden "
+            f"states of {width}, but head.layers or config.json names "
+            f"{list(chosen) or 'none, which is 3'}"
         )
     return chosen
 
 
 def vocabulary(found: Checkpoint, form: EagleForm) -> DraftVocab:
-    """Takes `d2t` and `t2d`, and EAGLE-1's copy of the target's output head, off the tensors."""
+    """Take `d2t`, `t2d` and EAGLE-1's copy of the target's output head from the tensors."""
     size, tensors = found.settings["vocab_size"], found.tensors
     vocab = DraftVocab.everything(size)
     if "d2t" in tensors:
@@ -304,20 +309,22 @@ def vocabulary(found: Checkpoint, form: EagleForm) -> DraftVocab:
         # vLLM's first converter added one: https://github.com/vllm-project/vllm/pull/11866
         tensors.pop("lm_head.weight", None)
         if not vocab.full or {*stated, *rows} - {size}:
-            raise found.error(f"an EAGLE-1 head with a draft vocabulary is not served: {told}")
+            raise found.error(
+                f"an EAGLE-1 head with a draft vocabulary, which is not implemented: {told}"
+            )
         return vocab
     if {*stated, *rows} - {len(vocab.ids)}:
-        raise found.error(f"draft vocabulary of {told} (without d2t, all): must agree")
+        raise found.error(f"draft vocabularies disagree: {told} (without d2t, all)")
     if not rows and not vocab.full:
-        raise found.error(f"lm_head.weight missing: the target's does not fit {told}")
+        raise found.error(f"lm_head.weight is missing, and the target's does not fit {told}")
     return vocab
 
 
 def filled(head: Head, found: Checkpoint) -> Head:
-    """A head, loaded with all tensors of a file.
+    """Load all tensors of a file into a head.
 
     Raises:
-        InputError: one too many, too few or misshapen.
+        InputError: a tensor is missing, unknown or of another shape.
     """
     expected, tensors = head.state_dict(), found.tensors
     shapes = {

@@ -1,6 +1,7 @@
-"""EAGLE-3 heads as GGUF files, llama.cpp's architecture `eagle3`, and back.
+"""EAGLE-3 heads as GGUF files (llama.cpp's architecture `eagle3`), written and read.
 
-It turns neighbouring rows of queries and keys, names layers as we do, and takes `d2t` as ids.
+llama.cpp rotates neighbouring rows of queries and keys, names layers as here, and takes `d2t` as
+ids.
 """
 
 from collections.abc import Collection
@@ -37,16 +38,16 @@ TURNED = {
     "blk.0.attn_q.weight": "num_attention_heads",
     "blk.0.attn_k.weight": "num_key_value_heads",
 }
-"""Tensors whose rows llama.cpp has in another order, and the number of their heads in a config."""
+"""Tensors whose rows llama.cpp orders differently, with the config's key of their heads."""
 FLAGS = ("norm_before_residual", "norm_before_fc")
 
 
 def files(head: EagleNetwork) -> Files:
-    """The file of a head that llama.cpp can serve."""
+    """File of a head that llama.cpp can serve."""
     config, llama = head.config, head.config.llama
     title = head.variants[head.variant].title
     metadata = of_head(llama, ARCH, head.dtype, title, head.target_name)
-    # As in every other layout: a head's own files may say less than its target reads.
+    # As in every other layout: a head's own files may say less than its target supports.
     metadata[f"{ARCH}.context_length"] = Value.of(num_positions(head.target.config))
     metadata[f"{ARCH}.target_layers"] = Value.of(list(config.layers))
     metadata[f"{ARCH}.target_hidden_size"] = Value.of(config.target_hidden_size)
@@ -63,15 +64,15 @@ def files(head: EagleNetwork) -> Files:
 def opened(
     file: GgufFile, what: str, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The head of a file as `config.json` and tensors, named as EAGLE's authors do.
+    """Config and tensors of a file, under the names of EAGLE's authors.
 
     Args:
-        file: of this architecture.
-        what: the user's name for it, for messages.
+        file: file of this architecture.
+        what: name of the file in messages.
         added: tensors that are not the head's own.
 
     Raises:
-        InputError: metadata that are missing.
+        InputError: metadata are missing.
     """
     tensors = {name: each for name, each in file.tensors().items() if name not in added}
     config = config_of(file.metadata, tensors.pop(ROPE_FREQS, None), what)

@@ -1,4 +1,4 @@
-"""The logits that an EAGLE head makes of features, one draft after another, in float32 on the CPU.
+"""Reference logits of an EAGLE head, depth by depth, in float32 on the CPU.
 
 Letters: S rows, D depths, F target hidden, H hidden, V vocabulary, W ids the head can draft.
 """
@@ -21,9 +21,10 @@ Head = TypeVar("Head", bound=EagleNetwork)
 def golden(
     head: EagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
 ) -> Golden:
-    """Row t at depth j has read features 0..t beside tokens 0..t, then its own outputs.
+    """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
 
-    What an engine's chain does while every draft is accepted; arguments as `DraftHead.golden` says.
+    These are an engine's logits while every draft token is accepted. Arguments as in
+    `DraftHead.golden`.
     """
     embeddings = embedding_rows(target.embedding.weight, token_ids, head.dtype)
     own = embeddings
@@ -36,7 +37,7 @@ def golden(
 def projected_by(
     head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
 ) -> Golden:
-    """The logits of normed outputs [D, S, H], by the head's output head or the target's."""
+    """Logits of normalised outputs [D, S, H], by the head's output head or the target's."""
     if head.lm_head is None:
         rows = output_rows(target, head.dtype)
         return Golden(projected(outputs, rows), beside, rows)
@@ -47,7 +48,7 @@ def projected_by(
 
 
 def on_cpu(head: Head, embeddings: Tensor) -> Head:
-    """A float32 copy whose embedding holds the tokens of the text alone, in their order."""
+    """Float32 copy whose embedding holds only the text's tokens, in order."""
     copy = type(head)(head.config, head.vocab.to("cpu"))
     copy.embed_tokens = None
     tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
@@ -57,7 +58,7 @@ def on_cpu(head: Head, embeddings: Tensor) -> Head:
 
 
 def _unrolled(head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor) -> Tensor:
-    """[D, S, H] normed outputs of a head made by `on_cpu`."""
+    """[D, S, H] normalised outputs of a head made by `on_cpu`."""
     assert head.embed_tokens is not None
     num_rows = len(position_ids)
     places = torch.arange(len(head.embed_tokens.weight))

@@ -1,4 +1,4 @@
-"""EAGLE heads: what they answer, see `heads/head.py`."""
+"""Answers of EAGLE heads. See `heads/head.py`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,16 +23,16 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
 BIAS_PROBLEM = (
-    "its fusion layer has a bias (`fc.bias`), for which vLLM has no place. A head trained with "
+    "its fusion layer has a bias (`fc.bias`), which vLLM cannot load. A head trained with "
     "head.fc_bias=false loads."
 )
 
 
 def feature_doubts(head: Any) -> Readings:
-    """Settings that the files of any head of EAGLE's layers may have wrong."""
+    """Settings that files of any head with EAGLE's layers may have wrong."""
     if head.config.form is EagleForm.eagle1:
         swapped = {"fc.weight": parts(head.fc.weight.detach(), (1, 0))}
-        yield "fc reads the feature before the embedding", reread(head, tensors=swapped)
+        yield "fc reads the hidden state before the embedding", reread(head, tensors=swapped)
     else:
         yield from layers(head, default_layers)
         yield from orders(head)
@@ -42,13 +42,13 @@ def feature_doubts(head: Any) -> Readings:
 
 
 def output_doubts(head: Any) -> Readings:
-    """The output that a head feeds back: before or after its norm."""
+    """Readings of the output that a head feeds back: before or after its norm."""
     if head.config.form is EagleForm.eagle3:
         yield flipped(head, "norm_output")
 
 
 class EagleHead(EagleNetwork):
-    """An EAGLE-1/2 or EAGLE-3 head."""
+    """EAGLE-1/2 or EAGLE-3 head."""
 
     variants: ClassVar = {
         form.value: Variant(title, partial(EagleConfig, form=form))
@@ -59,14 +59,14 @@ class EagleHead(EagleNetwork):
     tree: ClassVar[type[HeadTree]] = EagleTree
     default_layers = staticmethod(default_layers)
     doubts = (feature_doubts, output_doubts)
-    prunable = "heads that project onto the ids by weights of their own"
+    prunable = "heads with their own output weights"
     layouts: ClassVar[dict[ExportFormat, dict[EagleForm, EagleLayout]]] = LAYOUTS
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load the head of any folder; the reader says what an unfit one lacks.
+        """Load the head of any folder. The reader reports what another folder lacks.
 
-        Without layer ids in `config.json` the head takes the default ones when it is attached.
+        Without layer ids in `config.json`, the head takes the default ones when attached.
         """
         found = Checkpoint.open(folder, path)
         config = architecture(found, layers, ONLY)
@@ -76,13 +76,13 @@ class EagleHead(EagleNetwork):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: FeatureHeadConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Sized like a layer of the target; EAGLE-1 drafts through its output head, so all ids."""
+        """Make a new head with a layer of the target's sizes. EAGLE-1 drafts all ids."""
         if settings.form is EagleForm.eagle1:
             vocab = DraftVocab.everything(vocab.size)
         return cls(eagle_config(settings, target), vocab).begin(target, settings.output_head, seed)
 
     def files(self) -> Files:
-        """The names of the original layout, and the keys that vLLM and SGLang read."""
+        """Files with the names of the original layout and the keys of vLLM and SGLang."""
         prefix, own = self.layer_prefix, super().files()
         tensors = {
             prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: tensor
@@ -110,7 +110,7 @@ class EagleHead(EagleNetwork):
         return golden.golden(self, target, states, token_ids, places)
 
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """The facts of a head; training tells the method where methods share an architecture."""
+        """Facts of a head. Its training tells methods with the same architecture apart."""
         settings, config = trained_with(provenance), self.config
         tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
         method, paper = self._method(settings)
@@ -121,8 +121,8 @@ class EagleHead(EagleNetwork):
             method=method,
             paper=paper,
             description=(
-                f"one decoder layer {self._parts()}. It drafts one token after another, to any "
-                "depth, each from its own last output"
+                f"one decoder layer {self._parts()}. It drafts token by token, to any depth, each "
+                "from its own last output"
             ),
             num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
             # vLLM builds the fusion layer without a bias and fails on the tensor.
@@ -135,7 +135,7 @@ class EagleHead(EagleNetwork):
         """Name and arXiv number."""
         config = self.config
         if config.form is EagleForm.eagle1:
-            # The same head: only its training tells HASS from EAGLE-1, and its use EAGLE-2.
+            # The same head: training tells HASS from EAGLE-1; EAGLE-2 only differs in use.
             hass = settings.get("top_k_weight") or settings.get("detach_features")
             return ("HASS", "2408.15766") if hass else ("EAGLE-1/2", "2401.15077")
         if config.fc_norm and config.norm_output:

@@ -1,4 +1,4 @@
-"""The decoder layer of an EAGLE head: Llama's, over an input of its own.
+"""Decoder layer of an EAGLE head: Llama's, with a separate input.
 
 Letters: N rows, H hidden, I input width, Q heads, K key-value heads, d head size.
 """
@@ -13,13 +13,13 @@ from heads.layers.llama import LlamaAttention, RmsNorm
 
 
 class EagleLayer(nn.Module):
-    """One Llama decoder layer over an input that is not its residual stream.
+    """Llama decoder layer whose input is not its residual stream.
 
     Args:
         config: sizes, norms and RoPE.
-        two_inputs: EAGLE-3's input, a normed embedding beside a normed feature (I = 2H);
-            otherwise EAGLE-1's, which comes ready and is not normed (I = H).
-        qk_norm: norms on queries and keys per head, as Qwen3 has them.
+        two_inputs: EAGLE-3's input, a normalised embedding beside a normalised state (I = 2H);
+            otherwise EAGLE-1's input, used as it is (I = H).
+        qk_norm: normalise queries and keys per head, as in Qwen3.
     """
 
     def __init__(self, config: LlamaConfig, two_inputs: bool, qk_norm: bool) -> None:
@@ -34,18 +34,18 @@ class EagleLayer(nn.Module):
     def forward(
         self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: Branches
     ) -> Tensor:
-        """[N, H] the layer's output.
+        """[N, H] output of the layer.
 
         Args:
-            inputs: [N, I], what queries are made of.
+            inputs: [N, I] inputs of the queries.
             residual: [N, H].
             rotation: [N, 2, d] of the rows' positions.
-            branches: keys and values, those of the rows themselves included.
+            branches: keys and values, including those of the rows themselves.
         """
         attended = branch_attention(self.self_attn.query(inputs, rotation), branches)
         return self.finish(residual, attended)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """[N, H] the layer's output, of its residual [N, H] and what was attended to [N, Q, d]."""
+        """[N, H] output of the layer, from residual [N, H] and attention output [N, Q, d]."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

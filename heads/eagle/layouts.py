@@ -1,6 +1,6 @@
-"""The layouts of EAGLE heads that serving engines load, and so which heads each can serve.
+"""Layouts of EAGLE heads that serving engines load, and the heads that each can serve.
 
-Read from the loaders themselves:
+Read from the loaders:
 - vLLM 0.32 `models/{llama_eagle,llama_eagle3}.py`, `configs/speculators/`;
 - SGLang `models/{llama_eagle,llama_eagle3,llama}.py` (2026), `model_runner.py`;
 - TensorRT-LLM `_torch/models/modeling_speculative.py`, `llm_args.py` (1.3);
@@ -8,7 +8,7 @@ Read from the loaders themselves:
 - SafeAILab/EAGLE `model/{cnets,cnets1,configs,ea_model}.py`;
 - llama.cpp b11434 `src/models/eagle3.cpp`.
 
-None of them looks for tensors that are missing: most start those at random and serve nonsense.
+The loaders do not check for missing tensors: most initialise them randomly and serve nonsense.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from heads.export.engines import ENGINES
 from heads.export.llamacpp import rope_problem
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
-# What a head may have beyond the paper's, by the field of `EagleHeadConfig`.
+# Parts beyond the paper's, by field of `EagleHeadConfig`.
 PARTS = {
     "fc_bias": "a bias of the fusion layer (fc.bias)",
     "fc_norm": "a norm per feature (fc_norm)",
@@ -40,30 +40,30 @@ NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
 @dataclass(frozen=True)
 class EagleLayout:
-    """The layout in which a loader takes an EAGLE head.
+    """Layout in which a loader reads an EAGLE head.
 
     Attributes:
-        architecture: in `architectures`.
-        parts: the `PARTS` that its layer computes, and `mlp_bias` if its MLP may have biases.
-        layer_prefix: of the names of the layer's tensors.
-        layer_offset: what its layer ids are more than those of `output_hidden_states`; None if it
-            always reads 2, L/2 and L-3 of these.
-        min_layers: features below which it does not fuse.
-        num_layers: features that it fuses; None for any number.
-        any_order: takes features in the order of the head.
-        zero_fc_bias: builds `fc` with a bias, which a head without one must set to zero.
-        embedding: needs `embed_tokens.weight`, even if that is the target's.
-        own_embedding: takes a head's own embedding where the target's would fit as well.
-        output_head: needs `lm_head.weight`, even if that is the target's.
+        architecture: value of `architectures`.
+        parts: `PARTS` that its layer implements, and `mlp_bias` if its MLP may have biases.
+        layer_prefix: prefix of the layer's tensors.
+        layer_offset: its layer ids minus those of `output_hidden_states`; None if it always reads
+            2, L/2 and L-3.
+        min_layers: least number of hidden states that it fuses.
+        num_layers: number of hidden states that it fuses; None for any.
+        any_order: whether it takes hidden states in the head's order.
+        zero_fc_bias: whether it builds `fc` with a bias, which other heads must set to zero.
+        embedding: whether it needs `embed_tokens.weight`, even if that is the target's.
+        own_embedding: whether it uses a head's own embedding if the target's would fit.
+        output_head: whether it needs `lm_head.weight`, even if that is the target's.
         d2t: dtype of `d2t`.
-        t2d: has a place for `t2d`.
-        exclusive_norms: takes `fc_norm` or `norm_before_fc`, not both.
-        equal_widths: takes features as wide as the head alone.
-        old_rope: knows no RoPE scaling but linear, and that with a theta of 10000 alone; no head
-            size but hidden / heads.
-        unread_rope: settings of RoPE that it does not read.
-        gguf: is a GGUF file, which says RoPE in words of its own.
-        method: what speculators calls the kind of head.
+        t2d: whether it has a place for `t2d`.
+        exclusive_norms: whether it takes `fc_norm` or `norm_before_fc`, but not both.
+        equal_widths: whether hidden states must be as wide as the head.
+        old_rope: whether RoPE may only be scaled linearly, with a theta of 10000, and the head size
+            must be hidden / heads.
+        unread_rope: RoPE settings that it does not read.
+        gguf: whether it is a GGUF file, which has its own RoPE keys.
+        method: kind of head in speculators.
     """
 
     architecture: str
@@ -103,7 +103,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
             zero_fc_bias=True,
             own_embedding=False,
         ),
-        # `fc` could have a bias, but the key that says so gives the attention one as well.
+        # `fc` could have a bias, but its key gives the attention one as well.
         EagleForm.eagle3: EagleLayout(
             "LlamaForCausalLMEagle3",
             ("fc_norm", "norm_output"),
@@ -164,7 +164,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
 
 
 def problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
-    """The reason why an engine with such a layout cannot serve a head, as the end of a sentence."""
+    """Reason why an engine with this layout cannot serve a head, as the end of a sentence."""
     return (
         _part_problem(head, layout)
         or _order_problem(head.config.layers, layout)
@@ -185,19 +185,21 @@ def _part_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
         return "takes one of fc_norm and norm_before_fc"
     if layout.equal_widths and config.target_hidden_size != config.llama.hidden_size:
         return (
-            f"fuses features as wide as the head, and this head has {config.llama.hidden_size} "
-            f"for features of {config.target_hidden_size}"
+            "fuses hidden states as wide as the head, and this head has "
+            f"{config.llama.hidden_size} for hidden states of {config.target_hidden_size}"
         )
     return None
 
 
 def _order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
     if not layout.any_order and list(layers) != sorted(set(layers)):
-        return f"hands over features in rising order, and this head reads {list(layers)}"
+        return f"fuses hidden states in rising order, and this head reads {list(layers)}"
     if 0 < len(layers) < layout.min_layers:
-        return f"fuses at least {layout.min_layers} features, and this head reads {list(layers)}"
+        return (
+            f"fuses at least {layout.min_layers} hidden states, and this head reads {list(layers)}"
+        )
     if layers and layout.num_layers not in (None, len(layers)):
-        return f"fuses {layout.num_layers} features, and this head reads {list(layers)}"
+        return f"fuses {layout.num_layers} hidden states, and this head reads {list(layers)}"
     return None
 
 
@@ -214,22 +216,22 @@ def _rope_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     kind, theta = rope["rope_type"], rope["rope_theta"]
     if kind != "default" and (kind != "linear" or theta != 10000):
         return (
-            "knows plain RoPE, and linearly scaled RoPE with a theta of 10000; this head has "
+            "supports plain RoPE, and linearly scaled RoPE with a theta of 10000; this head has "
             f"{kind} with {theta:g}"
         )
     if llama.head_dim != llama.hidden_size // llama.num_attention_heads:
         return (
-            f"wants head_dim = hidden_size / heads, and this head has {llama.head_dim} * "
+            f"needs head_dim = hidden_size / heads, and this head has {llama.head_dim} * "
             f"{llama.num_attention_heads} for {llama.hidden_size}"
         )
     return None
 
 
 def check_target(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> None:
-    """Refuses what the engine takes from this target in another way than the head does.
+    """Refuse a target from which the engine would read something else than the head does.
 
     Raises:
-        InputError: with the features it reads and those that are allowed, or naming the tensor.
+        InputError: naming the head's layers and the allowed ones, or the tensor.
     """
     _check_embedding(head, engine, layout)
     if head.config.layers:
@@ -242,9 +244,9 @@ def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayo
         return
     if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
         raise InputError(
-            f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, and "
-            "embed_tokens.weight of this head is another; allowed where a head keeps its own: "
-            "vllm, original, llamacpp"
+            f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, but "
+            "this head has another embed_tokens.weight; formats that keep it: vllm, original, "
+            "llamacpp"
         )
 
 
@@ -256,17 +258,17 @@ def _check_layers(
         fixed = [2, num_layers // 2, num_layers - 3]
         if list(layers) != fixed:
             raise InputError(
-                f"{start}, and {ENGINES[engine]} always {fixed}; train with head.layers={fixed}, "
+                f"{start}, but {ENGINES[engine]} always {fixed}; train with head.layers={fixed}, "
                 "or choose another format"
             )
     elif min(layers) < -layout.layer_offset or max(layers) >= num_layers:
         raise InputError(
-            f"{start}, and for {ENGINES[engine]} they must lie in "
-            f"{-layout.layer_offset}..{num_layers - 1} (what is known of the last one has passed "
-            "the final norm); train with other head.layers"
+            f"{start}, but for {ENGINES[engine]} they must lie in "
+            f"{-layout.layer_offset}..{num_layers - 1}, as the last one has passed the final norm; "
+            "train with other head.layers"
         )
 
 
 def takes_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
-    """Tells whether an engine keeps an embedding that the head brings."""
+    """Tell whether an engine uses the head's own embedding."""
     return layout.own_embedding or head.config.target_hidden_size != head.config.llama.hidden_size

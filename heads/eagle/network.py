@@ -1,11 +1,11 @@
-"""EAGLE heads: one decoder layer that continues the target's own features.
+"""Network of EAGLE heads: one decoder layer that continues the target's hidden states.
 
-At token t the head reads the feature f_t and the token x_{t+1}, and predicts x_{t+2}; fed with
-its own output in place of f_{t+1} it goes on to x_{t+3}, and so on.
+At token t the head reads the hidden state f_t and the token x_{t+1}, and predicts x_{t+2}. With its
+own output instead of f_{t+1} it continues to x_{t+3}, and so on.
 
 Sources: EAGLE (arXiv 2401.15077), HASS (2408.15766) and EAGLE-3 (2503.01840); file layout of
-SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of a text, N rows,
-H hidden, F width of a feature, V vocabulary, W draft vocabulary.
+SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of a text, N rows, H
+hidden, F width of a hidden state, V vocabulary, W draft vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -31,13 +31,13 @@ LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 
 @dataclass(frozen=True)
 class Text:
-    """A text that the head has read with true features.
+    """Text that the head has read with true hidden states.
 
     Attributes:
-        inputs: [S, I] of the layer's attention.
+        inputs: [S, I] inputs of the layer's attention.
         residual: [S, H].
         position_ids: [S] int64.
-        rotation: [S, 2, d] of the positions.
+        rotation: [S, 2, d] rotation of the positions.
         keys, values: [S, K, d].
     """
 
@@ -50,11 +50,11 @@ class Text:
 
 
 class EagleNetwork(ContinuingHead):
-    """The network of an EAGLE-1/2 or EAGLE-3 head; `attach` it to its target before use.
+    """Network of an EAGLE-1/2 or EAGLE-3 head. `attach` it to its target before use.
 
     Args:
-        config: the architecture.
-        vocab: the ids it can draft.
+        config: architecture.
+        vocab: draft vocabulary.
     """
 
     def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
@@ -74,10 +74,10 @@ class EagleNetwork(ContinuingHead):
         self.variant, self.layer_prefix = config.form.value, LAYER_NAMES[config.form]
 
     def begin(self, target: EmbeddingsAndHead, start: OutputHead, seed: int) -> Self:
-        """Fresh weights, alike for a seed, and rows of the target's embedding and head; attached.
+        """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
 
         Raises:
-            InputError: rows of the target's output head that a head cannot start from.
+            InputError: a head cannot start from the target's output head.
         """
         self._initialise(seed)
         self.attach(target)
@@ -99,7 +99,7 @@ class EagleNetwork(ContinuingHead):
                     nn.init.zeros_(module.bias)
 
     def fitted(self, target: EmbeddingsAndHead) -> EagleHeadConfig:
-        """See `FeatureHead.fitted`; sizes must agree, and the target have the layers."""
+        """See `FeatureHead.fitted`. Sizes must agree, and the target must have the layers."""
         config = self.config
         eagle3 = config.form is EagleForm.eagle3
         which = "feature_size" if eagle3 else "hidden_size"
@@ -109,19 +109,19 @@ class EagleNetwork(ContinuingHead):
         outside = [i for i in config.layers if not 0 <= i <= target.num_layers]
         if outside:
             raise InputError(
-                f"head.layers: {outside}, but target.path={target.name} has hidden states "
-                f"0..{target.num_layers}"
+                f"head.layers={outside}: not in target.path={target.name}, which has hidden states "
+                f"0..{target.num_layers}; name these"
             )
         return config
 
     def features(self, output: TargetOutput) -> Tensor:
-        """[..., F] features; EAGLE-1's is the last hidden state."""
+        """[..., F] hidden states to fuse; EAGLE-1 reads the last one."""
         if self.config.form is EagleForm.eagle1:
             return output.hidden_states.to(self.fc.weight)
         return super().features(output)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[..., H] one feature of [..., F]; EAGLE-1 reads a single one, which stays."""
+        """Fuse [..., F] into [..., H]. EAGLE-1 reads a single hidden state, returned unchanged."""
         if self.config.form is EagleForm.eagle1:
             return features
         if self.input_norm is not None:
@@ -138,7 +138,7 @@ class EagleNetwork(ContinuingHead):
         return Text(inputs, residual, position_ids, rotation, keys, values)
 
     def inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the layer [S, I], and its residual [S, H]; arguments as of `read`."""
+        """Input [S, I] of the layer, and its residual [S, H]; arguments as in `read`."""
         embeds, layer = self.embed(token_ids), self.layer
         if layer.input_layernorm is None or layer.hidden_norm is None:
             both = self.fc(torch.cat([embeds, fused], dim=-1))
@@ -163,17 +163,17 @@ class EagleNetwork(ContinuingHead):
 
 
 def _check_rows(target: EmbeddingsAndHead, start: OutputHead) -> None:
-    """Refuses an output head of a target whose rows a head cannot start from.
+    """Refuse a target's output head from which a head cannot start.
 
-    A head has no bias of logits, and engines no place for one: it learns without the target's.
+    Neither heads nor engines have a bias of logits: heads learn without the target's.
     """
     if target.head_is_quantized:
         raise InputError(
             f"head.output_head={start.value}: the output head of target.path={target.name} is "
-            "quantised; allowed: scratch"
+            "quantised; set head.output_head=scratch"
         )
     if start is OutputHead.frozen and not target.has_plain_head:
         raise InputError(
             f"head.output_head=frozen: the output head of target.path={target.name} has a bias, "
-            "without which its rows do not give its logits; allowed: copy, scratch"
+            "which a head cannot use; set head.output_head=copy or scratch"
         )

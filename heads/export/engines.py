@@ -1,4 +1,4 @@
-"""The engines that heads are exported for: what they are called, and what starts them.
+"""Engines that heads are exported for: names and start commands.
 
 Sources of the commands: vLLM 0.32 `config/speculative.py`; SGLang `server_args.py`; TensorRT-LLM
 1.3 `llm_args.py`, and `examples/medusa/README.md` up to 1.1; TGI 3.3 launcher; SafeAILab/EAGLE
@@ -23,34 +23,36 @@ ENGINES = {
 }
 LOADERS = {
     ExportFormat.vllm: "vLLM 0.32",
-    ExportFormat.sglang: "SGLang of 2026 (EAGLE-3.1 needs one that knows `fc_norm`)",
+    ExportFormat.sglang: "SGLang of 2026 (for EAGLE-3.1, a version with `fc_norm`)",
     ExportFormat.trtllm: "TensorRT-LLM 1.3 (Medusa: TensorRT engines, up to 1.1)",
     ExportFormat.tgi: "TGI 3.3",
     ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
     ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
     ExportFormat.llamacpp: "llama.cpp b11434",
 }
-"""Versions of engines whose loaders were read."""
+"""Engine versions whose loaders were read."""
 
 
 TAKEN = {
-    ExportFormat.llamacpp: "it runs heads of train/eagle.py with head=eagle3, and of "
-    "train/dflash.py, dflash2.py and dspark.py"
+    ExportFormat.llamacpp: (
+        "it serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "
+        "and dspark.py"
+    )
 }
-"""The heads that engines take which are fewer than most, for whoever has another."""
+"""Heads that an engine serves, if few, for the message to owners of others."""
 
 
 def vllm_command(method: str, num_tokens: int, target: str, folder: str, **more: bool) -> str:
-    """The command that starts vLLM with a head in a folder, and `more` about how it drafts."""
+    """Command that starts vLLM with a head in a folder; `more` are further speculation settings."""
     speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
 
 
 def template_note(provenance: dict[str, Any]) -> str:
-    """Advice on serving with the template settings that a head was trained under; empty if none.
+    """Advice to serve with the template settings of a head's training; empty without such settings.
 
     Args:
-        provenance: contents of `headsmith.json`.
+        provenance: content of `headsmith.json`.
     """
     data = (provenance.get("config") or {}).get("data") or {}
     kwargs = data.get("chat_template_kwargs")
@@ -58,7 +60,7 @@ def template_note(provenance: dict[str, Any]) -> str:
         return ""
     written = json.dumps(kwargs)
     return (
-        f"It learnt from chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
+        f"It was trained on chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
         f"same: in each request, or vLLM with `--default-chat-template-kwargs '{written}'`."
     )
 

@@ -1,6 +1,6 @@
-"""GGUF files, llama.cpp's: metadata and tensors in one, version 3, little-endian.
+"""GGUF files of llama.cpp: metadata and tensors in one file, version 3, little-endian.
 
-By ourselves, as the `gguf` package (0.19) knows neither of the architectures `eagle3` and `dflash`.
+Written here, because the `gguf` package (0.19) lacks the architectures `eagle3` and `dflash`.
 
 Source: ggml `docs/gguf.md`. A string is its length as u64 and UTF-8; shapes have the fastest
 dimension first, the reverse of torch's.
@@ -42,19 +42,19 @@ class Kind(IntEnum):
 
 
 LETTERS = dict(zip(Kind, "BbHhIif? Qqd", strict=True))
-"""`struct`'s letter of each type; none for strings."""
+"""`struct` letter of each type, except strings."""
 DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
-"""Types of tensors that are read and written; the others are quantised, or nobody's here."""
+"""Types of tensors that are read and written; others are quantised or unused here."""
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Value:
-    """A piece of metadata.
+    """Metadata value.
 
     Attributes:
-        kind: of the content, or of each element of a list.
-        content: a number, bool or string, or a list of them.
+        kind: type of the content, or of a list's elements.
+        content: number, bool or string, or a list of them.
     """
 
     kind: Kind
@@ -62,7 +62,7 @@ class Value:
 
     @classmethod
     def of(cls, content: Any) -> Self:
-        """The value that llama.cpp expects: whole numbers are u32, and i32 in a list."""
+        """Make the value that llama.cpp expects: integers are u32, and i32 in a list."""
         plain = content[0] if isinstance(content, list) and content else content
         if isinstance(plain, bool):
             return cls(Kind.boolean, content)
@@ -72,15 +72,15 @@ class Value:
 
 
 def write_gguf(file: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Tensor]) -> None:
-    """Writes a file, whole or not at all.
+    """Write a file atomically.
 
     Args:
-        file: replaced if it exists.
-        metadata: by key; `general.architecture` among it.
-        tensors: on the CPU, of a dtype of `DTYPES`.
+        file: path, replaced if it exists.
+        metadata: values by key, including `general.architecture`.
+        tensors: CPU tensors of a dtype in `DTYPES`.
 
     Raises:
-        InputError: an empty list, which llama.cpp takes for a damaged file.
+        InputError: an empty list, which llama.cpp takes for damage.
     """
     header = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     header += [_string(key) + _value(key, value) for key, value in metadata.items()]
@@ -112,7 +112,7 @@ def _value(key: str, value: Value) -> bytes:
     if not isinstance(value.content, list):
         return struct.pack("<I", value.kind) + _scalars(value.kind, [value.content])
     if not value.content:
-        raise InputError(f"{key}=[]: a GGUF has no empty list; leave the key out")
+        raise InputError(f"{key}=[]: a GGUF file cannot hold an empty list; leave the key out")
     elements = _scalars(value.kind, value.content)
     return struct.pack("<IIQ", ARRAY, value.kind, len(value.content)) + elements
 
@@ -124,19 +124,19 @@ def _scalars(kind: Kind, contents: list[Any]) -> bytes:
 
 
 class GgufFile:
-    """A file that is there, of which nothing but metadata and a table of tensors is read at once.
+    """GGUF file of which only the metadata and the table of tensors are read at first.
 
     Args:
-        file: where it lies.
-        key: the setting that names it, for messages.
+        file: path of the file.
+        key: setting that names it, for messages.
 
     Raises:
-        InputError: no GGUF, of another version, or cut off.
+        InputError: no GGUF file, another version, or cut off.
 
     Attributes:
-        metadata: by key.
-        table: number of the type, shape and place of each tensor; places count from `start`.
-        start: of the tensors, in bytes.
+        metadata: values by key.
+        table: type number, shape and offset of each tensor; offsets count from `start`.
+        start: offset of the tensors in bytes.
     """
 
     def __init__(self, file: Path, key: str) -> None:
@@ -147,14 +147,16 @@ class GgufFile:
             with file.open("rb") as opened:
                 self._read_header(opened)
         except (OSError, struct.error, UnicodeDecodeError, ValueError) as error:
-            raise InputError(f"{self._what}: not a whole GGUF file: {error}") from error
+            raise InputError(
+                f"{self._what}: not a complete GGUF file: {error}; download or convert it again"
+            ) from error
 
     def _read_header(self, opened: BinaryIO) -> None:
         num_bytes = self.file.stat().st_size
 
         def take(size: int) -> bytes:
-            if size > num_bytes:  # of a damaged file, more than memory holds
-                raise ValueError(f"it says that {size} bytes follow, and has {num_bytes}")
+            if size > num_bytes:  # a damaged file may state more than memory holds
+                raise ValueError(f"it states {size} more bytes, but has {num_bytes}")
             return opened.read(size)
 
         def read(form: str) -> tuple[Any, ...]:
@@ -187,10 +189,10 @@ class GgufFile:
         self.start = opened.tell() + -opened.tell() % alignment
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, on the CPU.
+        """Read all tensors to the CPU.
 
         Raises:
-            InputError: one is quantised, or lies beyond the end of the file.
+            InputError: a tensor is quantised, or lies beyond the end of the file.
         """
         return {name: self._tensor(name, *entry) for name, entry in self.table.items()}
 
@@ -198,12 +200,15 @@ class GgufFile:
         dtype = DTYPES.get(number)
         if dtype is None:
             raise InputError(
-                f"{self._what}: {name} is of GGUF type {number}, which is quantised or unknown; "
+                f"{self._what}: {name} has GGUF type {number}, which is quantised or unknown; "
                 "allowed: F32, F16 and BF16, as `convert_hf_to_gguf.py --outtype f32` writes"
             )
         begin, count = self.start + start, math.prod(shape)
         if begin + count * dtype.itemsize > self.file.stat().st_size:
-            raise InputError(f"{self._what}: cut off: {name} lies beyond its end")
+            raise InputError(
+                f"{self._what}: cut off, as {name} lies beyond its end; download or convert it "
+                "again"
+            )
         with self.file.open("rb") as opened:
             opened.seek(begin)
             raw = bytearray(opened.read(count * dtype.itemsize))

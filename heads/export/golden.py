@@ -1,7 +1,7 @@
-"""Golden values of a trained head: features, what it makes of them, and what a reader needs.
+"""Reference values of a trained head: hidden states, logits, and further inputs of a reader.
 
-They travel with an export, so that anyone can compute the head from the exported files and
-compare. The arithmetic is float32 on the CPU, whatever the dtype of the head.
+They travel with an export, so that a reader can compute the head from the exported files and
+compare. All arithmetic is float32 on the CPU, whatever the dtype of the head.
 
 Letters: S rows, D depths (of Medusa: its heads), L target layers, F target hidden, H hidden, V
 vocabulary, W ids the head can draft, R ids whose logits are kept.
@@ -18,42 +18,40 @@ from heads.target_model.model import Target
 from heads.target_model.sizes import num_positions
 
 MOST_IDS = 8192
-"""Vocabularies up to this size are kept whole."""
+"""Largest vocabulary of which all ids are kept."""
 LIKELIEST, SPREAD = 16, 1024
-"""Ids kept of larger vocabularies: the likeliest per row and depth, and some in equal steps."""
+"""Ids kept of larger vocabularies: the likeliest per row and depth, and evenly spaced ones."""
 
 
 @torch.no_grad()
 def golden(
     head: DraftHead, target: Target, num_rows: int = 24, depth: int = 4
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Features of one text and the head's logits on them.
+    """Compute hidden states of one text and the head's logits on them.
 
-    Row t at depth j has read features 0..t beside tokens 0..t, and then, one after another, its
-    own last output beside tokens t+1..t+j: what an engine's chain does while every draft is
-    accepted. Positions are spread over the whole range, so that a wrong RoPE shows.
+    Row t at depth j has read hidden states 0..t beside tokens 0..t, and then its own outputs beside
+    tokens t+1..t+j, like an engine's chain while every draft token is accepted. Positions are
+    spread over the whole range, so that a wrong RoPE is noticed.
 
     Args:
-        head: in the dtype of the export, attached to `target`.
+        head: attached head in the dtype of the export.
         target: the frozen target.
-        num_rows: S.
-        depth: D of a head that drafts to any depth.
+        num_rows: number S of rows.
+        depth: number D of depths, for a head that drafts to any depth.
 
     Returns:
-        Tensors `token_ids` [S + D], `position_ids` [S], `hidden_states.{i}` [S, F] as
-        `output_hidden_states` counts them, `ids` [R], `logits` [D, S, R], and, where
-        they apply, `logsumexp` [D, S], `token_embeddings` [S + D, H], `output_head` [R, F];
-        metadata for the safetensors file.
+        Tensors `token_ids` [S + D], `position_ids` [S], `hidden_states.{i}` [S, F] with i as in
+        `output_hidden_states`, `ids` [R], `logits` [D, S, R], and, if needed, `logsumexp` [D, S],
+        `token_embeddings` [S + D, H], `output_head` [R, F]; and metadata for the safetensors file.
 
     Raises:
-        InputError: the head drafts with an output head of the target that is quantised or has
-            a bias.
+        InputError: the head drafts with the target's output head, which is quantised or has a bias.
     """
     depth = head.most_tokens or depth
     longest = num_positions(target.config)
     token_ids = _tokens(target, num_rows + depth + 1)
     states = _hidden_states(target, token_ids[:num_rows])
-    # A block has a row more than it drafts.
+    # A block has one row more than draft tokens.
     places = torch.linspace(0, longest - depth - 2, num_rows, dtype=torch.float64).long()
     made = head.golden(target, states, token_ids, places)
     ids = _ids(made.logits)
@@ -73,16 +71,16 @@ def golden(
 
 
 def _tokens(target: Target, count: int) -> Tensor:
-    """[count] int64 tokens, always the same, without any text that a tokenizer would need."""
+    """[count] int64 tokens, always the same and independent of a tokenizer."""
     size = min(target.vocab_size, len(target.embedding.weight))
     return torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
-    """L + 1 tensors [S, F]: what each layer reads, and the last state; not our taps.
+    """L + 1 tensors [S, F]: the input of each layer, and the last hidden state.
 
-    Those look at what layers give, so that a tap off by one shows. A layer of images alone, which
-    no text passes, reads what the next one does.
+    Taken from inputs, not from the outputs that taps read, so that a tap off by one is noticed. A
+    layer for images only has the input of the next layer.
     """
     active = getattr(target.config, "altup_active_idx", None)
     found: dict[nn.Module, Tensor] = {}
@@ -103,7 +101,7 @@ def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
 
 
 def _features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
-    """All features for a head that fuses some, so that a layer one too low or too high shows."""
+    """All hidden states for a head that fuses some, so that a layer off by one is noticed."""
     first = 0 if fused else len(states) - 2
     return {
         f"hidden_states.{index}": each if each.dtype is torch.bfloat16 else each.float()
@@ -113,7 +111,7 @@ def _features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
 
 
 def _ids(logits: Tensor) -> Tensor:
-    """[R] int64 rising ids of logits [D, S, V]: all, or the likeliest and a spread."""
+    """[R] int64 rising ids of logits [D, S, V]: all, or the likeliest and evenly spaced ones."""
     size = logits.shape[-1]
     if size <= MOST_IDS:
         return torch.arange(size)

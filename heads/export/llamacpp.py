@@ -1,4 +1,4 @@
-"""Parts that GGUF files of a target and of a head share: names, sizes, vocabulary, RoPE.
+"""Parts shared by GGUF files of targets and heads: names, sizes, vocabulary, RoPE.
 
 Source: llama.cpp b11434 `src/llama-{arch,model,vocab}.cpp`, `src/models/{eagle3,dflash}.cpp`.
 """
@@ -19,7 +19,7 @@ from heads.export.gguf import GgufFile, Kind, Value
 from heads.vocab import DraftVocab
 
 FILE_TYPES = {torch.float32: (0, "F32"), torch.float16: (1, "F16"), torch.bfloat16: (32, "BF16")}
-"""`general.file_type`, and its name, by the dtype of matrices."""
+"""`general.file_type` and its name, by the dtype of matrices."""
 LAYER = {
     "input_layernorm.weight": "attn_norm.weight",
     "hidden_norm.weight": "attn_norm_2.weight",
@@ -34,7 +34,7 @@ LAYER = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
 }
-"""Names of a layer's tensors: transformers', and llama.cpp's behind `blk.N.`."""
+"""Names of a layer's tensors: transformers', and llama.cpp's after `blk.N.`."""
 SIZES = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -45,30 +45,30 @@ SIZES = {
     "head_dim": "attention.key_length",
     "vocab_size": "vocab_size",
 }
-"""Names of sizes: transformers', and llama.cpp's behind the architecture."""
+"""Names of sizes: transformers', and llama.cpp's after the architecture."""
 ROPE_FREQS = "rope_freqs.weight"
 USUAL_YARN = {
     **{"attention_factor": None, "mscale": None, "mscale_all_dim": None},
     **{"beta_fast": 32, "beta_slow": 1, "truncate": True},
 }
-"""Settings of YaRN that llama.cpp goes by."""
+"""YaRN settings that llama.cpp assumes."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Settings of every Llama 3, without which divisors of frequencies do not tell the others."""
+"""Settings of every Llama 3, needed to recover the others from the divisors of frequencies."""
 BASE = "general.base_model.0.name"
 LAYER_INPUTS = (
     *("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
     *("gemma4", "gpt_oss", "lfm2", "minimax", "minimax_m2", "nemotron_h", "hunyuan_vl"),
     *("deepseek_v4", "mimo_v2_flash", "nanbeige", "muse_glimmer", "qwen4_exp"),
 )
-"""Types of targets whose architecture hands the inputs of its layers to draft heads."""
+"""Model types whose llama.cpp architecture gives the inputs of its layers to draft heads."""
 
 
 def sizes(config: LlamaConfig, arch: str) -> dict[str, Value]:
-    """The metadata of a Llama's sizes and RoPE.
+    """Metadata of a Llama's sizes and RoPE.
 
     Args:
-        config: of a target, or of the layers of a head.
-        arch: the architecture, with which the keys begin.
+        config: config of a target, or of a head's layers.
+        arch: architecture, with which the keys begin.
     """
     found = {key: Value.of(getattr(config, name)) for name, key in SIZES.items()}
     found |= {
@@ -83,13 +83,13 @@ def sizes(config: LlamaConfig, arch: str) -> dict[str, Value]:
 def of_head(
     config: LlamaConfig, arch: str, dtype: torch.dtype, title: str, target: str
 ) -> dict[str, Value]:
-    """The metadata of any head.
+    """Metadata of any head.
 
     Args:
-        config: of its layers.
-        arch: the architecture.
-        dtype: of its matrices.
-        title: what such heads are called.
+        config: config of its layers.
+        arch: architecture.
+        dtype: dtype of its matrices.
+        title: name of this kind of head.
         target: Hub id or folder of its target.
     """
     found = {
@@ -105,21 +105,21 @@ def of_head(
 
 
 def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
-    """The name of a head's file; llama.cpp tells by the prefix which of a repository's it is."""
+    """Name of a head's file, with the prefix by which llama.cpp finds it in a repository."""
     return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
 
 
 def stored(
     tensors: Mapping[str, Tensor], vocab: DraftVocab, config: LlamaConfig
 ) -> dict[str, Tensor]:
-    """All tensors of a head's file, in the dtypes that llama.cpp computes with.
+    """All tensors of a head's file, in llama.cpp's dtypes: vectors and kernels are float32.
 
     Vectors and kernels are float32.
 
     Args:
-        tensors: the head's own, by llama.cpp's names.
-        vocab: the ids that it drafts; `d2t` holds them, [W] int64, if they are not all.
-        config: of its layers.
+        tensors: the head's tensors by llama.cpp's names.
+        vocab: draft vocabulary; if reduced, `d2t` [W] int64 holds its ids.
+        config: config of its layers.
     """
     more = {} if vocab.full else {"d2t": vocab.ids}
     divisors = rope_divisors(config.rope_parameters, config.head_dim)
@@ -134,13 +134,13 @@ def stored(
 
 
 def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
-    """The commands that make a target's file, unless it is one, and serve it with a head.
+    """Commands that make the target's GGUF file, if needed, and serve it with a head.
 
     Args:
         target: Hub id, folder or file of the target.
-        file: of the head.
-        kind: of the head: `draft-eagle3`, `draft-dflash` or `draft-dspark`.
-        num_tokens: drafted at a time.
+        file: file of the head.
+        kind: kind of the head: `draft-eagle3`, `draft-dflash` or `draft-dspark`.
+        num_tokens: draft tokens per pass.
     """
     lines, made = [], f"-m {target}"
     if (parts := gguf_parts(target)) is not None:
@@ -161,28 +161,29 @@ def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
 
 
 def target_hint(model_type: str) -> str:
-    """A warning about a target that hands out no inputs of its layers; empty for others."""
+    """Warning for a target that gives no inputs of its layers; empty for other targets."""
     if model_type.removesuffix("_text") in LAYER_INPUTS:
         return ""
     return (
-        f"This target is of type {model_type}. In llama.cpp b11434 the types that hand the inputs "
-        f"of their layers to a head are {', '.join(LAYER_INPUTS)}; with others `llama-server` ends "
-        "with an assertion. A newer one may know more: `grep -l t_layer_inp src/models/*.cpp`."
+        f"This target is of type {model_type}. In llama.cpp b11434, the types that give the inputs "
+        f"of their layers to a head are {', '.join(LAYER_INPUTS)}; with other types `llama-server` "
+        "ends with an assertion. Newer versions may support more: `grep -l t_layer_inp "
+        "src/models/*.cpp`."
     )
 
 
 def vocabulary(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
-    """The metadata of a vocabulary.
+    """Metadata of a vocabulary.
 
     Args:
-        size: of the target's embedding.
-        source: a GGUF file of the target, whose vocabulary is copied; without one, tokens are
-            `<0>`, `<1>`, ..., which is enough for whoever sends and takes token ids.
+        size: rows of the target's embedding.
+        source: GGUF file of the target, whose vocabulary is copied. Without it, tokens are `<0>`,
+            `<1>`, ..., which suffices to exchange token ids.
         more: ids by their names, such as `eos_token_id` and `mask_token_id`. Without an
-            `eos_token_id` placeholders end texts at id 11.
+            `eos_token_id`, placeholders end texts at id 11.
 
     Raises:
-        InputError: `source` is no GGUF, or has a vocabulary of another size.
+        InputError: `source` is no GGUF file, or has a vocabulary of another size.
     """
     if source is None:
         found = {
@@ -190,7 +191,7 @@ def vocabulary(size: int, source: Path | None = None, **more: int) -> dict[str, 
             "tokenizer.ggml.pre": Value.of("default"),
             "tokenizer.ggml.tokens": Value.of([f"<{index}>" for index in range(size)]),
             "tokenizer.ggml.token_type": Value.of([1] * size),
-            # One that never applies, as the list must be there and may not be empty.
+            # A merge that never applies, as the list must not be empty.
             "tokenizer.ggml.merges": Value.of(["a b"]),
         }
     else:
@@ -200,28 +201,28 @@ def vocabulary(size: int, source: Path | None = None, **more: int) -> dict[str, 
         if tokens is None or len(tokens.content) != size:
             raise InputError(
                 f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
-                f"and the target {size}: name the target's own file"
+                f"but the target has {size}; name the target's own file"
             )
     return found | {f"tokenizer.ggml.{name}": Value.of(index) for name, index in more.items()}
 
 
 def rope_problem(rope: Any) -> str | None:
-    """The reason why a file cannot say RoPE of these settings, as the end of a sentence."""
+    """Reason why a file cannot hold these RoPE settings, as the end of a sentence."""
     kind = rope["rope_type"]
     if kind not in ("default", "linear", "yarn", "llama3"):
-        return f"knows RoPE of default, linear, yarn and llama3, and this head has {kind}"
+        return f"supports default, linear, yarn and llama3 RoPE, and this head has {kind}"
     for key, usual in USUAL_YARN.items():
         if kind == "yarn" and rope.get(key) not in (None, usual):
-            return f"takes {key}={usual} of YaRN's settings, and this head has {rope[key]}"
+            return f"assumes {key}={usual} of YaRN's settings, and this head has {rope[key]}"
     return None
 
 
 def rope_metadata(rope: Any, arch: str) -> dict[str, Value]:
-    """The metadata of RoPE, but for llama3's, which is a tensor: see `rope_divisors`.
+    """Metadata of RoPE, except for llama3's, which is a tensor (see `rope_divisors`).
 
     Args:
         rope: `rope_parameters` of a config, without a `rope_problem`.
-        arch: with which the keys begin.
+        arch: architecture, with which the keys begin.
     """
     found = {"freq_base": Value(Kind.f32, rope["rope_theta"])}
     if rope["rope_type"] in ("linear", "yarn"):
@@ -234,14 +235,14 @@ def rope_metadata(rope: Any, arch: str) -> dict[str, Value]:
 
 
 def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
-    """[head_dim / 2] float32 `rope_freqs.weight`, which divides the frequencies of llama3's RoPE.
+    """[head_dim / 2] float32 `rope_freqs.weight`, divisors of the frequencies of llama3's RoPE.
 
     Args:
         rope: `rope_parameters` of a config.
-        head_dim: of queries and keys.
+        head_dim: head size of queries and keys.
 
     Returns:
-        None for RoPE of another kind.
+        The divisors; None for other kinds of RoPE.
     """
     if rope["rope_type"] != "llama3":
         return None
@@ -254,30 +255,30 @@ def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
 
 
 def interleaved(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of queries or keys for architectures that turn neighbours: `llama` and `eagle3`.
+    """Reorder rows of queries or keys for architectures that rotate neighbours: `llama`, `eagle3`.
 
     Args:
-        weight: [heads * d, ...], whose rows turn in pairs d / 2 apart.
-        num_heads: of this weight.
+        weight: [heads * d, ...], whose rows rotate in pairs d / 2 apart.
+        num_heads: number of heads in the weight.
     """
     return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def halved(weight: Tensor, num_heads: int) -> Tensor:
-    """The inverse of `interleaved`."""
+    """Invert `interleaved`."""
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def config_of(metadata: Mapping[str, Value], divisors: Tensor | None, what: str) -> dict[str, Any]:
-    """The sizes and RoPE of a head in transformers' words.
+    """Sizes and RoPE of a head, under transformers' names.
 
     Args:
-        metadata: of a GGUF file.
-        divisors: its `rope_freqs.weight`.
-        what: the file, for messages.
+        metadata: metadata of a GGUF file.
+        divisors: its `rope_freqs.weight`, if any.
+        what: name of the file in messages.
 
     Raises:
-        InputError: one is missing, or RoPE that no config says.
+        InputError: a key is missing, or a config cannot hold the RoPE.
     """
     arch = metadata["general.architecture"].content
     values = Facts(metadata, arch, what)
@@ -299,7 +300,7 @@ def config_of(metadata: Mapping[str, Value], divisors: Tensor | None, what: str)
 
 
 def _llama3(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
-    """The settings of RoPE whose divisors these are."""
+    """Recover the RoPE settings from their divisors."""
     shared = {"rope_type": "llama3", "rope_theta": theta, "factor": float(divisors.max()), **LLAMA3}
     for power in range(4, 24):
         rope = shared | {"original_max_position_embeddings": 2**power}
@@ -307,38 +308,43 @@ def _llama3(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
         assert made is not None
         if torch.allclose(made, divisors, rtol=1e-5, atol=0):
             return rope
-    raise InputError(f"{what}: {ROPE_FREQS} is not llama3's, with {LLAMA3} and a power of two")
+    raise InputError(
+        f"{what}: {ROPE_FREQS} is not llama3's, which has {LLAMA3} and a power of two; convert it "
+        "again"
+    )
 
 
 class Facts:
     """Metadata of an architecture.
 
     Args:
-        metadata: of a GGUF file.
-        arch: with which the keys begin.
-        what: the file, for messages.
+        metadata: metadata of a GGUF file.
+        arch: architecture, with which the keys begin.
+        what: name of the file in messages.
     """
 
     def __init__(self, metadata: Mapping[str, Value], arch: str, what: str) -> None:
         self._metadata, self._arch, self._what = metadata, arch, what
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """The content of a key, or what holds without one."""
+        """Content of a key, or a default."""
         value = self._metadata.get(f"{self._arch}.{key}")
         if value is None:
             return otherwise
-        # In the digits that were written, not in those of the nearest float64.
+        # With the written digits, not those of the nearest float64.
         if value.kind is Kind.f32 and not isinstance(value.content, list):
             return float(str(np.float32(value.content)))
         return value.content
 
     def need(self, key: str) -> Any:
-        """The content of a key.
+        """Content of a required key.
 
         Raises:
-            InputError: it is not there.
+            InputError: the key is missing.
         """
         found = self.get(key)
         if found is None:
-            raise InputError(f"{self._what}: no {self._arch}.{key} in its metadata")
+            raise InputError(
+                f"{self._what}: {self._arch}.{key} is missing in its metadata; convert it again"
+            )
         return found

@@ -1,8 +1,8 @@
-"""Writing a trained head for the engine that will serve it.
+"""Writer of trained heads for serving engines.
 
 A folder holds `config.json`, one safetensors file, `README.md`, `headsmith.json`, and
-`parity/parity.safetensors`: golden values, apart because engines take every safetensors file
-beside `config.json` for weights. A GGUF file is config and weights in one.
+`parity/parity.safetensors` with reference values, in a subfolder because engines load every
+safetensors file beside `config.json` as weights. A GGUF file holds config and weights.
 """
 
 import json
@@ -26,10 +26,10 @@ PARITY = Path("parity") / "parity.safetensors"
 
 
 def check_format(head: DraftHead, engine: ExportFormat) -> None:
-    """Refuses an engine that cannot serve a head, whatever its target.
+    """Refuse an engine that cannot serve a head with any target.
 
     Raises:
-        InputError: with the formats that can.
+        InputError: naming the possible formats.
     """
     problem = head.export(engine).problem
     if problem is not None:
@@ -42,10 +42,10 @@ def check_format(head: DraftHead, engine: ExportFormat) -> None:
 
 
 def check_target(head: DraftHead, engine: ExportFormat) -> None:
-    """Refuses, beside `check_format`, what the engine takes otherwise from an attached target.
+    """Refuse, beside `check_format`, what the engine reads differently from an attached target.
 
     Raises:
-        InputError: with what it takes.
+        InputError: naming what the engine reads.
     """
     check_format(head, engine)
     head.export(engine).files()
@@ -59,19 +59,19 @@ def export_head(
     provenance: dict[str, object],
     tokenizer_gguf: Path | None = None,
 ) -> None:
-    """Writes an export, whole or not at all.
+    """Write an export atomically.
 
     Args:
-        head: in the dtype of the export, attached to its target.
-        engine: the format.
-        golden: what `heads.export.golden.golden` made of them.
-        out_dir: replaced if it exists.
-        provenance: how the head was trained; goes into `headsmith.json`.
-        tokenizer_gguf: the target's file whose vocabulary a GGUF file of the head copies.
+        head: attached head in the dtype of the export.
+        engine: format.
+        golden: result of `heads.export.golden.golden`.
+        out_dir: folder, replaced if it exists.
+        provenance: record of the training, for `headsmith.json`.
+        tokenizer_gguf: GGUF file of the target, whose vocabulary a GGUF file of the head copies.
 
     Raises:
-        InputError: the engine cannot serve this head, or the disk is full or not writable; what
-            was there before is untouched.
+        InputError: the engine cannot serve this head, or the disk is full or not writable. Earlier
+            content stays untouched.
     """
     check_format(head, engine)
     files = head.export(engine).files()
@@ -82,7 +82,7 @@ def export_head(
         "layers": files.layers,
         "target": head.target_name,
         "dtype": dtype_of(head),
-        # For whoever reads the head back.
+        # For readers of the export.
         "added": files.added,
     }
     documents: dict[str, object] = {PROVENANCE: provenance | {"export": about}}
@@ -97,7 +97,7 @@ def export_head(
             (staging / name).write_text(json.dumps(content, indent=2) + "\n")
         (staging / "README.md").write_text(readme(head, engine, files.layers, provenance))
         if gguf:
-            # Its mask token, which lies in the vocabulary, goes before the target's.
+            # The head's mask token takes precedence over the target's.
             write_gguf(staging / files.weights, words | files.config, tensors)
         else:
             save_file(tensors, staging / files.weights, metadata={"format": "pt"})
@@ -110,7 +110,7 @@ def export_head(
 def readme(
     head: DraftHead, engine: ExportFormat, layers: Sequence[int], provenance: dict[str, Any]
 ) -> str:
-    """The README of an export; `DIR` stands for its folder."""
+    """README of an export, with `DIR` for its folder."""
     export = head.export(engine)
     notes = [export.hint, template_note(provenance)]
     if engine is ExportFormat.llamacpp:
@@ -124,8 +124,8 @@ def readme(
         "## Serve\n\n"
         f"```\n{export.command}\n```\n\n{further}"
         "## Verify\n\n"
-        "`parity/parity.safetensors` holds features of the target and the logits of the trained "
-        "head on them. On any machine with Headsmith\n\n"
+        "`parity/parity.safetensors` holds hidden states of the target and the logits of the "
+        "trained head on them. On any machine with Headsmith\n\n"
         "```\npython scripts/verify_export.py DIR\n```\n\n"
-        "computes the head anew from these files alone, as the engine reads them, and compares.\n"
+        "computes the head again from these files alone, as the engine reads them, and compares.\n"
     )

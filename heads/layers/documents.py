@@ -1,9 +1,8 @@
 """Packed documents for attention without a mask of tokens by tokens.
 
-A batch of packed sequences, read row by row, is one row of documents that lie one after another,
-and padding at the end of a sequence is a document like any other. A kernel for sequences of
-various lengths then needs nothing but where they begin. That is known on the CPU before a batch
-goes anywhere, so no device is waited for.
+A flattened batch of packed sequences is one row of consecutive documents; padding at the end of a
+sequence counts as a document. Variable-length kernels then only need the documents' bounds, which
+are known on the CPU before the batch moves, so no device has to be waited for.
 
 Letters: B sequences, T tokens of one, S = B * T tokens, Q heads, K key-value heads, d head size.
 """
@@ -21,11 +20,11 @@ LARGEST_FLASH_HEAD = 256
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents, side by side in S tokens.
+    """Consecutive documents of S tokens.
 
     Attributes:
         lengths: tokens of each.
-        bounds: [documents + 1] int32 on the device, where each begins, and S.
+        bounds: [documents + 1] int32 on the device, the start of each, and S.
     """
 
     lengths: tuple[int, ...]
@@ -33,7 +32,7 @@ class Documents:
 
     @classmethod
     def of(cls, document_ids: Tensor) -> "Documents":
-        """The documents of sequences, `bounds` on the CPU, of ids [B, T] there, -1 on padding."""
+        """Make documents of ids [B, T] on the CPU, -1 on padding; `bounds` stay there."""
         new = torch.ones_like(document_ids, dtype=torch.bool)
         new[:, 1:] = document_ids.diff() != 0
         starts = new.flatten().nonzero().squeeze(1)
@@ -42,22 +41,22 @@ class Documents:
 
     @classmethod
     def single(cls, num_tokens: int, device: torch.device) -> "Documents":
-        """Make one document of so many tokens."""
+        """Make one document of `num_tokens`."""
         return cls((num_tokens,), upload([0, num_tokens], device).int())
 
     def on(self, device: torch.device) -> "Documents":
-        """The documents with `bounds` on a device; a copy from pinned memory is not waited for."""
+        """Move `bounds` to a device, without waiting for copies from pinned memory."""
         return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
 
     def longer_than(self, num_tokens: int) -> Tensor:
-        """[S] bool, True for tokens of longer documents."""
+        """[S] bool, True for tokens of documents longer than `num_tokens`."""
         long = torch.tensor([length > num_tokens for length in self.lengths])
         lengths = self.bounds.diff()
         total = sum(self.lengths)
         return upload(long, lengths.device).repeat_interleave(lengths, output_size=total)
 
     def cut(self, size: int) -> "Documents":
-        """Documents cut in pieces of `size` tokens, the last piece of what is left."""
+        """Cut documents into pieces of `size` tokens; the last piece may be shorter."""
         pieces = [min(size, n - at) for n in self.lengths for at in range(0, n, size)]
         bounds = torch.tensor([0, *pieces]).cumsum(0).int()
         return Documents(tuple(pieces), upload(bounds, self.bounds.device))
@@ -69,7 +68,7 @@ class Documents:
 
 
 def fits_flash(query: Tensor) -> bool:
-    """True where PyTorch's own flash kernel for documents takes such queries [..., d]."""
+    """Tell whether PyTorch's variable-length flash kernel supports queries [..., d]."""
     size = query.shape[-1]
     fits = query.dtype in FLASH_DTYPES and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
     return query.is_cuda and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -83,15 +82,15 @@ def flash(
     window: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents, by one call of the kernel.
+    """Causal attention inside documents, in one kernel call.
 
     Args:
         query: [S, Q, d], which `fits_flash`.
         keys: [S, K, d].
         values: [S, K, d].
-        documents: of the S tokens.
+        documents: documents of the S tokens.
         window: tokens that a query sees, its own included; None for all before it.
-        scale: of the scores; None for 1 / sqrt(d).
+        scale: factor of the scores; None for 1 / sqrt(d).
 
     Returns:
         Output [S, Q, d] and the logsumexp of the scores, [Q, S] float32.
@@ -108,14 +107,14 @@ def flash_backward(
     grad: Tensor, text: tuple[Tensor, Tensor, Tensor], forward: tuple[Tensor, Tensor],
     documents: Documents, window: int | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys and values, from the results of any attention over them and more.
+    """Gradients of query, keys and values, for any attention that includes them.
 
-    From scores S that it computes anew the kernel takes P = exp(S - L) and
-    dS = P (dO v - sum(dO O)), for whatever output O [S, Q, d] and logsumexp L [Q, S] float32 it is
-    given as `forward`. `text` is query, keys and values as `flash` took them.
+    From recomputed scores S the kernel takes P = exp(S - L) and dS = P (dO v - sum(dO O)), for any
+    output O [S, Q, d] and logsumexp L [Q, S] float32 given as `forward`. `text` is query, keys and
+    values as given to `flash`.
     """
     bounds, longest = documents.bounds, documents.longest
-    # Drawn from by dropout only, which there is none of.
+    # Random state for dropout, which is not used.
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), *text, *(tensor.contiguous() for tensor in forward), bounds, bounds,

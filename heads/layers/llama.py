@@ -1,4 +1,4 @@
-"""Parts of a Llama layer, and of Qwen3's, that heads draft with; sized like a target's.
+"""Parts of Llama's and Qwen3's layers for heads, with a target's sizes.
 
 Letters: N rows, H hidden, I input width, Q heads, K key-value heads, d head size.
 """
@@ -21,12 +21,12 @@ LLAMA_KEYS = (
 
 
 def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
-    """A Llama layer of the target's sizes, whatever the target's own layers are.
+    """Config of a Llama layer with the target's sizes, whatever the target's own layers are.
 
-    It is as wide as the target's embedding, which it reads.
+    Its width is that of the target's embedding, which it reads.
 
     Raises:
-        InputError: the config names no hidden size, or a size that is none.
+        InputError: the config has no hidden size, or an invalid size.
     """
     width = sizes.embedding_size(config)
     heads = sizes.attention(config, width)
@@ -37,7 +37,7 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
         num_attention_heads=heads.num_heads,
         num_key_value_heads=heads.num_key_value_heads,
         head_dim=heads.head_dim,
-        hidden_act="silu",  # engines know no other for draft layers
+        hidden_act="silu",  # the only one that engines support in draft layers
         rms_norm_eps=sizes.norm_epsilon(config),
         rope_parameters=sizes.rope(config),
         max_position_embeddings=sizes.num_positions(config),
@@ -46,7 +46,7 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
 
 
 def old_rope(rope: dict[str, Any], short: bool = False) -> dict[str, Any] | None:
-    """RoPE scaling as before transformers 5, whose first readers took two keys and no more."""
+    """RoPE scaling as before transformers 5; `short` keeps the two keys that first readers knew."""
     rope_type = rope["rope_type"]
     if rope_type == "default":
         return None
@@ -56,15 +56,14 @@ def old_rope(rope: dict[str, Any], short: bool = False) -> dict[str, Any] | None
 
 
 class RmsNorm(nn.RMSNorm):
-    """Llama's norm in float32, by one kernel where there is one.
+    """Llama's norm in float32, in one kernel if available.
 
-    The result has the dtype of the product after it: under autocast its dtype, so that several
-    products of the same states do not round them each anew; otherwise the wider one of states and
-    weight.
+    The result has the dtype of the following product: autocast's dtype, so that several products do
+    not round the states separately; otherwise the wider dtype of states and weight.
     """
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., size] of the same shape."""
+        """Normalise [..., size]."""
         device_type = states.device.type
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
@@ -75,17 +74,17 @@ class RmsNorm(nn.RMSNorm):
 
 
 class LlamaAttention(nn.Module):
-    """Llama's attention with an input of its own width, and Qwen3's norms if asked for.
+    """Llama's attention with a separate input width, and Qwen3's norms if asked for.
 
     Args:
         config: sizes, biases and RoPE.
         input_size: I.
-        qk_norm: norms on queries and keys per head.
+        qk_norm: normalise queries and keys per head.
     """
 
     def __init__(self, config: LlamaConfig, input_size: int, qk_norm: bool) -> None:
         super().__init__()
-        # transformers fills these in where a config leaves them out.
+        # transformers fills these in if a config omits them.
         assert config.head_dim is not None
         assert config.num_key_value_heads is not None
         hidden, self.head_dim = config.hidden_size, config.head_dim
@@ -98,13 +97,13 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(width, hidden, bias=False)
         self.q_norm = RmsNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RmsNorm(self.head_dim, config.rms_norm_eps) if qk_norm else None
-        # Outside the modules: its float32 frequencies must survive a cast of the head.
+        # Not a submodule, as its float32 frequencies must survive a cast of the head.
         self._rotary = (LlamaRotaryEmbedding(config),)
 
     def rotation(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
-        """[N, 2, d] by which queries and keys of inputs [N, I] at positions [N] are turned."""
+        """[N, 2, d] rotation of queries and keys of inputs [N, I] at positions [N]."""
         cos, sin = self._rotary[0].to(inputs.device)(inputs, position_ids.unsqueeze(0))
-        # The sign that the half which comes from behind has in Llama's `rotate_half`.
+        # Llama's `rotate_half` negates the second half.
         behind, ahead = sin[0].chunk(2, dim=-1)
         return torch.stack([cos[0], torch.cat([-behind, ahead], dim=-1)], dim=1)
 
@@ -113,7 +112,7 @@ class LlamaAttention(nn.Module):
         return self._rotated(self.q_proj(inputs), self.q_norm, rotation)
 
     def keys_values(self, inputs: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """Two [N, K, d], the keys rotated, of inputs [N, I]."""
+        """Rotated keys, and values, [N, K, d] each, of inputs [N, I]."""
         keys = self._rotated(self.k_proj(inputs), self.k_norm, rotation)
         return keys, self._heads(self.v_proj(inputs))
 
@@ -129,6 +128,6 @@ class LlamaAttention(nn.Module):
 
 
 def normed(states: Tensor, norms: nn.ModuleList) -> Tensor:
-    """[..., n * H] with each of its n parts normed by its own norm."""
+    """[..., n * H] with each of its n parts normalised by its own norm."""
     parts = states.chunk(len(norms), dim=-1)
     return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)

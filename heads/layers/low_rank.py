@@ -1,8 +1,8 @@
-"""Output heads of low rank, for drafts: most of a draft's cost is its logits.
+"""Low-rank output heads for drafting, as logits are most of a draft's cost.
 
-All logits come from the state's part along the `rank` directions that weigh most in the output
-head; those of the likeliest ids are then computed again, exactly. What is drafted is checked as
-ever, so texts stay the target's own.
+All logits come from the state's part along the `rank` directions with the largest weight in the
+output head; the logits of the likeliest ids are then computed exactly. Drafts are verified as
+usual, so texts stay the target's own.
 
 Letters: N rows, D hidden, V rows of the output head, r rank, C candidates.
 """
@@ -16,22 +16,22 @@ from heads.head import DraftHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
 NUM_CANDIDATES = 32
-"""Ids whose logits are exact. Of a chat model with 8M parameters, a quarter of the directions
-lost 2% of the drafts' length with 8, and nothing with 32."""
+"""Number of ids with exact logits. For a chat model of 8M parameters at a quarter of the
+directions, 8 ids lost 2% of the drafts' length and 32 ids nothing."""
 
 
 class LowRankHead(nn.Module):
     """Logits of an output head W [V, D]: (W P)(P^T h), and W h for the likeliest C ids.
 
-    P [D, r] are the eigenvectors of W^T W with the largest eigenvalues, so that W P P^T is the
-    nearest matrix of rank r (Eckart and Young).
+    P [D, r] holds the eigenvectors of W^T W with the largest eigenvalues, so W P P^T is the nearest
+    matrix of rank r (Eckart and Young).
 
     Args:
-        weight: W [V, D], of any float dtype, which logits then have.
+        weight: W [V, D] of any float dtype, which the logits get too.
         rank: r, at most D.
-        bias: [V] of all logits, or None.
+        bias: [V] bias of all logits, or None.
 
-    Source: SVD-softmax, Shim et al., NeurIPS 2017, which sorts by the same preview.
+    Source: SVD-softmax, Shim et al., NeurIPS 2017, which ranks by the same preview.
     """
 
     def __init__(self, weight: Tensor, rank: int, bias: Tensor | None = None) -> None:
@@ -40,7 +40,7 @@ class LowRankHead(nn.Module):
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.num_candidates = min(NUM_CANDIDATES, len(weight))
         gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
-        for rows in weight.detach().split(1 << 14):  # all of a large W is too much in float32
+        for rows in weight.detach().split(1 << 14):  # in parts, as a large W is too much in float32
             gram.addmm_(rows.float().T, rows.float())
         directions = torch.linalg.eigh(gram).eigenvectors[:, -rank:].to(weight)
         self.directions = nn.Parameter(directions.T.contiguous(), requires_grad=False)
@@ -48,7 +48,7 @@ class LowRankHead(nn.Module):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the weights that one row of logits reads."""
+        """Bytes of weights that one row of logits reads."""
         exact = self.num_candidates * self.weight[0].nbytes
         return self.directions.nbytes + self.reduced.nbytes + exact
 
@@ -64,10 +64,10 @@ class LowRankHead(nn.Module):
 
 
 def check_rank(key: str, rank: int, target: EmbeddingsAndHead) -> None:
-    """Refuses ranks that a target's states do not exceed.
+    """Refuse ranks that are not below the width of a target's hidden states.
 
     Raises:
-        InputError: with the hidden size.
+        InputError: naming the hidden size.
     """
     if rank >= target.hidden_size:
         raise InputError(
@@ -76,7 +76,7 @@ def check_rank(key: str, rank: int, target: EmbeddingsAndHead) -> None:
 
 
 def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHead:
-    """A target's embedding beside its output head of low rank, for drafting.
+    """Join a target's embedding with a low-rank output head, for drafting.
 
     Raises:
         InputError: the rank is too large, or the output head is quantised.
@@ -84,8 +84,8 @@ def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHea
     check_rank("output_rank", rank, target)
     if target.head_is_quantized:
         raise InputError(
-            f"output_rank={rank}: the output head of target.path={target.name} is quantised; "
-            "allowed: unset"
+            f"output_rank={rank}: the output head of target.path={target.name} is quantised; leave "
+            "output_rank unset"
         )
     whole = target.output_head
     head = LowRankHead(whole.weight, rank, getattr(whole, "bias", None))
@@ -103,7 +103,7 @@ def reduce_rank(head: DraftHead, target: EmbeddingsAndHead, rank: int) -> list[L
     """Make a head draft with output heads of low rank, its own or the target's.
 
     Returns:
-        These output heads.
+        The low-rank output heads.
 
     Raises:
         InputError: the rank is too large, or the output head is quantised.

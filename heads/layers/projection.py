@@ -1,4 +1,4 @@
-"""An output projection as numbers, for fused losses that go through it and back.
+"""Output projection as plain tensors, for fused losses.
 
 Letters: N rows, D hidden, V columns.
 """
@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Scalings between final hidden states and logits, as configs call them.
+# Scalings between last hidden states and logits, as configs name them.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MULTIPLIED = "hyperclovax"
-"""Model type whose `logits_scaling` is a factor; in others logits are divided by this number."""
+"""Model type that multiplies by `logits_scaling`; others divide by it."""
 UNSCALED = ("mpt", "aya_vision", "cohere2_vision")
-"""Model types whose `logit_scale`, or that of their text, transformers does not apply."""
+"""Model types whose `logit_scale` transformers does not apply."""
 
 
 class Projection(NamedTuple):
-    """Logits = cap * tanh(s * (h W^T + b) / cap), each part where the target has it.
+    """Logits = cap * tanh(s * (h W^T + b) / cap), each part if the target has it.
 
     Attributes:
         weight: [V, D].
-        bias: [V], never trained.
-        scale: s, a target's multiplier of its logits, or of its final hidden states.
-        cap: a target's soft cap.
+        bias: [V], not trained.
+        scale: factor s, the target's multiplier of logits or of last hidden states.
+        cap: soft cap of the target.
     """
 
     weight: Tensor
@@ -34,24 +34,24 @@ class Projection(NamedTuple):
     cap: float | None = None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, V] of hidden states [N, D], in the dtype of the weight; in `out` [N, V] if given."""
+        """[N, V] logits of hidden states [N, D] in the weight's dtype, in `out` if given."""
         logits = torch.matmul(hidden, self.weight.T, out=out)
         return self.scaled(logits if self.bias is None else logits.add_(self.bias))
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Logits of h W^T + b."""
+        """Logits from h W^T + b."""
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def before(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Turns the gradient of `logits` [N, V] into that of h W^T + b."""
+        """Turn the gradient of `logits` [N, V] into that of h W^T + b."""
         if self.cap is not None:
             grad = grad * (1 - (logits.to(grad.dtype) / self.cap).square())
         return grad if self.scale == 1.0 else grad * self.scale
 
 
 def scaling_of(model_config: Any) -> tuple[float, float | None]:
-    """`scale` and `cap` of a target's `Projection`, as the config of the whole model names them."""
+    """`scale` and `cap` of a target's `Projection`, from the config of the whole model."""
     config, scale = model_config.get_text_config(), 1.0
     if model_config.model_type not in UNSCALED:
         for name in MULTIPLIERS:

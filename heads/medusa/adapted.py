@@ -1,4 +1,4 @@
-"""Medusa heads and the adapter of the target that they read: Medusa-2.
+"""Medusa heads with the adapter of the target that they read: Medusa-2.
 
 Source: arXiv 2401.10774, section 2.2.2.
 """
@@ -14,7 +14,7 @@ from heads.target_model.model import TargetOutput
 
 
 class AdaptedMedusa(nn.Module):
-    """Medusa heads and the adapter of the target that they read."""
+    """Medusa heads with the adapter of the target that they read."""
 
     def __init__(self, heads: MedusaHead, adapter: Adapter) -> None:
         super().__init__()
@@ -25,25 +25,25 @@ class AdaptedMedusa(nn.Module):
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """The heads' candidates, see `MedusaHead.candidates`."""
+        """The heads' candidates. See `MedusaHead.candidates`."""
         return self.heads.candidates(output, token_ids, first, depth, width)
 
     def output_heads(self) -> list[Tensor]:
-        """The heads' own, see `MedusaHead.output_heads`."""
+        """The heads' output heads. See `MedusaHead.output_heads`."""
         return self.heads.output_heads()
 
     def embeddings(self) -> list[Tensor]:
-        """The heads' own, see `DraftHead.embeddings`."""
+        """The heads' embeddings. See `DraftHead.embeddings`."""
         return self.heads.embeddings()
 
     def compile_layers(self) -> None:
-        """The heads' own, see `DraftHead.compile_layers`."""
+        """Compile the heads. See `DraftHead.compile_layers`."""
         self.heads.compile_layers()
 
     def save(self, folder: Path, provenance: dict[str, object]) -> None:
-        """Writes the heads to `folder` and the adapter beside it, to `adapter`.
+        """Write the heads to `folder` and the adapter to `adapter` beside it.
 
-        The heads' `headsmith.json` names the adapter that they belong to, and its checksum.
+        The heads' `headsmith.json` names their adapter and its checksum.
 
         Raises:
             InputError: the disk is full or not writable.

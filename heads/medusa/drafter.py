@@ -1,6 +1,6 @@
-"""Medusa as a drafter: one forward of all heads, a static tree of their best candidates.
+"""Drafting with Medusa heads: one forward of all heads, then a static tree of candidates.
 
-Or a chain of them, cut where it becomes unlikely, of which no further head runs.
+Or a chain, cut where it becomes unlikely; later heads then do not run.
 """
 
 import torch
@@ -17,8 +17,8 @@ class MedusaDrafter(HeadDrafter):
     """Drafts from the hidden state of the last committed token.
 
     Args:
-        head: the trained heads, on the target's device.
-        tree: static tree, no deeper than there are heads.
+        head: trained heads on the target's device.
+        tree: static tree, at most as deep as the number of heads.
     """
 
     state = ("hidden",)
@@ -34,13 +34,13 @@ class MedusaDrafter(HeadDrafter):
         )
 
     def observe(self, seen: Committed) -> None:
-        """Keeps the states [B, D] of the last committed tokens."""
+        """Keep the hidden states [B, D] of the last committed tokens."""
         hidden = seen.last.hidden_states[:, 0]
-        # In its place, which a captured step knows.
+        # In place, as captured steps know the address.
         self.hidden = hidden if self.hidden is None else self.hidden.copy_(hidden)
 
     def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
-        """The tree's candidates: head k fills the nodes of depth k."""
+        """Draft the tree's candidates: head k fills the nodes of depth k."""
         assert self.hidden is not None
         self.slots = self.slots.to(self.hidden.device)
         candidates = self.head.best(self.hidden, self.tree.depth, self.tree.width)
@@ -48,11 +48,11 @@ class MedusaDrafter(HeadDrafter):
 
 
 class MedusaCut(MedusaDrafter):
-    """Drafts a chain of the best candidates, until no text's goes on.
+    """Drafts a chain of the best candidates, until the chains of all texts are cut.
 
     Args:
-        head: the trained heads, on the target's device.
-        depth: draft tokens at most.
+        head: trained heads on the target's device.
+        depth: largest number of draft tokens.
         calibration: cuts the chains.
     """
 
@@ -61,7 +61,7 @@ class MedusaCut(MedusaDrafter):
         self.calibration, self.static_nodes = calibration, None
 
     def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
-        """Chains of at most `depth` tokens."""
+        """Draft chains of at most `depth` tokens."""
         assert self.hidden is not None
         hidden = self.hidden.to(next(self.head.parameters()).dtype)
         draws = ChainSampler(self.head.vocab, calibration=self.calibration)

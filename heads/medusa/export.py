@@ -1,6 +1,6 @@
-"""Medusa heads in the words of each serving engine.
+"""Medusa heads per serving engine.
 
-Read from the loaders themselves: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up to 1.1
+Read from the loaders: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up to 1.1
 `models/medusa/weight.py`; TGI 3.3 `layers/{medusa,speculative}.py`; FasterDecoding/Medusa
 `model/medusa_model.py`.
 """
@@ -18,13 +18,13 @@ from heads.medusa.network import VLLM_WEIGHTS, WEIGHTS, MedusaNetwork
 
 @dataclass(frozen=True)
 class MedusaLayout:
-    """The layout in which a loader takes Medusa heads.
+    """Layout in which a loader reads Medusa heads.
 
     Attributes:
-        weights: the file that it opens.
+        weights: name of the weights file.
         own_names: vLLM's names (`blocks.{k}.layers.{j}`) instead of the authors' (`{k}.{j}`).
-        architecture: in `architectures`; None leaves the key out.
-        max_layers: residual blocks per head.
+        architecture: value of `architectures`; None omits the key.
+        max_layers: largest number of residual blocks per head.
     """
 
     weights: str = WEIGHTS
@@ -34,17 +34,16 @@ class MedusaLayout:
 
 
 LAYOUTS = {
-    # Its own names: older versions do not know the authors'.
+    # vLLM's own names, as older versions do not know the authors'.
     ExportFormat.vllm: MedusaLayout(VLLM_WEIGHTS, own_names=True, architecture="MedusaModel"),
     ExportFormat.trtllm: MedusaLayout(),
-    # A config with `architectures` that is no MLP speculator gets no heads at all.
+    # With `architectures` other than an MLP speculator, TGI loads no heads at all.
     ExportFormat.tgi: MedusaLayout(),
-    # All blocks of a head are one and the same there.
+    # The authors' loader makes all blocks of a head one module.
     ExportFormat.original: MedusaLayout(max_layers=1),
 }
 AUTHORS_HINT = (
-    "The authors' loader builds 5 heads, whatever the file holds; those that it lacks draft at "
-    "random."
+    "The authors' loader always builds 5 heads; heads missing in the file draft at random."
 )
 CONVERT = (
     "import torch; from safetensors.torch import load_file; "
@@ -53,22 +52,22 @@ CONVERT = (
 
 
 def problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
-    """The reason why an engine cannot serve heads, as the end of a sentence; None if it can."""
+    """Reason why an engine cannot serve heads, as the end of a sentence; None if it can."""
     layout = LAYOUTS.get(engine)
     if layout is None:
         return "loads no Medusa heads"
     if not head.vocab.full:
-        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary
-        # and then refuses fewer rows.
+        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary and
+        # then refuses fewer rows.
         return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
     blocks = head.config.num_layers
     if layout.max_layers is not None and blocks > layout.max_layers:
-        return f"makes one of the {blocks} residual blocks of a head (head.num_layers)"
+        return f"merges the {blocks} residual blocks of a head into one (head.num_layers)"
     return None
 
 
 def files(head: MedusaNetwork, engine: ExportFormat) -> Files:
-    """Keys of the authors and of TGI, and those of vLLM's `MedusaConfig`."""
+    """Files with the keys of the authors, of TGI and of vLLM's `MedusaConfig`."""
     layout, dtype, own = LAYOUTS[engine], dtype_of(head), head.files()
     settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
     del settings["architectures"]
@@ -88,7 +87,7 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str:
-    """The command that starts an engine with heads, as lines for a shell; a token of each head."""
+    """Command that starts an engine with heads, as lines for a shell; one token per head."""
     num_heads, target = head.num_heads, head.target_name
     if engine is ExportFormat.vllm:
         return vllm_command("medusa", num_heads, target, folder)
@@ -105,6 +104,6 @@ def serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str
             f"--medusa_choices '{json.dumps([[0] * k for k in range(1, num_heads + 1)])}' "
             "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
         )
-    # Their loader opens pickles alone.
+    # The authors' loader only opens pickles.
     convert = CONVERT.format(folder=folder)
     return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'

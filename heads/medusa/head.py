@@ -1,4 +1,4 @@
-"""Medusa heads: what they answer, see `heads/head.py`."""
+"""Answers of Medusa heads. See `heads/head.py`."""
 
 import json
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ from heads.vocab import DraftVocab
 
 TOKEN_MAP_PROBLEM = (
     "version 0.32 has a place for `token_map`, but gives each head as many rows as the target has "
-    "ids and then refuses fewer. The head that this one was pruned from loads."
+    "ids and then refuses fewer. The unpruned head loads."
 )
 
 
 class MedusaHead(MedusaNetwork):
-    """K independent heads; head k (from 1) at position t predicts token t + 1 + k."""
+    """K independent heads. Head k (from 1) at position t predicts token t + 1 + k."""
 
     variants: ClassVar = {"medusa": Variant("Medusa heads", MedusaConfig)}
     phrase = "a Medusa head"
@@ -52,17 +52,17 @@ class MedusaHead(MedusaNetwork):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load heads in the original layout, which is ours, or in vLLM's.
+        """Load heads in the original layout, which Headsmith writes, or in vLLM's.
 
-        The published config of the original authors counts fewer heads than the file holds,
-        and none of the sizes, so shapes are read from the tensors.
+        The authors' published config counts fewer heads than the file holds and has no sizes, so
+        shapes are read from the tensors.
         """
         config_file = folder / "config.json"
         if not (folder / WEIGHTS).is_file() and VLLM_SIGN not in config_file.read_text():
             return None
         if layers is not None:
             raise InputError(
-                f"head.path={path}: a Medusa head reads the last hidden state: leave head.layers "
+                f"head.path={path}: a Medusa head reads the last hidden state; leave head.layers "
                 "unset"
             )
         settings = json.loads(config_file.read_text())
@@ -79,7 +79,9 @@ class MedusaHead(MedusaNetwork):
             | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
         )
         if wrong:
-            raise InputError(f"head.path={path}: tensors missing, foreign or misshapen: {wrong}")
+            raise InputError(
+                f"head.path={path}: tensors missing, unknown or of another shape: {wrong}"
+            )
         head.load_state_dict({f"heads.{name}": tensor for name, tensor in tensors.items()})
         return head
 
@@ -87,7 +89,7 @@ class MedusaHead(MedusaNetwork):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: MedusaConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Untrained heads, each equal to the target's own next-token head, of all ids."""
+        """Make new heads, each equal to the target's own next-token head, for all ids."""
         del vocab, seed
         return cls.from_target(target, settings.num_heads, settings.num_layers)
 
@@ -98,7 +100,7 @@ class MedusaHead(MedusaNetwork):
         seeds: Sequence[int],
         calibration: Calibration | None = None,
     ) -> Drafter:
-        """Draws nothing: candidates are ranked."""
+        """Make a drafter, which ranks candidates and draws nothing."""
         del sampling, seeds
         assert isinstance(shape, Tree)
         if calibration is not None:
@@ -106,9 +108,9 @@ class MedusaHead(MedusaNetwork):
         return MedusaDrafter(self, shape)
 
     def files(self) -> Files:
-        """Keys of the original, of TGI and of vLLM's `MedusaConfig`; the original's names.
+        """Files with the original names, and keys of the original, TGI and vLLM's `MedusaConfig`.
 
-        Those are `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`.
+        The names are `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`.
         """
         named = {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
         fewer = {}
@@ -141,15 +143,15 @@ class MedusaHead(MedusaNetwork):
     def golden(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> Golden:
-        """Reads the last hidden states alone."""
+        """Compute reference logits from the last hidden states. See `DraftHead.golden`."""
         del target, token_ids, places
-        # One head at a time: together they can be larger than the target.
+        # One head at a time, as all together can be larger than the target.
         each = [deepcopy(part).to("cpu", torch.float32)(states[-1].float()) for part in self.heads]
         logits = torch.stack(each)
         return Golden(logits, {"logsumexp": logits.logsumexp(-1)})
 
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """Card facts, of Medusa-2 where an adapter was trained beside the heads."""
+        """Card facts; of Medusa-2 if an adapter was trained with the heads."""
         del acceptance
         config = self.config
         return HeadFacts(

@@ -1,4 +1,4 @@
-"""Medusa heads: K small networks that each predict one future token from one hidden state.
+"""Network of Medusa heads: K small networks that each predict one later token.
 
 Source: Medusa, arXiv 2401.10774, section 2.1; file layout of FasterDecoding/Medusa, which
 vLLM, TGI and TensorRT-LLM read. Letters: N rows, K heads, D hidden, V vocab, W draft vocab.
@@ -26,13 +26,13 @@ VLLM_SIGN = '"MedusaModel"'
 VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
 VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
 TOKEN_MAP = "token_map"
-"""[W] int64 target ids beside the weights of a reduced draft vocabulary, as vLLM names it."""
+"""[W] int64 target ids of a reduced draft vocabulary, as vLLM names the tensor."""
 ROWS_PER_CHUNK = 256
 
 
 @dataclass(frozen=True)
 class MedusaHeadConfig:
-    """Shape of the heads and the target they belong to."""
+    """Sizes of the heads, and their target."""
 
     hidden_size: int
     vocab_size: int
@@ -42,7 +42,7 @@ class MedusaHeadConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of a chain, one from each head."""
+        """Draft tokens of a chain, one per head."""
         return self.num_heads
 
 
@@ -61,14 +61,14 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaNetwork(DraftHead):
-    """The networks of K heads.
+    """Networks of K heads.
 
-    Weights start as NaN where they must come from a target or a file, so that a forgotten
-    load shows at the first loss.
+    Weights that must come from a target or a file start as NaN, so that a forgotten load shows at
+    the first loss.
 
     Args:
-        config: the architecture.
-        vocab: the ids it can draft; all unless told.
+        config: architecture.
+        vocab: draft vocabulary; all ids by default.
     """
 
     taps = Taps()
@@ -92,9 +92,9 @@ class MedusaNetwork(DraftHead):
 
     @classmethod
     def from_target(cls, target: EmbeddingsAndHead, num_heads: int, num_layers: int) -> Self:
-        """Untrained float32 heads, each equal to the target's own next-token head.
+        """New float32 heads, each equal to the target's own next-token head.
 
-        They have no bias of logits, and engines no place for one: they learn without the target's.
+        Neither heads nor engines have a bias of logits: heads learn without the target's.
 
         Raises:
             InputError: the target's output head is quantised.
@@ -102,9 +102,9 @@ class MedusaNetwork(DraftHead):
         weight = target.output_head.weight
         if target.head_is_quantized:
             raise InputError(
-                f"target.path={target.name}: its output head is quantised, and Medusa heads start "
-                "as copies of it; name the model before quantisation (target.quantization leaves "
-                "its output head alone)"
+                f"target.path={target.name}: its output head is quantised, but Medusa heads start "
+                "as copies of it; name the model before quantisation (target.quantization keeps "
+                "the output head)"
             )
         config = MedusaHeadConfig(
             target.hidden_size, target.vocab_size, num_heads, num_layers, target.name

@@ -1,6 +1,7 @@
-"""The MTP tensors in a model's own files, which transformers leaves out.
+"""MTP tensors in a model's own files, which transformers does not load.
 
-Format: safetensors; names as in `heads/mtp/families.py`, experts one by one or all in one tensor.
+Format: safetensors with the names of `heads/mtp/families.py`; experts in one tensor each, or all in
+one.
 """
 
 import json
@@ -20,36 +21,36 @@ from heads.target_model.weight_files import tensors, weight_files
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 FUSED = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
-"""Tensors of all experts in transformers' modules, and the projections that they hold."""
+"""Expert tensors in transformers' modules, and the projections that each holds."""
 
 
 def family_of(config: Mapping[str, Any]) -> str | None:
-    """The family of the model whose `config.json` this is; None for one without a row."""
+    """Family of the model with this `config.json`; None if the table lacks it."""
     return next((name for name in config.get("architectures") or () if name in FAMILIES), None)
 
 
 def unread(config: Mapping[str, Any]) -> str | None:
-    """The reason why the MTP layer of a whole model is not read; None where there is none."""
+    """Reason why the MTP layer of a whole model cannot be read; None without a reason."""
     model_type = (config.get("text_config") or config).get("model_type", "")
     whole = any(re.match("(?!Eagle).*For(CausalLM|Cond)", n) for n in config["architectures"] or ())
     return NOT_READ.get(model_type) if whole else None
 
 
 def num_promised(config: Mapping[str, Any], family: Family) -> int:
-    """MTP layers that a `config.json` names."""
+    """Number of MTP layers that a `config.json` names."""
     places = (config.get("text_config") or config, config)
     return next((at[key] for at in places for key in family.counts if at.get(key)), 0)
 
 
 def stored_names(folder: Path, family: Family, num_layers: int, path: str) -> dict[str, Path]:
-    """The names of the MTP tensors in a model's folder, each with its file.
+    """Names of the MTP tensors in a model's folder, each with its file.
 
     Raises:
-        InputError: a shard is missing, or no safetensors file.
+        InputError: a shard is missing, or a file is no safetensors file.
     """
     files = weight_files(folder, "model")
     if files is None:
-        raise InputError(f"{path}: its safetensors files are not all there")
+        raise InputError(f"{path}: some of its safetensors files are missing; download it again")
     return {
         name: file
         for file in files
@@ -59,16 +60,16 @@ def stored_names(folder: Path, family: Family, num_layers: int, path: str) -> di
 
 
 def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor]:
-    """The MTP tensors of a model, by our names, in float32; empty if it has none.
+    """Read the MTP tensors of a model under this project's names, in float32; empty without any.
 
     Args:
-        folder: of the model.
-        config: its `config.json`, of a family of the table.
-        path: what the user calls it.
+        folder: folder of the model.
+        config: its `config.json`, of a family in the table.
+        path: name of the model in messages.
 
     Raises:
-        InputError: a shard is missing; tensors without numbers of their own; a config that
-            promises what is not there.
+        InputError: a shard is missing, a tensor is quantised, or the layer that the config names is
+            missing.
     """
     family = FAMILIES[str(family_of(config))]
     num_layers = layers_of(config)
@@ -82,38 +83,38 @@ def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor
             tensor = opened.get_tensor(name)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise InputError(
-                f"{path}: {name} is {tensor.dtype}: a quantised MTP layer is not read; name the "
-                "model before quantisation"
+                f"{path}: {name} is {tensor.dtype}, but a quantised MTP layer cannot be read; name "
+                "the model before quantisation"
             )
         found[str(family.own_name(name, num_layers))] = tensor.float()
     return fused(found)
 
 
 def dropped(promised: int) -> str:
-    """Words for so many MTP layers that a config names and no file holds."""
+    """Words for MTP layers that a config names but no file holds."""
     return (
-        f"config.json names {promised} MTP layers, and its files hold no tensor of them: "
-        "fine-tuning, merging or quantising has dropped them"
+        f"config.json names {promised} MTP layers, but no file holds them, so fine-tuning, merging "
+        "or quantising has dropped them"
     )
 
 
 def layers_of(config: Mapping[str, Any]) -> int:
-    """Decoder layers of the model, without its MTP layers."""
+    """Decoder layers of the model, without MTP layers."""
     text = config.get("text_config") or config
     return text.get("num_hidden_layers") or len(text["layers_block_type"])
 
 
 def has_layer(path: str, revision: str | None = None) -> bool:
-    """True where a model's files hold an MTP layer of a family of the table."""
+    """Tell whether a model's files hold an MTP layer of a family in the table."""
     return promised_and_held(path, revision)[1]
 
 
 def promised_and_held(path: str, revision: str | None = None) -> tuple[int, bool]:
-    """MTP layers that a model's config names, and whether its files hold one; 0 if none is known.
+    """MTP layers that a model's config names (0 if unknown), and whether its files hold one.
 
     Args:
-        path: folder, or Hub id, of which only the config and the index of shards are asked for.
-        revision: of a Hub id.
+        path: folder, or Hub id, of which only the config and the index of shards are downloaded.
+        revision: revision of a Hub id.
     """
     folder = Path(path)
     try:
@@ -134,7 +135,7 @@ def promised_and_held(path: str, revision: str | None = None) -> tuple[int, bool
 
 
 def fused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with those of single experts joined, as transformers' modules have them."""
+    """Join the tensors of single experts, as in transformers' modules."""
     single: dict[str, dict[tuple[int, str], Tensor]] = {}
     joined: dict[str, Tensor] = {}
     for name, tensor in named.items():
@@ -153,7 +154,7 @@ def fused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unfused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `fused`: a tensor for each projection of each expert."""
+    """Invert `fused`: one tensor per projection and expert."""
     single: dict[str, Tensor] = {}
     for name, tensor in named.items():
         experts, _, last = name.rpartition(".")
@@ -168,7 +169,7 @@ def unfused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder; empty where that is no JSON object."""
+    """`config.json` of a folder; empty if it is no JSON object."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except ValueError:

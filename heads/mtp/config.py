@@ -1,4 +1,4 @@
-"""The architecture of an MTP head: the family of its target, and a decoder layer of that kind."""
+"""Architecture of an MTP head: its target's family, and a decoder layer of that kind."""
 
 import sys
 from collections.abc import Callable
@@ -25,14 +25,14 @@ class MtpHeadConfig:
 
     Attributes:
         family: a key of `FAMILIES`.
-        layer: settings of a model of one such decoder layer, as transformers takes them.
+        layer: settings of a transformers model with one such decoder layer.
         target: Hub id or folder of the target.
-        hidden_size: of the target's last hidden state.
-        vocab_size: of the target.
-        num_positions: that the head knows.
-        state_first, zeroes_first, state_before_norm, feeds_back_normed: of the family.
+        hidden_size: width of the target's last hidden state.
+        vocab_size: the target's vocabulary size.
+        num_positions: number of positions that the head knows.
+        state_first, zeroes_first, state_before_norm, feeds_back_normed: see `Family`.
         num_target_layers: decoder layers of the target.
-        num_draft_tokens: None, as a head goes on from its own outputs to any depth.
+        num_draft_tokens: None, as a head drafts from its own outputs to any depth.
     """
 
     family: str
@@ -50,17 +50,17 @@ class MtpHeadConfig:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The output of the target's last layer, where that is read before the final norm."""
+        """Output of the target's last layer, if the head reads it before the final norm."""
         return (self.num_target_layers,) if self.state_before_norm else ()
 
     @property
     def row(self) -> Family:
-        """The family's row of the table."""
+        """The family's entry in the table."""
         return FAMILIES[self.family]
 
 
 class SubLayers(nn.ModuleList):
-    """A decoder layer in parts, attention and experts, each with a norm and a residual."""
+    """Decoder layer in parts, attention and experts, each with a norm and a residual."""
 
     def __init__(self, block: type[nn.Module], config: PretrainedConfig, first: int) -> None:
         numbers = range(first, first + config.num_hidden_layers)
@@ -68,7 +68,7 @@ class SubLayers(nn.ModuleList):
 
     @property
     def input_layernorm(self) -> Any:
-        """Before attention."""
+        """Norm before attention."""
         return self[0].norm
 
     @property
@@ -84,21 +84,21 @@ class SubLayers(nn.ModuleList):
 
 
 class Parts(NamedTuple):
-    """Classes of which transformers makes a model's layers, and their config."""
+    """Classes from which transformers builds a model's layers, and their config."""
 
     config: PretrainedConfig
     layer: Callable[[PretrainedConfig, int], Any]
     norm: type[nn.Module]
     rotary: type[nn.Module] | None
-    """None where nothing is rotated."""
+    """None for layers without rotation."""
 
 
 def layer_settings(config: Any, family: Family, sparse: bool) -> dict[str, Any]:
-    """Settings of a model of one decoder layer, which is like the last ones.
+    """Settings of a model with one decoder layer, like the target's last ones.
 
     Args:
-        config: of the target's text part.
-        family: of the target.
+        config: config of the target's text part.
+        family: family of the target.
         sparse: whether the layer is a mixture of experts.
     """
     settings = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_A_LAYER}
@@ -121,7 +121,7 @@ def layer_settings(config: Any, family: Family, sparse: bool) -> dict[str, Any]:
 
 
 def _window(config: Any, family: Family) -> dict[str, Any]:
-    """How a layer attends that may do so in a window, in which it rotates; one of 0 is of all."""
+    """Window settings of a layer that rotates in a window; a window of 0 means full attention."""
     window = config.sliding_window
     if family.is_sliding is None:
         said = [getattr(config, name, None) for name in ("mtp_sliding_windows", "sliding_windows")]
@@ -131,10 +131,10 @@ def _window(config: Any, family: Family) -> dict[str, Any]:
 
 
 def parts_of(settings: dict[str, Any]) -> Parts:
-    """The classes of a layer with these settings, and its config.
+    """Classes of a layer with these settings, and its config.
 
     Raises:
-        InputError: a model whose layers are not of the usual parts.
+        InputError: the model's layers do not have the usual parts.
     """
     rest = dict(settings)
     model_type = rest.pop("model_type")
@@ -152,7 +152,7 @@ def parts_of(settings: dict[str, Any]) -> Parts:
         layer = None
     if layer is None or norm is None:
         raise InputError(
-            f"target.path: a layer for multi-token prediction is made of the target's own layer, "
-            f"and those of {model_type} have other parts; train another head, such as EAGLE-3.1"
+            "target.path: an MTP layer is built from the target's own layer, but those of "
+            f"{model_type} have other parts; train another head, such as EAGLE-3.1"
         )
     return Parts(config, layer, norm, rotary)

@@ -1,8 +1,8 @@
-"""How models name and compute their layer for multi-token prediction (MTP): the table of families.
+"""Families of models with a layer for multi-token prediction (MTP): names and computation.
 
-All of them do `x = fc(concat(enorm(E), hnorm(h)))`, one decoder layer of the model's own kind with
-keys and values of its own, a final norm, and the target's output head. E embeds the token after
-the one that h is the state of. What differs is a row here.
+All compute `x = fc(concat(enorm(E), hnorm(h)))`, one decoder layer of the model's own kind with its
+own keys and values, a final norm, and the target's output head. E embeds the token after the one
+whose hidden state is h. The table holds the differences.
 
 Sources: the checkpoints, and vLLM's readers of them (`vllm/model_executor/models/*_mtp.py`).
 """
@@ -13,27 +13,27 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Family:
-    """The MTP layer of models of one architecture.
+    """MTP layer of models of one architecture.
 
-    In names `{n}` is the number of the target's layers, whose numbering the layer goes on.
+    In names, `{n}` is the number of the target's layers; MTP layers continue their numbering.
 
     Attributes:
-        names: of the weights of `enorm`, `hnorm`, `fc` and, where there is one, `norm`, as
-            checkpoints have them.
+        names: weights of `enorm`, `hnorm`, `fc` and, if present, `norm` in checkpoints.
         block: prefix of the decoder layer's tensors.
-        counts: the keys of `config.json` that may say how many such layers there are.
-        copies: of the target's embedding and output head, which are written, not read.
-        state_first: `fc` reads the state before the embedding.
-        zeroes_first: the embedding beside the state of position 0 is zeroed.
-        state_before_norm: the layer reads the target's last state before the final norm.
-        feeds_back_normed: a draft goes on from the output behind the final norm.
-        is_dense: the layer is dense, whatever those of the target are.
-        is_sliding: it attends in a window; None has `mtp_layer_types` of `config.json` say so, or
-            else the first of `layer_types`.
-        has_indexer: a module that chooses the `index_topk` best keys. While a text is no longer,
-            all are chosen: the head knows no more positions, and keeps that module as it is.
-        renamed: parts of names that transformers' own modules call otherwise.
-        model_type: whose decoder layer it is, where that is not the target's own.
+        counts: keys of `config.json` that may give the number of MTP layers.
+        copies: names of copies of the target's embedding and output head, which are written but not
+            read.
+        state_first: whether `fc` reads the hidden state before the embedding.
+        zeroes_first: whether the embedding at position 0 is zeroed.
+        state_before_norm: whether the layer reads the target's last state before the final norm.
+        feeds_back_normed: whether a draft continues from the output after the final norm.
+        is_dense: whether the layer is dense even if the target's are not.
+        is_sliding: whether it attends in a window; None reads `mtp_layer_types` of `config.json`,
+            or else the first of `layer_types`.
+        has_indexer: whether a module chooses the `index_topk` best keys. Shorter texts use all
+            keys, so the head knows no more positions than that and keeps the module unchanged.
+        renamed: name parts that transformers' modules call otherwise.
+        model_type: model type of the decoder layer, if not the target's own.
     """
 
     names: Mapping[str, str]
@@ -51,7 +51,7 @@ class Family:
     model_type: str | None = None
 
     def own_name(self, stored: str, num_layers: int) -> str | None:
-        """Our name of a tensor of a checkpoint; None for one that is not the layer's."""
+        """Name in this project of a checkpoint's tensor; None for tensors outside the layer."""
         for name, theirs in self.names.items():
             if stored == theirs.format(n=num_layers):
                 return f"{name}.weight"
@@ -64,7 +64,7 @@ class Family:
         return f"layer.{name}"
 
     def stored_name(self, name: str, num_layers: int) -> str:
-        """The name that a tensor of ours has in a checkpoint."""
+        """Name in a checkpoint of a tensor of this project."""
         module = name.removesuffix(".weight")
         if module in self.names:
             return self.names[module].format(n=num_layers)
@@ -74,7 +74,7 @@ class Family:
         return self.block.format(n=num_layers) + name
 
     def copy_names(self, num_layers: int) -> list[str]:
-        """The names of `copies` in a checkpoint."""
+        """Names of `copies` in a checkpoint."""
         return [name.format(n=num_layers) for name in self.copies]
 
 
@@ -90,7 +90,7 @@ _DEEPSEEK = Family(
     zeroes_first=True,
 )
 _INDEXED = replace(_DEEPSEEK, has_indexer=True, model_type="deepseek_v3")
-# vLLM goes on from the sum before the norm, SGLang from behind it.
+# vLLM continues from the sum before the norm, SGLang from after it.
 _GLM = replace(_DEEPSEEK, feeds_back_normed=False)
 _QWEN = Family(
     names={
@@ -102,10 +102,10 @@ _QWEN = Family(
     block="mtp.layers.0.",
 )
 _QWEN3_5 = replace(_QWEN, counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"))
-# vLLM rotates in a layer that attends to all, as it was trained; SGLang does not.
+# vLLM rotates in a full-attention layer, as in training; SGLang does not.
 _EXAONE = replace(_QWEN, is_dense=True, is_sliding=None)
 OTHER = "other"
-"""The row of fresh layers for targets of which no such layer is known."""
+"""Entry of new layers, for targets without a known MTP layer."""
 FAMILIES: dict[str, Family] = {
     OTHER: _QWEN,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
@@ -167,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         },
         block="mtp.layers.",
     ),
-    # vLLM 0.32 rotates halves of a head here; the model, and this layer in SGLang, rotate pairs.
+    # vLLM 0.32 rotates halves of a head here; the model, and SGLang, rotate pairs.
     "Ernie4_5_MoeForCausalLM": Family(
         names={
             "enorm": "model.mtp_emb_norm.0.weight",
@@ -180,16 +180,16 @@ FAMILIES: dict[str, Family] = {
         is_dense=True,
     ),
 }
-"""Families by the architecture that `config.json` names."""
+"""Families by the architecture in `config.json`."""
 
 KNOWN = ", ".join(name for name in FAMILIES if name != OTHER)
 NOT_READ: dict[str, str] = {
     "deepseek_v4": "it reads several residual streams before they are mixed",
     "qwen4_exp": "it reads several residual streams before they are mixed",
-    "kimi_k3": "its experts are codes of four bits",
+    "kimi_k3": "its experts are packed in four bits",
     "longcat_flash": "its attention is scaled by the rank of its latents",
-    "mimo_v2": "its projections of queries, keys and values are one tensor, cut for eight GPUs",
-    "minimax_m3": "it attends to blocks that an index chooses",
+    "mimo_v2": "its projections of queries, keys and values are one tensor, divided for eight GPUs",
+    "minimax_m3": "it attends to blocks chosen by an index",
     "step3p5": "it has several layers, each used once",
 }
-"""Reasons why the layers of other models have no row yet, by model type."""
+"""Reasons why the layers of other models cannot be read yet, by model type."""

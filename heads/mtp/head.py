@@ -1,4 +1,4 @@
-"""MTP heads: what they answer, see `heads/head.py`."""
+"""Answers of MTP heads. See `heads/head.py`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,19 +24,19 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
 PROBLEM = (
-    "loads an MTP layer from the target's own folder alone: write it there with "
-    "`scripts/mtp.py action=stitch`"
+    "loads an MTP layer only from the target's own folder; write it there with `scripts/mtp.py "
+    "action=stitch`"
 )
 
 
 def layer_doubts(head: Any) -> Readings:
-    """The sides on which readers of MTP layers are mistaken most often."""
+    """Settings of MTP layers that readers get wrong most often."""
     for name in ("state_first", "feeds_back_normed", "zeroes_first"):
         yield flipped(head, name)
 
 
 class MtpHead(MtpNetwork):
-    """The layer for multi-token prediction of a target, its own or a fresh one."""
+    """Layer for multi-token prediction of a target: its own, or a new one."""
 
     variants: ClassVar = {"mtp": Variant("MTP layers", MtpConfig)}
     phrase = "an MTP layer"
@@ -47,19 +47,19 @@ class MtpHead(MtpNetwork):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load our own folder, or the layer in the files of a whole model that has one."""
+        """Load a head's folder, or the layer in the files of a whole model that has one."""
         settings = checkpoint.model_config(folder)
         own = settings.get("architectures") == [cls.__name__]
         if settings.get("architectures") and (reason := checkpoint.unread(settings)):
             raise InputError(
-                f"head.path={path}: MTP layers are read of {KNOWN}; that of this "
-                f"model is not yet: {reason}. Name a draft head, such as one of train/eagle.py"
+                f"head.path={path}: the MTP layer of this model cannot be read yet, as {reason}; "
+                f"allowed: {KNOWN}. Name a draft head, such as one of train/eagle.py"
             )
         if not own and checkpoint.family_of(settings) is None:
             return None
         if layers is not None:
             raise InputError(
-                f"head.path={path}: an MTP layer reads the last hidden state: leave head.layers "
+                f"head.path={path}: an MTP layer reads the last hidden state; leave head.layers "
                 "unset"
             )
         return super().load(folder, path, None) if own else cls._native(folder, path, settings)
@@ -69,7 +69,7 @@ class MtpHead(MtpNetwork):
         what = f"head.path={path}"
         tensors = checkpoint.read(folder, settings, what)
         if not tensors:
-            raise InputError(f"{what}: a model without MTP layers; name a draft head")
+            raise InputError(f"{what}: the model has no MTP layers; name a draft head")
         config = AutoConfig.from_pretrained(folder).get_text_config()
         family = str(checkpoint.family_of(settings))
         sparse = any(".experts." in name for name in tensors)
@@ -85,7 +85,7 @@ class MtpHead(MtpNetwork):
             names = [
                 head.config.row.stored_name(name, checkpoint.layers_of(settings)) for name in wrong
             ]
-            raise InputError(f"{what}: MTP tensors missing, foreign or misshapen: {names}")
+            raise InputError(f"{what}: MTP tensors missing, unknown or of another shape: {names}")
         head.load_state_dict(tensors)
         return head
 
@@ -93,7 +93,7 @@ class MtpHead(MtpNetwork):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: MtpConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """A fresh layer of the target's own kind, a mixture of experts where it has such layers."""
+        """Make a new layer of the target's own kind, with experts if the target has them."""
         del settings, vocab
         family = next((name for name in target.architectures if name in FAMILIES), OTHER)
         sparse = not FAMILIES[family].is_dense and any(
@@ -110,18 +110,18 @@ class MtpHead(MtpNetwork):
         return Files(files.config, files.weights, files.tensors | buffers)
 
     def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
-        """No file of its own: an engine reads the layer in the target's folder."""
+        """Return no files: engines read the layer from the target's folder."""
         del engine, folder
         return Export(PROBLEM)
 
     def golden(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> Golden:
-        """Never asked: no engine has an export."""
+        """Not called, as no engine has an export."""
         raise AssertionError(target, states, token_ids, places)
 
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """The facts on the head's model card."""
+        """Facts for the head's model card."""
         drafted = trained_with(provenance).get("num_steps", 1)
         return HeadFacts(
             tag="mtp",
@@ -130,8 +130,8 @@ class MtpHead(MtpNetwork):
             paper="2412.19437",
             description=(
                 f"the decoder layer for multi-token prediction of {self.config.family} (hidden "
-                f"size {self.config.hidden_size}) on the target's last hidden state. It drafts one "
-                "token after another, to any depth, each from its own last output"
+                f"size {self.config.hidden_size}) on the target's last hidden state. It drafts "
+                "token by token, to any depth, each from its own last output"
             ),
             num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
             vllm_method=None,
@@ -140,12 +140,12 @@ class MtpHead(MtpNetwork):
 
 
 def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConfig:
-    """The architecture of a target's layer.
+    """Architecture of a target's layer.
 
     Args:
-        config: of the target's text part.
+        config: config of the target's text part.
         family: a key of `FAMILIES`.
-        name: of the target.
+        name: name of the target.
         sparse: whether the layer is a mixture of experts.
     """
     row = FAMILIES[family]

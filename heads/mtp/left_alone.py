@@ -1,4 +1,4 @@
-"""The lists of what a quantisation leaves as it is; they must name the modules of an MTP layer.
+"""Lists of modules that a quantisation skips, which must name those of an MTP layer.
 
 Formats: `quantization_config` of `config.json` as compressed-tensors (`ignore`), FP8, GPTQ and AWQ
 (`modules_to_not_convert`, `ignored_layers`), ModelOpt (`ignore`, `exclude_modules`) and
@@ -15,14 +15,14 @@ LISTS = (
     "llm_int8_skip_modules",
 )  # fmt: skip
 USUAL = {"bitsandbytes": "llm_int8_skip_modules", "compressed-tensors": "ignore"}
-"""The list of a method where a config has none; of others it is the first of `LISTS`."""
+"""The skip list of a method if its config has none; for other methods, the first of `LISTS`."""
 
 
 def unlisted(quantisation: dict[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
-    """The modules that each list of a quantisation does not name, by the list's key.
+    """Modules that each skip list of a quantisation lacks, by the list's key.
 
     Args:
-        quantisation: a `quantization_config`; empty of a model that is not quantised.
+        quantisation: `quantization_config`; empty for a model that is not quantised.
         modules: names of matrices, as in the model's files.
     """
     if not quantisation:
@@ -37,14 +37,14 @@ def unlisted(quantisation: dict[str, Any], modules: Iterable[str]) -> dict[str, 
 
 
 def with_listed(quantisation: dict[str, Any], modules: Iterable[str]) -> None:
-    """Has the lists of a quantisation name modules, in place."""
+    """Add modules to the skip lists of a quantisation, in place."""
     for key, missing in unlisted(quantisation, modules).items():
-        # Without a list readers leave the output head alone.
+        # Without a list, readers skip the output head.
         quantisation[key] = [*(quantisation.get(key) or ["lm_head"]), *missing]
 
 
 def _names(entry: str, module: str) -> bool:
-    """True where an entry is a module, what holds the module, or a pattern of either."""
+    """Tell whether an entry is a module, a parent of it, or a pattern of either."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     parts = module.split(".")

@@ -1,4 +1,4 @@
-"""The network of an MTP head: a decoder layer of the target's own kind behind its last state.
+"""Network of an MTP head: a decoder layer of the target's own kind after its last hidden state.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; FastMTP (2509.18362) for the layer that reads
 its own output. Letters: S tokens of a text, N rows, H hidden, Q heads, K key-value heads, d head
@@ -26,10 +26,10 @@ from heads.vocab import DraftVocab
 
 @dataclass(frozen=True)
 class Text:
-    """A text that the head has read with the target's states.
+    """Text that the head has read with the target's hidden states.
 
     Attributes:
-        inputs: [S, H] of the decoder layer.
+        inputs: [S, H] inputs of the decoder layer.
         position_ids: [S] int64.
         keys, values: [S, K, d].
     """
@@ -41,27 +41,27 @@ class Text:
 
 
 class _Reading:
-    """A pass of the layer's attention for the keys and values of a text alone."""
+    """Pass of the layer's attention that only takes the keys and values of a text."""
 
     config = None
 
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """Keeps keys and values; nobody looks at what it gives."""
+        """Keep keys and values; the returned attention is not used."""
         del layer, scores
-        # Under autocast, values alone are products, and keys are wider.
+        # Under autocast only values come from a product, and keys have the wider dtype.
         self.keys = _rows(key).to(value.dtype)
         self.values = _padded(_rows(value), key.shape[-1])
         return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
 
 
 class _Drafting:
-    """A pass of the layer over rows that draft.
+    """Pass of the layer over rows that draft.
 
     Args:
-        branches: what they look at; with `remembered`, gets their own keys and values.
-        remembered: whether the rows are not of the text.
+        branches: what the rows see; with `remembered`, gets their own keys and values.
+        remembered: whether the rows are draft tokens, not the text's.
     """
 
     config = None
@@ -89,20 +89,20 @@ class _Drafting:
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """[N, K, d] of [1, K, N, d]."""
+    """[N, K, d] view of [1, K, N, d]."""
     return heads.squeeze(0).transpose(0, 1)
 
 
 def _padded(values: Tensor, width: int) -> Tensor:
-    """Values as wide as keys, which latent attention has wider."""
+    """Pad values to the width of keys, which latent attention has wider."""
     return pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
 
 
 class MtpNetwork(ContinuingHead):
-    """The network; `attach` it to its target before use.
+    """Network of an MTP head. `attach` it to its target before use.
 
     Args:
-        config: the architecture.
+        config: architecture.
         vocab: all ids of the target.
     """
 
@@ -124,19 +124,19 @@ class MtpNetwork(ContinuingHead):
         self.norm = parts.norm(hidden, epsilon) if "norm" in config.row.names else None
         self.lm_head = self.embed_tokens = None
         self.taps, self.window = Taps(config.layers), config.num_positions
-        # Outside the modules: its float32 frequencies must survive a cast of the head.
+        # Not a submodule, as its float32 frequencies must survive a cast of the head.
         self._rotary: Any = parts.rotary and (parts.rotary(config=parts.config),)
         rules = getattr(parts.config, "rope_parameters", None) or {}
-        # Where layers of several kinds are rotated apart, it asks for the kind.
+        # With several kinds of rotation, the module asks for the kind.
         self._kind = [kind for kind in getattr(parts.config, "layer_types", ()) if kind in rules]
 
     @property
     def num_layers(self) -> int:
-        """The one that is used again at every depth."""
+        """1: the layer is used again at every depth."""
         return 1
 
     def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
-        """Fresh weights, alike for a seed; attached."""
+        """Draw new weights by a seed, and attach the head."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in sorted(self.named_parameters()):
             if parameter.dim() > 1:
@@ -151,17 +151,17 @@ class MtpNetwork(ContinuingHead):
         return self.config
 
     def features(self, output: TargetOutput) -> Tensor:
-        """[..., H] the last hidden state, behind the target's final norm or before it."""
+        """[..., H] last hidden state, after or before the target's final norm."""
         layers = self.config.layers
         states = output.layers[layers[0]] if layers else output.hidden_states
         return states.to(self.fc.weight)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The feature itself."""
+        """Return the hidden state unchanged."""
         return features
 
     def inputs(self, states: Tensor, token_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """[N, H] of the decoder layer, of states [N, H] and the tokens after them, [N] int64."""
+        """[N, H] inputs of the decoder layer, from states [N, H] and the next tokens [N] int64."""
         config, embeds = self.config, self.embed(token_ids)
         if config.zeroes_first:
             embeds = embeds.masked_fill(position_ids.unsqueeze(-1) == 0, 0.0)
@@ -190,14 +190,14 @@ class MtpNetwork(ContinuingHead):
         return self._run(inputs, position_ids, _Drafting(branches, remembered=True))
 
     def _run(self, inputs: Tensor, position_ids: Tensor, drafting: _Drafting) -> Tensor:
-        """[N, H] the layer's output of inputs [N, H] at positions [N]."""
+        """[N, H] outputs of the layer for inputs [N, H] at positions [N]."""
         rows = inputs.unsqueeze(0)
         with running(drafting):
             output = self.layer(rows, **self._places(rows, position_ids))
         return (output[0] if isinstance(output, tuple) else output).squeeze(0)
 
     def _places(self, rows: Tensor, position_ids: Tensor) -> dict[str, Any]:
-        """What a layer is told of positions [N], and that nothing is masked."""
+        """Arguments of a layer for positions [N], without a mask."""
         places = position_ids.unsqueeze(0)
         told: dict[str, Any] = {"position_ids": places, "attention_mask": None}
         if self._rotary is not None:
@@ -207,7 +207,7 @@ class MtpNetwork(ContinuingHead):
 
 
 def _indexer(config: Any) -> nn.Module:
-    """The weights of what chooses keys of long texts, kept as they are: nothing runs them here."""
+    """Weights of the module that chooses keys of long texts; kept unchanged and not run here."""
     hidden, size, num_heads = config.hidden_size, config.index_head_dim, config.index_n_heads
     parts = {
         "wq_b": nn.Linear(config.q_lora_rank, num_heads * size, bias=False),

@@ -1,7 +1,7 @@
-"""A target's folder with another MTP layer in it; every other tensor stays byte for byte.
+"""Writer of a target's folder with another MTP layer; other tensors stay identical.
 
-Format: Hugging Face's sharded safetensors, `model.safetensors.index.json`. A file without tensors
-of the layer is linked, not copied, where the disk allows that.
+Format: Hugging Face's sharded safetensors, `model.safetensors.index.json`. Files without tensors of
+the layer are linked, not copied, if the disk allows it.
 """
 
 import json
@@ -30,30 +30,30 @@ from heads.target_model.weight_files import tensors, weight_files
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Dtypes that are no codes, as safetensors call them."""
+"""Dtypes of plain numbers, as safetensors names them."""
 
 
 def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
-    """Writes a model's folder with a head's layer, whole or not at all.
+    """Write a model's folder with a head's layer, atomically.
 
     Args:
-        folder: of the model; it may have such a layer or have lost it.
-        head: the layer.
-        final: to write; replaced if it exists.
+        folder: folder of the model, with or without such a layer.
+        head: head that holds the layer.
+        final: folder to write; replaced if it exists.
 
     Returns:
-        The names of the files that hold tensors of the layer.
+        Names of the files with tensors of the layer.
 
     Raises:
-        InputError: a model of another family, sizes or vocabulary; shards that are missing; a disk
-            that is full; a layer that does not come back as it is.
+        InputError: the model has another family, sizes or vocabulary, shards are missing, the disk
+            is full, or the written layer differs.
     """
     config, what = model_config(folder), f"target.path={folder}"
     family = _fitting(config, head, what)
     num_layers = layers_of(config)
     files = weight_files(folder, "model")
     if files is None:
-        raise InputError(f"{what}: its safetensors files are not all there")
+        raise InputError(f"{what}: some of its safetensors files are missing; download it again")
     places = stored_names(folder, family, num_layers, what)
     layer = _named(head, family, num_layers, places, _dtype(files))
     layer |= _lacking_copies(family.copy_names(num_layers), files)
@@ -68,7 +68,7 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
         for file in files:
             kept = [name for name in tensors(file) if name not in places]
             own = {name: rest.pop(name) for name in list(rest) if places.get(name) == file}
-            # With a second file there is an index, before which readers look for this one.
+            # Once there is a second file, readers need an index and look for this name.
             name = "model-00001-of-00001.safetensors" if file.stem == "model" else file.name
             if not own and len(kept) == len(tensors(file)):
                 _link(file, staging / name)
@@ -89,33 +89,36 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
 
 
 def _verify(folder: Path, head: MtpHead) -> None:
-    """Reads a layer back.
+    """Read a layer back and compare.
 
     Raises:
-        InputError: it is not the head's, rounded to the dtype of the model's files.
+        InputError: it is not the head's layer, rounded to the dtype of the model's files.
     """
     found = MtpHead.load(folder, str(folder), None)
     assert found is not None
     read = found.files().tensors
     for name, tensor in head.files().tensors.items():
         if not torch.allclose(read[name], tensor.cpu(), rtol=2**-7, atol=1e-6):
-            raise InputError(f"{folder}: {name} was not written as it is")
+            raise InputError(
+                f"{folder}: {name} was written with other values; check the disk and start again"
+            )
 
 
 def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> Family:
-    """The row of the model's family.
+    """Table entry of the model's family.
 
     Raises:
-        InputError: it has none, or the head is of another one or of other sizes.
+        InputError: the model has none, or the head has another family or other sizes.
     """
     name = family_of(config)
     if name is None:
         raise InputError(
-            f"{what} is {config.get('architectures')}: MTP layers are known of {KNOWN}"
+            f"{what}: is {config.get('architectures')}, whose MTP layer is unknown; allowed: "
+            f"{KNOWN}"
         )
     if FAMILIES[name] != head.config.row:
         raise InputError(
-            f"head.path: an MTP layer of {head.config.family}, and {what} is {name}: name a layer "
+            f"head.path: an MTP layer of {head.config.family}, but {what} is {name}; name a layer "
             "of its own kind"
         )
     text = config.get("text_config") or config
@@ -129,7 +132,7 @@ def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> Family:
 def _named(
     head: MtpHead, family: Family, num_layers: int, places: Mapping[str, Path], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The layer's tensors by the names of the model's files, experts as they were there."""
+    """The layer's tensors under the names of the model's files, with experts as stored there."""
     held = head.files().tensors
     joined = any(name.endswith(".experts.down_proj") for name in places)
     stored: dict[str, Tensor] = {}
@@ -145,9 +148,9 @@ def _named(
 
 
 def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
-    """Those copies of the model's ends that its files lack.
+    """Copies of the model's embedding and output head that its files lack.
 
-    Of an end that is quantised there is none: engines then share the model's own.
+    None for quantised ones; engines then share the model's own.
     """
     held = {name: (file, held) for file in files for name, held in tensors(file).items()}
     is_tied = not any(name.startswith("lm_head.") for name in held)
@@ -159,7 +162,7 @@ def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
 
 
 def _dtype(files: list[Path]) -> torch.dtype:
-    """Of most of the bytes that are no codes of a quantisation; bfloat16 where a model has none."""
+    """Dtype of most unquantised bytes; bfloat16 if a model has none."""
     sizes = Counter[str]()
     for tensor in chain.from_iterable(tensors(file).values() for file in files):
         begin, end = tensor["data_offsets"]
@@ -174,7 +177,7 @@ def _held(file: Path, names: list[str]) -> dict[str, Tensor]:
 
 
 def _link(path: Path, copy: Path) -> None:
-    """The same bytes under another name; on another disk, a copy."""
+    """Link the same bytes under another name; on another disk, copy them."""
     try:
         os.link(path.resolve(), copy)
     except OSError:
@@ -193,7 +196,7 @@ def _sizes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
 def _with_layer(
     config: dict[str, Any], family: Family, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """A config that counts the layer, which the model's quantisation leaves as it is."""
+    """Config that counts the layer and excludes it from the model's quantisation."""
     changed = json.loads(json.dumps(config))
     text = changed.get("text_config") or changed
     found = ((at, key) for at in (text, changed) for key in family.counts if key in at)
@@ -204,7 +207,7 @@ def _with_layer(
 
 
 def matrices(shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """The modules whose weights are matrices, of tensors by name."""
+    """Modules whose weights are matrices, from tensors by name."""
     return sorted(
         name.removesuffix(".weight")
         for name, shape in shapes.items()

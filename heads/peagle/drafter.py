@@ -1,6 +1,6 @@
-"""P-EAGLE as a drafter: chains, and trees of its rows' candidates, in one pass of the head.
+"""Drafting with P-EAGLE heads: chains, and trees of its rows' candidates, in one pass.
 
-What was committed since the last draft and the rows behind it go through the layers together.
+Tokens committed since the last draft and the rows after them pass the layers together.
 
 Letters: B texts, n new tokens, D draft tokens, H hidden, W draft vocabulary.
 """
@@ -22,11 +22,11 @@ class _PEagleDrafter(EagleMemory):
     head: PEagleNetwork
 
     def _read(self, seen: Committed, following: Tensor) -> None:
-        """Reads tokens without a draft."""
+        """Read tokens without a draft."""
         self._pass(seen, following, 0)
 
     def _pass(self, seen: Committed, following: Tensor, num_masks: int) -> list[Tensor]:
-        """[B * n, H] of tokens, each with the next, and [B, H] of the rows behind them in turn."""
+        """Outputs [B * n, H] of tokens, each with the next, and [B, H] of each row after them."""
         head, (fused, ids, places) = self.head, self._taken(seen, following)
         flat, end = places.flatten(), self.cache.opened.committed[:, 0] + seen.counts
         text = head.text_rows(fused, ids, self._known(flat), Stretch.up_to(flat + 1))
@@ -43,14 +43,14 @@ class _PEagleDrafter(EagleMemory):
         return found
 
     def _logits(self, roots: Roots) -> Tensor:
-        """[B, D, W] of all rows that draft."""
+        """[B, D, W] logits of all rows that draft."""
         assert self.seen is not None
         seen, self.seen = self.seen, None
         text, *masks = self._pass(seen, roots.tokens, self.shape.depth - 1)
         return self.head.logits(torch.stack([text[last_rows(seen)], *masks], 1))
 
     def _readable(self, tokens: Tensor, level: int) -> Tensor:
-        """Tokens [B, n] of a row, with PAD if it lies beyond the head's window."""
+        """Tokens [B, n] of a row, with PAD beyond the head's window."""
         return self._drafted(tokens, self.cache.opened.committed - 1 + level)
 
 
@@ -58,7 +58,7 @@ class PEagleChain(HeadChain, _PEagleDrafter):
     """Drafts the rows' tokens as a chain."""
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains of `depth` tokens."""
+        """Draft chains of `depth` tokens."""
         draws = self.sampler()
         tokens = [draws.token(each).unsqueeze(1) for each in self._logits(roots).unbind(1)]
         readable = [self._readable(each, level) for level, each in enumerate(tokens)]

@@ -1,4 +1,4 @@
-"""Reading P-EAGLE heads: EAGLE-3's names, layers behind the first, and the learnt feature."""
+"""Reader of P-EAGLE heads: EAGLE-3's names, later layers, and the learnt hidden state."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,32 +12,34 @@ from heads.vocab import DraftVocab
 
 MASK_HIDDEN = "mask_hidden"
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the mask token, in the order in which vLLM looks for them."""
+"""Keys of the mask token, in the order of vLLM."""
 NUM_DRAFT_TOKENS = 8
-"""Draft tokens of a head whose file does not say, as speculators trains heads."""
+"""Draft tokens of a head whose file names none, as in speculators' training."""
 FREE = ("num_hidden_layers", "speculators_model_type")
 
 
 def opened(
     folder: Path, path: str, layers: Sequence[int] | None
 ) -> tuple[Checkpoint, PEagleHeadConfig, DraftVocab]:
-    """A file, and what it says of the head.
+    """Read a head's folder: its content, architecture and draft vocabulary.
 
     Args:
-        folder: on this machine.
-        path: what the user calls it.
-        layers: the target features that it fuses, as indices of `output_hidden_states`, in place
-            of those in `config.json`.
+        folder: local folder.
+        path: name of the folder in messages.
+        layers: hidden states to fuse, as indices of `output_hidden_states`, instead of those in
+            `config.json`.
 
     Raises:
-        InputError: missing, corrupt, pickled or foreign files; settings that contradict the
-            tensors, or that this head does not compute.
+        InputError: files are missing, corrupt, pickled or foreign; settings contradict the tensors,
+            or are not implemented.
     """
     found = Checkpoint.open(folder, path)
     only = {name: value for name, value in ONLY.items() if name not in FREE}
     plain = architecture(found, layers, {**only, "norm_output": False})
     if not plain.layers:
-        raise found.error("config.json names no layers (eagle_aux_hidden_state_layer_ids)")
+        raise found.error(
+            "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
+        )
     mask = next((found.settings[key] for key in MASK_KEYS if key in found.settings), None)
     if not isinstance(mask, int) or not 0 <= mask < plain.llama.vocab_size:
         raise found.error(
@@ -59,17 +61,17 @@ def _num_draft_tokens(found: Checkpoint) -> int:
 
 
 def holds(folder: Path) -> bool:
-    """True for a folder that names P-EAGLE, or has the feature that such a head learns."""
+    """Tell whether a folder names P-EAGLE, or has its learnt hidden state."""
     if names_kind(folder, (), "peagle"):
         return True
     try:
         return any(_has_feature(file) for file in folder.glob("*.safetensors"))
     except SafetensorError:
-        return False  # who is asked last says what is wrong
+        return False  # a later reader reports the damage
 
 
 def _has_feature(file: Path) -> bool:
     with safe_open(file, "pt") as opened:
         names = {name.removeprefix("model.") for name in opened.keys()}  # noqa: SIM118
-    # The norm of features in a layer, not behind their fusion, is EAGLE's.
+    # EAGLE also has a norm of hidden states, but not inside a layer.
     return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)

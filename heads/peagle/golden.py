@@ -1,4 +1,4 @@
-"""The logits that a P-EAGLE head makes of features, row behind row, in float32 on the CPU.
+"""Reference logits of a P-EAGLE head, row by row, in float32 on the CPU.
 
 Letters: S rows, D depths, H hidden.
 """
@@ -20,9 +20,9 @@ from heads.target_model.model import Target, TargetOutput
 def golden(
     head: PEagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
 ) -> Golden:
-    """Row t at depth j: the j-th row behind token t, which sees the text up to that.
+    """Compute logits whose row t at depth j is the j-th row after token t.
 
-    Arguments as `DraftHead.golden` says.
+    That row sees the text up to t. Arguments as in `DraftHead.golden`.
     """
     mask = torch.tensor([head.config.mask_token_id])
     wanted = torch.cat([token_ids, mask])
@@ -42,7 +42,7 @@ def golden(
 
 
 def _outputs(head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int) -> Tensor:
-    """[D, S, H] normed outputs of a head whose embedding holds the text alone, then the mask."""
+    """[D, S, H] normalised outputs of a head whose embedding holds only the text, then the mask."""
     rows = torch.arange(len(places))
     output = TargetOutput(states[-1], dict(enumerate(states)))
     seen = causal_rows(Documents.single(len(rows), rows.device), rows)

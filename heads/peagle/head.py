@@ -1,4 +1,4 @@
-"""P-EAGLE heads: what they answer, see `heads/head.py`."""
+"""Answers of P-EAGLE heads. See `heads/head.py`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ SPECULATORS = replace(
     LAYOUTS[ExportFormat.speculators][EagleForm.eagle3],
     architecture="PEagleSpeculator",
     method="peagle",
-    # vLLM forgets `fc_norm` when it takes over such a config.
+    # vLLM drops `fc_norm` when it converts such a config.
     parts=("norm_before_fc", "norm_before_residual", "qk_norm", "mlp_bias"),
 )
 
@@ -48,7 +48,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
 
     @classmethod
     def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load a P-EAGLE head, known by the feature that such a head learns; None for others."""
+        """Load a P-EAGLE head, recognised by its learnt hidden state; None for other folders."""
         if not formats.holds(folder):
             return None
         found, config, vocab = formats.opened(folder, path, layers)
@@ -58,18 +58,18 @@ class PEagleHead(PEagleNetwork, EagleHead):
     def untrained(
         cls, target: EmbeddingsAndHead, settings: FeatureHeadConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """An untrained head with layers of the target's sizes."""
+        """Make a new head with layers of the target's sizes."""
         config = peagle_config(settings, target)
         return cls(config, vocab).begin(target, settings.output_head, seed)
 
     def files(self) -> Files:
-        """EAGLE-3's keys, and what speculators and vLLM call the rest."""
+        """Files with EAGLE-3's keys, and further keys of speculators and vLLM."""
         files, config = super().files(), self.config
         more = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
         return replace(files, config=files.config | more)
 
     def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> Export:
-        """Serving starts with what makes vLLM take all tokens of one pass."""
+        """Export whose command makes vLLM draft all tokens in one pass."""
         tokens = self.config.num_draft_tokens
         command = f"vllm serve {folder}"
         if engine is ExportFormat.vllm:
@@ -90,7 +90,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
         return golden.golden(self, target, states, token_ids, places)
 
     def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
-        """Layers, features and rows."""
+        """Layers, hidden states and rows."""
         config = self.config
         return replace(
             super().card(provenance, acceptance),

@@ -1,13 +1,12 @@
 """P-EAGLE: EAGLE-3 of several layers, which drafts all tokens in one pass.
 
-At token t the head reads the target's features up to t, each beside the token after it. Behind
-them stand rows for tokens that nobody knows, a mask token beside a feature that is learnt. Row t
-itself drafts x_{t+2}, and the d-th row behind it, which sees the text up to t and those between,
-x_{t+2+d}.
+At token t the head reads the target's hidden states up to t, each beside the next token. After them
+come rows for unknown tokens: a mask token beside a learnt hidden state. Row t itself drafts
+x_{t+2}. The d-th row after it sees the text up to t and the rows between, and drafts x_{t+2+d}.
 
 Source: P-EAGLE, arXiv 2602.01469; vllm-project/speculators `models/peagle`. Letters: S tokens of a
-text, N rows, H hidden, I input of the first layer, F width of a feature, K key-value heads, d head
-size.
+text, N rows, H hidden, I input of the first layer, F width of a hidden state, K key-value heads, d
+head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +31,10 @@ from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 256
-"""Tokens of a chunk of a text whose tokens all draft: the rows of a chunk live together."""
+"""Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
 KeysValues = tuple[Tensor, Tensor]
 TextOf = Callable[[int, KeysValues | None], KeysValues]
-"""Keys and values [T, S, K, d] of the texts in a layer, by its number and what is new of them."""
+"""Function that stores a layer's new keys and values and returns all, [T, S, K, d], by layer."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class PEagleHeadConfig(EagleHeadConfig):
     """Architecture of a head.
 
     Attributes:
-        mask_token_id: what rows hold whose token is not known.
-        num_draft_tokens: of a pass, as it was trained.
+        mask_token_id: token id of rows whose token is unknown.
+        num_draft_tokens: draft tokens per pass, as trained.
     """
 
     mask_token_id: int = 0
@@ -53,14 +52,14 @@ class PEagleHeadConfig(EagleHeadConfig):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows of the text, or rows that stand equally far behind it.
+    """Rows of the text, or rows equally far after it.
 
     Attributes:
-        inputs: [N, I] of the first layer.
+        inputs: [N, I] inputs of the first layer.
         residual: [N, H].
         rotation: [N, 2, d].
-        seen: what they see of the text.
-        kept: [N] int64, of the group before, the rows that they stand behind; None for all.
+        seen: stretch of the text that they see.
+        kept: [N] int64 rows of the previous group that they follow; None for all.
     """
 
     inputs: Tensor
@@ -71,11 +70,11 @@ class RowGroup:
 
 
 class LaterLayer(EagleLayer):
-    """A layer behind the first: Llama's.
+    """Layer after the first: Llama's.
 
     Args:
         config: sizes, norms and RoPE.
-        qk_norm: norms on queries and keys per head.
+        qk_norm: normalise queries and keys per head.
     """
 
     input_layernorm: RmsNorm
@@ -86,11 +85,11 @@ class LaterLayer(EagleLayer):
 
 
 class PEagleNetwork(EagleNetwork):
-    """The network of a P-EAGLE head; `attach` it to its target before use.
+    """Network of a P-EAGLE head. `attach` it to its target before use.
 
     Args:
-        config: the architecture.
-        vocab: the ids it can draft.
+        config: architecture.
+        vocab: draft vocabulary.
     """
 
     config: PEagleHeadConfig
@@ -99,7 +98,7 @@ class PEagleNetwork(EagleNetwork):
         super().__init__(config, vocab)
         self.variant, self.layer_prefix = "peagle", "layers.0."
         later = range(1, config.llama.num_hidden_layers)
-        # By number, as files name them.
+        # Keyed by number, as in the files.
         self.layers = nn.ModuleDict(
             {str(number): LaterLayer(config.llama, config.qk_norm) for number in later}
         )
@@ -112,7 +111,7 @@ class PEagleNetwork(EagleNetwork):
     def text_rows(
         self, fused: Tensor, token_ids: Tensor, position_ids: Tensor, seen: Stretch
     ) -> RowGroup:
-        """The rows of a text; arguments as of `read`, and what each sees, itself included."""
+        """Rows of a text; arguments as in `read`, and the stretch that each sees."""
         inputs, residual = self.inputs(fused, token_ids)
         rotation = self.layer.self_attn.rotation(inputs, position_ids)
         return RowGroup(inputs, residual, rotation, seen)
@@ -120,12 +119,12 @@ class PEagleNetwork(EagleNetwork):
     def mask_rows(
         self, position_ids: Tensor, seen: Sequence[Stretch], kept: Sequence[Tensor | None] = ()
     ) -> list[RowGroup]:
-        """Rows behind tokens of a text, group by group.
+        """Rows after tokens of a text, in groups.
 
         Args:
-            position_ids: [N] int64, of those of all groups.
-            seen: of each group, the text up to those tokens.
-            kept: of each group, see `RowGroup`; unset for all.
+            position_ids: [N] int64 positions of the rows of all groups.
+            seen: stretch of the text before the rows, per group.
+            kept: rows of the previous group, see `RowGroup`; unset for all.
         """
         if not seen:
             return []
@@ -146,9 +145,9 @@ class PEagleNetwork(EagleNetwork):
         """[N, H] outputs of the rows of each group.
 
         Args:
-            text: rows of texts, if there are new ones.
-            masks: those right behind the text, those behind them, ...
-            text_of: remembers what is new, and knows the rest.
+            text: rows of new text, if any.
+            masks: groups of rows, those directly after the text first.
+            text_of: stores new keys and values and returns all.
         """
         groups = [*([] if text is None else [text]), *masks]
         sizes = [len(group.rotation) for group in groups]
@@ -181,7 +180,7 @@ class PEagleNetwork(EagleNetwork):
     def candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth, see `DraftHead.candidates`."""
+        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
@@ -203,10 +202,10 @@ class PEagleNetwork(EagleNetwork):
 
 
 def peagle_config(settings: Any, target: EmbeddingsAndHead) -> PEagleHeadConfig:
-    """The architecture of a fresh head, by a `PEagleConfig`.
+    """Architecture of a new head from a `PEagleConfig`.
 
     Raises:
-        InputError: features or a mask token that the target does not have.
+        InputError: the target lacks the hidden states or the mask token.
     """
     plain = eagle_config(settings, target)
     plain.llama.num_hidden_layers = settings.num_layers
@@ -215,7 +214,7 @@ def peagle_config(settings: Any, target: EmbeddingsAndHead) -> PEagleHeadConfig:
 
 
 def remembered(known: list[KeysValues]) -> TextOf:
-    """Keeps keys and values of the layers of one text, [S, K, d], in a list."""
+    """Keep keys and values [S, K, d] of one text's layers in a list."""
 
     def text_of(number: int, new: KeysValues | None) -> KeysValues:
         if new is not None:

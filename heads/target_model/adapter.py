@@ -1,7 +1,7 @@
-"""Adapters of a target: a LoRA that is trained, and a saved peft adapter that is loaded.
+"""Adapters of a target: a trained LoRA, and a loaded peft adapter.
 
-Losses, stores and exports take the weights of the embedding and of the output head as they are, so
-what a saved adapter changes of these is folded in. Layers keep theirs beside the weights.
+Losses, stores and exports use the weights of embedding and output head directly, so a loaded
+adapter's changes to these are merged. Layers keep their adapter separately.
 
 Source: LoRA, arXiv 2106.09685.
 """
@@ -28,27 +28,27 @@ from heads.target_model.weight_files import tensors
 
 WEIGHTS = "adapter_model.safetensors"
 NUM_PROBED = 16
-"""Token ids, spread over the vocabulary, that an adapted model is asked with."""
+"""Token ids, spread over the vocabulary, on which adapted models are compared."""
 
 
 class Adapter(nn.Module):
-    """The LoRA of a target: two factors, [rank, in] and [out, rank], per linear layer.
+    """LoRA of a target: factors [rank, in] and [out, rank] per linear layer.
 
-    Effects: the target's linear layers become peft's, which add what the factors give; at first
-    that is zero.
+    Effects: replaces the target's linear layers by peft's, which add the factors' product; at first
+        zero.
     """
 
     def __init__(self, target: Target, config: AdapterConfig, seed: int) -> None:
-        """Puts an adapter on a target.
+        """Add an adapter to a target.
 
         Args:
-            target: gets it; its own parameters stay frozen.
-            config: its size and place.
-            seed: of the first factors; the second ones are zero.
+            target: target to change; its own parameters stay frozen.
+            config: size and place of the adapter.
+            seed: seed of the first factors; the second ones are zero.
 
         Raises:
-            InputError: `config.modules` names what cannot be adapted, or the target cannot carry
-                gradients back.
+            InputError: `config.modules` names modules that cannot be adapted, or the target cannot
+                carry gradients.
         """
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
@@ -56,8 +56,8 @@ class Adapter(nn.Module):
         super().__init__()
         if target.device.type == "cpu" and getattr(target.model, "is_loaded_in_4bit", False):
             raise InputError(
-                f"target.path={target.name} in 4 bits: bitsandbytes gives no gradient through it "
-                "on a CPU; allowed there: target.quantization=none or int8"
+                f"target.path={target.name}: its weights have 4 bits, through which bitsandbytes "
+                "gives no gradient on a CPU; set target.quantization=none or int8"
             )
         frozen = (target.embedding, target.output_head)
         named = target.model.named_modules()
@@ -66,7 +66,7 @@ class Adapter(nn.Module):
         if wrong:
             raise InputError(
                 f"adapter.modules={config.modules}: {wrong} is the target's embedding or output "
-                "head, whose weights losses use as they are; allowed: linear layers of the decoder"
+                "head, whose weights losses use directly; allowed: linear layers of the decoder"
             )
         lora = LoraConfig(
             r=config.rank,
@@ -82,29 +82,29 @@ class Adapter(nn.Module):
             except ValueError as error:
                 raise InputError(f"adapter.modules={config.modules}: {error}") from error
         factors = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        # A parameter's name has no dots.
+        # A parameter's name must not have dots.
         self.factors = nn.ParameterDict({n.replace(".", "/"): p for n, p in factors.items()})
         layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
         self.dropouts = nn.ModuleList(layer.lora_dropout for layer in layers)
-        # Not the model, all of whose parameters would be this module's.
+        # Not the model, whose parameters would all belong to this module.
         self._disabled, self._write = model.disable_adapter, model.save_pretrained
         if config.recompute_layers:
             target.recompute_layers()
         self.train()
 
     def off(self) -> AbstractContextManager[None]:
-        """A context in which the target runs without the adapter."""
+        """Context in which the target runs without the adapter."""
         return self._disabled()
 
     def save(self, folder: Path, provenance: dict[str, object]) -> None:
-        """Writes a peft adapter with `headsmith.json`, whole or not at all.
+        """Write a peft adapter with `headsmith.json`, atomically.
 
         Raises:
-            InputError: the disk is full or not writable; an older adapter there is untouched.
+            InputError: the disk is full or not writable. An older adapter there stays untouched.
         """
 
         def fill(staging: Path) -> None:
-            # Left to itself peft asks the Hub whether the vocabulary has grown.
+            # Otherwise peft asks the Hub whether the vocabulary has grown.
             self._write(str(staging), save_embedding_layers=False)
             (staging / "README.md").unlink()  # an empty form
             (staging / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
@@ -113,10 +113,10 @@ class Adapter(nn.Module):
 
 
 def with_adapter(model: Any, adapter: str) -> Any:
-    """The peft model of a target and a saved adapter; changes the transformers model in place.
+    """Make the peft model of a target and a saved adapter; changes the model in place.
 
     Raises:
-        InputError: an adapter that is not there, does not fit, or is not of the model's weights.
+        InputError: the adapter is missing, does not fit, or changes more than weights.
     """
     from peft import PeftModel
 
@@ -141,28 +141,29 @@ def with_adapter(model: Any, adapter: str) -> Any:
         raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
     if not same:
         raise InputError(
-            f"target.adapter={adapter}: {_method(adapted)} changes more than the weights of a "
-            "model, so that neither heads nor engines would see it; allowed: adapters of weights, "
-            "such as LoRA"
+            f"target.adapter={adapter}: {_method(adapted)} changes more than a model's weights, so "
+            "heads and engines would miss it; allowed: adapters of weights, such as LoRA"
         )
     return adapted
 
 
 def merged(adapted: Any, adapter: str) -> Any:
-    """The transformers model of `with_adapter` with the adapter's change in its weights.
+    """Merge the adapter of `with_adapter` into the weights of its transformers model.
 
     Raises:
-        InputError: an adapter that cannot become weights.
+        InputError: the adapter cannot become weights.
     """
     expected = _probe(adapted, adapted.get_base_model())
     try:
         model = adapted.merge_and_unload(safe_merge=True)
     except EVERY_WAY as error:
-        raise InputError(f"target.adapter={adapter}: cannot become weights: {error}") from error
+        raise InputError(
+            f"target.adapter={adapter}: cannot be merged into weights: {error}; name a LoRA adapter"
+        ) from error
     if not _alike(expected, _probe(model, model)):
         raise InputError(
-            f"target.adapter={adapter}: merged, the model would say something else: "
-            f"{_method(adapted)} is no change of its weights"
+            f"target.adapter={adapter}: the merged model would give other logits, as "
+            f"{_method(adapted)} is no change of its weights; name a LoRA adapter"
         )
     return model
 
@@ -173,15 +174,15 @@ def _method(adapted: Any) -> str:
 
 
 def _is_activated(config: Any) -> bool:
-    """True where an adapter waits for tokens that call it, which peft seeks outside the model."""
+    """Tell whether tokens activate the adapter, which peft handles outside of the model."""
     return getattr(config, "alora_invocation_tokens", None) is not None
 
 
 def _add_token_rows(model: Any, shapes: Mapping[str, list[int]], adapter: str) -> None:
-    """Adds rows to embedding and output head for tokens that an adapter has and a model lacks.
+    """Add rows to embedding and output head for an adapter's additional tokens.
 
     Raises:
-        InputError: not all rows are in its file; they would be drawn anew at every start.
+        InputError: rows are missing in its file; they would be random at every start.
     """
     both = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {module: f".{name}." for name, module in model.named_modules() if module in both}
@@ -192,9 +193,9 @@ def _add_token_rows(model: Any, shapes: Mapping[str, list[int]], adapter: str) -
     for end in both:
         if [num_rows, end.weight.shape[1]] not in stored[end]:
             raise InputError(
-                f"target.adapter={adapter}: was trained with {num_rows} tokens, the target has "
+                f"target.adapter={adapter}: trained with {num_rows} tokens, but the target has "
                 f"{both[0].weight.shape[0]}, and its file lacks the rows of {names[end][1:-1]}; "
-                "save it with save_embedding_layers=True, or embedding and output head among "
+                "save it with save_embedding_layers=True, or with embedding and output head among "
                 "modules_to_save"
             )
     model.resize_token_embeddings(num_rows, mean_resizing=False)
@@ -202,7 +203,7 @@ def _add_token_rows(model: Any, shapes: Mapping[str, list[int]], adapter: str) -
 
 @torch.no_grad()
 def _probe(model: Any, whole: Any) -> Tensor:
-    """Logits of a model after some token ids of the whole vocabulary."""
+    """Logits of a model after token ids from the whole vocabulary."""
     weight = whole.get_input_embeddings().weight
     ids = torch.linspace(0, weight.shape[0] - 1, NUM_PROBED).long()[None].to(weight.device)
     return model(input_ids=ids, use_cache=False).logits.float()
@@ -215,7 +216,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _fold_embedding_and_head(model: Any) -> None:
-    """Puts plain modules, with an adapter's change in their weights, in place of both modules."""
+    """Replace embedding and output head by plain modules with the adapter merged in."""
     names = {id(module): name for name, module in model.named_modules()}
     both = [model.get_input_embeddings(), model.get_output_embeddings()]
     tied = _weight(both[0]) is _weight(both[1])
@@ -251,18 +252,18 @@ def _weight(module: Any) -> Any:
 
 
 def _check_keys(adapted: Any, adapter: str) -> None:
-    """Refuses an adapter that lacks weights of the language model; prints what has no place in it.
+    """Refuse an adapter that lacks weights of the language model; print weights without a place.
 
     Raises:
-        InputError: what it lacks would be as it was drawn, which mostly changes nothing.
+        InputError: weights are missing, which would keep their initial values and change nothing.
     """
-    # peft's `from_pretrained` keeps what it finds here to itself, but for a warning.
+    # peft's `from_pretrained` only warns about missing keys.
     loaded = adapted.load_adapter(adapter, adapted.active_adapter)
     model = adapted.get_base_model()
     inside = {*decoder_of(model).modules(), model.get_output_embeddings()}
     names = {name for name, module in adapted.named_modules() if module in inside}
     weights = dict(adapted.named_parameters(remove_duplicate=False))
-    # One that layers share lies in the file under one of its names.
+    # A weight shared by layers lies in the file under one of its names.
     there = {id(weight) for name, weight in weights.items() if name not in loaded.missing_keys}
     lacking = sorted(
         key
@@ -272,12 +273,12 @@ def _check_keys(adapted: Any, adapter: str) -> None:
     if lacking:
         raise InputError(
             f"target.adapter={adapter}: its file lacks weights for this model: {_some(lacking)}; "
-            "name the model that it was trained on"
+            "name the model it was trained on"
         )
     left = sorted(loaded.unexpected_keys)
     if left:
         print(  # noqa: T201
-            f"target.adapter={adapter}: left out, as the language model has no place for them: "
+            f"target.adapter={adapter}: skipped weights without a place in the language model: "
             f"{_some(left)}",
             file=sys.stderr,
         )

@@ -1,9 +1,9 @@
-"""Attention without masks: a transformers model asks for it, the pass that is running answers.
+"""Attention without masks: each attention layer asks the running pass which tokens it sees.
 
-While a pass is `running`, every attention layer of a model calls `attend`, which asks the pass who
-sees whom. A `DocumentPass` reads packed documents: on a GPU by one call of PyTorch's flash kernel;
-elsewhere, and for what the kernel does not know, one document after another. A `CachedPass` runs
-draft trees, and tokens that are sure, behind the tokens in a cache.
+While a pass is `running`, every attention layer of a model calls `attend`, which asks the pass. A
+`DocumentPass` reads packed documents: on a GPU with one call of PyTorch's flash kernel; otherwise,
+and for features that the kernel lacks, document by document. A `CachedPass` runs draft trees and
+certain tokens after the tokens in a cache.
 
 Letters: B sequences or texts, T tokens of one, S tokens of all documents or slots of a cache, n new
 tokens or queries, the last of P pending ones, Q heads, K key-value heads, d head size.
@@ -30,17 +30,18 @@ FLASH = "PyTorch's flash kernel for documents"
 FUSED = "scaled_dot_product_attention, document by document"
 PLAIN = "plain torch in chunks of documents, for its soft caps or sinks"
 LONG = 1024
-"""Slots beyond which drafts attend to the text apart: that takes some launches more a layer."""
+"""Slots above which draft tokens attend to the text separately, with a few more launches per
+layer."""
 
-# What attention layers hand on beside the features that `attend` knows. Targets are in eval mode.
+# Arguments of attention layers that `attend` may ignore, as targets are in eval mode.
 WITHOUT_EFFECT = {"position_ids", "cache_position", "dropout", "use_cache"}
 
 
 class AttentionPass(Protocol):
-    """A pass of a model whose attention layers need no mask, as it knows who sees whom.
+    """Pass of a model whose attention layers need no mask.
 
     Attributes:
-        config: of the model; None leaves attention to masks.
+        config: config of the model; None leaves attention to masks.
     """
 
     config: Any
@@ -48,7 +49,7 @@ class AttentionPass(Protocol):
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """[B, n, Q, d] of queries [B, Q, n, d] of a layer, and all its keys and values."""
+        """[B, n, Q, d] attention of a layer, for queries [B, Q, n, d] and all keys and values."""
         ...
 
 
@@ -57,7 +58,7 @@ _TRACED: list[AttentionPass] = []
 
 
 def current_pass() -> AttentionPass | None:
-    """The pass that is running."""
+    """Pass that is running, if any."""
     if _TRACED:
         return _TRACED[-1]
     return None if torch.compiler.is_compiling() else _RUNNING.get()
@@ -65,7 +66,7 @@ def current_pass() -> AttentionPass | None:
 
 @contextmanager
 def running(attention_pass: AttentionPass) -> Iterator[None]:
-    """Inside, layers go by a pass, and where attention does, no model builds a mask."""
+    """Context in which layers use a pass, and models whose attention does build no mask."""
     token = _RUNNING.set(attention_pass)
     try:
         with without_masks(attention_pass.config):
@@ -76,12 +77,12 @@ def running(attention_pass: AttentionPass) -> Iterator[None]:
 
 @contextmanager
 def without_masks(config: Any) -> Iterator[None]:
-    """Inside, a model of this config builds no mask; None changes nothing."""
+    """Context in which a model with this config builds no mask; None changes nothing."""
     if config is None:
         yield
         return
     usual = config._attn_implementation
-    # A name for which transformers knows no mask makes it build none.
+    # transformers builds no mask for a name it does not know.
     config._attn_implementation = NAME
     try:
         yield
@@ -91,7 +92,7 @@ def without_masks(config: Any) -> Iterator[None]:
 
 @contextmanager
 def running_traced(attention_pass: AttentionPass) -> Iterator[None]:
-    """`running` in what is compiled, where ContextVars are not known; see `without_masks`."""
+    """`running` inside compiled code, which has no ContextVars. See `without_masks`."""
     _TRACED.append(attention_pass)
     try:
         yield
@@ -103,13 +104,13 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **features: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention [B, T, Q, d] of a layer by the pass that is running, and no weights.
+    """Attention [B, T, Q, d] of a layer by the running pass, and no weights.
 
-    Queries are [B, Q, T, d], keys and values [B, K, T, d]; features that count are `scaling`,
+    Queries are [B, Q, T, d], keys and values [B, K, T, d]. Supported features are `scaling`,
     `sliding_window`, `softcap` and `s_aux`.
 
     Raises:
-        NotImplementedError: a layer that wants more than this.
+        NotImplementedError: a layer uses other features.
     """
     scores = Scores(
         window=features.pop("sliding_window", None),
@@ -138,17 +139,17 @@ AttentionInterface.register(NAME, attend)
 
 
 class DocumentPass:
-    """A pass over documents.
+    """Pass over packed documents.
 
     Args:
-        config: of a model whose attention layers are to attend by documents; None leaves it to
-            masks who sees whom, and recurrent layers alone go by documents.
-        chunks: tokens of a chunk, by the number of a layer that sees no further.
+        config: config of a model whose attention layers attend by documents; None leaves them to
+            masks, so only recurrent layers go by documents.
+        chunks: tokens per chunk, by the index of each chunked layer.
 
     Attributes:
-        documents: of its tokens.
-        calls: window and kernel of each attention layer, in their order.
-        runs: the runs of documents on a device, which recurrent layers make, see `recurrent.py`.
+        documents: documents of the tokens.
+        calls: window and kernel of each attention layer, in order.
+        runs: runs of documents per device, for recurrent layers (`recurrent.py`).
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class DocumentPass:
         self._placed: dict[tuple[torch.device, int | None], Documents] = {}
 
     def on(self, device: torch.device, layer: int | None = None) -> Documents:
-        """The documents for a layer on a device; a chunk is a document of its own."""
+        """Documents for a layer on a device; chunks count as documents."""
         chunk = None if layer is None else self.chunks.get(layer)
         if (device, chunk) not in self._placed:
             documents = self.documents if chunk is None else self.documents.cut(chunk)
@@ -192,9 +193,9 @@ def _kernel(query: Tensor, values: Tensor, scores: Scores) -> str:
 
 
 class SinkFlash(torch.autograd.Function):
-    """`flash` with a key more under every softmax, which has a score per head and no value.
+    """`flash` with a further key in every softmax, with a score per head and no value.
 
-    With its score s the logsumexp of all is M = log(exp(L) + exp(s)), and the output O exp(L - M).
+    With its score s, the logsumexp becomes M = log(exp(L) + exp(s)) and the output O exp(L - M).
     From these the kernel makes all gradients but that of s: -sum(exp(s - M) dO O).
     """
 
@@ -213,7 +214,7 @@ class SinkFlash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of what `forward` got."""
+        """Gradients of the inputs of `forward`."""
         *text, sinks, output, whole = ctx.saved_tensors
         window, scale = ctx.scores.window, ctx.scores.scale
         of_text = flash_backward(grad, text, (output, whole), ctx.documents, window, scale)
@@ -223,7 +224,7 @@ class SinkFlash(torch.autograd.Function):
 
 
 def dense(documents: Documents, num_sequences: int) -> Tensor:
-    """[B, T, T] bool, whom each token sees: for models that know masks alone."""
+    """[B, T, T] bool, tokens that each token sees, for models that only support masks."""
     bounds = documents.bounds
     numbers = torch.arange(len(documents.lengths), device=bounds.device)
     total = sum(documents.lengths)
@@ -237,7 +238,7 @@ def by_document(
 ) -> Tensor:
     """Causal attention inside documents, one after another.
 
-    Of queries [S, Q, d], keys and values [S, K, d]; the result has the size of the values.
+    For queries [S, Q, d], keys and values [S, K, d]; the result has the size of the values.
     """
     lengths = list(documents.lengths)
     rows = (heads.transpose(0, 1)[None].split(lengths, 2) for heads in (query, keys, values))
@@ -246,18 +247,18 @@ def by_document(
 
 
 class CachedPass:
-    """A pass over new tokens behind a cache, for layers that attend without transformers' masks.
+    """Pass over new tokens after a cache, for layers without transformers' masks.
 
-    Tokens that are sure, in texts of which as much is committed, need no mask at all.
+    Certain tokens, in texts of equal committed length, need no mask at all.
 
     Args:
-        config: of the model.
-        cache: told by `begin` where the new tokens go.
-        num_new: n.
+        config: config of the model.
+        cache: cache whose `begin` was told where the new tokens go.
+        num_new: number n of new tokens.
         draft: mask [B or 1, n, P] bool and depths [B or 1, P] int64 of draft tokens; None for
-            tokens that are sure, each of which sees those before it.
-        chunks: tokens of a chunk, by the number of a layer that sees no further.
-        in_order: whether draft tokens see just those before them, too.
+            certain tokens, which see the tokens before them.
+        chunks: tokens per chunk, by the index of each chunked layer.
+        in_order: whether draft tokens also see just the tokens before them.
     """
 
     def __init__(
@@ -282,17 +283,17 @@ class CachedPass:
 
     @property
     def positions(self) -> Tensor:
-        """[B, n] int64, of the new tokens."""
+        """[B, n] int64 positions of the new tokens."""
         return self.slots.committed + self.depths[:, -self.num_new :]
 
     @property
     def key_positions(self) -> Tensor:
-        """[B, S] int64, of the tokens in the slots."""
+        """[B, S] int64 positions of the tokens in the slots."""
         return self.slots.positions(self.depths, self.cache.width)
 
     @property
     def allowed(self) -> Tensor:
-        """[B, n, S] bool, where new tokens may look."""
+        """[B, n, S] bool, tokens that new tokens see."""
         mask = self.mask
         if mask is None:
             mask = (self.depths.mT >= self.depths).unsqueeze(0)
@@ -301,9 +302,9 @@ class CachedPass:
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
-        """See `AttentionPass`; keys and values are those of all slots."""
+        """See `AttentionPass`. Keys and values are those of all slots."""
         chunk = None if layer is None else self.chunks.get(layer)
-        # Compiled, masks cost no launches, and slots are as many in every pass.
+        # Compiled masks cost no launches, and every pass has the same slots.
         if chunk is None and not torch.compiler.is_compiling():
             output = self._by_slots(query, key, value, scores)
             if output is not None:
@@ -320,7 +321,7 @@ class CachedPass:
         return masked(query, key, value, self._masks[mask_key], scores).transpose(1, 2)
 
     def _by_slots(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor | None:
-        """`attend` without a mask over the text; None where the kernel does not do it."""
+        """`attend` without a mask over the text; None if the kernel does not support it."""
         width, window = self.cache.width, scores.window
         window = None if window is None or window >= width else window
         alone = self.depths.shape[1] == 1
@@ -337,7 +338,7 @@ class CachedPass:
         return texts.in_order(query, key, value, scores, window)
 
     def _within(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """`attend` of draft tokens in a sliding layer, over the slots that they reach to."""
+        """`attend` of draft tokens in a sliding layer, over the slots in reach."""
         near_key = (scores.window, query.shape[1] // key.shape[1], query.device)
         if near_key not in self._near:
             assert scores.window is not None
@@ -349,7 +350,7 @@ class CachedPass:
     def _reached(
         self, window: int, groups: int, device: Any, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Texts [B, 1], slots [B, window - 1 + P] and the mask that `masked` takes for them."""
+        """Texts [B, 1], slots [B, window - 1 + P] and their mask for `masked`."""
         assert self.mask is not None
         committed, num_pending = self.slots.committed, self.depths.shape[1]
         places = torch.arange(1 - window, num_pending, device=self.slots.device)
@@ -364,13 +365,13 @@ class CachedPass:
     def _mask(
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype
     ) -> Tensor | None:
-        """The mask that `masked` takes; None where a single token sees everything there is."""
+        """Mask for `masked`; None for a single token that sees everything."""
         full = self.cache.even and self.slots.width(self.depths.shape[1]) == self.cache.width
         whole = full and window is None and chunk is None
         if whole and self.depths.shape[1] == 1:
             return None
         if whole and self.mask is not None:
-            # All texts are as long: of the pending tokens alone are there some that are not seen.
+            # With equal lengths, only pending tokens may be hidden.
             own = folded_mask(self.mask.to(device), groups, dtype)
             return pad(own, (self.cache.width - own.shape[3], 0))
         allowed = self.allowed

@@ -1,4 +1,4 @@
-"""The pattern of a target's attention: layers see all of a text, a window, a chunk, or a state.
+"""Attention pattern of a target: layers see a whole text, a window, a chunk, or a state.
 
 Letters: B texts, Q queries, S keys.
 """
@@ -17,30 +17,30 @@ ATTENTION = {"attention": FULL, "hybrid": FULL, "hybrid_sliding": SLIDING}
 RECURRENT = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
 NEITHER = {"moe", "mlp", "dummy"}
 REFUSED = {
-    "indexed_attention": "chooses the keys that a query sees, and keeps an index of them",
+    "indexed_attention": "chooses the keys of each query by an index",
     "compressed_sparse_attention": "attends to compressed keys of several tokens",
     "heavily_compressed_attention": "attends to compressed keys of several tokens",
     "minimax_m3_sparse": "chooses the blocks of keys that a query sees",
 }
 REFUSED_WITH = {
-    "alibi": "ALiBi goes by the slots of the cache, and drafts do not lie there in their order",
-    "keep_window_size": "drops keys by scores of their own, which drafts change",
+    "alibi": "ALiBi uses cache slots as positions, but drafts lie there in another order",
+    "keep_window_size": "drops keys by scores, which drafts change",
     "lru_width": "keeps states in its layers, outside the cache",
 }
-"""Reasons to refuse a target, by a key of its config."""
+"""Reasons to refuse a target, by keys of its config."""
 Masks = Tensor | dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Types of layers, and how far they see.
+    """Types of layers, and how far each sees.
 
     Attributes:
-        layer_types: of each layer, as its config names them.
+        layer_types: type of each layer, as in the config.
         window: tokens that a query sees in a sliding layer, its own included.
-        chunk: tokens of a chunk; a query sees none of the chunks before its own.
+        chunk: tokens per chunk; a query sees no earlier chunks.
         recurrent: whether any layer may carry a state.
-        shares_keys: whether layers attend to the keys of an earlier one.
+        shares_keys: whether layers use the keys of an earlier layer.
     """
 
     layer_types: tuple[str, ...]
@@ -51,10 +51,10 @@ class AttentionPattern:
 
     @classmethod
     def of(cls, config: Any, name: str) -> "AttentionPattern":
-        """The pattern that a text model's config states.
+        """Pattern in a text model's config.
 
         Raises:
-            InputError: layers that cannot be served, with the reason.
+            InputError: layers that are not supported, with the reason.
         """
         window = getattr(config, "sliding_window", None)
         named = getattr(config, "layer_types", None)
@@ -64,7 +64,7 @@ class AttentionPattern:
             reason = REFUSED.get(unknown, f"is none of {sorted(known)}")
             raise _refusal(config, name, f"its layer of type {unknown} {reason}")
         for key, reason in REFUSED_WITH.items():
-            # BLOOM, which always has it, has no key for it.
+            # BLOOM always has ALiBi, and no key for it.
             if getattr(config, key, False) or (key == "alibi" and config.model_type == "bloom"):
                 raise _refusal(config, name, f"{key} in its config: {reason}")
         chunk = getattr(config, "attention_chunk_size", None)
@@ -73,37 +73,37 @@ class AttentionPattern:
 
     @property
     def windows(self) -> list[int | None]:
-        """The window of each layer that attends; None for all that comes before, or a chunk."""
+        """Window of each attention layer; None for full or chunked layers."""
         windows = {FULL: None, SLIDING: self.window, CHUNKED: None}
         return [windows[own] for own in self._attending if own in windows]
 
     @property
     def chunks(self) -> dict[int, int]:
-        """Tokens of a chunk, by the number of each layer that has them."""
+        """Tokens per chunk, by the index of each chunked layer."""
         numbers = [number for number, own in enumerate(self.layer_types) if own == CHUNKED]
         return dict.fromkeys(numbers, self.chunk or 0)
 
     @property
     def reach(self) -> list[int]:
-        """Tokens after which some layer sees less than all before it."""
+        """Lengths above which some layer sees less than everything."""
         sizes = {SLIDING: self.window, CHUNKED: self.chunk}
         return [size for own, size in sizes.items() if own in self._attending and size]
 
     @property
     def _attending(self) -> list[str]:
-        """Types of layers, a hybrid's by its attention."""
+        """Types of layers, hybrids by their attention."""
         return [ATTENTION.get(own, own) for own in self.layer_types]
 
     def masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
     ) -> Masks | None:
-        """Additive masks [B, 1, Q, S], by type of layer where attention is of several types.
+        """Additive masks [B, 1, Q, S], by type of layer if there are several.
 
         Args:
-            allowed: [B, Q, S] bool, True where a query may look; windows and chunks come on top.
+            allowed: [B, Q, S] bool, True for visible tokens; windows and chunks are added.
             query_positions: [B, Q] int64.
             key_positions: [B, S] int64.
-            dtype: of the mask.
+            dtype: dtype of the masks.
         """
 
         def mask(own: str) -> Tensor:
@@ -124,7 +124,7 @@ class AttentionPattern:
 def within(
     allowed: Tensor, queries: Tensor, keys: Tensor, window: int | None, chunk: int | None
 ) -> Tensor:
-    """[B, Q, S] bool: where queries may look and a window, or their chunk, reaches.
+    """[B, Q, S] bool, visible tokens inside a window or chunk.
 
     `allowed` is [B, Q, S] bool, positions of queries are [B, Q] and of keys [B, S] int64.
     """
@@ -137,10 +137,12 @@ def within(
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, Q, S], 0 where a query may look; boolean masks are silently wrong in eager ones."""
+    """[B, 1, Q, S], 0 for visible tokens; boolean masks are silently wrong in eager attention."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def _refusal(config: Any, name: str, reason: str) -> InputError:
-    return InputError(f"target.path={name}: {config.model_type} cannot be served: {reason}")
+    return InputError(
+        f"target.path={name}: {config.model_type} is not supported: {reason}; name another target"
+    )

@@ -1,11 +1,11 @@
-"""The check that a target can be served, before anything is trained or measured with it.
+"""Check that a target is supported, before training or measuring with it.
 
-All that will be asked of the target is run: two texts of unlike length in one batch, past every
-window and chunk; behind them trees and chains, of which each text keeps another part; and packed
-documents. All must agree with what the model gives for each text alone, decoding it where it is
-recurrent, as its reading and its decoding may differ themselves. This catches architectures that
-ignore explicit masks or positions, that keep a state elsewhere, or scale their logits in a way that
-is not known here. A check that took time is kept for every later start.
+The check runs everything that is needed: two texts of different length in one batch, beyond every
+window and chunk; then trees and chains after them, of which each text keeps another part; and
+packed documents. All must agree with the model's own results for each text, or with its decoding if
+it is recurrent, as its reading and decoding may differ. The check finds architectures that ignore
+explicit masks or positions, keep a state elsewhere, or scale logits in unknown ways. A slow check
+is remembered for later starts.
 
 Letters: n tokens, V vocabulary.
 """
@@ -37,12 +37,12 @@ from heads.target_model.decoder import EVERY_WAY
 from heads.target_model.identity import identify
 from heads.target_model.model import Target, TargetOutput, prefill
 
-BEYOND = 8  # tokens that the longer text goes past windows and chunks
+BEYOND = 8  # tokens of the longer text beyond windows and chunks
 SHORTEST, LONGEST = 16, 16384  # tokens before that; wider windows are not tried
 SHORTER = 5  # tokens that the other text lacks
 NUM_BEHIND = 6  # tokens that are drafted for behind each
 
-# A tree: root, a wrong child, the right one, and the same below that.
+# A tree: root, a wrong child, the right one, and the same again below it.
 PARENTS = [0, 0, 0, 2, 2]
 RIGHT = [0, 2, 4]
 
@@ -52,10 +52,10 @@ KEPT = ("needs_masks", "numerical_difference", "attention_calls", "state_bytes")
 
 
 def check_once(target: Target, config: TargetConfig) -> None:
-    """`check_served`, unless this very target passed it here before.
+    """Run `check_served`, unless this target passed it here before.
 
     Raises:
-        InputError: it cannot be served.
+        InputError: the target is not supported.
     """
     file = _remembered(target, config)
     if file is not None and file.is_file():
@@ -66,7 +66,7 @@ def check_once(target: Target, config: TargetConfig) -> None:
     check_served(target)
     if file is None or time.monotonic() - start <= WORTH_S:
         return
-    # Who cannot write checks again.
+    # Without permission to write, the next start checks again.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent)
@@ -76,7 +76,7 @@ def check_once(target: Target, config: TargetConfig) -> None:
 
 
 def _remembered(target: Target, config: TargetConfig) -> Path | None:
-    """The file of a check, named for all that it depends on; None for unknown weights."""
+    """File of a check, named after everything it depends on; None for unknown weights."""
     identity = identify(config, target.tokenizer, target.dtype)
     if identity.weights is None:
         return None
@@ -99,15 +99,15 @@ def _remembered(target: Target, config: TargetConfig) -> Path | None:
 
 
 def check_served(target: Target) -> None:
-    """Refuses a target whose passes differ from its own; settles how it reads documents.
+    """Refuse a target whose passes differ from its own, and choose how it reads documents.
 
     Raises:
-        InputError: with what differed and by how much.
+        InputError: naming the difference and its size.
     """
     if target.device.type == "meta":
         raise InputError(
-            f"target.path={target.name}: its embedding is offloaded, and all that a target gives "
-            "lies beside it; target.device_map has to keep it on a device"
+            f"target.path={target.name}: its embedding is offloaded, but a target's results lie "
+            "beside it; set target.device_map so that the embedding stays on a device"
         )
     # Long enough for every window and chunk that can be tried.
     sizes = [SHORTEST, *target.attention_pattern.reach, target.rope.switch or 0]
@@ -139,7 +139,7 @@ def _refusal(target: Target, reason: str) -> InputError:
 
 @torch.no_grad()
 def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
-    """[num_last, V] float32, what the model itself gives after the last tokens of a text."""
+    """[num_last, V] float32 logits of the model itself after the last tokens of a text."""
     known = "logits_to_keep" in signature(target.model.forward).parameters
     kept = {"logits_to_keep": num_last} if known else {}
     return target.model(input_ids=ids, use_cache=False, **kept).logits[0, -num_last:].float()
@@ -147,7 +147,7 @@ def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
 
 @torch.no_grad()
 def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
-    """`_own_logits` with the last tokens read one by one, as `generate` does."""
+    """`_own_logits` with the last tokens read one by one, as in `generate`."""
     model, num_first = target.model, ids.shape[1] - num_last + 1
     known: Any = signature(model.forward).parameters
     cache = DynamicCache(config=target.config)
@@ -167,12 +167,12 @@ def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
 
 
 def _difference(target: Target, logits: Tensor, expected: Tensor) -> str:
-    """The difference between logits and the model's own, in words; empty if they agree."""
+    """Describe the difference of logits from the model's own; empty if they agree."""
     if expected.isnan().any():
         raise InputError(
-            f"target.path={target.name}: its own logits are no numbers: its hidden states are "
-            f"beyond what {str(target.dtype).removeprefix('torch.')} holds; set "
-            "target.dtype=bfloat16, or float32"
+            f"target.dtype={str(target.dtype).removeprefix('torch.')}: hidden states of "
+            f"target.path={target.name} overflow, so its own logits are no numbers; set "
+            "target.dtype=bfloat16 or float32"
         )
     # int8 rounds activations by the batch that they come in.
     exact = target.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
@@ -188,9 +188,9 @@ def _difference(target: Target, logits: Tensor, expected: Tensor) -> str:
 
 @torch.no_grad()
 def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
-    """The difference of a read of two documents, packed in both orders, from each read alone.
+    """Compare reading two packed documents, in both orders, with reading each alone.
 
-    `by_kernel` each layer must also have asked for the window that it has.
+    With `by_kernel`, each layer must also have asked for its own window.
     """
     alone = text[:, :-3], text[:, -3:]
     long, short = alone[0].shape[1], 3
@@ -205,7 +205,7 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
         return f"{type(error).__name__}: {error}"
     windows = [window for window, _ in target.attention_calls]
     if by_kernel and windows != target.attention_pattern.windows:
-        return f"{type(target.model).__name__} attends in a way of its own"
+        return f"{type(target.model).__name__} does not attend through transformers' interface"
     own = [_own_logits(target, document, 3) for document in alone]
     # The last three tokens of each document.
     rows = [(0, long - 3), (0, long), (1, 0), (1, long)]
@@ -215,7 +215,7 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
 
 
 def _compare_drafts(target: Target, text: Tensor) -> str:
-    """The difference of prompts and of drafts behind them; empty if there is none."""
+    """Describe the difference of prompts and of drafts after them; empty without one."""
     try:
         return _DraftCheck(target, text).run()
     except EVERY_WAY as error:
@@ -230,11 +230,11 @@ class _DraftCheck:
         longest = len(self.ids) - NUM_BEHIND
         shorter, switch = longest - SHORTER, target.rope.switch
         if switch is not None and switch < longest:
-            # Both sides of a switch of frequencies; who decodes sees to it that none is crossed.
+            # Both sides of a switch of frequencies; no drafted text may cross it.
             shorter = switch - NUM_BEHIND
         self.lengths = [longest, shorter]
         self.prompts, self.texts = list(self.lengths), [0, 1]
-        # A recurrent layer of transformers need not do the same to a token and to many.
+        # A recurrent layer of transformers may treat one token and many differently.
         own = _decoded_logits if target.is_recurrent else _own_logits
         self.expected = [
             own(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1) for length in self.lengths
@@ -242,7 +242,7 @@ class _DraftCheck:
 
     @torch.no_grad()
     def run(self) -> str:
-        """The first difference, in words; empty if there is none."""
+        """Describe the first difference; empty without one."""
         cache = self.target.new_cache(2)
         rows = [self.ids[:length].tolist() for length in self.lengths]
         output = prefill(self.target, cache, rows)
@@ -250,7 +250,7 @@ class _DraftCheck:
         difference = self._compare("a prompt", last, [0], [-1])
         for name, parents, right, kept in (
             ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
-            ("a draft behind what was kept of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
+            ("a draft after a kept part of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
         ):
             difference = difference or self._draft(cache, name, parents, right, kept)
         cache.keep([1])
@@ -261,7 +261,7 @@ class _DraftCheck:
     def _draft(
         self, cache: TreeCache, name: str, parents: list[int], right: list[int], kept: list[int]
     ) -> str:
-        """Runs a tree whose `right` nodes go on as the texts do, of which they keep the first."""
+        """Run a tree whose `right` nodes continue the texts, and keep the first of them."""
         device, num_nodes = self.ids.device, len(parents)
         mask = torch.eye(num_nodes, dtype=torch.bool, device=device)
         for node in range(1, num_nodes):
@@ -278,7 +278,7 @@ class _DraftCheck:
         return difference
 
     def _compare(self, name: str, output: TargetOutput, nodes: list[int], depths: list[int]) -> str:
-        """The difference of states of nodes, which stand so far behind the texts."""
+        """Describe the difference of the states of nodes at depths after the texts."""
         places = torch.tensor([nodes] * len(self.lengths), device=self.ids.device)
         states = output.at(places).hidden_states.flatten(0, 1)
         own = [
@@ -288,4 +288,4 @@ class _DraftCheck:
         ]
         logits = self.target.logits(states).float()
         difference = _difference(self.target, logits, torch.stack(own))
-        return difference and f"{name}, behind texts of {self.lengths} tokens, {difference}"
+        return difference and f"{name}, after texts of {self.lengths} tokens, {difference}"

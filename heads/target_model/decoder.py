@@ -1,4 +1,4 @@
-"""The decoder of any architecture: how it is called, and its layers, found by what they are.
+"""Decoder of any architecture: how to call it, and its layers, found by structure.
 
 Letters: B sequences, T tokens, D hidden, n streams of a residual.
 """
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from conf.errors import InputError
 
-# In which a model fails that is not as those known here are.
+# Errors of a model with an unknown structure.
 EVERY_WAY = (
     AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
 
 
 def decoder_of(model: Any) -> Any:
-    """A transformers model without its output head.
+    """Transformers model without its output head.
 
-    `get_decoder` gives that of most; Llama 4's and Mllama's own has an output head, and ModernBERT
-    calls its output head so.
+    Usually `get_decoder`; but that of Llama 4 and Mllama has an output head, and ModernBERT calls
+    its output head a decoder.
     """
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
@@ -39,14 +39,14 @@ def call_decoder(
     masks: Tensor | dict[str, Any] | None = None,
     cache: Any = None,
 ) -> Any:
-    """Run ids and positions [B, n]; what an architecture has no argument for is left out.
+    """Run ids and positions [B, n]; arguments that an architecture lacks are left out.
 
-    Masks are additive, by type of layer where there are several.
+    Masks are additive, by type of layer if there are several.
     """
     model_class: Any = type(getattr(decoder, "_orig_mod", decoder))
     known = _arguments(model_class)
     given = {"position_ids": position_ids, "attention_mask": masks}
-    # State spaces have no positions and no masks, and call their cache by another name.
+    # State spaces have no positions or masks, and name their cache differently.
     name = "past_key_values" if "past_key_values" in known else "cache_params"
     given = {key: value for key, value in given.items() if key in known}
     return decoder(input_ids=input_ids, use_cache=cache is not None, **{name: cache}, **given)
@@ -58,13 +58,13 @@ def _arguments(model_class: Any) -> frozenset[str]:
 
 
 def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
-    """The list of layers that run one after another.
+    """Find the list of layers that run one after another.
 
-    That is the list of as many modules as the config has layers, each of parts of its own. Lists
-    that lie deeper are of experts, or of another model in the same one.
+    It has as many modules as the config has layers, each with parts. Deeper lists hold experts, or
+    belong to another model inside.
 
     Raises:
-        InputError: there is none, or more than one (XLM keeps attentions and MLPs apart).
+        InputError: no such list, or several (XLM keeps attentions and MLPs apart).
     """
     lists = {
         path: module
@@ -78,21 +78,22 @@ def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList
     if len(lists) != 1:
         raise InputError(
             f"target.path={name}: {type(decoder).__name__} has {sorted(lists) or 'no list'} of "
-            f"{num_layers} layers where one list is needed, so no state between layers can be read "
-            "and no layer left out; allowed: heads that read the last state alone (Medusa, EAGLE-1)"
+            f"{num_layers} layers where one list is needed, so hidden states between layers cannot "
+            "be read and no layer can be left out; allowed: heads that only read the last hidden "
+            "state (Medusa, EAGLE-1)"
         )
     return next(iter(lists.values()))
 
 
 def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, Tensor]) -> None:
-    """Makes every pass keep a hidden state [B, T, D].
+    """Keep a hidden state [B, T, D] of every pass.
 
     Args:
         blocks: the decoder layers.
-        index: as `output_hidden_states` counts: 0 is what the first layer reads, i the output of
+        index: as in `output_hidden_states`: 0 is the input of the first layer, i the output of
             layer i - 1.
         active: see `state_of`.
-        kept: gets the state, under its index.
+        kept: dict that gets the state at its index.
     """
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,14 +109,14 @@ def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, T
 
 
 def state_of(given: Any, active: int | None) -> Tensor:
-    """[B, T, D] of what a layer is given or gives: the state, alone or before other values.
+    """[B, T, D] hidden state among the inputs or outputs of a layer.
 
-    Of several residual streams it is the one that layers read and write ([n, B, T, D], AltUp of
-    Gemma 3n), or where they mix all of them ([B, T, n, D], hyper-connections) their mean.
+    Of several residual streams, take the one that layers read and write ([n, B, T, D], AltUp of
+    Gemma 3n), or the mean if they mix all ([B, T, n, D], hyper-connections).
 
     Args:
-        given: a tensor, or a list that begins with it.
-        active: index of the stream that is read; None without AltUp.
+        given: tensor, or list that begins with it.
+        active: index of the stream to read; None without AltUp.
     """
     state: Tensor = given[0] if isinstance(given, (tuple, list)) else given
     if state.dim() == 3:
@@ -125,10 +126,10 @@ def state_of(given: Any, active: int | None) -> Tensor:
 
 @torch.no_grad()
 def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
-    """The number of values that each layer gives as `run` runs all: 0 for the state and no tuple.
+    """Number of outputs of each layer while `run` runs all; 0 for a state outside of a tuple.
 
     Raises:
-        InputError: a layer reads more of another one than its state, so that none can be left out.
+        InputError: a layer reads more of another layer than its state, so none can be left out.
     """
     numbers: list[int] = []
     beside: list[Tensor] = []
@@ -137,8 +138,9 @@ def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> lis
         given = {id(value) for value in (*args, *kwargs.values())}
         if given & {id(value) for value in beside}:
             raise InputError(
-                f"target.path={name}: {type(module).__name__} reads more of the layer before than "
-                "its state, so that none can be left out; allowed: methods that run all layers"
+                f"target.path={name}: {type(module).__name__} reads more of the previous layer "
+                "than its hidden state, so no layer can be left out; allowed: methods that run "
+                "all layers"
             )
         parts = output if isinstance(output, (tuple, list)) else ()
         beside.extend(part for part in parts[1:] if isinstance(part, Tensor))
@@ -155,7 +157,7 @@ def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> lis
 
 @contextmanager
 def skipped(block: Any, number: int) -> Iterator[None]:
-    """Inside, a decoder layer hands on its input; `number` is that of `num_outputs`."""
+    """Context in which a decoder layer returns its input; `number` as from `num_outputs`."""
 
     def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         return (hidden_states, *[None] * (number - 1)) if number else hidden_states

@@ -1,9 +1,9 @@
-"""A GGUF target as a folder like any other: dequantised once on a machine, by transformers.
+"""Dequantisation of a GGUF target into a normal folder, once per machine, with transformers.
 
-transformers reads a GGUF anew for config, tokenizer and weights, and in every process holds all
-weights in memory: SmolLM2 of 135M parameters (Q4_1) takes 19 s of an AVX2 core each time, 4 of them
-for the weights and the rest for its 49,152 words; the folder takes 0.2 s. So it does that once, for
-the folder, and what it would have left out without a word is found here.
+transformers parses a GGUF file anew for config, tokenizer and weights, and holds all weights in
+memory in every process. SmolLM2 of 135M parameters (Q4_1) takes 19 s of an AVX2 core each time, 4
+of them for the weights and the rest for its 49,152 tokens; the folder takes 0.2 s. Tensors that
+transformers drops silently are found here.
 """
 
 import json
@@ -40,21 +40,21 @@ from heads.target_model.language import language_class
 from heads.target_model.weight_files import checksum, complete
 
 FORMAT = 1
-"""Version of the folders; a change of their content counts it up."""
+"""Version of the folders' content."""
 BYTES_PER_VALUE = 4
 STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Tokens of a GGUF's vocabulary at which llama.cpp ends a text."""
+"""Token keys of a GGUF file at which llama.cpp ends a text."""
 SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-"""Names that a GGUF has for a tokenizer's special tokens."""
+"""GGUF names of a tokenizer's special tokens."""
 VOCABULARIES = ("gpt2", "llama", "gemma4", "t5")
-"""Types of vocabularies of which transformers makes a tokenizer."""
+"""Types of vocabularies that transformers turns into a tokenizer."""
 SCALED = {"linear", "dynamic", "yarn", "llama3", "longrope"}
-"""Types of RoPE that a GGUF tells by metadata or tensors."""
+"""Types of RoPE that metadata or tensors of a GGUF file name."""
 STATED = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -62,14 +62,14 @@ STATED = {
     "attention.sliding_window": "sliding_window",
     "attention.key_length": "head_dim",
 }
-"""Facts of a GGUF that shapes do not show, and what a config calls them."""
+"""Facts of a GGUF file that shapes do not show, with their config names."""
 
 
 def folder_of(config: TargetConfig) -> str:
-    """The folder or Hub id of a target's files; a GGUF's is on this machine, and made if need be.
+    """Folder or Hub id of a target's files; for a GGUF file, a local folder, made if needed.
 
     Raises:
-        InputError: a GGUF that transformers does not read, or reads otherwise than llama.cpp.
+        InputError: transformers cannot read the GGUF file, or reads it differently from llama.cpp.
     """
     assert config.path is not None
     if gguf_parts(config.path) is None:
@@ -81,7 +81,7 @@ def folder_of(config: TargetConfig) -> str:
     if not folder.is_dir():
         _check_readable(gguf)
         make_folder(folder.parent)
-        # Several processes start at once: one makes it, the others wait.
+        # Of several processes that start at once, one makes it and the others wait.
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             if not folder.is_dir():
                 _check_room(gguf, folder.parent)
@@ -91,29 +91,29 @@ def folder_of(config: TargetConfig) -> str:
 
 
 def weights_of(gguf: GgufTarget) -> str:
-    """Checksum of a sample of every tensor of a file."""
+    """Checksum of samples of every tensor of a file."""
     return checksum([(gguf.file, gguf.tensors)])
 
 
 def described(gguf: GgufTarget) -> dict[str, Any]:
-    """Facts that decide the architecture: the file's own, and the config beside it."""
+    """Facts that decide the architecture: those of the file, and the config beside it."""
     return gguf.stated | {"beside": _config_beside(gguf)}
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The content of a `config.json`, whichever version of transformers saved it last."""
+    """Read a `config.json` of any transformers version."""
     stored: dict[str, Any] = json.loads(file.read_text())
     stored.pop("transformers_version", None)
     return stored
 
 
 def _own(gguf: GgufTarget) -> dict[str, str]:
-    """Checksums of the files beside."""
+    """Checksums of the files beside the GGUF file."""
     return {name: sha256(file.read_bytes()).hexdigest() for name, file in gguf.beside.items()}
 
 
 def _config_beside(gguf: GgufTarget) -> dict[str, Any] | None:
-    """The config beside the file; None if it is none, or names no more than a type."""
+    """Config beside the file; None if missing, or without architectures."""
     file = gguf.beside.get("config.json")
     stored = None if file is None else read_config(file)
     return stored if stored and "architectures" in stored else None
@@ -128,9 +128,8 @@ def _check_readable(gguf: GgufTarget) -> None:
     known = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
     if plain(gguf.architecture) not in {plain(name) for name in known}:
         raise InputError(
-            f"{gguf.what}: of architecture {gguf.architecture}, which transformers does not "
-            f"dequantise (it does {', '.join(sorted(known))}): name the model that the file was "
-            "made of"
+            f"{gguf.what}: transformers cannot dequantise architecture {gguf.architecture}; "
+            f"allowed: {', '.join(sorted(known))}. Name the original model"
         )
 
 
@@ -138,18 +137,18 @@ def _check_room(gguf: GgufTarget, place: Path) -> None:
     needed, free = gguf.num_values * BYTES_PER_VALUE, shutil.disk_usage(place).free
     if needed > free:
         raise InputError(
-            f"{gguf.what}: dequantised it takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
-            f"free in {place}: make room, or name a folder on another disk as HEADSMITH_CACHE"
+            f"{gguf.what}: dequantised it takes {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} "
+            f"GB are free in {place}; make room, or set HEADSMITH_CACHE to a folder on another disk"
         )
     print(  # noqa: T201
-        f"{gguf.what}: dequantising {gguf.quantization} to {place}, once: "
-        f"{needed / 1e9:.1f} GB there, and as much memory meanwhile",
+        f"{gguf.what}: dequantising {gguf.quantization} to {place}, once; takes {needed / 1e9:.1f} "
+        "GB of disk, and as much memory meanwhile",
         file=sys.stderr,
     )
 
 
 def _fill(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
-    """Writes config, tokenizer and weights as transformers has them."""
+    """Write config, tokenizer and weights in transformers' format."""
     of_file = {"gguf_file": gguf.name}
     whole = _config_beside(gguf) is not None
     model_config = AutoConfig.from_pretrained(gguf.folder, **({} if whole else of_file))
@@ -171,7 +170,7 @@ def _fill(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
 
 
 def _check_stated(gguf: GgufTarget, config: Any) -> None:
-    """Refuses a config by which transformers would compute otherwise than llama.cpp."""
+    """Refuse a config with which transformers would compute differently from llama.cpp."""
     by_layer = getattr(config, "per_layer_attributes", None) or ()
     found = {
         name: None if key in by_layer else getattr(config, key, None)
@@ -185,7 +184,7 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
             continue
         if not math.isclose(value, other, rel_tol=1e-5):
             raise InputError(
-                f"{gguf.what}: says {name}={value:g}, and its config {other:g}: {_put_config(gguf)}"
+                f"{gguf.what}: has {name}={value:g}, but its config {other:g}; {_put_config(gguf)}"
             )
     kinds = _rope_types(config)
     kind = gguf.about("rope.scaling.type")
@@ -193,34 +192,34 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
     scales += [f"rope.scaling.type={kind}"] if kind not in (None, "none") else []
     if scales and kinds == {"default"}:
         raise InputError(
-            f"{gguf.what}: scales RoPE ({scales[0]}), which transformers does not read from a "
-            f"GGUF: {_put_config(gguf)}"
+            f"{gguf.what}: scales RoPE ({scales[0]}), which transformers does not read from a GGUF "
+            f"file; {_put_config(gguf)}"
         )
     if kinds & SCALED and not scales:
         raise InputError(
-            f"{gguf.what}: does not scale RoPE, and its config does ({sorted(kinds & SCALED)[0]}): "
+            f"{gguf.what}: does not scale RoPE, but its config does ({sorted(kinds & SCALED)[0]}); "
             f"{_put_config(gguf)}"
         )
 
 
 def _put_config(gguf: GgufTarget) -> str:
-    return f"put the config.json of the model that it was made of into {gguf.folder}"
+    return f"put the config.json of the original model into {gguf.folder}"
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The types of RoPE of all layers."""
+    """Types of RoPE over all layers."""
     stated = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [rope for rope in stated.values() if isinstance(rope, dict)]
     return {rope.get("rope_type", "default") for rope in by_layer_type or [stated]}
 
 
 def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> None:
-    """Refuses a file of whose tensors some were left out, mostly without a word."""
+    """Refuse a file with tensors that transformers would silently drop."""
     layers = sizes.num_layers(model.config.get_text_config())
     values = {
         name: math.prod(tensor["shape"])
         for name, tensor in gguf.tensors.items()
-        # Beyond the last layer lie those that predict several tokens.
+        # Layers after the last predict several tokens (MTP).
         if not name.startswith(ROPE_FACTORS) and _layer(name) < layers
     }
     read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
@@ -230,19 +229,19 @@ def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> 
     known = get_gguf_hf_weights_map(model, processor)
     left = sorted(unexpected) or [name for name in values if name not in known]
     raise InputError(
-        f"{gguf.what}: transformers leaves out {', '.join(left[:1])} and {len(left) - 1} more of "
-        "its tensors, and would compute something else: name the model that the file was made of"
+        f"{gguf.what}: transformers would drop {', '.join(left[:1])} and {len(left) - 1} more of "
+        "its tensors and compute something else; name the original model"
     )
 
 
 def _layer(name: str) -> int:
-    """The number of a tensor's layer; -1 outside them."""
+    """Index of a tensor's layer; -1 outside of layers."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "blk" else -1
 
 
 def _narrowest(values: Tensor) -> Tensor:
-    """The same float32 values in the smallest dtype that holds them."""
+    """Cast float32 values to the smallest dtype that holds them exactly."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = values.to(dtype)
         if torch.equal(narrow.float(), values):
@@ -251,7 +250,7 @@ def _narrowest(values: Tensor) -> Tensor:
 
 
 def _generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
-    """The generation config beside the file, or the model's with all of llama.cpp's stop tokens."""
+    """Generation config beside the file, or the model's with llama.cpp's stop tokens."""
     if "generation_config.json" in gguf.beside:
         return GenerationConfig.from_pretrained(gguf.folder)
     found = [gguf.fact(f"tokenizer.ggml.{name}") for name in STOPS]
@@ -261,18 +260,18 @@ def _generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
 
 
 def _save_tokenizer(gguf: GgufTarget, staging: Path) -> None:
-    """Writes that beside the file, or else the file's own."""
+    """Write the tokenizer beside the file, or else the file's own."""
     own = not {"tokenizer.json", "tokenizer_config.json"} & set(gguf.beside)
     of_file = {"gguf_file": gguf.name} if own else {}
     tokens, kind = gguf.fact("tokenizer.ggml.tokens"), gguf.fact("tokenizer.ggml.model")
     if own and (kind not in VOCABULARIES or not tokens):
         raise InputError(
-            f"{gguf.what}: its vocabulary is of type {kind}, and transformers reads "
-            f"{', '.join(VOCABULARIES)}: put the tokenizer.json of the model that it was made of "
-            f"into {gguf.folder}"
+            f"{gguf.what}: its vocabulary has type {kind}, but transformers reads "
+            f"{', '.join(VOCABULARIES)}; put the tokenizer.json of the original model into "
+            f"{gguf.folder}"
         )
     tokenizer = AutoTokenizer.from_pretrained(gguf.folder, **of_file)
-    if own:  # in whose place transformers 5.17 has its own
+    if own:  # transformers 5.17 would write its own
         for name, key in SPECIAL.items():
             number = gguf.fact(f"tokenizer.ggml.{key}")
             setattr(tokenizer, name, None if number is None else tokens[number])
@@ -280,7 +279,7 @@ def _save_tokenizer(gguf: GgufTarget, staging: Path) -> None:
         tokenizer.chat_template = gguf.fact("tokenizer.chat_template")
     tokenizer.save_pretrained(staging)
     if own:
-        # transformers adds GPT-2's special token where a vocabulary has none, behind its end.
+        # transformers appends GPT-2's special token to vocabularies without one.
         rules = json.loads((staging / "tokenizer.json").read_text())
         rules["added_tokens"] = [each for each in rules["added_tokens"] if each["id"] < len(tokens)]
         (staging / "tokenizer.json").write_text(json.dumps(rules, ensure_ascii=False))

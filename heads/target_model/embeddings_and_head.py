@@ -1,4 +1,4 @@
-"""The embedding and the output head of a target: all that training on stored hidden states needs.
+"""Embedding and output head of a target, which suffice for training on stored hidden states.
 
 Letters: D hidden, V vocabulary, N tokens, W ids that a head can draft.
 """
@@ -25,20 +25,19 @@ EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.b
 
 
 class EmbeddingsAndHead:
-    """The frozen embedding and output head of a target, with its config and tokenizer.
+    """Frozen embedding and output head of a target, with its config and tokenizer.
 
     Attributes:
-        config: of its text part.
+        config: config of the text part.
         embedding: V rows of D.
         output_head: D to V.
-        generation_config: names the tokens that end a response.
-        tokenizer: its tokenizer.
-        name: Hub id or folder it came from.
-        logits_processing: settings of its generation config that its logits go through, where
-            that is followed.
-        stop_strings: texts that end a response.
-        ignores_stops: whether its stop tokens end none.
-        prefill_chunk: tokens of a prompt that are read at a time.
+        generation_config: generation config, which names stop tokens.
+        tokenizer: the target's tokenizer.
+        name: Hub id or folder.
+        logits_processing: settings of the generation config that change logits, if followed.
+        stop_strings: texts that end an answer.
+        ignores_stops: whether stop tokens do not end an answer.
+        prefill_chunk: prompt tokens per forward pass.
     """
 
     prefill_chunk = TargetConfig.prefill_chunk
@@ -66,9 +65,9 @@ class EmbeddingsAndHead:
 
     @classmethod
     def sharing(cls, model: Any, tokenizer: Any, name: str) -> "EmbeddingsAndHead":
-        """The parts of a transformers model that goes on learning, in the model's own memory.
+        """Share the parts of a transformers model that is being trained.
 
-        No gradient reaches the model.
+        Gradients do not reach the model.
         """
         output_head = model.get_output_embeddings()
         return cls(
@@ -82,7 +81,7 @@ class EmbeddingsAndHead:
 
     @property
     def device(self) -> torch.device:
-        """Device of inputs and of all results."""
+        """Device of inputs and results."""
         return self.embedding.weight.device
 
     @property
@@ -92,52 +91,52 @@ class EmbeddingsAndHead:
 
     @property
     def architectures(self) -> list[str]:
-        """Class of the whole model by its `config.json`, by which serving engines find it."""
+        """Class of the whole model in its `config.json`, by which serving engines find it."""
         return self._model_config.architectures or []
 
     @property
     def hidden_size(self) -> int:
-        """D, of the embedding and of final hidden states."""
+        """Width D of the embedding and of last hidden states."""
         return sizes.embedding_size(self.config)
 
     @property
     def feature_size(self) -> int:
-        """Size of hidden states between layers; another than D where OPT-350m projects them."""
+        """Width of hidden states between layers, which differs from D if projected (OPT-350m)."""
         return sizes.hidden_size(self.config)
 
     @property
     def vocab_size(self) -> int:
-        """V, the rows of the output head."""
+        """Rows V of the output head."""
         return self.output_head.weight.shape[0]
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the embedding, which may be more than V."""
+        """Rows of the embedding, which may exceed V."""
         return self.embedding.weight.shape[0]
 
     @property
     def head_is_quantized(self) -> bool:
-        """True where the output head is no matrix of floats."""
+        """Tell whether the output head is no float matrix."""
         return not self.output_head.weight.is_floating_point()
 
     @property
     def has_plain_head(self) -> bool:
-        """True where the output head is one matrix of floats: not quantised, without a bias."""
+        """Tell whether the output head is one float matrix: not quantised, without a bias."""
         return not self.head_is_quantized and getattr(self.output_head, "bias", None) is None
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return sizes.num_layers(self.config)
 
     @property
     def window(self) -> int | None:
-        """Tokens of the longest text that the target reads, where its config says so."""
+        """Tokens of the longest text that the target reads, if its config names it."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def stop_ids(self) -> list[int]:
-        """Token ids that end a response, from the generation config and the tokenizer."""
+        """Token ids that end an answer, from generation config and tokenizer."""
         ids = self.generation_config.eos_token_id
         stops = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -146,7 +145,7 @@ class EmbeddingsAndHead:
 
     @property
     def special_ids(self) -> list[int]:
-        """Token ids with a meaning of their own: the tokenizer's special ones and the stops."""
+        """Special token ids of the tokenizer, and stop tokens."""
         if self.tokenizer is None:
             return self.stop_ids
         added = self.tokenizer.added_tokens_decoder.items()
@@ -154,9 +153,9 @@ class EmbeddingsAndHead:
         return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[..., V] the frozen output head on [..., D] final hidden states of any dtype.
+        """[..., V] logits of last hidden states [..., D] of any dtype.
 
-        Gradients reach the hidden states, where the caller wants any.
+        Gradients reach the hidden states if enabled.
         """
         weight = self.output_head.weight
         if weight.is_floating_point():
@@ -165,7 +164,7 @@ class EmbeddingsAndHead:
 
     @property
     def projection(self) -> Projection:
-        """The output head as numbers, which a quantised one is not."""
+        """Output head as plain tensors; not for a quantised one."""
         head = self.output_head
         return Projection(head.weight, getattr(head, "bias", None), *self._scaling)
 
@@ -174,19 +173,19 @@ class EmbeddingsAndHead:
         return scaling_of(self._model_config)
 
     def save(self, folder: Path) -> None:
-        """Writes a folder that `load` takes, whole or not at all.
+        """Write a folder for `load`, atomically.
 
         Raises:
-            InputError: the disk is full, or the output head is not one that can be kept.
+            InputError: the disk is full, or the output head cannot be stored.
         """
         head = self.output_head
         weights = self.embedding.weight, head.weight
         if not all(weight.is_floating_point() and not weight.is_meta for weight in weights):
             raise InputError(
                 f"target.path={self.name}: its embedding or output head is quantised or offloaded, "
-                "and training without the target needs the weights as they are: name the model "
-                "before quantisation (target.quantization leaves these two alone), and a "
-                "target.device_map that keeps it in memory"
+                "but training without the target needs their weights; name the model before "
+                "quantisation (target.quantization keeps both), and a target.device_map that "
+                "keeps them in memory"
             )
         tensors = {EMBEDDING: self.embedding.weight}
         if head.weight.data_ptr() != self.embedding.weight.data_ptr():
@@ -204,7 +203,7 @@ class EmbeddingsAndHead:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "EmbeddingsAndHead":
-        """The embedding and output head that `save` wrote.
+        """Load the embedding and output head that `save` wrote.
 
         Raises:
             InputError: a file is missing or damaged.
@@ -227,10 +226,10 @@ class EmbeddingsAndHead:
 
 
 def on_embedding_device(embedding: Any, output_head: Any) -> Any:
-    """An output head on the embedding's device: itself, or a frozen copy if it lies elsewhere.
+    """Move an output head to the embedding's device: itself, or a frozen copy.
 
-    One that is not of plain numbers in memory, but quantised, adapted or offloaded, stays where
-    it is; `EmbeddingsAndHead.logits` goes there and back.
+    A quantised, adapted or offloaded head stays in place, and `EmbeddingsAndHead.logits` copies
+    between devices.
     """
     device, weight = embedding.weight.device, output_head.weight
     plain = isinstance(output_head, nn.Linear) and weight.is_floating_point()
@@ -241,7 +240,7 @@ def on_embedding_device(embedding: Any, output_head: Any) -> Any:
 
 
 def _emitting(output_head: Any, config: Any) -> Any:
-    """An output head without rows that pad a vocabulary, which Inkling takes out of its logits."""
+    """Remove rows that pad a vocabulary from an output head, as Inkling does with logits."""
     size = getattr(config, "unpadded_vocab_size", None)
     if not size or size >= len(output_head.weight):
         return output_head
@@ -249,7 +248,7 @@ def _emitting(output_head: Any, config: Any) -> Any:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A frozen projection with these weights."""
+    """Make a frozen projection with these weights."""
     head = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     head.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
@@ -261,27 +260,27 @@ ROWS_PER_CHUNK = 8192
 
 
 def embedding_rows(weight: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, D] rows of an embedding on the CPU, as a serving engine that runs in `dtype` has them."""
+    """[N, D] embedding rows on the CPU, rounded as a serving engine with `dtype` has them."""
     return weight.detach()[token_ids.to(weight.device)].to("cpu", dtype)
 
 
 def output_rows(target: EmbeddingsAndHead, dtype: torch.dtype) -> Tensor:
     """[V, D] rows of the target's output head on the CPU.
 
-    Its scalings stay out: they change no greedy draft, and engines leave them out of drafts.
+    Without its scalings, which change no greedy draft and which engines omit from drafts.
 
     Raises:
-        InputError: it is quantised or has a bias.
+        InputError: the output head is quantised or has a bias.
     """
     if not target.has_plain_head:
         raise InputError(
-            f"target.path={target.name}: its output head is quantised or has a bias, and this "
-            "head drafts with it; allowed: target.quantization=none and a plain output head"
+            f"target.path={target.name}: its output head is quantised or has a bias, but this head "
+            "drafts with it; allowed: target.quantization=none and a plain output head"
         )
     return target.output_head.weight.detach().to("cpu", dtype)
 
 
 def projected(outputs: Tensor, weight: Tensor) -> Tensor:
-    """[..., W] float32 of outputs [..., D] by a weight [W, D] of any dtype."""
+    """[..., W] float32 product of outputs [..., D] and a weight [W, D] of any dtype."""
     parts = [outputs @ rows.float().T for rows in weight.split(ROWS_PER_CHUNK)]
     return torch.cat(parts, dim=-1)

@@ -1,4 +1,4 @@
-"""Errors of a target's files and of their content, under the name of the setting."""
+"""Errors of a target's files, reported under the setting's name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ LONGEST_REASON = 300
 
 @contextmanager
 def naming_target(config: TargetConfig, setting: str = "path") -> Iterator[None]:
-    """Inside, errors of files or of their content are an `InputError` with the setting's name."""
+    """Context that turns errors of files or their content into an `InputError` with the setting."""
     try:
         yield
     except InputError:
         raise
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *EVERY_WAY) as error:
-        # Some say all that transformers knows.
+        # Some messages list everything that transformers knows.
         said = shorten(str(error), LONGEST_REASON, placeholder=" ...")
         raise InputError(
             f"target.{setting}={getattr(config, setting)}: cannot load it: {said}"

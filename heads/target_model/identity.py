@@ -1,4 +1,4 @@
-"""The identity of a target: checksums of all that decides its hidden states, without loading it."""
+"""Identity of a target: checksums of everything that decides its hidden states, without loading."""
 
 import hashlib
 import json
@@ -24,20 +24,20 @@ from heads.target_model.weight_files import checksum, tensors, weight_files
 
 @dataclass(frozen=True)
 class Identity:
-    """A target and how it is changed; checksums are SHA-256.
+    """Identity of a target and its changes. Checksums are SHA-256.
 
     Attributes:
         name: Hub id, folder or GGUF file.
         revision: commit of a Hub id.
-        config: checksum of `config.json`, or of what a GGUF file says of its architecture.
+        config: checksum of `config.json`, or of a GGUF file's architecture metadata.
         tokenizer: checksum of the tokenizer.
-        template: checksum of its chat template; None without one.
-        weights: checksum of the names, shapes, dtypes and some bytes of the tensors in the weight
-            files, in however many; None if they are not on this machine.
-        adapter: Hub id or folder, or its name on a server.
-        adapter_weights: like `weights`.
-        quantization: of the weights: `none`, bitsandbytes' as set, or the type of a GGUF file.
-        dtype: of what is computed, e.g. `float32`.
+        template: checksum of the chat template; None without one.
+        weights: checksum of names, shapes, dtypes and sampled bytes of the weight tensors, over any
+            number of files; None if they are not on this machine.
+        adapter: Hub id or folder of an adapter, or its name on a server.
+        adapter_weights: like `weights`, of the adapter.
+        quantization: weight quantisation: `none`, that of bitsandbytes, or the type of a GGUF file.
+        dtype: dtype of the computation, e.g. `float32`.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Identity:
 
 
 def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identity:
-    """The identity of a target with its tokenizer, loaded in a dtype.
+    """Identify a target with its tokenizer, loaded in a dtype.
 
     Raises:
-        InputError: there is no config at `config.path` or `config.adapter`.
+        InputError: `config.path` or `config.adapter` has no config.
     """
     assert config.path is not None
     own: Mapping[str, Any]
@@ -78,7 +78,7 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = sorted(tokenizer.get_vocab().items())
-    else:  # but for cutting and padding, which callers set
+    else:  # without truncation and padding, which callers set
         rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     template = tokenizer.chat_template
     adapter = config.adapter and _resolved(
@@ -97,28 +97,28 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
 
 
 def other_target_notice(key: str, path: str, revision: str | None, target: Identity) -> str | None:
-    """A line about a head that was not trained for `target`; None if it was, or nothing is known.
+    """Line about a head trained for another target; None for the same or an unknown one.
 
-    The head is that of the setting `key`, a folder or a Hub id with a revision.
+    The head is that of setting `key`: a folder, or a Hub id with a revision.
     """
     file = locate(path, revision) / PROVENANCE
     noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
     if noted is None:
         return None
     before, now = stated(target=noted), stated(target=target)
-    # Of what rounds otherwise, no head need know.
+    # Another dtype only rounds differently.
     keys = [name for name in changed(before, now) if name != "target.dtype"]
     if not keys:
         return None
     return (
-        f"{key}={path} was trained for another target ({differences(before, now, keys)}): less of "
-        "its drafts may be accepted here; go on training it (docs/data.md, A target that has "
+        f"{key}={path}: trained for another target ({differences(before, now, keys)}), so fewer "
+        "draft tokens may be accepted; train it further (docs/data.md, A target that has "
         "changed)"
     )
 
 
 def _resolved(key: str, path: str, name: str, revision: str | None) -> Path:
-    """A file of a folder or Hub repository, on this machine."""
+    """Local path of a file in a folder or Hub repository."""
     try:
         return Path(str(cached_file(path, name, revision=revision)))
     except OSError as error:
@@ -126,7 +126,7 @@ def _resolved(key: str, path: str, name: str, revision: str | None) -> Path:
 
 
 def weights_checksum(folder: Path, name: str) -> str | None:
-    """Checksum of a sample of every tensor in a folder; None if its files are not all there.
+    """Checksum of samples of every tensor in a folder; None if files are missing.
 
     The name is `model` or `adapter_model`.
     """

@@ -1,12 +1,11 @@
-"""Kernels of attention for any architecture, never with a tensor of tokens by tokens.
+"""Attention kernels for any architecture, without a tensor of tokens by tokens.
 
-Grouped heads are never copied: the queries of those that share keys are rows of one head.
+Grouped heads are not copied: the queries of heads that share keys become rows of one head.
 
-`SlotTexts` is PyTorch's flash kernel over texts in the slots of a cache, whose lengths the device
-alone knows: tensors tell where a text begins and how many of its slots hold tokens. So no pass
-needs a mask for slots that are not written yet, a captured one neither, and keys are read where
-they lie. Source: PyTorch, `flash_attn/flash_api.cpp`, `mha_varlen_fwd`; it has `seqused_k` since
-2.7.
+`SlotTexts` uses PyTorch's flash kernel over texts in cache slots whose lengths only the device
+knows: tensors give the start of each text and its number of used slots. No pass then needs a mask
+for unused slots, captured graphs included, and keys are read in place. Source: PyTorch,
+`flash_attn/flash_api.cpp`, `mha_varlen_fwd`; `seqused_k` exists since 2.7.
 
 Letters: B texts, n queries of one, the last of P pending tokens, m keys or slots, Q heads, K
 key-value heads, d head size.
@@ -29,31 +28,31 @@ MASK_MULTIPLE = 16  # numbers of a row
 
 
 def choose_kernels(device: torch.device) -> None:
-    """Chooses how this process attends from now on, where a target lies on a GPU: not by cuDNN.
+    """Choose the attention kernels of this process for a target on a GPU: all but cuDNN's.
 
-    On GPUs of capability 9 and 10 PyTorch takes cuDNN's attention first, which makes a plan for
-    each new shape (up to half a second), and here lengths are new in nearly every call.
-    Source: PyTorch, `sdp_utils.cpp`, `check_prefer_cudnn_attention`; `cudnn/MHA.cpp`.
+    On GPUs of capability 9 and 10 PyTorch prefers cuDNN's attention, which plans each new shape (up
+    to half a second), and lengths here are new in nearly every call. Source: PyTorch,
+    `sdp_utils.cpp`, `check_prefer_cudnn_attention`; `cudnn/MHA.cpp`.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def kernel_notice(device: torch.device) -> list[str]:
-    """The lines that a command prints of `choose_kernels` at its start."""
+    """Lines about `choose_kernels` to print at the start of a command."""
     if device.type != "cuda":
         return []
     return ["attention on cuda: PyTorch's flash and memory-efficient kernels, cuDNN's is off"]
 
 
 class Scores(NamedTuple):
-    """The scores of a layer: of which keys, and by what rule.
+    """Rule of a layer's scores.
 
     Attributes:
         window: tokens that a query sees, its own included; None for all before it.
-        scale: of the scores; None for 1 / sqrt(d).
-        cap: scores become cap * tanh(score / cap); None leaves them.
-        sinks: [Q], the score per head of a key that has no value; None for no such key.
+        scale: factor of the scores; None for 1 / sqrt(d).
+        cap: soft cap: scores become cap * tanh(score / cap); None for none.
+        sinks: [Q] score per head of a key without value; None for no such key.
     """
 
     window: int | None = None
@@ -63,21 +62,21 @@ class Scores(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True where softmax over the scores is all there is."""
+        """Tell whether softmax over the scores suffices."""
         return self.cap is None and self.sinks is None
 
 
 def causal(
     query: Tensor, keys: Tensor, values: Tensor, scores: Scores, chunk: int | None = None
 ) -> Tensor:
-    """Attention [B, Q, n, d] of the last n of m tokens, each of which sees those before and itself.
+    """Causal attention [B, Q, n, d] of the last n of m tokens.
 
     Args:
         query: [B, Q, n, d].
         keys: [B, K, m, d].
-        values: [B, K, m, d], or another size than d, which the result then has.
-        scores: of the layer.
-        chunk: tokens of a chunk, if nothing before its own is seen.
+        values: [B, K, m, d], or of another size than d, which the result then has.
+        scores: rule of the layer.
+        chunk: tokens per chunk, if earlier chunks are hidden.
     """
     num_texts, num_heads, num_queries = query.shape[:3]
     length = keys.shape[2]
@@ -104,9 +103,9 @@ def causal(
 def masked(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """Attention of queries that each see some keys, or all; shapes are those of `causal`.
+    """Attention of queries that see some or all keys; shapes as in `causal`.
 
-    The mask is [B or 1, 1, Q / K * n, m] additive, as `folded_mask` makes it; None sees all.
+    The mask is [B or 1, 1, Q / K * n, m], additive, as from `folded_mask`; None shows all.
     """
     rows = _folded(query, keys)
     if scores.plain:
@@ -117,10 +116,10 @@ def masked(
 
 
 def folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """The mask that `masked` takes, of [B or 1, n, m] bool: where a query may look."""
+    """Mask for `masked`, from visible tokens [B or 1, n, m] bool."""
     num_rows, num_queries, num_keys = allowed.shape
-    # Made at once in its full size: behind a long text a copy would be most of a pass's memory.
-    # A row that does not begin where CUDA's kernel may read it is copied in each layer.
+    # Allocated in full size at once: a copy would take most of a pass's memory for a long text.
+    # Rows not aligned for CUDA's kernel would be copied in each layer.
     width = num_keys + (-num_keys % MASK_MULTIPLE if allowed.is_cuda else 0)
     size = (num_rows, 1, groups, num_queries, width)
     mask = torch.full(size, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
@@ -129,12 +128,12 @@ def folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def _folded(query: Tensor, keys: Tensor) -> Tensor:
-    """[B, K, Q / K * n, d], the queries of the heads that share keys behind each other."""
+    """[B, K, Q / K * n, d] queries, with the heads that share keys concatenated."""
     return query.reshape(len(query), keys.shape[1], -1, query.shape[3])
 
 
 def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-    """Causal attention of the last n of m tokens: to those before, and to themselves."""
+    """Causal attention of the last n of m tokens, to earlier tokens and to themselves."""
     start = keys.shape[2] - query.shape[2]
     flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     rows = _folded(query, keys)
@@ -147,7 +146,7 @@ def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tens
 
 
 def _mask(queries: range, keys: range, window: int, chunk: int, device: torch.device) -> Tensor:
-    """[n, m] bool, whom each query sees."""
+    """[n, m] bool, tokens that each query sees."""
     at = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
     key_at = torch.arange(keys.start, keys.stop, device=device)
     distance, same = at - key_at, at // chunk == key_at // chunk
@@ -155,7 +154,7 @@ def _mask(queries: range, keys: range, window: int, chunk: int, device: torch.de
 
 
 def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
-    """`masked` for a part of the queries, by a mask [n, m] bool."""
+    """`masked` for a part of the queries, with a mask [n, m] bool."""
 
     def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         groups = query.shape[1] // keys.shape[1]
@@ -163,7 +162,7 @@ def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: 
 
     if scores.plain or not torch.is_grad_enabled():
         return run(query, keys, values)
-    # Kept for a gradient, the scores of all parts together would be tokens by tokens.
+    # The scores of all parts, kept for gradients, would be tokens by tokens.
     output: Any = checkpoint(
         run, query, keys, values, use_reentrant=False, preserve_rng_state=False
     )
@@ -171,10 +170,10 @@ def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: 
 
 
 def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-    """Causal attention of as many queries as keys, by PyTorch's own kernels."""
+    """Causal attention with as many queries as keys, by PyTorch's own kernels."""
     groups = query.shape[1] // keys.shape[1]
     if query.is_cuda and groups > 1:
-        # There grouped heads in float32 have no kernel that writes no scores.
+        # On CUDA, grouped float32 heads have no kernel that avoids writing scores.
         keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
         groups = 1
     return scaled_dot_product_attention(
@@ -185,7 +184,7 @@ def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tenso
 def _scored(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """`masked` for folded queries with soft caps and sinks, as transformers computes them."""
+    """`masked` for folded queries with soft caps and sinks, computed as in transformers."""
     logits = rows @ keys.mT
     logits = logits * (rows.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:
@@ -202,7 +201,7 @@ def _scored(
 
 
 def fits_slots(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> bool:
-    """True where the kernel takes queries [B, Q, n, d] and texts [B, K, m, d] as they lie."""
+    """Tell whether the kernel supports queries [B, Q, n, d] and texts [B, K, m, d] in place."""
     same = query.shape[-1] == values.shape[-1]
     if scores.cap is not None or not (same and fits_flash(query)):
         return False
@@ -211,13 +210,13 @@ def fits_slots(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> b
 
 
 class SlotTexts:
-    """Texts of a batch and what is pending behind them, for the layers on one device.
+    """Texts of a batch with their pending tokens, for the layers on one device.
 
     Args:
-        committed: [B] int64, tokens of each.
-        num_pending: P.
-        mask: [B or 1, n, P] bool, the pending tokens that each new one sees; None for those before
-            it, and itself.
+        committed: [B] int64 committed tokens per text.
+        num_pending: number P of pending tokens.
+        mask: [B or 1, n, P] bool, pending tokens that each new one sees; None for those before it
+            and itself.
     """
 
     def __init__(self, committed: Tensor, num_pending: int, mask: Tensor | None) -> None:
@@ -229,10 +228,10 @@ class SlotTexts:
     def in_order(
         self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
     ) -> Tensor:
-        """Attention [B, n, Q, d] of queries [B, Q, n, d] that see all slots before them.
+        """Attention [B, n, Q, d] of queries [B, Q, n, d] that see all earlier slots.
 
-        A token alone is to the kernel as many of one head as share its keys, and keys are divided
-        among blocks. Keys and values are [B, K, m, d]; a window counts the query's own token.
+        The kernel sees a single token as one head with several queries, so that it divides keys
+        among blocks. Keys and values are [B, K, m, d]; a window includes the query's own token.
         """
         text, used = (keys, values), self._seen(self.num_pending)
         left = -1 if window is None else window - 1
@@ -242,10 +241,10 @@ class SlotTexts:
         return _sunk(output, norm.t().unflatten(0, output.shape[:2]), scores.sinks)
 
     def joined(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
-        """Attention of draft tokens to all that is committed, and to pending tokens by the mask.
+        """Attention of draft tokens to all committed tokens, and to pending ones by the mask.
 
-        Over the text draft tokens are heads of one token, so that keys are divided among blocks.
-        Arguments and result are those of `in_order`.
+        Over the text, draft tokens become heads of one token, so that keys are divided among
+        blocks. Arguments and result as in `in_order`.
         """
         rows = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         heads, text = rows.flatten(1, 2).unsqueeze(1), (keys, values)
@@ -263,16 +262,16 @@ class SlotTexts:
         self, query: Tensor, text: tuple[Tensor, Tensor], used: Tensor, scale: float | None,
         causal: tuple[bool, int] = (False, -1),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Output [B, n, Q, d] of queries [B, n, Q, d], and logsumexp [Q, B * n].
+        """Output [B, n, Q, d] and logsumexp [Q, B * n] of queries [B, n, Q, d].
 
-        `causal` is whether they are, and how far they see to the left.
+        `causal` tells whether they are causal, and how far they see to the left.
         """
         num_texts, num_queries = query.shape[:2]
         begins = self._begin(num_queries), self._begin(_step(text[0]))
         output, log_norm, *_ = torch.ops.aten._flash_attention_forward(
             query.flatten(0, 1), *map(_rows, text), *begins, num_queries, text[0].shape[2],
             0.0, causal[0], False,
-            # To the right nobody sees: told so here, the kernel would not divide keys.
+            # Unbounded on the right; with a bound, the kernel would not divide keys.
             scale=scale, window_size_left=causal[1], window_size_right=-1, seqused_k=used,
         )  # fmt: skip
         return output.unflatten(0, (num_texts, num_queries)), log_norm
@@ -280,7 +279,7 @@ class SlotTexts:
     def _own(
         self, rows: Tensor, text: tuple[Tensor, Tensor], scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Output of rows [B, K, Q / K * n, d] over pending tokens, logsumexp [B, K, Q / K * n]."""
+        """Output [B, K, Q / K * n, d] of rows over pending tokens, and their logsumexp."""
         num_texts, num_heads, num_rows, _ = rows.shape
         keys, values = (states[self._places].transpose(1, 2) for states in text)
         output, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -291,14 +290,14 @@ class SlotTexts:
 
     @cached_property
     def _places(self) -> tuple[Tensor, slice, Tensor]:
-        """The index of pending tokens in [B, K, m, d]."""
+        """Index of pending tokens in [B, K, m, d]."""
         device = self.committed.device
         pending = torch.arange(self.num_pending, device=device)
         texts = torch.arange(len(self.committed), device=device).unsqueeze(1)
         return texts, slice(None), self.committed.unsqueeze(1) + pending
 
     def _bias(self, rows: Tensor) -> Tensor:
-        """[B or 1, 1, Q / K * n, P] of the mask."""
+        """[B or 1, 1, Q / K * n, P] bias of the mask."""
         assert self.mask is not None
         groups = rows.shape[2] // self.mask.shape[1]
         if groups not in self._biases:
@@ -306,13 +305,13 @@ class SlotTexts:
         return self._biases[groups]
 
     def _seen(self, num_pending: int) -> Tensor:
-        """[B] int32, slots with tokens, so many pending ones among them."""
+        """[B] int32 number of used slots, with `num_pending` pending ones."""
         if num_pending not in self._used:
             self._used[num_pending] = (self.committed + num_pending).int()
         return self._used[num_pending]
 
     def _begin(self, step: int) -> Tensor:
-        """[B + 1] int32, where texts begin that are so many rows apart."""
+        """[B + 1] int32 starts of texts that are `step` rows apart."""
         if step not in self._begins:
             end, device = step * (len(self.committed) + 1), self.committed.device
             self._begins[step] = torch.arange(0, end, step, dtype=torch.int32, device=device)
@@ -320,17 +319,17 @@ class SlotTexts:
 
 
 def _sunk(output: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
-    """Output [..., d] with a key more under its softmax, without a value and of scores `sinks`."""
+    """Output [..., d] with a further key in its softmax, without value and with scores `sinks`."""
     return output * torch.sigmoid(log_norm - sinks).unsqueeze(-1).to(output.dtype)
 
 
 def _step(states: Tensor) -> int:
-    """Rows of `_rows` from a text to the next; of one text any number will do."""
+    """Rows of `_rows` from one text to the next; arbitrary for a single text."""
     return states.stride(0) // states.stride(2) if len(states) > 1 else 1
 
 
 def _rows(states: Tensor) -> Tensor:
-    """[., K, d] of texts [B, K, m, d]: a row for each slot of the first, and so on to the last."""
+    """[., K, d] view of texts [B, K, m, d], with one row per slot from the first to the last."""
     num_texts, num_heads, num_slots, size = states.shape
     rows = (num_texts - 1) * _step(states) + num_slots
     return states.as_strided((rows, num_heads, size), (states.stride(2), states.stride(1), 1))

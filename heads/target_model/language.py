@@ -1,7 +1,8 @@
-"""The language model inside any architecture of transformers, loaded without towers.
+"""Language model inside any architecture of transformers, loaded without towers.
 
-A tower is what makes tokens of images, sound or video. Plain models and wrappers go one way: the
-class that transformers has for a config, whose instances drop their towers before a weight is read.
+A tower turns images, sound or video into tokens. Plain models and wrappers are loaded alike: with
+the class that transformers has for a config, whose instances drop their towers before reading
+weights.
 """
 
 import inspect
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-# Wrappers first: for some of their configs the last table has the class of their text.
+# Wrappers first: the last table has text classes for some of their configs.
 WRITERS = (
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -26,14 +27,14 @@ REFUSED = {"paligemma": "it reads its prompt in both directions, and what follow
 
 
 def language_class(model_config: Any, towers: bool = False) -> Any:
-    """The class whose `from_pretrained` loads the language model of a config, or its towers, too.
+    """Class whose `from_pretrained` loads the language model of a config, optionally with towers.
 
     Raises:
-        ValueError: it has none, with the reason.
+        ValueError: the config has no language model, with the reason.
     """
     whole = _class_in(WRITERS, model_config)
     if whole is None and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or ()):
-        return AutoModelForCausalLM  # of the repository's own code
+        return AutoModelForCausalLM  # code of the repository
     reason = REFUSED.get(model_config.model_type) or _reason(model_config, whole)
     if reason:
         raise ValueError(f"{model_config.model_type} cannot be a target: {reason}")
@@ -47,55 +48,55 @@ def _class_in(tables: tuple[str, ...], model_config: Any) -> Any:
 
 
 def _reason(model_config: Any, whole: Any) -> str:
-    """The reason why a config has no language model that heads can draft for, or empty."""
+    """Reason why heads cannot draft for a config's model; empty without one."""
     if model_config.is_encoder_decoder:
-        return "an encoder-decoder, whose text hangs on an input that draft heads do not read"
+        return "an encoder-decoder, whose text depends on an input that draft heads do not read"
     if _class_in((ENCODER,), model_config) and not getattr(model_config, "is_decoder", False):
-        return "an encoder, whose tokens see those behind them (its config has no is_decoder=true)"
+        return "an encoder, whose tokens see later tokens (its config has no is_decoder=true)"
     if whole is None:
-        # Tables of classes are called by what transformers does with them.
+        # Table names tell what transformers does with the classes.
         start, end = "MODEL_FOR_", "_MAPPING"
         names = [n for n in dir(modeling_auto) if n.startswith(start) and n.endswith(end)]
         tables = [name for name in names if _class_in((name,), model_config)]
         uses = [name.removeprefix(start).removesuffix(end).lower() for name in tables]
         listed = ", ".join(use.replace("_", " ") for use in uses)
-        known = f"; it has it for {listed}" if uses else ", but knows it as a part of other models"
-        return f"transformers writes no text with it{known}"
+        known = f"; it supports {listed}" if uses else ", but knows it as a part of other models"
+        return f"transformers generates no text with it{known}"
     if not issubclass(whole, GenerationMixin):
-        return f"{whole.__name__} does not write token after token"
+        return f"{whole.__name__} does not generate token by token"
     if "pixel_values" in inspect.signature(whole.generate).parameters:
-        return f"{whole.__name__} writes about an image, and nothing without"
+        return f"{whole.__name__} only generates text about an image"
     return ""
 
 
 @cache
 def text_only(whole: Any) -> Any:
-    """A class like that of a whole model whose instances have no towers."""
-    # By its module transformers tells a class of its own, whose weights it knows to convert.
+    """Subclass of a whole model's class whose instances have no towers."""
+    # transformers recognises its own classes, with conversions of weights, by the module.
     return type(whole.__name__, (_TextOnly, whole), {"__module__": whole.__module__})
 
 
 class _TextOnly:
-    """Stands before a model's class; see `text_only`."""
+    """Mixin before a model's class. See `text_only`."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         with without_libraries(config.get_text_config()):
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def post_init(self: Any) -> None:
-        """Drops towers where weights are neither read nor tied nor placed yet."""
+        """Drop towers before weights are read, tied or placed."""
         decoder = self.get_decoder()
         dropped = _drop_inside(decoder)
         if self.config.get_text_config() is not self.config:
             dropped += _drop_beside(self, decoder, self.get_output_embeddings())
-        # Or transformers lists each of their weights as one it has no use for.
+        # Otherwise transformers lists each of their weights as unused.
         known = self._keys_to_ignore_on_load_unexpected or ()
         names = (rf"(^|\.){re.escape(name)}\." for name in dropped)
         self._keys_to_ignore_on_load_unexpected = [*known, *names]
         super().post_init()  # type: ignore[misc]
 
     def get_decoder(self: Any) -> Any:
-        """The embedding and the layers, for which transformers may stop at a causal model."""
+        """Embedding and layers; transformers may stop at a causal model instead."""
         decoder: Any = super().get_decoder()  # type: ignore[misc]
         if not isinstance(decoder, PreTrainedModel):
             decoder = self  # ModernBERT calls its output head a decoder
@@ -109,7 +110,7 @@ class _TextOnly:
             decoder = inner
 
     def get_output_embeddings(self: Any) -> Any:
-        """The output head, also that of a causal model inside."""
+        """Output head, including that of a causal model inside."""
         own = super().get_output_embeddings()  # type: ignore[misc]
         if own is not None:
             return own
@@ -119,7 +120,7 @@ class _TextOnly:
 
 
 def _drop_beside(model: nn.Module, decoder: nn.Module, head: nn.Module) -> list[str]:
-    """Drops the modules beside the language model; returns their names."""
+    """Drop the modules beside the language model; return their names."""
     dropped = []
     for name, child in list(model.named_children()):
         inside = set(child.modules())
@@ -132,7 +133,7 @@ def _drop_beside(model: nn.Module, decoder: nn.Module, head: nn.Module) -> list[
 
 
 def _drop_inside(decoder: nn.Module) -> list[str]:
-    """Drops towers among the layers of a decoder, where Phi-4-multimodal has them."""
+    """Drop towers among the layers of a decoder, as in Phi-4-multimodal."""
     dropped = []
     for module in list(decoder.modules()):
         for name, child in list(module.named_children()):
@@ -143,9 +144,9 @@ def _drop_inside(decoder: nn.Module) -> list[str]:
 
 
 def _serves_text(module: nn.Module) -> bool:
-    """True where text needs a module beside the language model: scalings, other embeddings.
+    """Tell whether text needs a module beside the language model: scalings, other embeddings.
 
-    Those of Gemma 3n look up tokens in ranges of the vocabulary that are theirs.
+    Those of Gemma 3n embed their own ranges of the vocabulary.
     """
     if isinstance(module, PreTrainedModel):
         return False
@@ -155,7 +156,7 @@ def _serves_text(module: nn.Module) -> bool:
 
 @contextmanager
 def without_libraries(text: Any) -> Iterator[None]:
-    """A tower whose library is not installed is made an empty module: it is dropped anyway."""
+    """Context in which towers without an installed library become empty modules."""
     usual, stored = AutoModel.from_config, vars(AutoModel)["from_config"]
 
     def from_config(config: Any, **options: Any) -> Any:

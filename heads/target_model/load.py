@@ -1,4 +1,4 @@
-"""Loading a target: its config, tokenizer, weights and adapter."""
+"""Loading of a target: config, tokenizer, weights and adapter."""
 
 import json
 import re
@@ -24,19 +24,20 @@ from heads.target_model.weight_files import check_codes, check_used, complete, r
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
-    """Loads, freezes and checks a target; says so where its dtype is slow here.
+    """Load, freeze and check a target; warn if its dtype is slow here.
 
-    It goes to the device unless `config.device_map` says otherwise.
+    The target goes to the device unless `config.device_map` is set.
 
     Raises:
-        InputError: nothing there, an adapter or quantisation that does not load, or an
-            architecture that cannot be served, with the reason.
+        InputError: nothing is there, an adapter or quantisation does not load, or the architecture
+            is not supported, with the reason.
     """
     assert config.path is not None
     if config.engine:
         raise InputError(
             f"target.engine={config.engine}: this command runs the target in its own process; "
-            "unset the setting (of train/*.py, eval/acceptance.py and scripts/capture.py)"
+            "leave target.engine unset (it is for train/*.py, eval/acceptance.py and "
+            "scripts/capture.py)"
         )
     model_config, tokenizer = load_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
@@ -63,7 +64,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
 
 
 def _check_attention(attention: str, device: torch.device) -> None:
-    # FlexAttention's kernel for CPUs ends the process with a segmentation fault.
+    # FlexAttention's CPU kernel ends the process with a segmentation fault.
     allowed = ["sdpa", "eager"] + (["flex_attention"] if device.type != "cpu" else [])
     if attention not in allowed:
         raise InputError(
@@ -71,29 +72,30 @@ def _check_attention(attention: str, device: torch.device) -> None:
         )
     if attention == "flex_attention" and (lacking := missing(device.type)):
         raise InputError(
-            f"target.attention=flex_attention is compiled, which needs {lacking}; or set sdpa"
+            f"target.attention=flex_attention: must be compiled, which needs {lacking}; or set "
+            "target.attention=sdpa"
         )
 
 
 def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
-    """The config and the tokenizer of a target, without its weights.
+    """Load the config and the tokenizer of a target, without weights.
 
     Raises:
-        InputError: nothing there, or nothing that writes text.
+        InputError: nothing is there, or no model that generates text.
     """
     return load_config(config), tokenizer_of(config)
 
 
 def load_config(config: TargetConfig) -> Any:
-    """The config of a target's transformers model.
+    """Load the config of a target's transformers model.
 
     Raises:
-        InputError: nothing there, or nothing that writes text.
+        InputError: nothing is there, or no model that generates text.
     """
     assert config.path is not None
     with naming_target(config):
         whole = AutoConfig.from_pretrained(folder_of(config), **hub_options(config))
-        # Of a model that also speaks, what thinks; its class finds its weights among the others.
+        # Of a speaking model, the thinking part, whose class finds its weights among the others.
         model_config = getattr(whole, "thinker_config", whole)
         model_config.architectures = whole.architectures
         language_class(model_config)
@@ -101,12 +103,12 @@ def load_config(config: TargetConfig) -> Any:
 
 
 def tokenizer_of(config: TargetConfig) -> Any:
-    """The tokenizer of a target, with the chat template of its processor if it has none itself.
+    """Load a target's tokenizer, with its processor's chat template if it has none.
 
-    An adapter's own come first: who trains one writes them beside it.
+    An adapter's own tokenizer and template take precedence.
 
     Raises:
-        InputError: nothing there.
+        InputError: nothing is there.
     """
     assert config.path is not None
     if config.adapter is not None:
@@ -122,10 +124,10 @@ def tokenizer_of(config: TargetConfig) -> Any:
 
 
 def generation_config(config: TargetConfig) -> dict[str, Any] | None:
-    """The content of `generation_config.json` beside a target; None without one.
+    """Content of `generation_config.json` beside a target; None without one.
 
     Raises:
-        InputError: nothing there.
+        InputError: nothing is there.
     """
     assert config.path is not None
     with naming_target(config):
@@ -133,7 +135,7 @@ def generation_config(config: TargetConfig) -> dict[str, Any] | None:
     if file is None:
         return None
     stored: dict[str, Any] = json.loads(Path(file).read_text())
-    stored.pop("transformers_version", None)  # of whoever saved it last
+    stored.pop("transformers_version", None)  # names the version that saved it
     return stored
 
 
@@ -142,7 +144,7 @@ def _file_if_there(path: str, name: str, revision: str | None = None) -> str | N
 
 
 def _adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
-    """The tokenizer of a target with an adapter; what does not lie beside that is the target's."""
+    """Tokenizer of a target with an adapter; parts that the adapter lacks are the target's."""
     assert config.path is not None
     with naming_target(config, "adapter"):
         own = _file_if_there(adapter, "tokenizer_config.json")
@@ -165,15 +167,15 @@ def _adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype; `auto` is bfloat16 on CUDA and float32 elsewhere."""
+    """Resolve the torch dtype; `auto` is bfloat16 on CUDA and float32 elsewhere."""
     if dtype is Dtype.auto:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, dtype.value)
 
 
 def attentions_for(model_config: Any) -> list[str]:
-    """Implementations that may take additive masks and compute what was trained, best first."""
-    # SDPA leaves out attention soft-capping (Gemma 2) without a word.
+    """Attention implementations that accept additive masks and match training, best first."""
+    # SDPA silently skips attention soft-capping (Gemma 2).
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     fits = getattr(language_class(model_config), "_supports_sdpa", True)
     return ["sdpa", "eager"] if fits and not capped else ["eager"]
@@ -192,18 +194,18 @@ def load_model(
     attention: str | None = None,
     towers: bool = False,
 ) -> Any:
-    """The transformers model of a target, without its adapter.
+    """Load the transformers model of a target, without its adapter.
 
     Args:
-        config: of the target; `path` is set.
-        model_config: of `load_tokenizer`.
-        dtype: of its parameters; `auto` takes that of its files.
-        device: where it goes, unless `device_map` says otherwise.
-        attention: implementation of attention; unset leaves it to transformers.
-        towers: whether the modules beside its language model are loaded, too.
+        config: target settings with a `path`.
+        model_config: config from `load_tokenizer`.
+        dtype: dtype of the parameters; `auto` takes that of the files.
+        device: device of the model, unless `device_map` is set.
+        attention: attention implementation; unset leaves it to transformers.
+        towers: whether to load modules beside the language model.
 
     Raises:
-        InputError: nothing there, or it does not load.
+        InputError: nothing is there, or the model does not load.
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     quantized = config.quantization is not Quantization.none
@@ -212,7 +214,7 @@ def load_model(
     if config.device_map is not None:
         options["device_map"] = config.device_map
     elif quantized or device.type != "cpu":
-        # Straight from the files: no process holds a copy of its own on the host.
+        # Straight from the files, without a copy per process on the host.
         options["device_map"] = {"": device}
     assert config.path is not None
     knows_codes = reads_codes(model_config)
@@ -227,10 +229,10 @@ def load_model(
         )
     model, info = loaded
     unexpected = info["unexpected_keys"]
-    if knows_codes:  # and which scales it does without
+    if knows_codes:  # transformers also knows unused scales
         unexpected = [key for key in unexpected if key.endswith((".weight", ".bias"))]
     else:
-        # Old masks of 0 and 1 are among what the model itself ignores.
+        # The model itself ignores, among others, old masks of 0 and 1.
         ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or "(?!)"
         check_codes(
             config,

@@ -1,4 +1,4 @@
-"""The frozen target: its passes over documents, prompts and drafts, and the states that they tap.
+"""Frozen target: passes over documents, prompts and drafts, with taps of hidden states.
 
 Letters: B batch, Q query tokens, S key tokens (cache + query), T tokens, n new tokens, the last of
 P pending ones, D hidden, V vocab.
@@ -43,19 +43,19 @@ from heads.target_model.positions import LongRope, scale_by_position
 from heads.target_model.recurrent import MIXERS, wrap_mixers
 from heads.upload import upload
 
-MOST_GRAPHS = 64  # of one target
+MOST_GRAPHS = 64  # per target
 
 
 @dataclass(frozen=True)
 class Taps:
-    """Hidden states of the target that a draft head takes.
+    """Hidden states of the target that a draft head reads.
 
-    Layer indices follow `output_hidden_states`: 0 is what the first decoder layer reads, i the
+    Layer indices follow `output_hidden_states`: 0 is the input of the first decoder layer, i the
     output of layer i - 1, before the final norm. Exporters translate to each engine's convention.
     """
 
     layers: tuple[int, ...] = ()
-    """Layer indices; the last layer's output after the final norm is always there besides."""
+    """Layer indices. The last layer's output after the final norm is always included."""
 
 
 @dataclass
@@ -63,36 +63,36 @@ class TargetOutput:
     """Hidden states of one pass."""
 
     hidden_states: Tensor
-    """[B, Q, D], last layer, after the final norm."""
+    """[B, Q, D] of the last layer, after the final norm."""
     layers: dict[int, Tensor] = field(default_factory=dict)
     """[B, Q, D] per index of `Taps.layers`."""
     switch: int | None = None
-    """Position from which a text that crosses it was read in another way; see `Target.rope`."""
+    """Length above which the text was read differently; see `Target.rope`."""
 
     def at(self, tokens: Tensor) -> "TargetOutput":
-        """The states [B, n, D] of some tokens, [B, n] int64."""
+        """Hidden states [B, n, D] at tokens [B, n] int64."""
         texts = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
         return self._map(lambda states: states[texts, tokens])
 
     def rows(self, texts: Tensor) -> "TargetOutput":
-        """The states [b, Q, D] of some texts, [b] int64."""
+        """Hidden states [b, Q, D] of texts [b] int64."""
         return self._map(lambda states: states[texts])
 
     def put(self, row: int, other: "TargetOutput") -> None:
-        """Begins a row with the states [1, 1, D] of another text."""
+        """Start a row with the hidden states [1, 1, D] of another text."""
         self.hidden_states[row, 0] = other.hidden_states[0, 0]
         for index, states in self.layers.items():
             states[row, 0] = other.layers[index][0, 0]
 
     def fill(self, new: "TargetOutput") -> None:
-        """Takes states of the same shapes, each in its place."""
+        """Copy hidden states of the same shapes in place."""
         self.hidden_states.copy_(new.hidden_states)
         for index, states in self.layers.items():
             states.copy_(new.layers[index])
 
     @classmethod
     def joined(cls, parts: "Sequence[TargetOutput]") -> "TargetOutput":
-        """The states of passes one after another."""
+        """Join the hidden states of consecutive passes."""
         if len(parts) == 1:
             return parts[0]
         states = torch.cat([part.hidden_states for part in parts], dim=1)
@@ -101,7 +101,7 @@ class TargetOutput:
         return cls(states, layers)
 
     def to(self, device: torch.device) -> "TargetOutput":
-        """The same on a device; a target over several leaves states where its layers are."""
+        """Move to a device; a target over several devices leaves states at its layers."""
         return self._map(lambda states: states.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
@@ -110,23 +110,22 @@ class TargetOutput:
 
 
 class Target(EmbeddingsAndHead):
-    """A frozen causal language model with explicit masks and positions.
+    """Frozen causal language model with explicit masks and positions.
 
-    Where its layers lie on several devices, all that it gives lies on `device`, as its embedding
-    and its output head do.
+    If its layers lie on several devices, results lie on `device`, like embedding and output head.
 
     Attributes:
-        model: the transformers model, in eval mode, its own parameters without gradients.
+        model: transformers model in eval mode, with its own parameters frozen.
         decoder: the model without its output head.
-        attention_pattern: what each of its layers sees of a text.
+        attention_pattern: what each layer sees of a text.
         is_recurrent: whether layers carry states along the text.
-        state_bytes: bytes of these after each draft token of a text, as the check saw it.
-        rope: knows whether texts beyond some length are read in another way.
+        state_bytes: bytes of these states per draft token of a text, as measured by the check.
+        rope: knows whether longer texts are read differently.
         attention_calls: window and kernel of each attention layer in the last `read`.
-        numerical_difference: how decoding differs from reading, in words, if a recurrent layer
-            of transformers does not do the same to a token and to many; replay then differs too.
-        capacity: slots that `compile` was told; None before.
-        needs_masks: why `read` builds masks of tokens by tokens; empty where it does not.
+        numerical_difference: description of how decoding differs from reading, if a recurrent layer
+            treats one token and many differently; replay then differs too.
+        capacity: slots given to `compile`; None before.
+        needs_masks: why `read` builds masks of tokens by tokens; empty if it does not.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
@@ -156,7 +155,7 @@ class Target(EmbeddingsAndHead):
 
     @cached_property
     def blocks(self) -> nn.ModuleList:
-        """The decoder layers, in their order.
+        """Decoder layers, in order.
 
         Raises:
             InputError: the model has no such list.
@@ -168,34 +167,34 @@ class Target(EmbeddingsAndHead):
         return num_outputs(self.blocks, lambda: self.read_text([0]), self.name)
 
     def compile(self, capacity: int, backend: str = "inductor") -> None:
-        """Make passes over drafts run compiled from now on; all others run as before.
+        """Compile passes over drafts from now on; other passes run as before.
 
         On a GPU caches have `capacity` slots and every shape is compiled; on a CPU one compilation
-        serves any but a single text and a single token.
+        serves all shapes except a single text or a single token.
 
         Raises:
-            InputError: a target with recurrent layers, whose passes are as many as a draft is deep.
+            InputError: recurrent layers, which need one pass per depth.
         """
         if self.is_recurrent:
             raise InputError(
-                f"compile=true: {self.name} has recurrent layers, run depth by depth; allowed: "
-                "false"
+                f"compile=true: {self.name} has recurrent layers, which run depth by depth; set "
+                "compile=false"
             )
         self.capacity = capacity
         self._compiled = CompiledPasses(self, capacity, backend)
 
     def recompute_layers(self) -> None:
-        """Make a pass with gradients keep the input of each decoder layer alone.
+        """Keep only the input of each decoder layer in passes with gradients.
 
-        The way back runs the layer again. The model stays in eval mode, in which transformers'
-        own checkpointing does nothing.
+        The backward pass runs the layer again. The model stays in eval mode, in which transformers'
+        own checkpointing has no effect.
         """
         for layer in self.blocks:
             layer.forward = partial(_recomputed, layer.forward)
 
     def new_cache(self, num_texts: int) -> TreeCache:
-        """An empty cache, growing unless `compile` fixed its size."""
-        # Not of as many layers as there are blocks where each holds two attentions (LongCat).
+        """Make an empty cache, which grows unless `compile` fixed its size."""
+        # Layers with two attentions (LongCat) need more entries than there are blocks.
         num_layers = self.config.num_hidden_layers
         if self._compiled is not None:
             return self._compiled.new_cache(num_texts, num_layers)
@@ -212,18 +211,17 @@ class Target(EmbeddingsAndHead):
         taps: Taps | None = None,
         skip: Sequence[int] = (),
     ) -> TargetOutput:
-        """Runs new tokens behind the committed ones; they are pending until `cache.commit`.
+        """Run new tokens after the committed ones. They are pending until `cache.commit`.
 
         Args:
-            cache: of B texts.
+            cache: cache of B texts.
             input_ids: [B, n] int64, the last n of P pending tokens; the others were run before.
-            mask: [B or 1, n, P] bool, the pending tokens that each new one sees, itself
-                included; every committed token of its text is seen anyway. None for all that
-                come before it.
-            depths: [B or 1, P] int64, positions behind the last committed token, from 0; None
-                for what was announced as sure.
-            taps: the layers to tap.
-            skip: decoder layers, from 0, that are left out.
+            mask: [B or 1, n, P] bool, pending tokens that each new one sees, itself included;
+                committed tokens of its text are always seen. None for all earlier ones.
+            depths: [B or 1, P] int64 positions after the last committed token, from 0; None for
+                tokens announced as certain.
+            taps: layers to tap.
+            skip: decoder layers, from 0, to leave out.
         """
         in_order, num_new = mask is None, input_ids.shape[1]
         if mask is None and depths is not None:
@@ -258,10 +256,10 @@ class Target(EmbeddingsAndHead):
     def run_pass(
         self, cached_pass: CachedPass, input_ids: Tensor, taps: Taps | None
     ) -> TargetOutput:
-        """Runs new tokens [B, n]; the pass is `running` if it needs no masks."""
+        """Run new tokens [B, n]; the pass must be `running` if it needs no masks."""
         positions, cache = cached_pass.positions, cached_pass.cache
         if self.window is not None and cache.width > self.window:
-            # Nodes beyond are in no draft; they are run where others of their batch have some.
+            # Nodes beyond the window are in no draft, but run along in a batch.
             positions = positions.clamp_max(self.window - 1)
         if self.needs_masks:
             masks = cached_pass.allowed, cached_pass.key_positions
@@ -277,17 +275,17 @@ class Target(EmbeddingsAndHead):
         cache: TreeCache | None = None,
         taps: Taps | None = None,
     ) -> TargetOutput:
-        """Runs the decoder with an explicit attention mask.
+        """Run the decoder with an explicit attention mask.
 
-        Gradients reach an adapter that is trained, where the caller wants any.
+        Gradients reach a trained adapter if enabled.
 
         Args:
             input_ids: [B, Q] int64.
             position_ids: [B, Q] int64.
-            allowed: [B, Q, S] bool, True where a query may look; sliding windows come on top.
-            key_positions: [B, S] int64, positions of the cached and the new tokens.
-            cache: told by `begin` where the new tokens go.
-            taps: the layers to tap.
+            allowed: [B, Q, S] bool, True for visible tokens; sliding windows are added.
+            key_positions: [B, S] int64 positions of the cached and new tokens.
+            cache: cache whose `begin` was told where the new tokens go.
+            taps: layers to tap.
         """
         masks = self.attention_pattern.masks(allowed, position_ids, key_positions, self.dtype)
         return self._run(input_ids, position_ids, masks, cache, taps)
@@ -307,8 +305,8 @@ class Target(EmbeddingsAndHead):
         missing = sorted(set(indices) - set(self._tapped))
         if missing:
             raise InputError(
-                f"hidden states {missing}: no text passes these layers of target.path={self.name}, "
-                "as they read images; name others in head.layers"
+                f"hidden states {missing}: not available, as these layers of "
+                f"target.path={self.name} only read images; name others in head.layers"
             )
         layers = {index: self._tapped[index] for index in indices}
         self._tapped.clear()
@@ -321,15 +319,15 @@ class Target(EmbeddingsAndHead):
         documents: Documents,
         taps: Taps | None = None,
     ) -> TargetOutput:
-        """States [B, T, D] of packed sequences; no document sees another.
+        """Read packed sequences into hidden states [B, T, D]; documents do not see each other.
 
         Gradients as in `forward`.
 
         Args:
             input_ids: [B, T] int64.
             position_ids: [B, T] int64, restarting in each document.
-            documents: of the B * T tokens, with `bounds` on the target's device.
-            taps: the layers to tap.
+            documents: documents of the B * T tokens, with `bounds` on the target's device.
+            taps: layers to tap.
         """
         assert sum(documents.lengths) == input_ids.numel()
         with ExitStack() as undo:
@@ -350,7 +348,7 @@ class Target(EmbeddingsAndHead):
 
     @property
     def attention(self) -> str:
-        """The way in which `read` attends, or did last, in words."""
+        """Describe how `read` attends, or last did."""
         if self.needs_masks:
             return f"masks of tokens by tokens, as {self.needs_masks}"
         kernels = {kernel for _, kernel in self.attention_calls}
@@ -359,7 +357,7 @@ class Target(EmbeddingsAndHead):
         return f"{names}; transformers' decoding of it {difference}" if difference else names
 
     def read_text(self, token_ids: list[int], taps: Taps | None = None) -> TargetOutput:
-        """States [1, S, D] of one text of S tokens."""
+        """Read one text of S tokens into hidden states [1, S, D]."""
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
         return self.read(ids, positions, Documents.single(ids.shape[1], self.device), taps)
@@ -367,7 +365,7 @@ class Target(EmbeddingsAndHead):
     def read_response(
         self, prompt_ids: list[int], response_ids: list[int], taps: Taps | None = None
     ) -> TargetOutput:
-        """States [1, S, D] of a prompt and a response but its last token, as decoding read them."""
+        """Read a prompt and a response except its last token, as in decoding; [1, S, D]."""
         token_ids, switch = prompt_ids + response_ids[:-1], self.rope.switch
         whole = self.read_text(token_ids, taps)
         if switch is None or not len(prompt_ids) <= switch < len(token_ids):
@@ -379,7 +377,7 @@ class Target(EmbeddingsAndHead):
         return output
 
     def keep_state(self, index: int) -> None:
-        """Makes every pass keep a hidden state; once and for all, as a compiled pass needs it."""
+        """Keep a hidden state of every pass, permanently, as compiled passes need it."""
         if index in self._taps:
             return
         if not 0 <= index <= self.num_layers:
@@ -401,19 +399,19 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class CompiledPasses:
-    """A target's passes over drafts as compiled regions: its layers, masks and cache together.
+    """Compiled passes of a target over drafts: layers, masks and cache together.
 
-    Outside stay the output head, whose product alone has nothing to fuse, and what a drafter does.
-    On a GPU all `capacity` slots of a cache are read, so that shapes stay the same. On a CPU caches
-    grow, as code for any shape is no slower there, and fewer slots are.
+    The output head, whose product has nothing to fuse, and the drafter stay outside. On a GPU all
+    `capacity` slots of a cache are read, so shapes stay the same. On a CPU caches grow, as code for
+    any shape is as fast there, and fewer slots are faster.
     """
 
     def __init__(self, target: Target, capacity: int, backend: str) -> None:
         self.target, self.device = target, target.device
         self.capacity = capacity if self.device.type == "cuda" else None
-        # What they keep is made anew where it is traced, which is right.
+        # The caches are rebuilt inside the trace, which is right.
         warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")
-        # Every set of layers that heads tap is a graph; on a GPU every shape is one.
+        # Every set of tapped layers is a graph; on a GPU, every shape too.
         limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
         torch._dynamo.config.recompile_limit = limit
         self._run: Any = torch.compile(self._pass, dynamic=self.capacity is None, backend=backend)
@@ -426,9 +424,9 @@ class CompiledPasses:
     def extend(
         self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: Taps
     ) -> TargetOutput:
-        """`Target.extend` by draft tokens: `draft` is their mask and their depths."""
+        """`Target.extend` by draft tokens; `draft` has their mask and depths."""
         for index in taps.layers:
-            # Before a pass is traced, which no later hook becomes part of.
+            # Before tracing, as later hooks do not become part of the trace.
             self.target.keep_state(index)
         width = cache.slots.width(draft[0].shape[2])
         cache.reserve(width)
@@ -444,7 +442,7 @@ class CompiledPasses:
         taps: Taps,
         width: int,
     ) -> TargetOutput:
-        """The compiled region; arguments that are no tensors are constants of a graph."""
+        """Compiled region; arguments other than tensors are constants of a graph."""
         num_new, target = input_ids.shape[1], self.target
         cache.begin_traced(num_new, draft[0].shape[2], width)
         cached_pass = CachedPass(
@@ -461,17 +459,17 @@ class CompiledPasses:
 def prefill(
     target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
 ) -> TargetOutput:
-    """Reads tokens that are sure, at least one of each text, and commits them.
+    """Read certain tokens, at least one per text, and commit them.
 
     Returns:
-        The states [B, n, D]; a shorter row is filled up.
+        Hidden states [B, n, D]; shorter rows are padded.
     """
     parts = prefill_parts(target, cache, rows, taps)
     return TargetOutput.joined([output for _, output in parts])
 
 
 def last_states(target: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
-    """`prefill` that keeps the last hidden states [B, 1, D] of each text alone."""
+    """Run `prefill`, but keep only the last hidden states [B, 1, D] of each text."""
     last: Tensor | None = None
     before = cache.slots.committed
     for _, output in prefill_parts(target, cache, rows):
@@ -485,16 +483,16 @@ def last_states(target: Target, cache: TreeCache, rows: list[list[int]]) -> Tens
 def prefill_parts(
     target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
 ) -> Iterator[tuple[list[list[int]], TargetOutput]]:
-    """`prefill` part by part: the tokens of each, and the states; one part if it is recurrent."""
+    """Run `prefill` in parts and yield tokens and states of each; one part if recurrent."""
     longest = max(map(len, rows))
     ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
-    # Some recurrent layers of transformers go on from a state with one token only.
+    # Some recurrent layers of transformers continue a state with one token only.
     size = longest if target.is_recurrent else target.prefill_chunk
     for start in range(0, longest, size):
         new = [row[start : start + size] for row in rows]
         counts = list(map(len, new))
         width = max(counts)
-        # What fills up a shorter row comes after its tokens, which cannot see it.
+        # Padding comes after a row's tokens, which cannot see it.
         filled = [row + [0] * (width - len(row)) for row in new]
         both = upload([*chain.from_iterable(filled), *counts], target.device)
         ids = both[: -len(new)].view(len(new), width)

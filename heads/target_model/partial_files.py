@@ -1,4 +1,4 @@
-"""The weight files of a Hub repository that hold some of its tensors, without the others.
+"""Weight files of a Hub repository that hold some tensors, without the other files.
 
 Format of the index: https://huggingface.co/docs/transformers/big_models.
 """
@@ -20,13 +20,13 @@ BESIDE = ("config.json", "generation_config.json")
 
 @contextmanager
 def files_with(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[str]:
-    """The folder or Hub id to load some tensors of a target from.
+    """Yield the folder or Hub id from which to load some tensors of a target.
 
-    Of a Hub repository no other weight files are fetched: those of the largest take a terabyte.
+    Downloads no other weight files of a Hub repository; the largest take a terabyte.
 
     Args:
-        config: of the target.
-        wanted: of the name of a tensor, whether it is read.
+        config: target settings.
+        wanted: function that tells whether a tensor is needed, by its name.
     """
     place = folder_of(config)
     weight_map = {} if Path(place).is_dir() or config.trust_remote_code else _index(config, place)
@@ -49,7 +49,7 @@ def files_with(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[
 
 
 def _index(config: TargetConfig, place: str) -> dict[str, str]:
-    """Files of a Hub repository by the names of their tensors; empty where there is one file."""
+    """Files of a Hub repository by the names of their tensors; empty for a single file."""
     found = cached_file(
         place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
     )

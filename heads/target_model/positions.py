@@ -1,9 +1,9 @@
-"""Layers that go by lengths and positions: every text by its own, as it would alone.
+"""Layers that depend on lengths and positions, applied to each text as if alone.
 
-LongRoPE reads texts beyond a length with other frequencies altogether, and a model of transformers
-picks them by the longest text of a batch. Llama 4's attention temperature rises with a query's
-position where there is no RoPE, and transformers counts positions by the slots of a cache: wrong in
-draft trees, in batches of texts of unlike length, and in packed documents.
+LongRoPE reads texts above a length with other frequencies, and transformers chooses by the longest
+text of a batch. Llama 4's attention temperature rises with a query's position in layers without
+RoPE, but transformers counts positions by cache slots, which is wrong in draft trees, in batches of
+different lengths and in packed documents.
 
 Source: LongRoPE, arXiv 2402.13753; transformers `modeling_rope_utils.py`, `dynamic_rope_update`,
 and `modeling_llama4.py`, `Llama4TextAttention`. Letters: B texts, n tokens.
@@ -20,14 +20,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class LongRope:
-    """The rotary embeddings of a decoder, told whose tokens are of long texts.
+    """Rotary embeddings of a decoder that are told which tokens belong to long texts.
 
     Args:
-        decoder: a transformers model; its rotary embeddings get another `forward`.
+        decoder: transformers model, whose rotary embeddings get another `forward`.
 
     Attributes:
-        switch: longest text, in tokens, that is read with the short frequencies; None for a
-            decoder without LongRoPE, which nothing is done to.
+        switch: longest text, in tokens, with the short frequencies; None for a decoder without
+            LongRoPE, which stays unchanged.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -41,7 +41,7 @@ class LongRope:
 
     @contextmanager
     def reading(self, long: Tensor) -> Iterator[None]:
-        """Inside, tokens are of long texts where `long` [B, n or 1] bool says so."""
+        """Context in which tokens belong to long texts where `long` [B, n or 1] bool is True."""
         self._long = long
         try:
             yield
@@ -49,8 +49,8 @@ class LongRope:
             self._long = None
 
     def _by_length(self, module: Any, forward: Callable[..., Any], switch: int) -> Any:
-        # By the largest position of a call the module decides for all, which some versions of
-        # transformers wait for; below that lies what computes with one set of frequencies.
+        # The module decides for all by the largest position of a call, for which some versions of
+        # transformers wait. The unwrapped function computes with one set of frequencies.
         compute = inspect.unwrap(type(module).forward)
         made: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -66,7 +66,7 @@ class LongRope:
             own = module.inv_freq
             for module.inv_freq in made[x.device]:
                 turns.append(compute(module, x, position_ids))
-            module.inv_freq = own  # which some versions write over
+            module.inv_freq = own  # some versions overwrite it
             long = self._long.unsqueeze(2)
             (far_cos, far_sin), (near_cos, near_sin) = turns
             return torch.where(long, far_cos, near_cos), torch.where(long, far_sin, near_sin)
@@ -75,7 +75,7 @@ class LongRope:
 
 
 def scale_by_position(decoder: Any) -> None:
-    """Makes Llama 4's layers scale their queries by position; others are left alone."""
+    """Make Llama 4's layers scale their queries by position; other layers stay unchanged."""
     for layer in decoder.modules():
         attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
@@ -83,7 +83,7 @@ def scale_by_position(decoder: Any) -> None:
 
 
 class _Temperature:
-    """Attention temperature in place of a layer's own, applied to the projection of queries."""
+    """Attention temperature that replaces a layer's own, applied after the query projection."""
 
     def __init__(self, layer: nn.Module, attention: Any) -> None:
         self.scale, self.floor = attention.attn_scale, attention.floor_scale

@@ -1,9 +1,9 @@
 """Layers that carry a state along the text: state spaces, linear attention, short convolutions.
 
-transformers runs such a mixer over texts from their beginning, or on from what their last token
-left behind. Here it also reads packed documents, each from an empty state, and draft trees, where
-each token goes on from what its parent left: the nodes of one depth are one call, and a node that
-is not accepted is undone by going on from another.
+transformers runs such a mixer over texts from the start, or from the state after the last token.
+Here it also reads packed documents, each from an empty state, and draft trees, where each token
+continues its parent's state. The nodes of one depth are one call, and a rejected node is undone by
+continuing from another.
 
 Letters: B texts, n tokens of one, m tokens, w nodes of a level.
 """
@@ -25,14 +25,14 @@ from heads.target_model.decoder import EVERY_WAY, call_decoder
 from heads.upload import upload
 
 MIXERS = "recurrent layers, document by document"
-WASTE = 1.25  # tokens run to tokens read, where documents are filled up to one length
+WASTE = 1.25  # tokens run per token read, with documents padded to one length
 
 
 def wrap_mixers(decoder: Any, name: str) -> None:
-    """Puts a `Mixer` in place of the `forward` of every recurrent part of a decoder.
+    """Replace the `forward` of every recurrent part of a decoder by a `Mixer`.
 
-    Which they are is seen from one token: the innermost modules that are given a cache and keep
-    something other than keys and values in it.
+    They are found by running one token: the innermost modules that get a cache and store more than
+        keys and values there.
 
     Raises:
         InputError: the decoder does not run with a cache of transformers' own.
@@ -48,15 +48,15 @@ def wrap_mixers(decoder: Any, name: str) -> None:
             call_decoder(decoder, torch.zeros(1, 1, dtype=torch.int64, device=device), cache=cache)
         except EVERY_WAY as error:
             raise InputError(
-                f"target.path={name}: {model_type} cannot be served: one token "
-                f"with a cache of transformers' own: {type(error).__name__}: {error}"
+                f"target.path={name}: {model_type} is not supported: one token with a cache of "
+                f"transformers' own: {type(error).__name__}: {error}"
             ) from error
     for number, (module, layer) in enumerate(cache.kept.items()):
         module.forward = Mixer(number, layer, module.forward)
 
 
 class _StateKeepers(DynamicCache):
-    """A cache that notes which module keeps a state in which layer."""
+    """Cache that notes which module keeps a state in which layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -85,19 +85,19 @@ class _StateKeepers(DynamicCache):
 
 
 class Mixer:
-    """A recurrent part of a decoder layer, in place of the `forward` of its module.
+    """Recurrent part of a decoder layer, which replaces its module's `forward`.
 
     Args:
-        number: its own among the mixers of the model.
-        layer: by which it asks a cache for its state.
-        forward: of the module.
+        number: index among the model's mixers.
+        layer: layer by which it finds its state in a cache.
+        forward: the module's own `forward`.
     """
 
     def __init__(self, number: int, layer: int, forward: Callable[..., Any]) -> None:
         self.number, self.layer, self.forward = number, layer, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module on tokens [B, n, ...], behind those of a cache or as documents."""
+        """Run the module on tokens [B, n, ...], after those of a cache or as documents."""
         cache = next((e for e in (*args, *kwargs.values()) if isinstance(e, Cache)), None)
         now = current_pass()
         if isinstance(cache, TreeCache):
@@ -108,7 +108,7 @@ class Mixer:
         return self.forward(*args, **kwargs)
 
     def _extend(self, call: "_Call", states: RecurrentStates) -> Any:
-        """Tokens that are sure, texts with as many in one run; or draft tokens by depth."""
+        """Run certain tokens, texts with equally many together; or draft tokens by depth."""
         if states.sure:
             for texts, tokens in states.sure_runs(call.device):
                 committed = torch.zeros_like(texts[:, 0])
@@ -129,7 +129,7 @@ class Mixer:
         self, call: "_Call", states: RecurrentStates, run: tuple[Tensor, Tensor], before: Tensor,
         after: Tensor,
     ) -> None:  # fmt: skip
-        """Rows [m, n] of texts and tokens, each row on from one state [m] and up to another."""
+        """Run rows [m, n] of texts and tokens, each from one state [m] to another."""
         texts = run[0][:, 0]
         state = states.after(self.number, texts, before)
         call.run(*run, states.cache_with(self.layer, state))
@@ -137,7 +137,7 @@ class Mixer:
 
 
 def _read(call: "_Call", document_pass: DocumentPass) -> Any:
-    """Read each document from an empty state; those of like length in one run, filled up behind."""
+    """Read each document from an empty state; pad those of similar length and run them together."""
     runs_on = document_pass.runs
     if call.device not in runs_on:
         lengths = document_pass.documents.lengths
@@ -145,18 +145,18 @@ def _read(call: "_Call", document_pass: DocumentPass) -> Any:
     runs, places = runs_on[call.device]
     for texts, tokens in runs:
         call.run(texts, tokens, None)
-    # Each token stands at one of the places that were run.
+    # Select each token's place among all that were run.
     return call.answer(lambda rows: rows.index_select(0, places))
 
 
 def _runs(
     lengths: tuple[int, ...], num_tokens: int, device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Runs of documents in sequences of so many tokens, by one copy to the device.
+    """Group documents of sequences with `num_tokens` into runs, with one copy to the device.
 
     Returns:
-        Texts and tokens [a, b] int64 of each run, and where each token [S] is among all that are
-        run, one run after another.
+        Texts and tokens [a, b] int64 of each run, and the place of each token [S] in the
+        concatenated runs.
     """
     every = torch.arange(sum(lengths))
     begins = every.split(list(lengths))
@@ -175,7 +175,7 @@ def _runs(
 
 
 def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Documents that are run together, the longest first."""
+    """Documents to run together, the longest first."""
     groups: list[list[int]] = []
     num_run = num_embeddings = 0
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
@@ -190,15 +190,15 @@ def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 class _Call:
-    """A call of a module on tokens [B, n, ...], answered in parts.
+    """Call of a module on tokens [B, n, ...], answered in parts.
 
     Attributes:
         shape: B, n.
-        device: of what it is given.
+        device: device of its inputs.
     """
 
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        # Who sees whom is said by what is run together.
+        # Grouping replaces masks.
         unmasked = {name: None if name == "attention_mask" else e for name, e in kwargs.items()}
         self._forward, self._given = forward, (args, unmasked)
         states = next(e for e in (*args, *kwargs.values()) if isinstance(e, Tensor))
@@ -208,12 +208,12 @@ class _Call:
         self._structure: Any = None
 
     def run(self, texts: Tensor, tokens: Tensor, cache: Cache | None) -> None:
-        """Runs some tokens.
+        """Run some tokens.
 
         Args:
-            texts: [a, b] or [a, 1] int64, for each of a new texts of b tokens whose they are.
-            tokens: [a, b] int64, which.
-            cache: in place of the one that was given.
+            texts: [a, b] or [a, 1] int64 text of each token, for a runs of b tokens.
+            tokens: [a, b] int64 index of each token.
+            cache: cache that replaces the given one.
         """
 
         def pick(value: Any) -> Any:
@@ -233,7 +233,7 @@ class _Call:
         )
 
     def output(self) -> Any:
-        """The module's answer for all tokens, zeros where none was run."""
+        """The module's answer for all tokens, with zeros for tokens not run."""
         places = torch.cat(self._places)
 
         def put(rows: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class _Call:
         return self.answer(put)
 
     def answer(self, in_order: Callable[[Tensor], Tensor]) -> Any:
-        """The module's answer for all tokens; `in_order` sorts rows that stand run after run."""
+        """The module's answer for all tokens; `in_order` sorts the rows of concatenated runs."""
         return tree_unflatten(
             [
                 in_order(torch.cat(parts)).unflatten(0, self.shape)

@@ -1,4 +1,4 @@
-"""The parts of a target outside its layers, for layers that a serving engine runs."""
+"""Parts of a target outside its layers, which a serving engine runs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,24 +23,24 @@ from heads.target_model.weight_files import check_codes, check_used, complete
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
     *("layer_norm", "layernorm", "out_norm"),
-    "embedding_norm",  # of LFM, which names it after what it is tied to
+    "embedding_norm",  # LFM's, named after its position
 )
 MOST_PARAMETERS = 3e9
-"""Of the first layers and the embedding, to load for a comparison."""
+"""Most parameters of first layers and embedding to load for a comparison."""
 SCALED_BY_DEPTH = ("scale_depth",)
-"""Settings by which the number of layers changes each of them (MiniCPM)."""
+"""Settings by which the number of layers changes each layer (MiniCPM)."""
 ALONE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of a model whose first layers do not stand alone: Gemma 4's share the caches of others."""
+"""Errors of first layers that cannot run alone: Gemma 4's share the caches of later ones."""
 BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project_out")
-"""Modules that make one state of several streams, or a narrower one: hyper-connections, AltUp,
+"""Modules that join several streams into one state, or narrow it: hyper-connections, AltUp,
 residuals that look back, OPT-350m."""
 
 
 class RemoteTarget(EmbeddingsAndHead):
-    """A target's embedding, final norm and output head, for states that a serving engine gives.
+    """Embedding, final norm and output head of a target, for hidden states of a serving engine.
 
     Attributes:
-        final_norm: makes final hidden states of the last layer's output.
+        final_norm: turns the last layer's output into last hidden states.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
@@ -56,24 +56,24 @@ class RemoteTarget(EmbeddingsAndHead):
 
     @classmethod
     def of(cls, config: TargetConfig, device: torch.device) -> "RemoteTarget":
-        """Loads the parts of a target; see `load_remote`."""
+        """Load the parts of a target. See `load_remote`."""
         model = load_remote(config, device)
         return cls(model, tokenizer_of(config), str(config.path))
 
 
 def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0) -> Any:
-    """Loads a frozen target's embedding, final norm and output head alone.
+    """Load only the embedding, final norm and output head of a frozen target.
 
     Args:
-        config: where it is.
-        device: where they go.
-        num_layers: that are loaded too, from the first on.
+        config: target settings.
+        device: device of the parts.
+        num_layers: number of first layers to load too.
 
     Returns:
-        The transformers model with so many layers and the config of the whole one.
+        The transformers model with these layers and the config of the whole model.
 
     Raises:
-        InputError: nothing there, a part is missing, or a setting that would have no effect.
+        InputError: nothing is there, a part is missing, or a setting would have no effect.
     """
     assert config.path is not None
     quantized = config.quantization is not Quantization.none
@@ -85,8 +85,8 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
     for name, value in settings.items():
         if value is not None:
             raise InputError(
-                f"target.{name}={value}: says how layers are run, and the engine runs those; "
-                "unset it, and give the engine what it needs (an adapter that it serves is "
+                f"target.{name}={value}: concerns layers, which the engine runs; leave it unset "
+                "and give it to the engine (an adapter that the engine serves is "
                 "target.adapter_name)"
             )
     whole, bare = load_config(config), load_config(config)
@@ -98,7 +98,7 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
             dtype=resolve_dtype(config.dtype, device),
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # of what all layers share, and nobody runs
+            ignore_mismatched_sizes=True,  # shared parts of layers, which do not run here
             **hub_options(config),
         )
         model, info = loaded
@@ -114,7 +114,7 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
 
 
 def _is_read(bare: Any, num_layers: int) -> Callable[[str], bool]:
-    """Whether a tensor in the files, by its name, is one of a model with so many layers."""
+    """Tell by its name whether a stored tensor belongs to a model with this many layers."""
 
     @cache
     def parts() -> set[str]:
@@ -128,21 +128,21 @@ def _is_read(bare: Any, num_layers: int) -> Callable[[str], bool]:
 
 
 def _skeleton(bare: Any) -> nn.Module:
-    """A model without weights."""
+    """Make a model without weights."""
     with torch.device("meta"):
         return language_class(bare)(bare)
 
 
 def early_state(config: TargetConfig, index: int) -> Callable[[list[int]], Tensor] | None:
-    """A target's hidden state behind a few layers, to compare with those of engines.
+    """Compute a target's hidden state after a few layers, to compare with engines.
 
     Args:
-        config: where the target is.
-        index: of `output_hidden_states`, from 1 on.
+        config: target settings.
+        index: index of `output_hidden_states`, from 1.
 
     Returns:
-        Function from token ids to the state [S, D], computed on the CPU; None where a quantised
-        checkpoint, an adapter, the size of the layers or their ties to later ones stand in its way.
+        Function from token ids to the state [S, D] on the CPU; None if the checkpoint is quantised,
+        has an adapter, or its layers are too large or need later ones.
     """
     whole = load_config(config)
     text = whole.get_text_config()
@@ -162,7 +162,7 @@ def early_state(config: TargetConfig, index: int) -> Callable[[list[int]], Tenso
 def _first_layers(
     config: TargetConfig, index: int, active: int | None
 ) -> Callable[[list[int]], Tensor] | None:
-    """Loads so many layers, if they are not too large; see `early_state`."""
+    """Load the first layers if they are not too large. See `early_state`."""
     bare = load_config(config)
     _shorten(bare, index)
     if sum(each.numel() for each in _skeleton(bare).parameters()) > MOST_PARAMETERS:
@@ -180,28 +180,29 @@ def _first_layers(
 
 
 def _last(name: str) -> str:
-    """Module and parameter, without the modules around them, which differ between classes."""
+    """Module and parameter, without outer modules, which differ between classes."""
     return ".".join(name.split(".")[-2:])
 
 
 def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:
-    """Refuses parts of another size in the files; transformers draws them."""
+    """Refuse parts of another size in the files, which transformers would initialise randomly."""
     decoder = decoder_of(model)
     norms = [getattr(decoder, name, None) for name in FINAL_NORMS]
     read = [model.get_input_embeddings(), model.get_output_embeddings(), *norms]
     for key, stored, expected in sorted(mismatched):
         if model.get_submodule(key.rpartition(".")[0]) in read:
             raise InputError(
-                f"target.path={config.path}: {key} has shape {list(stored)} in its files, "
-                f"{list(expected)} by its config.json: name the one that belongs to it"
+                f"target.path={config.path}: {key} has shape {list(stored)} in its files, but "
+                f"{list(expected)} by its config.json; name a model whose files and config belong "
+                "together"
             )
 
 
 def final_norm(model: Any) -> nn.Module:
-    """The norm behind the last layer of a transformers model.
+    """Norm after the last layer of a transformers model.
 
     Raises:
-        InputError: it has none under a known name, or more than a norm stands there.
+        InputError: no known name, or more than a norm.
     """
     decoder = decoder_of(model)
     more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
@@ -211,39 +212,40 @@ def final_norm(model: Any) -> nn.Module:
         if getattr(decoder, name, None) is not None:
             return getattr(decoder, name)
     raise InputError(
-        f"target.path: {type(model).__name__} has no final norm; looked for {FINAL_NORMS}"
+        f"target.path: {type(model).__name__} has no final norm, looked for {FINAL_NORMS}; leave "
+        "target.engine unset"
     )
 
 
 def _needs_more(who: str, parts: list[str]) -> InputError:
     return InputError(
-        f"target.path: {who} makes final hidden states of the last layer's output by {parts} too; "
-        "allowed: hidden states of the target itself (target.engine=[])"
+        f"target.path: {who} makes last hidden states with {parts} too; leave target.engine unset "
+        "to run the target itself"
     )
 
 
 def _shorten(config: Any, num_layers: int) -> None:
-    """Takes out all but the first layers, and with them how their weights are quantised.
+    """Remove all but the first layers from a config, with the quantisation of their weights.
 
     Raises:
-        InputError: a model whose other parts do not load without them.
+        InputError: the other parts do not load without them.
     """
     text = config.get_text_config()
     if getattr(text, "altup_num_inputs", None):
         raise _needs_more(text.model_type, ["altup_unembed_projections"])
     text.num_hidden_layers = num_layers
     kinds = text.attribute_map.get("layer_types", "layer_types")
-    if vars(text).get(kinds) is not None:  # elsewhere it follows from the number
+    if vars(text).get(kinds) is not None:  # otherwise it follows from the number
         setattr(text, kinds, getattr(text, kinds)[:num_layers])
     if getattr(text, "hidden_size_per_layer_input", None) and not num_layers:
-        text.hidden_size_per_layer_input = 0  # of Gemma 4's, which has a second embedding for each
+        text.hidden_size_per_layer_input = 0  # Gemma 4's second embedding per layer
     if hasattr(config, "quantization_config"):
         del config.quantization_config
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers from listing each weight of a layer as one it has no use for."""
+    """Keep transformers from listing each unused weight."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,8 +1,8 @@
-"""Sizes of a target's layers, by whatever names its config gives them.
+"""Sizes of a target's layers, under any names of its config.
 
-transformers maps most names of a family to the usual ones (`attribute_map`); the table has what
-is left. A key that differs from layer to layer counts with the value that most layers have.
-Where a config says nothing, the size is what such models have or engines assume.
+transformers maps most names of a family to the usual ones (`attribute_map`); the table has the
+rest. A key that differs between layers counts with its most frequent value. Missing sizes get the
+values that such models have or engines assume.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from conf.errors import InputError
 NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "word_embed_proj_dim": ("word_embed_proj_dim",),
-    # LongCat's `num_hidden_layers` counts the attentions, two of each layer.
+    # LongCat's `num_hidden_layers` counts attentions, two per layer.
     "num_hidden_layers": ("num_layers", "num_hidden_layers", "n_layer", "n_layers"),
     "intermediate_size": (
         *("intermediate_size", "ffn_config.ffn_hidden_size", "ffn_hidden_size", "ffn_dim"),
@@ -26,7 +26,7 @@ NAMES = {
         *("num_experts_per_tok", "num_experts_per_token", "ffn_config.moe_top_k"),
         *("moe_topk", "moe_k", "top_k_experts"),
     ),
-    # `num_heads` is not here: in Mamba-2 and xLSTM it counts heads of a state.
+    # `num_heads` is missing here: in Mamba-2 and xLSTM it counts heads of a state.
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
     "num_key_value_heads": (
         *("num_key_value_heads", "multi_query_group_num", "num_kv_heads"),
@@ -44,16 +44,16 @@ NAMES = {
 }
 USUAL_EPSILON = 1e-5
 USUAL_POSITIONS = 131072
-"""Positions of a target without a limit (Mamba, ALiBi): engines take the lower of both limits."""
+"""Positions of a target without a limit (Mamba, ALiBi); engines take the lower of both limits."""
 STATE_HEAD = 64
-"""Size of a head where a target has no attention."""
+"""Head size for a target without attention."""
 WIDEST = 4
-"""Most hidden sizes that queries are wide: wider ones are read from a latent (DeepSeek-V4's heads
+"""Largest width of queries in hidden sizes; wider queries come from a latent (DeepSeek-V4's heads
 of 512)."""
 
 
 class Attention(NamedTuple):
-    """Heads of a layer."""
+    """Attention heads of a layer."""
 
     num_heads: int
     num_key_value_heads: int
@@ -61,33 +61,33 @@ class Attention(NamedTuple):
 
 
 def hidden_size(config: Any) -> int:
-    """Size of the states that decoder layers hand on.
+    """Width of hidden states between decoder layers.
 
     Raises:
-        InputError: the config does not say.
+        InputError: the config lacks it.
     """
     return _size(config, "hidden_size")
 
 
 def embedding_size(config: Any) -> int:
-    """Size of embedded tokens and of final hidden states; OPT-350m projects both."""
+    """Width of embedded tokens and of last hidden states; OPT-350m projects both."""
     return _size(config, "word_embed_proj_dim", hidden_size(config))
 
 
 def num_layers(config: Any) -> int:
-    """Decoder layers.
+    """Number of decoder layers.
 
     Raises:
-        InputError: the config does not say.
+        InputError: the config lacks it.
     """
     return _size(config, "num_hidden_layers")
 
 
 def mlp_size(config: Any) -> int:
-    """Inner size of a gated MLP that does as much for a token as the target's.
+    """Inner size of a gated MLP with as much computation per token as the target's.
 
-    A mixture whose width is missing, or below twice the hidden size and so an expert's, counts
-    with all experts that a token meets; without any width it is 4 hidden sizes, as in GPT-2.
+    If a mixture's width is missing, or below twice the hidden size and thus an expert's, it counts
+    with all experts per token. Without any width it is 4 hidden sizes, as in GPT-2.
     """
     hidden = hidden_size(config)
     dense = _size(config, "intermediate_size", 0)
@@ -98,14 +98,14 @@ def mlp_size(config: Any) -> int:
 
 
 def attention(config: Any, width: int) -> Attention:
-    """Heads as the target has them, as far as engines load them for a Llama layer.
+    """Attention heads of the target, as far as engines load them for a Llama layer.
 
-    There RoPE wants an even size, and a hidden state a whole number of values for each head (GLM
-    4.5 has 96 heads for 4096), though together heads may be wider or narrower than it.
+    RoPE there needs an even size, and each head a whole number of a hidden state's values (GLM 4.5
+    has 96 heads for 4096), though all heads together may be wider or narrower.
 
     Args:
-        config: of the target.
-        width: of the Llama layer's hidden states.
+        config: config of the target.
+        width: width of the Llama layer's hidden states.
     """
     hidden = hidden_size(config)
     num_heads = _size(config, "num_attention_heads", 0)
@@ -116,7 +116,7 @@ def attention(config: Any, width: int) -> Attention:
     head_dim = _size(config, "head_dim", 0)
     if not head_dim or num_heads * head_dim > WIDEST * hidden:
         head_dim = hidden // num_heads
-    # Falcon's flag holds for its old layers alone.
+    # Falcon's flag only applies to its old layers.
     single = getattr(config, "multi_query", False) and not getattr(
         config, "new_decoder_architecture", False
     )
@@ -130,14 +130,14 @@ def num_positions(config: Any) -> int:
 
 
 def norm_epsilon(config: Any) -> float:
-    """The number that norms add to a variance."""
+    """Epsilon of the norms."""
     return _first_value(config, "rms_norm_eps") or USUAL_EPSILON
 
 
 def rope(config: Any) -> dict[str, Any]:
-    """The target's RoPE over the whole head; one that depends on the length becomes plain.
+    """The target's RoPE over the whole head; types that depend on length become plain.
 
-    Of several types of layers it is that of full attention, or else the slowest.
+    Of several types of layers, take full attention's, or else the slowest.
     """
     stated = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [rope for rope in stated.values() if isinstance(rope, dict)]
@@ -147,17 +147,17 @@ def rope(config: Any) -> dict[str, Any]:
     theta = stated.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     if stated.get("rope_type", "default") not in ("linear", "yarn", "llama3"):
         return {"rope_type": "default", "rope_theta": theta}
-    # M-RoPE gives text the positions that plain RoPE gives it.
+    # For text, M-RoPE's positions equal plain RoPE's.
     other = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
     kept = {name: value for name, value in stated.items() if name not in other}
     return kept | {"rope_theta": theta}
 
 
 def _size(config: Any, key: str, default: int | None = None) -> int:
-    """A whole number above 0, or the default.
+    """Integer above 0, or the default.
 
     Raises:
-        InputError: something else stands there, or nothing and there is no default.
+        InputError: another value, or none without a default.
     """
     size = _first_value(config, key)
     if size is None and default is not None:
@@ -171,12 +171,12 @@ def _size(config: Any, key: str, default: int | None = None) -> int:
 
 
 def _first_value(config: Any, key: str) -> Any:
-    """The value under the first of a key's names that is there."""
+    """Value of the first of a key's names that is present."""
     for name in NAMES[key]:
         *outer, last = name.split(".")
         place = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
         value: Any
-        # transformers raises where a key that layers do not share is read of the whole.
+        # transformers raises if a per-layer key is read from the whole config.
         if last in (getattr(place, "per_layer_attributes", None) or ()):
             value = [getattr(layer, last, None) for layer in place.per_layer_config]
         else:
@@ -184,6 +184,6 @@ def _first_value(config: Any, key: str) -> Any:
         if isinstance(value, (list, tuple)):
             ranked = Counter(size for size in value if size is not None).most_common(1)
             value = ranked[0][0] if ranked else None
-        if value not in (None, 0, -1):  # -1 where XLNet knows no limit
+        if value not in (None, 0, -1):  # XLNet's -1 means no limit
             return value
     return None

@@ -1,4 +1,4 @@
-"""The weight files of a model: their tensors, and which of them the model would leave out.
+"""Weight files of a model: their tensors, and tensors that the model would leave out.
 
 Format: safetensors, https://github.com/huggingface/safetensors.
 """
@@ -18,23 +18,23 @@ from conf.errors import InputError
 from conf.settings.target import TargetConfig
 
 MAX_HEADER_BYTES = 100_000_000
-"""Most bytes of a header, as the reader of the safetensors format has it."""
+"""Largest header in bytes, as in the reference reader of safetensors."""
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
-"""Dtypes of quantised weights, as safetensors calls them."""
+"""Dtypes of quantised weights in safetensors."""
 SAMPLE_BYTES = 2048
 OF_QUANTISATION = ("scale", "zero", "qweight", "g_idx", "SCB", "absmax")
 CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
-"""Constants that older versions of transformers kept among the weights."""
+"""Constants that older versions of transformers stored with the weights."""
 OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
-"""Scales of caches that serving engines quantise, and states of layers that trained in FP8; no
-weight needs one."""
+"""Scales of quantised caches in serving engines, and states of layers trained in FP8, which no
+weight needs."""
 
 
 def weight_files(folder: Path, name: str) -> list[Path] | None:
-    """The files of a folder that are loaded; None if they are not all there.
+    """Weight files that are loaded from a folder; None if some are missing.
 
-    Like transformers, which reads one file of all weights before it looks for shards. The name is
-    `model` or `adapter_model`.
+    As in transformers, a single file of all weights precedes shards. The name is `model` or
+    `adapter_model`.
     """
     index, one = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
     names = {one.name}
@@ -45,10 +45,10 @@ def weight_files(folder: Path, name: str) -> list[Path] | None:
 
 
 def tensors(file: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a file by name: `dtype`, `shape`, and `data_offsets` from its beginning.
+    """Tensors of a file by name: `dtype`, `shape`, and `data_offsets` from the file's start.
 
     Raises:
-        InputError: it is not a safetensors file.
+        InputError: the file is no safetensors file.
     """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
@@ -58,16 +58,18 @@ def tensors(file: Path) -> dict[str, dict[str, Any]]:
             for tensor in header.values():
                 tensor["data_offsets"] = [8 + size + place for place in tensor["data_offsets"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{file}: not a safetensors file ({error!r})") from error
+            raise InputError(
+                f"{file}: not a safetensors file ({error!r}); download it again"
+            ) from error
     return header
 
 
 def checksum(files: Iterable[tuple[Path, dict[str, dict[str, Any]]]]) -> str:
-    """Checksum of a sample of every tensor: its name, dtype, shape, and bytes of three places.
+    """Checksum of samples of every tensor: name, dtype, shape, and bytes at three places.
 
     Args:
-        files: each with its tensors, as `tensors` has them; which file holds a tensor, and in
-            which order, makes no difference.
+        files: files with their tensors, as from `tensors`. The result does not depend on the
+            division into files.
     """
     samples = sorted(sample for file, held in files for sample in _samples(file, held))
     return hashlib.sha256(b"".join(samples)).hexdigest()
@@ -86,10 +88,10 @@ def _samples(file: Path, held: dict[str, dict[str, Any]]) -> Iterator[bytes]:
 
 
 def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
-    """A model for all of whose parameters there were weights.
+    """Return a model if its files had weights for all parameters.
 
     Raises:
-        InputError: with those for which there were none; transformers draws them.
+        InputError: naming parameters without weights, which transformers would initialise randomly.
     """
     lacking = sorted(info["missing_keys"])
     if lacking:
@@ -102,18 +104,18 @@ def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
 
 
 def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
-    """Refuses weights that would change what a model computes; prints which others are left out.
+    """Refuse unused weights that should change the computation; print other unused weights.
 
-    A weight of a module that computes, of one of the layers or of an adapter changes that; whole
-    layers and modules beside them, such as those for multi-token prediction, do not.
+    These are weights of computing modules, of existing layers and of adapters. Whole further layers
+    and modules, such as those for multi-token prediction, do not change it.
 
     Args:
-        config: where the model is.
-        model: as it was loaded.
-        unexpected: names of weights in its files that it does not have.
+        config: target settings.
+        model: loaded model.
+        unexpected: names of weights in the files that the model lacks.
 
     Raises:
-        InputError: naming the first of them.
+        InputError: naming the first such weight.
     """
     buffers = {name for name, _ in model.named_buffers()}
     modules = dict(model.named_modules())
@@ -124,7 +126,7 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
         parts = key.split(".")
         depth = max(n for n in range(len(parts)) if ".".join(parts[:n]) in modules)
         within = [modules[".".join(parts[:n])] for n in range(depth + 1)]
-        # A whole layer that the model does not have ends at the list of those that it has.
+        # The path of a further layer ends at the list of existing layers.
         in_layer = any(isinstance(module, nn.ModuleList) for module in within[:-1])
         if in_layer or not list(within[-1].children()) or "lora_" in key:
             computing.append(key)
@@ -132,9 +134,9 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
             beside.add(".".join(parts[: depth + 1]))
     if computing:
         first, more = computing[0], f" and {len(computing) - 1} more" if len(computing) > 1 else ""
-        advice = "Its config.json is that of another model: name the right one"
+        advice = "Its config.json belongs to another model: name the right one"
         if "lora_" in first:
-            advice = "They are of an adapter: merge it, or name its folder as target.adapter"
+            advice = "They belong to an adapter: merge it, or set target.adapter to its folder"
         elif any(word in first for word in OF_QUANTISATION):
             advice = (
                 "They are of a quantisation that transformers does not read: name the model without"
@@ -152,27 +154,27 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
 
 
 def reads_codes(model_config: Any) -> bool:
-    """True where transformers knows what quantised weights in a model's files stand for.
+    """Tell whether transformers knows the quantisation of a model's weights.
 
-    The config is that before the model is loaded, which may take the quantisation away.
+    The config is that before loading, which may remove the quantisation.
     """
     stored = getattr(model_config, "quantization_config", None)
     stored = stored or getattr(model_config.get_text_config(), "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-    # A config says `bitsandbytes`, the table `bitsandbytes_4bit` and `bitsandbytes_8bit`.
+    # A config says `bitsandbytes`, but the table `bitsandbytes_4bit` and `bitsandbytes_8bit`.
     return any(f"{name}_".startswith(f"{method}_") for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
 
 
 def check_codes(config: TargetConfig, place: str, is_read: Callable[[str], bool]) -> None:
-    """Refuses one-byte weights of files that `is_read` into the model as if they were numbers.
+    """Refuse quantised one-byte weights that would be read as plain numbers.
 
     Args:
-        config: of the target, for the message.
-        place: folder or Hub id that its files are read from.
-        is_read: of the name of a tensor.
+        config: target settings, for the message.
+        place: folder or Hub id of the files.
+        is_read: function that tells whether a tensor is read, by its name.
 
     Raises:
-        InputError: naming the first of them.
+        InputError: naming the first such tensor.
     """
     config_file = cached_file(
         place, "config.json", revision=config.revision, local_files_only=True,

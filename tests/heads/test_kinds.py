@@ -90,7 +90,7 @@ def test_what_borrows_the_target_s_output_head_cannot_be_pruned(target: Target, 
     borrowing = {} if name == "dflash2" else {"own_output_head": False, "draft_vocab_size": None}
     head = head_of(target, name, **borrowing)
     problem = str(head.pruning_problem)
-    assert "through the target's output head, of which no row can go" in problem
+    assert "with the target's output head, which cannot lose rows" in problem
     assert ("head.own_output_head=true" in problem) == (name != "dflash2")
 
 
@@ -132,7 +132,7 @@ WORDS = {
                 '"num_speculative_tokens": 4}'),
     "dspark": ("DSpark", "DSpark ([arXiv 2607.05147](https://arxiv.org/abs/2607.05147)), on",
                '"method": "dspark"', '"num_speculative_tokens": 5}'),
-    "dspark, rnn": ("DSpark", "each by the token before it", "vLLM does not load this head",
+    "dspark, rnn": ("DSpark", "each from the previous token", "vLLM does not load this head",
                     "this head has rnn"),
     "peagle": ("P-EAGLE", "P-EAGLE ([arXiv 2602.01469](https://arxiv.org/abs/2602.01469)), on",
                '"method": "eagle3"', '"num_speculative_tokens": 4, "parallel_drafting": true}'),

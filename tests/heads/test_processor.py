@@ -99,7 +99,7 @@ def test_a_slow_dtype_is_told_once_with_what_to_set(
     for _ in range(2):
         tell_if_slow("train.dtype", BF16, CPU)
     assert capsys.readouterr().err == (
-        "train.dtype=bfloat16: products of many rows will be slow, as EPYC, AVX2 imitates them; "
+        "train.dtype=bfloat16: products of many rows will be slow, as EPYC, AVX2 emulates them; "
         "set train.dtype=float32\n"
     )
     tell_if_slow("target.dtype", FP16, CPU)

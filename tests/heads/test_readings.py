@@ -43,7 +43,7 @@ def test_features_that_lie_in_another_order(target: Target, fc_norm: bool) -> No
 
 def test_rows_that_hold_the_feature_first(target: Target) -> None:
     head = eagle_head(target, EagleForm.eagle1, num_updates=0)
-    found = of(head, "fc reads the feature before the embedding")
+    found = of(head, "fc reads the hidden state before the embedding")
     embedding, feature = found.fc.weight.chunk(2, dim=1)
     assert torch.cat([feature, embedding], 1).equal(head.fc.weight)
 

@@ -143,7 +143,7 @@ def test_choices_are_the_targets_first_along_the_answers() -> None:
 @pytest.mark.parametrize(
     ("head", "changes", "message"),
     [
-        ("eagle1", {}, r"this eagle1 head drafts through the target's output head"),
+        ("eagle1", {}, r"this eagle1 head drafts with the target's output head"),
         ("eagle3", {"sizes": []}, r"sizes=\[\]: name how many ids"),
         ("eagle3", {"sizes": [60, 151]}, r"this head drafts 150 ids; allowed: 1 to 150"),
         ("eagle3", {"sizes": [2]}, r"allowed: 4 to 150, its special and end tokens included"),

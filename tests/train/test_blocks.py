@@ -70,7 +70,9 @@ def test_default_features_are_in_even_steps() -> None:
     assert default_layers(36, 5) == (2, 10, 18, 26, 34)
     assert default_layers(8, 5) == (2, 3, 4, 5, 6)
     assert default_layers(36, 1) == (19,)
-    with pytest.raises(InputError, match=r"head\.layers is unset and the target has 3 layers"):
+    with pytest.raises(
+        InputError, match=r"head\.layers is unset: no default for a target of 3 layers"
+    ):
         default_layers(3, 5)
 
 
@@ -317,7 +319,7 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     assert mask_token(target, 17) == 17
     with pytest.raises(InputError, match=r"mask_token_id=300: must be from 0 to 299"):
         mask_token(target, 300)
-    with pytest.raises(InputError, match=r"mask_token_id=2 ends texts"):
+    with pytest.raises(InputError, match=r"mask_token_id=2: ends texts"):
         mask_token(target, 2)
     target.tokenizer = tokenizer()
     assert mask_token(target, None) == len(tokenizer())  # which leaves rows to spare
@@ -325,11 +327,11 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     full.tokenizer = tokenizer()
     assert mask_token(full, None) == 0  # <pad>
     full.tokenizer = Crowded()
-    with pytest.raises(InputError, match=r"no token to spare: .*=7 \(<repo>\)$"):
+    with pytest.raises(InputError, match=r"no spare token.*=7 \(<repo>\)$"):
         mask_token(full, None)
     with pytest.raises(InputError, match=r"mask_token_id=17: occurs 1 times"):
         dflash.main.make_head(DFlashRun(head=DFlashConfig(mask_token_id=17)), target, Data(17))
-    with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising, of 0..3"):
+    with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising and of 0..3"):
         dflash.main.make_head(DFlashRun(head=DFlashConfig(layers=[4])), target, Data(1))
 
 

@@ -188,7 +188,7 @@ def test_gradients_reach_the_adapter_of_a_quantised_target(tmp_path: Path) -> No
         gradients.append(torch.cat(grads))
     assert torch.cosine_similarity(*gradients, dim=0) > 0.95
     target = load_target(TargetConfig(path=str(folder), quantization=Quantization.nf4), CPU)
-    with pytest.raises(InputError, match=r"in 4 bits: bitsandbytes gives no gradient"):
+    with pytest.raises(InputError, match=r"4 bits, through which bitsandbytes gives no gradient"):
         objective_of(target)
 
 

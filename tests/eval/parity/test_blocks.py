@@ -90,13 +90,15 @@ def test_which_engine_takes_which_head(heads) -> None:
     facts = {name: head.card({}, None) for name, head in heads.items()}
     served = [facts[name].vllm_method for name in ("dflash2", "dspark", "dspark, rnn")]
     assert served == ["dflash", "dspark", None]
-    assert "markov_head_type=vanilla alone" in facts["dspark, rnn"].vllm_problem
-    assert "drafts 5 tokens in one pass, each by the token" in facts["dspark"].description
-    with pytest.raises(InputError, match=r"markov_head_type=vanilla alone, and this head has rnn"):
+    assert "markov_head_type=vanilla only" in facts["dspark, rnn"].vllm_problem
+    assert (
+        "drafts 5 tokens in one pass, each from the previous token" in facts["dspark"].description
+    )
+    with pytest.raises(InputError, match=r"markov_head_type=vanilla only, and this head has rnn"):
         check_format(heads["dspark, rnn"], ExportFormat.vllm)
     with pytest.raises(
         InputError,
-        match="has no layout for DFlash heads that is written here; allowed for this head: vllm",
+        match="has no layout for DFlash heads in this version; allowed for this head: vllm",
     ):
         check_format(heads["dflash"], ExportFormat.trtllm)
 

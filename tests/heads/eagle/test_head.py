@@ -42,7 +42,9 @@ def test_layers_are_those_of_the_paper() -> None:
     assert default_layers(32) == (2, 16, 29)
     assert default_layers(8) == (2, 4, 5)
     assert default_layers(4) == (1, 2, 3)
-    with pytest.raises(InputError, match=r"head\.layers is unset and the target has 3 layers"):
+    with pytest.raises(
+        InputError, match=r"head\.layers is unset: no default for a target of 3 layers"
+    ):
         default_layers(3)
 
 
@@ -161,7 +163,7 @@ def test_a_head_needs_its_own_target(target: Target) -> None:
     head = untrained(target, EAGLE3)
     with pytest.raises(InputError, match=r"vocab_size=96 .* but target\.path=llama has 64"):
         head.attach(random_target(vocab_size=64, num_hidden_layers=4))
-    with pytest.raises(InputError, match=r"head\.layers: \[3\].*hidden states 0\.\.2"):
+    with pytest.raises(InputError, match=r"head\.layers=\[3\]: .*hidden states 0\.\.2"):
         head.attach(random_target())
 
 

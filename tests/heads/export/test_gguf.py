@@ -79,7 +79,9 @@ def test_a_tensor_is_written_as_it_looks_not_as_it_lies(tmp_path: Path) -> None:
 def test_an_empty_list_is_refused_and_what_was_there_stays(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(b"old")
-    with pytest.raises(InputError, match=r"eagle3\.target_layers=\[\]: a GGUF has no empty list"):
+    with pytest.raises(
+        InputError, match=r"eagle3\.target_layers=\[\]: a GGUF file cannot hold an empty list"
+    ):
         write_gguf(file, {"eagle3.target_layers": Value.of([])}, {})
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
@@ -88,13 +90,13 @@ def test_an_empty_list_is_refused_and_what_was_there_stays(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "not a whole GGUF file"),
+        (b"", "not a complete GGUF file"),
         (b"PK\3\4" + BYTES[4:], "it begins with b'PK"),
         (b"GGUF\1" + BYTES[5:], "version 1"),
-        (BYTES[:100], "not a whole GGUF file"),
-        (BYTES[:24] + b"\xff" * 8 + BYTES[32:], "it says that 18446744073709551615 bytes follow"),
-        (BYTES[:-20], "cut off: i lies beyond its end"),
-        (BYTES.replace(b"\x1e\0\0\0\x40", b"\x0c\0\0\0\x40"), "n is of GGUF type 12, .*quantised"),
+        (BYTES[:100], "not a complete GGUF file"),
+        (BYTES[:24] + b"\xff" * 8 + BYTES[32:], "it states 18446744073709551615 more bytes"),
+        (BYTES[:-20], "cut off, as i lies beyond its end"),
+        (BYTES.replace(b"\x1e\0\0\0\x40", b"\x0c\0\0\0\x40"), "n has GGUF type 12, .*quantised"),
     ],
     ids=["empty", "zip", "old", "header", "length", "data", "quantised"],
 )
@@ -125,7 +127,7 @@ def test_a_vocabulary_is_copied_from_a_target_type_by_type(tmp_path: Path) -> No
     found = vocabulary(2, tmp_path / "t.gguf", mask_token_id=0)
     assert found == kept | {"tokenizer.ggml.mask_token_id": Value.of(0)}
     with pytest.raises(
-        InputError, match=r"tokenizer_gguf=.*t\.gguf: has 2 tokens, and the target 3"
+        InputError, match=r"tokenizer_gguf=.*t\.gguf: has 2 tokens, but the target has 3"
     ):
         vocabulary(3, tmp_path / "t.gguf")
 

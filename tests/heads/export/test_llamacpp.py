@@ -211,18 +211,18 @@ def test_the_vocabulary_of_a_target_is_copied_but_for_the_mask(
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("medusa", {}, "loads no Medusa heads; allowed for this head: vllm, trtllm, tgi, original; it "
-     "runs heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py and "),
-    ("eagle1", {}, "loads no EAGLE-1/2 heads; .*; it runs heads of .*head=eagle3"),
-    ("peagle", {}, "loads no P-EAGLE heads; .*; it runs heads of .*head=eagle3"),
+     "serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "),
+    ("eagle1", {}, "loads no EAGLE-1/2 heads; .*; it serves heads of .*head=eagle3"),
+    ("peagle", {}, "loads no P-EAGLE heads; .*; it serves heads of .*head=eagle3"),
     ("eagle3", EAGLE31, r"has no place for a norm per feature \(fc_norm\); .* with head=eagle3"),
     ("eagle3", {"norm_output": True}, "has no place for its normed output fed back"),
     ("eagle3", {"fc_bias": True}, "has no place for a bias of the fusion layer"),
-    ("eagle3", {"layers": [2, 4]}, r"fuses 3 features, and this head reads \[2, 4\]"),
-    ("eagle3", {"layers": [1, 2, 4, 5]}, "fuses 3 features"),
-    ("dspark", {"markov_head_type": Markov.gated}, "applies .*_type=vanilla alone.* has gated"),
-    ("dspark", {"markov_head_type": Markov.rnn}, "applies .*_type=vanilla alone, .* has rnn"),
+    ("eagle3", {"layers": [2, 4]}, r"fuses 3 hidden states, and this head reads \[2, 4\]"),
+    ("eagle3", {"layers": [1, 2, 4, 5]}, "fuses 3 hidden states"),
+    ("dspark", {"markov_head_type": Markov.gated}, "supports .*_type=vanilla only.* has gated"),
+    ("dspark", {"markov_head_type": Markov.rnn}, "supports .*_type=vanilla only, .* has rnn"),
     ("dflash2", {"selector_top_k": 8}, r"needs a hidden size of k \* \(k \+ 1\) .* has 64 for 8"),
-    ("dflash2", {"selector_top_k": 7, "causal": True}, "lets rows of DFlash-2 see later ones"),
+    ("dflash2", {"selector_top_k": 7, "causal": True}, "lets rows of DFlash-2 see later rows"),
 ]  # fmt: skip
 
 
@@ -242,9 +242,9 @@ def test_a_head_that_llamacpp_has_no_place_for_is_refused(
     ("kind", "config", "message"),
     [
         ("eagle3", {"qk_norm": True}, "has no place for norms on queries and keys"),
-        ("dflash", {"target_hidden_size": 32, "own_embedding": True}, "has 64 for features of 32"),
+        ("dflash", {"target_hidden_size": 32, "own_embedding": True}, "64 for hidden states of 32"),
         ("dflash", {"causal": True, "window": 4, "full_layers": (1,)},
-         r"causal in all layers or in none, and layers \[1\] of this head see all"),
+         r"causal rows in all layers or in none, and layers \[1\] of this head see"),
     ],
 )  # fmt: skip
 def test_others_heads_are_refused_as_well(
@@ -266,7 +266,7 @@ def test_biases_are_refused(target: Target, part: str) -> None:
 
 @pytest.mark.parametrize("layers", [[2, 4, 8], [8, 2, 4]])
 def test_the_last_state_is_refused_wherever_it_stands(target: Target, layers: list[int]) -> None:
-    with pytest.raises(InputError, match=r"for llama.cpp they must lie in 0\.\.7 "):
+    with pytest.raises(InputError, match=r"for llama.cpp they must lie in 0\.\.7, "):
         check_target(eagle(target, layers=layers), LLAMACPP)
     check_target(eagle(target, layers=[7, 0, 2]), LLAMACPP)
 
@@ -274,10 +274,10 @@ def test_the_last_state_is_refused_wherever_it_stands(target: Target, layers: li
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "knows RoPE of default, linear, yarn and llama3"),
-        ({"rope_type": "yarn", "attention_factor": 1.5}, "takes attention_factor=None of YaRN's"),
-        ({"rope_type": "yarn", "beta_fast": 16}, "takes beta_fast=32 of YaRN's .* has 16"),
-        ({"rope_type": "yarn", "truncate": False}, "takes truncate=True of YaRN's"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "supports default, linear, yarn and llama3 RoPE"),
+        ({"rope_type": "yarn", "attention_factor": 1.5}, "assumes attention_factor=None of YaRN's"),
+        ({"rope_type": "yarn", "beta_fast": 16}, "assumes beta_fast=32 of YaRN's .* has 16"),
+        ({"rope_type": "yarn", "truncate": False}, "assumes truncate=True of YaRN's"),
     ],
 )
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
@@ -352,7 +352,7 @@ def test_the_readme_warns_of_targets_that_hand_out_no_layers(tmp_path: Path) -> 
     written(eagle(qwen2), qwen2, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     assert (
-        "This target is of type qwen2. In llama.cpp b11434 the types that hand the inputs" in text
+        "This target is of type qwen2. In llama.cpp b11434, the types that give the inputs" in text
     )
     assert "qwen3_moe, " in text
     assert "`llama-server` ends with an assertion" in text
@@ -398,10 +398,10 @@ def test_a_head_of_a_file_is_found(target: Target, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"gone\.gguf"):
         load_head(str(folder / "gone.gguf"))
     write_gguf(file, {"general.architecture": Value.of("llama")}, {})
-    with pytest.raises(InputError, match="of the architecture llama; heads are of eagle3, dflash"):
+    with pytest.raises(InputError, match="of architecture llama; allowed: eagle3, dflash"):
         load_head(str(file))
     write_gguf(file, {"general.architecture": Value.of("eagle3")}, {})
-    with pytest.raises(InputError, match=r"no eagle3\.block_count in its metadata"):
+    with pytest.raises(InputError, match=r"eagle3\.block_count is missing in its metadata"):
         load_head(str(file))
 
 

@@ -175,7 +175,7 @@ def test_an_adapter_learns_through_the_kernel_what_it_learns_elsewhere(monkeypat
         torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-6)
 
 
-# --- A model that attends in a way of its own.
+# --- A model that does not attend through transformers' interface.
 
 
 def test_an_attention_outside_the_interface_is_given_masks(monkeypatch) -> None:
@@ -186,7 +186,7 @@ def test_an_attention_outside_the_interface_is_given_masks(monkeypatch) -> None:
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", type("Own", (), own)())
     target = random_target()
     check_served(target)
-    assert "LlamaForCausalLM attends in a way of its own" in target.needs_masks
+    assert "LlamaForCausalLM does not attend through transformers' interface" in target.needs_masks
     assert "masks of tokens by tokens" in target.attention
     assert_read_alone(target)
 
@@ -208,7 +208,7 @@ def test_a_layer_that_asks_for_another_window_is_given_masks(monkeypatch) -> Non
     target = random_target("mistral")
     monkeypatch.setattr(AttentionPattern, "windows", [12, None])
     check_served(target)
-    assert "attends in a way of its own" in target.needs_masks
+    assert "does not attend through transformers' interface" in target.needs_masks
 
 
 # --- Nothing is of tokens by tokens.

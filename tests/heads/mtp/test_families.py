@@ -271,13 +271,13 @@ def test_experts_may_be_joined_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("deepseek_v4", "several residual streams"), ("mimo_v2", "one tensor, cut for eight GPUs")],
+    [("deepseek_v4", "several residual streams"), ("mimo_v2", "divided for eight GPUs")],
 )
 def test_layers_that_are_not_read_are_refused_by_name(model_type, reason, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "MiMoForCausalLM")
     config = {"model_type": model_type, "architectures": ["SomeForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=f"that of this model is not yet: .*{reason}"):
+    with pytest.raises(InputError, match=f"layer of this model cannot be read yet, as .*{reason}"):
         load_head(str(folder))
 
 
@@ -305,11 +305,11 @@ ALL = [f"{MIMO}{name}.weight" for name in ("input_proj", "token_layernorm")]
     ("changed", "message"),
     [
         ({f"{MIMO}input_proj.weight": None}, r"missing, .*\['model.mtp_layers.0.input_proj"),
-        ({f"{MIMO}more.weight": torch.ones(1)}, r"foreign or misshapen: .*mtp_layers.0.more"),
-        ({f"{MIMO}input_proj.weight": torch.ones(3, 3)}, r"misshapen: .*0.input_proj"),
+        ({f"{MIMO}more.weight": torch.ones(1)}, r"of another shape: .*mtp_layers.0.more"),
+        ({f"{MIMO}input_proj.weight": torch.ones(3, 3)}, r"of another shape: .*0.input_proj"),
         (
             {f"{MIMO}input_proj.weight": torch.ones(64, 128, dtype=torch.int8)},
-            r"input_proj.weight is torch.int8: a quantised MTP layer is not read",
+            r"input_proj.weight is torch.int8, but a quantised MTP layer cannot be read",
         ),
     ],
 )
@@ -330,12 +330,12 @@ def test_a_config_that_promises_a_layer_that_is_gone(tmp_path: Path) -> None:
 def test_a_missing_shard_is_told(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "MiMoForCausalLM")
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(InputError, match="its safetensors files are not all there"):
+    with pytest.raises(InputError, match="some of its safetensors files are missing"):
         load_head(str(folder))
 
 
 def test_head_layers_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "MiMoForCausalLM")
-    message = re.escape("an MTP layer reads the last hidden state: leave head.layers unset")
+    message = re.escape("an MTP layer reads the last hidden state; leave head.layers unset")
     with pytest.raises(InputError, match=message):
         load_head(str(folder), layers=[1])

@@ -18,7 +18,7 @@ def test_the_card_says_what_it_is_and_where_engines_read_it() -> None:
     facts = head.card({"config": {"head": {"num_steps": 3}}}, None)
     assert (facts.tag, facts.num_draft_tokens, facts.vllm_method) == ("mtp", 3, None)
     assert "multi-token prediction of Qwen3NextForCausalLM (hidden size 64)" in facts.description
-    assert "from the target's own folder alone: write it there with" in facts.vllm_problem
+    assert "only from the target's own folder; write it there with" in facts.vllm_problem
 
 
 def test_files_may_have_meant_the_other_order() -> None:

@@ -111,7 +111,7 @@ def test_the_target_says_what_the_adapted_model_says(tmp_path: Path, kind: str, 
 def test_what_is_no_change_of_weights_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     config = settings(tmp_path)
     adapted(tmp_path / "adapter", NOT_OF_WEIGHTS[kind])
-    said = rf"target\.adapter=.*: {kind} changes more than the weights of a model.*such as LoRA"
+    said = rf"target\.adapter=.*: {kind} changes more than a model's weights.*such as LoRA"
     with pytest.raises(InputError, match=said):
         load_target(config, CPU)
     with pytest.raises(InputError, match=said):
@@ -122,7 +122,9 @@ def test_what_is_no_change_of_weights_is_refused_by_name(tmp_path: Path, kind: s
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     config = settings(tmp_path)
     adapted(tmp_path / "adapter", peft.LilyConfig(target_modules=["q_proj", "v_proj"]))
-    with pytest.raises(InputError, match=r"target\.adapter=.*: cannot become weights: .*Lily"):
+    with pytest.raises(
+        InputError, match=r"target\.adapter=.*: cannot be merged into weights: .*Lily"
+    ):
         merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
 
 
@@ -161,7 +163,8 @@ def test_weights_without_a_place_are_said(tmp_path: Path, capsys: pytest.Capture
     save_file(load_file(file) | {"vision.blocks.0.q_proj.lora_A.weight": torch.ones(2, 2)}, file)
     torch.testing.assert_close(load_target(config, CPU).model(IDS).logits, expected)
     assert (
-        "has no place for them: vision.blocks.0.q_proj.lora_A.weight\n" in capsys.readouterr().err
+        "without a place in the language model: vision.blocks.0.q_proj.lora_A.weight\n"
+        in capsys.readouterr().err
     )
 
 
@@ -174,9 +177,7 @@ def test_added_tokens_of_one_matrix_are_refused(tmp_path: Path, held: str, lacki
     adapted(
         tmp_path / "adapter", LoraConfig(target_modules=["q_proj"], modules_to_save=[held]), 304
     )
-    said = (
-        rf"trained with 304 tokens, the target has 300, and its file lacks the rows of .*{lacking}"
-    )
+    said = rf"trained with 304 tokens, but the target has 300, .* lacks the rows of .*{lacking}"
     with pytest.raises(InputError, match=said):
         load_target(config, CPU)
 

@@ -62,7 +62,7 @@ def test_what_needs_masks_still_does(checked: list[str], tmp_path: Path, monkeyp
     folder = save_target(tmp_path / "t")
     monkeypatch.setattr(AttentionPattern, "windows", [7, 7])
     found = [load_target(settings(folder), CPU).needs_masks for _ in range(2)]
-    assert found == ["LlamaForCausalLM attends in a way of its own"] * 2
+    assert found == ["LlamaForCausalLM does not attend through transformers' interface"] * 2
     assert checked == ["sdpa"]
 
 

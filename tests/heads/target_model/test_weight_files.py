@@ -94,8 +94,8 @@ def shorter(weights: Weights, name: str) -> None:
 
 REFUSED = {
     bias: "would leave out and compute something else",
-    adapter: r"name its folder as target\.adapter",
-    adapter_beside: r"name its folder as target\.adapter",
+    adapter: r"set target\.adapter to its folder",
+    adapter_beside: r"set target\.adapter to its folder",
     norm_of_a_layer: r"other_norm\.weight\. Its config\.json",
     scale: "of a quantisation that transformers does not read",
     codes: "holds codes of dtype I8",

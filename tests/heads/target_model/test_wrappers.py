@@ -194,14 +194,17 @@ def test_of_a_model_that_speaks_the_thinker_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("bert", "an encoder, whose tokens see those behind them"),
-        ("t5", "an encoder-decoder, whose text hangs on an input"),
-        ("whisper", "an encoder-decoder, whose text hangs on an input"),
-        ("vit", "transformers writes no text with it; it has it for image classification"),
-        ("wav2vec2", "transformers writes no text with it; it has it for audio classification"),
-        ("qwen3_vl_text", "transformers writes no text with it, but knows it as a part of other"),
-        ("blip-2", "Blip2ForConditionalGeneration writes about an image, and nothing without"),
-        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion does not write token after token"),
+        ("bert", "an encoder, whose tokens see later tokens"),
+        ("t5", "an encoder-decoder, whose text depends on an input"),
+        ("whisper", "an encoder-decoder, whose text depends on an input"),
+        ("vit", "transformers generates no text with it; it supports image classification"),
+        ("wav2vec2", "transformers generates no text with it; it supports audio classification"),
+        (
+            "qwen3_vl_text",
+            "transformers generates no text with it, but knows it as a part of other",
+        ),
+        ("blip-2", "Blip2ForConditionalGeneration only generates text about an image"),
+        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion does not generate token by token"),
     ],
 )
 def test_what_writes_no_text_is_refused_in_a_line(tmp_path: Path, family: str, reason: str) -> None:

@@ -75,7 +75,7 @@ def test_card_of_eagle3_with_a_reduced_vocabulary(tmp_path: Path) -> None:
         "EAGLE-3 head for speculative decoding of "
         "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B): one decoder layer (hidden size "
         "32, draft vocabulary 32 of the target's 64) on the target's hidden states 2, 18 and 33 "
-        "(as `output_hidden_states` counts them), fused. It drafts one token after another",
+        "(as `output_hidden_states` counts them), fused. It drafts token by token",
         "Method: EAGLE-3 ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840))",
         "**1.812**",
         "| writing | 3 | 1.750 | 1.500 to 2.000 | 2.125 |",
@@ -104,7 +104,7 @@ def test_card_of_eagle1_with_nothing_measured(tmp_path: Path) -> None:
         card,
         "EAGLE-1/2 head for speculative decoding of "
         "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B): one decoder layer (hidden size "
-        "32, vocabulary 64) on the target's last hidden state. It drafts one token after another",
+        "32, vocabulary 64) on the target's last hidden state. It drafts token by token",
         "Method: EAGLE-1/2 ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077))",
         "Nothing was measured",
         "| head.regression_weight | 1.0 |",

@@ -82,8 +82,8 @@ def test_tau_is_known_before_the_first_step_of_what_goes_on(
 
 
 WORDS = re.compile(
-    r"head was trained for another target \(target\.weights was \w{12}, is \w{12}\): "
-    "less of its drafts may be accepted here; go on"
+    r"head: trained for another target \(target\.weights was \w{12}, is \w{12}\), "
+    "so fewer draft tokens may be accepted; train it further"
 )
 
 

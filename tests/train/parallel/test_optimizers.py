@@ -192,6 +192,6 @@ def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
     assert capsys.readouterr().err == ""
     processes.start(settings(dtype=Dtype.bfloat16))
     assert capsys.readouterr().err == (
-        "train.dtype=bfloat16: products of many rows will be slow, as a CPU, AVX2 imitates them; "
+        "train.dtype=bfloat16: products of many rows will be slow, as a CPU, AVX2 emulates them; "
         "set train.dtype=float32\n"
     )
