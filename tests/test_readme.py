@@ -210,6 +210,18 @@ def test_rooms_and_files_beside_a_page_exist() -> None:
         assert (ROOT / page).parent.joinpath(path).exists(), f"{page}: {path}"
 
 
+@pytest.mark.parametrize("page", DOCS)
+def test_errors_that_a_page_shows_are_in_the_code(page: str) -> None:
+    """Most of three plain words in a row; a value between may be a plain word as well."""
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    code = re.sub(r'"\s*f?"', "", " ".join(file.read_text() for file in files))  # joins the lines
+    for message in re.findall(r"^```text\nerror: (.*?)^```", PAGES[page], re.M | re.S):
+        words = message.split()
+        runs = zip(words, words[1:], words[2:], strict=False)
+        plain = [" ".join(run) for run in runs if re.fullmatch("[a-z]+", "".join(run))]
+        assert sum(run in code for run in plain) >= 0.7 * len(plain), message
+
+
 def test_files_of_the_mutants_exist() -> None:
     for file, tests in TESTS.items():
         for path in (file, *(f"tests/{name}.py" for name in tests.split())):
