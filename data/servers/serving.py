@@ -221,9 +221,12 @@ class ServingEngine(Connection):
         reply = await self.client.request("POST", "v1/chat/completions", body)
         try:
             told = reply.get("prompt_token_ids")
-            return list(told) if told else int(reply["usage"]["prompt_tokens"])
+            rendered = list(told) if told else int(reply["usage"]["prompt_tokens"])
         except (KeyError, TypeError, ValueError) as error:
             raise ReplyError("a chat's reply has no usage.prompt_tokens") from error
+        if not rendered:  # llama.cpp with a file that holds no tokenizer
+            raise ReplyError("renders a chat as nothing")
+        return rendered
 
     async def _stream(
         self,

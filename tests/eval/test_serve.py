@@ -238,6 +238,14 @@ def test_another_chat_template_is_named(setting, tmp_path: Path, kind: str, word
     assert found.endswith(said)
 
 
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
+def test_a_server_that_renders_nothing_is_not_compared(setting, tmp_path: Path, kind: str) -> None:
+    with serving(kind, setting["answers"]) as server:
+        server.rendered = lambda _: []
+        result = measured(setting, server, tmp_path)
+    assert (result["problems"], result["texts"]["num_rendered_alike"]) == ([], 0)
+
+
 def test_a_tolerance_lets_shares_differ(setting, tmp_path: Path) -> None:
     def change(text: list[int], lengths: list[int]) -> None:
         other(text, lengths)
