@@ -45,6 +45,7 @@ from eval.compare.sizes import sizes_table
 from eval.measure.bench import Bench, open_bench, open_journal, write_result
 from eval.measure.conditions import caption
 from eval.measure.lengths import show_lengths
+from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency
 from eval.served import causes, load
 from eval.served.check import Checked, checked, figures
@@ -175,7 +176,7 @@ def acceptance(
 
     def counted(side: str) -> dict[str, object]:
         counts = [getattr(text, side) for text in texts]
-        return figures(bench.prompts, counts, server.depth, server.within)
+        return figures(bench.prompts, counts, server.depth, server.within, config.seed)
 
     rows = zip(bench.prompts, texts, strict=True)
     return {
@@ -223,6 +224,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     engine = result["servers"][load.WITH]["engine"]
     if texts is not None:
         show_lengths(served["acceptance_length"], console, engine)
+        console.print(f"1 + accepted / drafts: 95% interval {shown(served['per_draft_ci95'], 3)}")
         ours = {count: means["pooled"] for count, means in replayed["acceptance_length"].items()}
         console.print(
             "replayed along the same texts, pooled: "

@@ -15,10 +15,10 @@ from eval.measure.bench import Bench
 from eval.measure.lengths import COUNTS, Passes, acceptance_lengths
 from eval.measure.prompts import Prompt
 from eval.measure.replay import accepted_lengths, ranked_drafts
+from eval.measure.stats import interval
 
 NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Distance of two logits, in nats, that rounding may reverse."""
-Lengths = dict[str, dict[str, float | None]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def checked(
 
 
 def figures(
-    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool
+    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
 ) -> dict[str, object]:
     """Acceptance by a server's counts, under every definition that follows from them.
 
@@ -122,10 +122,14 @@ def figures(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     lengths, total = acceptance_lengths(passes), DraftCounts.total(texts, depth)
+    dialogues: dict[int, list[Passes]] = {}
+    for each in passes:
+        dialogues.setdefault(each.dialogue, []).append(each)
     return {
         "acceptance_length": {
             count: lengths[count] for count in COUNTS if count == "drafts" or not within
         },
+        "per_draft_ci95": interval(list(dialogues.values()), _per_draft, seed),
         "per_position": [count / max(1, total.drafts) for count in total.accepted],
         "num_drafts": total.drafts,
         "num_drafted": total.proposed,
@@ -133,6 +137,13 @@ def figures(
         "accepted": total.accepted,
         "num_tokens": sum(len(text.text) for text in texts),
     }
+
+
+def _per_draft(dialogues: Sequence[Sequence[Passes]], _runs: object) -> float:
+    """1 + accepted / drafts, of dialogues that were drawn."""
+    drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
+    accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)
+    return 1 + accepted / max(1, drafts)
 
 
 def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[str]:

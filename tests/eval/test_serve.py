@@ -134,6 +134,8 @@ def test_a_server_that_drafts_what_the_head_does_agrees(
     drafts, accepted = sum(row["drafts"] for row in rows), sum(sum(row["accepted"]) for row in rows)
     lengths = result["served"]["acceptance_length"]
     assert lengths["drafts"]["pooled"] == (drafts + accepted) / drafts
+    low, high = result["served"]["per_draft_ci95"]
+    assert 1 <= low <= lengths["drafts"]["pooled"] <= high
     if kind == "llamacpp":  # passes without drafts are not counted
         assert lengths.keys() == {"drafts"}
     else:
