@@ -22,6 +22,7 @@ from scripts.contest.plan import Entrant, methods_of
 from scripts.contest.tasks import Took, bytes_of, device_memory
 
 Lines = list[Sequence[str]]
+ARROW = " \N{RIGHTWARDS ARROW} "
 """Cells of a table, its header first."""
 SAME = ("sha256", "num_train_sequences", "num_tokens")
 """Facts of the training data in which all heads must agree."""
@@ -67,11 +68,11 @@ def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: To
     if faster:
         words += f" Faster over all batch sizes, without training: {', '.join(faster)}."
     tables = [
-        ("Speed", "tokens/s, prompts included, predicted > measured; speed-up over the faster "
-         "loop that drafts nothing, with 95% intervals", speed_rows(figures)),
+        ("Speed", "tokens/s, prompts included [as predicted], and the speed-up over the faster "
+         "loop that drafts nothing (95% interval)", speed_rows(figures)),
         ("Acceptance", "replayed over the target's own texts; differences prompt by prompt",
          compare.rows(heads) if heads else []),
-        ("Cost", "estimated > took", cost_rows(plan, spent)),
+        ("Cost", f"estimated{ARROW}taken", cost_rows(plan, spent)),
     ]  # fmt: skip
     tables = [table for table in tables if table[2]]
     content = {"winner": label, "method": method, "verdict": words, "methods": figures}
@@ -195,16 +196,16 @@ def speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
     """A line per way to decode."""
     sizes = list(next(iter(figures.values()))["sizes"])
     lines: Lines = [
-        ("head", "method", "tau", "than the winner's", *(f"{s} at a time" for s in sizes))
+        ("head", "method", "tau", "tau, less the winner's", *(f"{s} at a time" for s in sizes))
     ]
     for name, row in figures.items():
         interval = row["more_ci95"]
         words = "-" if interval is None else " to ".join(f"{end:+.3f}" for end in interval)
         cells = []
         for cell in row["sizes"].values():
-            expected = "-" if cell["predicted"] is None else f"{cell['predicted']:.0f}"
-            speedup = f"{cell['speedup']:.2f} ({shown(cell['speedup_ci95'])})"
-            cells.append(f"{expected} > {cell['measured']:.0f}, {speedup}")
+            guess = "" if cell["predicted"] is None else f" [{cell['predicted']:.0f}]"
+            bounds = "" if cell["speedup_ci95"] is None else f" ({shown(cell['speedup_ci95'])})"
+            cells.append(f"{cell['measured']:.0f}{guess}, {cell['speedup']:.2f}x{bounds}")
         tau, more = f"{row['tau']:.3f}", f"{row['more']:+.3f} ({words})"
         lines.append((row["label"] or "-", name, tau, more, *cells))
     return lines
@@ -240,10 +241,10 @@ def cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> Lines:
     for name, *both in [*pairs, ("all", estimated, took)]:
         lines.append([
             name,
-            " > ".join(minutes(row["seconds"]) for row in both),
-            " > ".join(f"{row['bytes'] / 1e6:.0f}" for row in both if "bytes" in row) or "-",
+            ARROW.join(minutes(row["seconds"]) for row in both),
+            ARROW.join(f"{row['bytes'] / 1e6:.0f}" for row in both if "bytes" in row) or "-",
             *(
-                " > ".join(f"{row[key] / 1e9:.2f}" if row.get(key) else "-" for row in both)
+                ARROW.join(f"{row[key] / 1e9:.2f}" if row.get(key) else "-" for row in both)
                 for key in ("memory", "device")[: 1 + gpu]
             ),
         ])  # fmt: skip

@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from conf.errors import InputError
 from conf.files import gguf_parts, here
 from data.rows.files import SUFFIXES
+from eval.measure.conditions import caption
 from eval.measure.stats import shown
 from heads.export.engines import template_note, vllm_command
 from heads.head import HeadFacts, trained_with
@@ -106,7 +107,7 @@ def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]
 def model_card(facts: CardFacts) -> ModelCard:
     """Writes the card, its metadata included."""
     sections = [
-        _introduction(facts), *facts.notices, _measured(facts), _use(facts), _training(facts)
+        _introduction(facts), *facts.notices, _use(facts), _measured(facts), _training(facts)
     ]  # fmt: skip
     body = "\n\n".join(sections)
     return ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n{body}\n")
@@ -225,7 +226,9 @@ def _acceptance(acceptance: dict[str, Any]) -> list[str]:
         for depth, (alpha, cumulative) in enumerate(rates, 1)
     ]
     by_depth = ["depth", "accepted when reached (alpha)", "accepted of all passes"]
-    return [words, _table(header, rows), _table(by_depth, depths)]
+    held = caption(acceptance)
+    under = [f"Measured under: {held}."] if held else []
+    return [words, *under, _table(header, rows), _table(by_depth, depths)]
 
 
 def _setting(result: dict[str, Any]) -> str:
@@ -322,7 +325,9 @@ def _training(facts: CardFacts) -> str:
         if key not in ("path", "revision") and value is not None
     ]
     rows += [["seed", config["seed"]]] if "seed" in config else []
-    parts.append(_table(["setting", "value"], rows) if rows else "")
+    if rows:
+        table = _table(["setting", "value"], rows)
+        parts.append(f"<details><summary>{len(rows)} settings</summary>\n\n{table}\n\n</details>")
     parts.append(template_note(provenance))
     about = provenance.get("about_head")
     parts.append(

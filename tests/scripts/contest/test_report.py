@@ -134,13 +134,13 @@ def test_a_contest_ends_with_a_table_a_page_and_a_head(tmp_path: Path) -> None:
     # The other head: -0.5 tokens a pass, of which -1 in one dialogue and none in the other.
     assert (
         "| medusa | medusa_chain | 2.500 | -0.500 (-1.000 to +0.000) "
-        "| 7 > 150, 1.50 (0.50-2.50) | 11 > 450, 1.12 (0.50-2.50) |"
+        "| 150 [7], 1.50x (0.50-2.50) | 450 [11], 1.12x (0.50-2.50) |"
     ) in lines
-    assert "| - | vanilla | 1.000 | -2.000 (-3.000 to -1.000) | 7 > 100, 1.00 (-) |" in text
-    assert "| - | suffix | 2.500 | -0.500 (-1.000 to +0.000) | - > 160, 1.60" in text
+    assert "| - | vanilla | 1.000 | -2.000 (-3.000 to -1.000) | 100 [7], 1.00x |" in text
+    assert "| - | suffix | 2.500 | -0.500 (-1.000 to +0.000) | 160, 1.60x (" in text
     assert "| medusa | 2.000 | - | -0.500 (-1.000 to +0.000) | 4.000 |" in text
-    assert "| train medusa | 1.0 > 2.0 | 2 > 0 | 1.00 > 3.00 |" in lines
-    assert "| all | 2.5 > 2.5 | 2 > 0 | 2.00 > 3.00 |" in lines
+    assert "| train medusa | 1.0 → 2.0 | 2 → 0 | 1.00 → 3.00 |" in lines
+    assert "| all | 2.5 → 2.5 | 2 → 0 | 2.00 → 3.00 |" in lines
     page = (tmp_path / "contest.html").read_text()
     assert "<td>eagle_chain</td>" in page
     assert "<script" not in page
@@ -169,7 +169,7 @@ def test_memory_of_gpus_is_what_trainings_say(
     plan = {**PLAN, "estimate": {**PLAN["estimate"], "train medusa": first}}
     header, *others = report.cost_rows(plan, report.taken(plan, took, tmp_path))
     assert header[-1] == "GB on each device"
-    assert [row[-1] for row in others] == ["4.00 > 3.50", "- > -", "4.00 > 3.50"]
+    assert [row[-1] for row in others] == ["4.00 → 3.50", "- → -", "4.00 → 3.50"]
 
 
 def test_heads_of_other_data_do_not_compete(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_card_shows_comparisons(run_dir: Path, tmp_path: Path) -> None:
         tables[-1].mkdir()
         (tables[-1] / "comparison.md").write_text(f"8 prompts of {name}:\n\n| before | after |\n")
     card = (dry(run_dir, tmp_path, comparisons=[*map(str, tables)]) / "README.md").read_text()
-    measured = card[card.index("## Measured") : card.index("## Use")]
+    measured = card[card.index("## Measured") : card.index("## Training")]
     assert "Nothing was measured" not in measured
     assert measured.index("8 prompts of heldout:") < measured.index("8 prompts of general:")
 
