@@ -3,10 +3,10 @@ r"""A served head measured where it is served: drafts, speed and waits of a runn
     python eval/serve.py endpoint=http://localhost:8000 baseline=http://localhost:8001 \
         head.path=outputs/eagle/head target.path=Qwen/Qwen3-8B data.path=prompts.jsonl
 
-For vLLM, SGLang and llama.cpp. With `head.path` every prompt first goes to the server greedily and
-alone, and the head is replayed along the server's text: counts must be equal, tokens must be those
-that the target chooses. Exits with 1 where more than `tolerance` differs, and names the cause. Then
-all prompts are timed with each number of requests in flight, beside `baseline` where one is given.
+Works with vLLM, SGLang and llama.cpp. First every prompt goes to the server greedily and alone, and
+the head is replayed along the server's text: the counts must be equal, and the target must choose
+the same tokens. The command names the cause of a difference and exits with 1. Then all prompts are
+timed with each number of requests in flight, and on `baseline`, the server without drafts.
 """
 
 import os
@@ -53,7 +53,7 @@ from eval.served.check import Checked, checked, figures
 
 @dataclass(frozen=True)
 class ServedAnswers:
-    """The server's own greedy answers, for the questions after them."""
+    """Writes earlier answers of a dialogue with the server itself."""
 
     server: ServingEngine
 
@@ -114,7 +114,7 @@ def main(config: ServeRun) -> None:
 
 
 def connected(config: ServeRun, url: str, setting: str, drafts: bool = True) -> ServingEngine:
-    """A server, not yet tried."""
+    """Returns a connection to a server, not yet opened."""
     key = os.environ.get(config.api_key_env)
     endpoint = Endpoint(url, config.model, api_key=key, timeout_s=3600.0, setting=setting)
     return ServingEngine(endpoint, max(config.concurrency, default=1), drafts)
@@ -152,7 +152,7 @@ def check_room(config: ServeRun, bench: Bench, server: ServingEngine) -> None:
 
 
 def sizes_of(config: ServeRun, bench: Bench) -> list[int]:
-    """The numbers of requests in flight that there are prompts for; says which there are not."""
+    """Returns the numbers of requests in flight that do not exceed the number of prompts."""
     sizes, most = sorted(set(config.concurrency)), len(bench.prompts)
     if left_out := [size for size in sizes if size > most]:
         tell(f"concurrency={left_out}: left out, as there are {most} prompts")
@@ -162,9 +162,9 @@ def sizes_of(config: ServeRun, bench: Bench) -> list[int]:
 def acceptance(
     bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
 ) -> dict[str, Any]:
-    """Counts and texts of prompts that are asked one at a time, and what differs from the replay.
+    """Compares texts and counts of the server with the target and the replayed head.
 
-    Drawn texts cannot be replayed, and without a head there is nothing to replay.
+    Compares nothing above temperature 0, as drawn texts cannot be replayed, or without a head.
     """
     if not bench.heads or config.temperature:
         return {"served": None, "replayed": None, "texts": None, "problems": [], "prompts": []}
@@ -198,12 +198,12 @@ def acceptance(
 def compared(
     bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
 ) -> Iterator[Checked]:
-    """Every prompt's text by the server, checked; the server is asked first, for all."""
+    """Asks the server for all texts, then checks each."""
     limit, depth = config.max_new_tokens, server.depth
     for number, prompt in enumerate(tqdm(bench.prompts, desc=server.name, unit="prompt")):
         if number not in journal.done:
             found = server.answer(prompt.token_ids, limit)
-            # Where the last drafts end beyond the text, the engine counts what they accept there.
+            # Engines also count draft tokens that the last pass accepts beyond the text.
             asked = [*prompt.token_ids, *found.text]
             beyond = server.answer(asked, depth + 1, ignore_eos=True).text
             journal.append([{"id": number, "served": asdict(found), "beyond": beyond}])
@@ -214,12 +214,12 @@ def compared(
 
 
 def tell(line: str) -> None:
-    """Prints a line for people who keep the table."""
+    """Prints a line to stderr."""
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints what was served beside what was replayed, and speed and waits."""
+    """Prints acceptance by the server and by replay, then speed and waits."""
     served, replayed, texts = result["served"], result["replayed"], result["texts"]
     engine = result["servers"][load.WITH]["engine"]
     if texts is not None:

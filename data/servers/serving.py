@@ -1,4 +1,4 @@
-"""A serving engine under measurement: its texts, its counts of draft tokens, its waits.
+"""Asks a serving engine for texts, its counts of draft tokens, and its waits.
 
 vLLM and llama.cpp count in `/metrics`, over all requests; SGLang in the reply to each.
 
@@ -43,8 +43,8 @@ class Asked:
         max_new_tokens: of the text at most.
         sampling: `temperature`, `top_p`, `top_k`, `min_p` and `seed`, of those that are set.
         ignore_eos: go on behind stop tokens.
-        salt: texts of one salt alone share what the engine remembers of their beginnings; vLLM's
-            word. llama.cpp is told to remember nothing, SGLang is emptied before each pass.
+        salt: vLLM shares cached beginnings only among requests of one salt. llama.cpp is told not
+            to cache, and the cache of SGLang is emptied before each pass.
     """
 
     max_new_tokens: int
@@ -65,7 +65,7 @@ class Streamed:
     Attributes:
         num_tokens: of the text.
         arrivals_s: seconds from the request to each piece that held tokens.
-        lengths: draft tokens that each pass accepted, where the engine tells them with the text.
+        lengths: draft tokens that each pass accepted, if the engine returns them with the text.
     """
 
     num_tokens: int
@@ -78,7 +78,7 @@ class Pass:
     """Texts that were asked for with so many in flight.
 
     Attributes:
-        texts: in the order of their prompts.
+        texts: in the order of the requests.
         seconds: from the first request to the last answer.
         counts: of all their drafts.
     """
@@ -99,22 +99,22 @@ class ServingEngine(Connection):
 
     Attributes:
         name: `vllm`, `sglang` or `llamacpp`.
-        model: that it serves.
-        adapters: further models that it lists as adapters of this one.
-        version: that it tells, if it does.
+        model: name of the served model.
+        adapters: names of the adapters of this model that the server lists.
+        version: the server's version, if the server says it.
         depth: draft tokens of a pass; 0 without a draft head.
-        within: drafts end with the text at the latest, see `DraftCounts.within`.
-        max_model_len: tokens that it takes, its answer included; None if it does not tell.
+        within: drafts end with the text at the latest (see `DraftCounts.within`).
+        max_model_len: limit of prompt and answer in tokens; None if the server does not say.
     """
 
     def __init__(self, endpoint: Endpoint, concurrency: int = 1, drafts: bool = True) -> None:
         """Opens no connection yet.
 
         Args:
-            endpoint: the server, with or without the `/v1` at the end; its model, if it is not
-                the first that the server lists.
+            endpoint: the server, with or without `/v1` at the end, and the model; None takes the
+                first model that the server lists.
             concurrency: requests in flight at most.
-            drafts: it has a draft head.
+            drafts: the server must have a draft head, or must have none.
         """
         root = endpoint.url.rstrip("/").removesuffix("/v1")
         # A request that is sent again is counted again.
@@ -255,10 +255,10 @@ class ServingEngine(Connection):
 
 
 def _chosen(listed: list[dict], model: str | None) -> dict:
-    """The model that is asked for, or the first.
+    """Returns the model of this name, or the first.
 
     Raises:
-        ReplyError: nobody serves it.
+        ReplyError: the server does not list the model.
     """
     if model is None:
         return listed[0]

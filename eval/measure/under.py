@@ -1,4 +1,4 @@
-"""A measurement under several conditions: a few settings changed for each, target and head kept."""
+"""Measures one head under several conditions, each a few settings changed."""
 
 import json
 import re
@@ -25,26 +25,26 @@ CHANGEABLE = (
     *("data", "num_turns", "max_new_tokens", "seed"),
     *("mode", "temperature", "top_p", "top_k", "min_p"),
 )
-"""Settings, and groups of settings, that a condition may change."""
+"""Settings and groups of settings that a condition may change."""
 
 
 def runs_under(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
-    """The run under each condition, by the condition as it was typed.
+    """Makes the settings of each condition.
 
     Args:
-        config: with `conditions`.
+        config: the settings, with `conditions`.
 
     Returns:
-        Copies of the settings, each with its own folder below `out_dir`.
+        Copies of the settings by condition, each with its own folder below `out_dir`.
 
     Raises:
-        InputError: a condition is no list of settings, changes what is measured, or is there twice.
+        InputError: a condition is not a list of settings, changes target or head, or stands twice.
     """
     runs: dict[str, AcceptanceRun] = {}
     for condition in config.conditions:
         name = " ".join(condition.split())
         if name in runs:
-            raise InputError(f"conditions: {name!r} is there twice; leave one out")
+            raise InputError(f"conditions: {name!r} stands twice; remove one")
         runs[name] = _changed(config, name)
     return runs
 
@@ -79,10 +79,10 @@ def _changed(config: AcceptanceRun, name: str) -> AcceptanceRun:
 
 
 def finished(run: AcceptanceRun) -> dict[str, Any] | None:
-    """The result under a condition that an earlier start has measured; None if there is none.
+    """Reads the result of a condition that an earlier start measured; None if there is none.
 
     Raises:
-        InputError: a result of other settings lies there.
+        InputError: the result has other settings.
     """
     path = Path(run.out_dir) / "acceptance.json"
     if not path.exists():
@@ -94,7 +94,7 @@ def finished(run: AcceptanceRun) -> dict[str, Any] | None:
 
 
 def conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
-    """A row per condition: prompts, their tokens (median), and tau of chain, tree and parts."""
+    """Makes a table with a row per condition; `tokens` is the median of the prompts' tokens."""
     rows = _rows(results)
     parts = [
         part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())

@@ -1,4 +1,4 @@
-"""Why a server does not answer as the target with the head does: each cause by its name."""
+"""Names the causes for which a server does not answer as the target with the head does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from eval.measure.prompts import Prompt
 from eval.served.check import Checked, OtherToken, differences, first_difference
 
 NUM_RENDERED = 3
-"""Prompts that the server renders too."""
+"""Prompts that the server renders for comparison."""
 ENOUGH = 8
-"""Tokens that repetition explains before it is taken for the cause."""
+"""Differing tokens from which on a repetition penalty may be named as the cause."""
 
 
 def other_template(server: ServingEngine, prompts: Sequence[Prompt]) -> tuple[str | None, int]:
-    """Has the server render a few conversations by its own chat template.
+    """Compares a few prompts with the server's own rendering of their conversations.
 
     Returns:
-        What differs, None if nothing does; and how many prompts were compared: none where the
-        server renders no conversation.
+        The difference, or None; and the number of prompts compared, 0 if the server renders no
+        conversations.
     """
     some = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
     for number, prompt in enumerate(some):
@@ -52,15 +52,18 @@ def problems(
     max_new_tokens: int,
     tolerance: float,
 ) -> list[str]:
-    """Names what keeps a server from being the target with the head; none where nothing does.
+    """Names the cause if a server's texts or drafts are not those of the target with the head.
 
     Args:
-        server: that wrote the texts, to be asked once more.
-        prompts: of the texts.
-        texts: as they were checked.
-        target: its name.
-        max_new_tokens: of each text.
+        server: the server that wrote the texts; it is asked once more.
+        prompts: the prompts of the texts.
+        texts: the checked texts.
+        target: name of the target.
+        max_new_tokens: limit of each text.
         tolerance: share of tokens, and of counts, that may differ.
+
+    Returns:
+        Lines that begin with the cause; empty if nothing differs.
     """
     others = [other for text in texts for other in text.others]
     num_tokens = sum(len(text.served.text) for text in texts)
@@ -94,7 +97,7 @@ def _other_texts(
         return f"sampling: {found}; asked again, the server answers otherwise: it draws its tokens"
     if len(others) >= ENOUGH and all(other.avoids for other in others):
         return (
-            f"sampling: {found}; all that it avoids stands in the text already: it penalises "
+            f"sampling: {found}; it avoids only tokens that the text already has: it penalises "
             "repetition"
         )
     adapters = f"; it lists the adapters {', '.join(server.adapters)}" if server.adapters else ""
@@ -105,7 +108,7 @@ def _other_texts(
 
 
 def summary(texts: Sequence[Checked]) -> dict[str, Any]:
-    """How far the texts are the target's, for the results file."""
+    """Counts texts, tokens and differences, for the results file."""
     others = [other for text in texts for other in text.others]
     return {
         "num_texts": len(texts),

@@ -1,8 +1,8 @@
 """A server's texts and counts beside those that the target and its head make of the same texts.
 
-Everything goes along the server's own text: what the target would have chosen at each token, and
-what the head would have drafted there. So one near-tie that falls the other way on the server, as
-it does in bfloat16, leaves the rest of its text comparable.
+The target and the head read the server's own text: which token would the target have chosen, which
+would the head have drafted? After a near-tie that the server decides the other way, as happens in
+bfloat16, the rest of the text is still compared.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from eval.measure.replay import accepted_lengths, ranked_drafts
 from eval.measure.stats import interval
 
 NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
-"""Distance of two logits, in nats, that rounding may reverse."""
+"""Distance in nats within which rounding may swap two logits."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class OtherToken:
         token: its place in the text, from 0.
         ours: id that the target chooses.
         engine: id that the server chose.
-        gap: by which the logit of ours is higher, in nats.
-        avoids: ours stands in the prompt or the text already, the server's does not.
+        gap: logit of `ours` minus logit of `engine`, in nats.
+        avoids: `ours` occurs in the prompt or the text before, `engine` does not.
     """
 
     prompt: int
@@ -44,13 +44,13 @@ class OtherToken:
 
 @dataclass(frozen=True)
 class Checked:
-    """A text of a server.
+    """A text of a server, checked.
 
     Attributes:
-        served: with the server's counts.
-        replayed: with those that the head would have had along it.
-        others: tokens that the target would not have chosen, near-ties left out.
-        near_ties: number of tokens that another rounding would choose.
+        served: the text with the server's counts.
+        replayed: the text with the counts of the head's replay along it.
+        others: tokens that the target would not have chosen, without near-ties.
+        near_ties: number of tokens that differ from the target's choice by a near-tie.
     """
 
     served: DraftCounts
@@ -74,9 +74,9 @@ def checked(
         bench: with the head, its chain as deep as the server drafts.
         number: of the prompt.
         served: the server's text and counts.
-        beyond: at least as many tokens as a draft has that would have followed the text.
+        beyond: the server's tokens after the end of the text, one draft's length at least.
         max_new_tokens: tokens that the text may have.
-        within: the server's drafts end with the text, see `DraftCounts.within`.
+        within: the server's drafts end with the text (see `DraftCounts.within`).
     """
     target, head, prompt = bench.ends, bench.head, bench.prompts[number].token_ids
     text, whole = served.text, [*served.text, *beyond]
@@ -112,10 +112,10 @@ def checked(
 def figures(
     prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
 ) -> dict[str, object]:
-    """Acceptance by a server's counts, under every definition that follows from them.
+    """Computes acceptance from a server's counts, under every definition that the counts allow.
 
-    Where drafts end with the text, passes without drafts are not counted: lengths per pass are
-    left out.
+    A server whose drafts end with the text does not count passes without drafts. Its result has no
+    lengths per pass.
     """
     passes = [
         Passes(prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1)
@@ -147,12 +147,12 @@ def _per_draft(dialogues: Sequence[Sequence[Passes]], _runs: object) -> float:
 
 
 def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[str]:
-    """Lines that say which counts differ from the replay; none where all agree.
+    """Lists the counts that differ from the replay, a line each.
 
     Args:
-        texts: all of a server.
+        texts: all texts of a server.
         depth: draft tokens of a pass.
-        tolerance: share of the greater count by which a sum may differ.
+        tolerance: allowed difference of two sums, as a share of the greater.
     """
     theirs = DraftCounts.total([text.served for text in texts], depth)
     ours = DraftCounts.total([text.replayed for text in texts], depth)
@@ -170,6 +170,6 @@ def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[
 
 
 def first_difference(texts: Sequence[Checked]) -> int | None:
-    """The first prompt whose counts differ from the replay's, from 0; None where all agree."""
+    """Index of the first prompt whose counts differ from the replay's; None if all agree."""
     differ = (number for number, text in enumerate(texts) if text.served != text.replayed)
     return next(differ, None)

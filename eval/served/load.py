@@ -1,4 +1,4 @@
-"""Servers under load: throughput, waits and drafts with so many requests in flight."""
+"""Measures servers under load: throughput, waits and drafts by requests in flight."""
 
 import random
 import secrets
@@ -21,7 +21,7 @@ from eval.measure.stats import Interval, interval, percentiles_ms
 
 WITH, WITHOUT = "with drafts", "without"
 IDS_PER_SIZE = 1 << 20
-"""Numbers of passes that a journal has for each number of requests in flight."""
+"""Ids of passes that the journal reserves for each number of requests in flight."""
 Passes = dict[str, list[Pass]]
 """By server, one per repeat; texts in the order of the prompts."""
 
@@ -33,17 +33,17 @@ def run_passes(
     size: int,
     journal: Journal,
 ) -> Passes:
-    """All prompts by every server, after warm-ups, in an order drawn for each repeat.
+    """Times all prompts on every server, after warm-ups.
 
-    The servers take turns: which is first is drawn too. Prompts of one dialogue share what a server
-    remembers of their beginnings within a pass; nothing is remembered from one pass to the next.
+    Each repeat draws the order of prompts and of servers. Within a pass, the prompts of a dialogue
+    share the server's cache of prompt beginnings. No pass profits from an earlier one.
 
     Args:
         servers: by name.
         prompts: of all turns.
         config: the settings.
         size: requests in flight.
-        journal: of passes that have run, which are not run again.
+        journal: keeps finished passes, which a second start does not repeat.
     """
     kept = {row["id"]: _pass(row["pass"]) for row in journal.rows() if "pass" in row}
     found: Passes = {name: [] for name in servers}
@@ -75,7 +75,7 @@ def _timed(
     size: int,
     words: str | None = None,
 ) -> Pass:
-    """One pass over prompts, whose texts come back in the order of the prompts."""
+    """Runs one pass; its texts come in the order of the prompts, not of the requests."""
     nonce, asked = secrets.token_hex(8), sampling_of(config)
     jobs = []
     for number in order:
@@ -90,7 +90,7 @@ def _timed(
 
 
 def sampling_of(config: ServeRun) -> dict[str, float | int]:
-    """The settings of a request that say how tokens are chosen."""
+    """Returns the sampling fields of a request."""
     if not config.temperature:
         return {"temperature": 0}
     told: dict[str, float | int] = {"temperature": config.temperature, "top_p": config.top_p}
@@ -99,15 +99,15 @@ def sampling_of(config: ServeRun) -> dict[str, float | int]:
 
 
 def figures(passes: Passes, prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
-    """Throughput, waits and drafts of every server with so many requests in flight.
+    """Computes throughput, waits and drafts of every server.
 
-    The speed-up is that of a request: seconds per token of all requests without drafts, over those
-    with drafts; medians over repeats.
+    Speed-up: seconds per token of all requests without drafts, divided by seconds per token of all
+    requests with drafts; medians over repeats.
 
     Args:
-        passes: by server.
-        prompts: of the texts.
-        seed: of the intervals.
+        passes: the repeats of each server.
+        prompts: the prompts of the texts.
+        seed: seed of the intervals.
     """
     rows = {}
     for name, repeats in passes.items():

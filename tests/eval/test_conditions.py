@@ -50,7 +50,7 @@ def test_a_condition_changes_what_it_names() -> None:
         (["depth=3"], r"depth is not a condition; allowed: data, num_turns, .*temperature"),
         (["temperature=1"], r"conditions: 'temperature=1': temperature=1.0: only greedy text can"),
         (["temperature=hot"], r"conditions: 'temperature=hot': Value 'hot'.* could not be"),
-        (["seed=1", " seed=1"], r"conditions: 'seed=1' is there twice"),
+        (["seed=1", " seed=1"], r"conditions: 'seed=1' stands twice"),
     ],
 )
 def test_what_is_no_condition_is_refused_before_anything_is_loaded(
