@@ -17,7 +17,7 @@ RESULT = "acceptance.json"
 
 
 def check(config: AcceptanceRun) -> None:
-    """Refuses, before anything heavy is imported, what no head can make right."""
+    """Refuse, before heavy imports, settings that no head can use."""
     if not config.conditions:
         check_measure(config, RESULT)
         return
@@ -59,7 +59,7 @@ from heads.decoding.tree import Tree
 
 
 def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, Any]:
-    """The contents of `acceptance.json`: the chain's figures, the tree's under its own key."""
+    """Make the content of `acceptance.json`: the chain's figures, and the tree's under its key."""
     numbers = range(len(bench.prompts))
     with tqdm(total=len(numbers), desc=config.mode.value, unit="prompt") as bar:
         size = bench.texts.num_together
@@ -69,7 +69,7 @@ def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, 
             bar.update(len(group) - len(todo))
             answers: list[Answered | None] = [None for _ in group]
             if todo and config.mode is Mode.replay:
-                # Of all: in rare ties an answer depends on those that are written beside it.
+                # The whole group: in rare ties an answer depends on those written beside it.
                 asked = [bench.prompts[number].token_ids for number in group]
                 taps, length = bench.head.head.taps, config.max_new_tokens
                 answers = [*bench.texts.answers(asked, length, taps)]
@@ -99,13 +99,13 @@ def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, 
 def _measured(
     bench: Bench, config: AcceptanceRun, prompt: Prompt, answered: Answered | None
 ) -> dict[str, Any]:
-    """The steps of chain and tree, and of a replay the chain's agreement per depth.
+    """Steps of chain and tree, and for a replay also the chain's agreement per depth.
 
     Args:
         bench: target and head.
-        config: the settings.
-        prompt: one of the bench.
-        answered: the target's own answer and states, for a replay.
+        config: settings of the command.
+        prompt: prompt of the bench.
+        answered: the target's own answer and hidden states, for a replay.
     """
     head, length = bench.head, config.max_new_tokens
 
@@ -139,7 +139,7 @@ def _measured(
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the figures as a table."""
+    """Print the figures as a table."""
     tree = tree_figures(result)
     table = Table(title=f"Acceptance ({result['mode']}, {result['num_prompts']} prompts)")
     for column in ("category", "prompts", "tau chain", "95% interval", "tau tree", "alpha"):
@@ -153,7 +153,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         )  # fmt: skip
     console.print(table)
     for part, row in result["by_part"].items():
-        if part in tree["by_part"]:  # drawn texts of chain and tree may differ
+        if part in tree["by_part"]:  # sampled texts of chain and tree may differ
             in_part = tree["by_part"][part]["tau"]
             console.print(
                 f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
@@ -162,10 +162,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def report(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
-    """Measures, prints, writes `acceptance.json`, its picture, and what other tools read.
+    """Measure, print, and write `acceptance.json`, its picture and files for other tools.
 
     Returns:
-        The contents of `acceptance.json`; nothing in other processes than the first.
+        The contents of `acceptance.json`; empty in all processes but the first.
     """
     with open_journal(config, RESULT, bench) as journal:
         result = measure(bench, config, journal)
@@ -183,7 +183,7 @@ def report(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
 
 
 def main(config: AcceptanceRun) -> None:
-    """Measures a head, under every condition where there are several."""
+    """Measure a head, under each condition if there are several."""
     if not config.conditions:
         with open_bench(config, RESULT, served=True) as bench:
             if report(bench, config):
@@ -212,7 +212,7 @@ def main(config: AcceptanceRun) -> None:
 
 
 def tell_speedup(config: AcceptanceRun) -> None:
-    """Names the command that measures the same drafts in seconds."""
+    """Name the command that measures the same drafts in seconds."""
     same = following.changed(config, *(field.name for field in fields(SpeedupRun)))
     following.tell("acceptance", same | {"out_dir": config.out_dir})
 

@@ -1,10 +1,10 @@
-"""Calibrates how sure a head is of its chains, and finds the chance from which cutting them pays.
+"""Calibrates a head's confidence in its chains, and finds the chance below which cutting them pays.
 
 `python eval/calibrate.py head.path=outputs/eagle/head data.path=prompts.jsonl`
 
-Half of the dialogues show what became of drafts by how sure the head was of them, the other half
-checks the calibration in real decoding. It is written into the head's folder, where the methods
-`eagle_cut`, `medusa_cut` and so on look for it.
+Half of the dialogues relate confidence to acceptance; the other half checks the calibration in real
+decoding. The result is written to the head's folder, where the methods `eagle_cut`, `medusa_cut`
+and so on read it.
 """
 
 import sys
@@ -55,12 +55,12 @@ from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 
 COSTS = -1
-"""The row of a journal that holds what drafts and passes cost."""
+"""Row of a journal with the costs of drafts and passes."""
 WHOLE, SHORTER, CUT = "whole", "shorter", "cut"
 
 
 class ConfidenceRecorder:
-    """A drafter that keeps how sure the head was of its chains."""
+    """Drafter that records the head's confidence in its chains."""
 
     static_nodes = None
 
@@ -70,20 +70,23 @@ class ConfidenceRecorder:
         self.logits: list[list[float]] = []
 
     def propose(self, roots: Roots) -> Draft:
-        """Drafts for one text."""
+        """Draft for one text."""
         draft = self.drafter.propose(roots)
         if draft.confidence is None:
-            raise InputError("head.path: such a head does not say how sure it is of its drafts")
+            raise InputError(
+                "head.path: this head gives no confidence in its drafts; calibrate a head that "
+                "does, e.g. an EAGLE head"
+            )
         self.logits.append(draft.confidence[0].tolist())
         return draft
 
     def take(self, row: int, other: "ConfidenceRecorder") -> None:
-        """Nobody waits for its place."""
+        """Take a row of another drafter."""
         self.drafter.take(row, other.drafter)
 
 
 def record(bench: Bench, config: CalibrateRun, journal: Journal) -> list[dict[str, Any]]:
-    """Decodes with whole chains; a row per prompt, with how sure the head was in every step."""
+    """Decode with whole chains; return one row per prompt, with the confidence of every step."""
     whole = replace(bench.head, calibration=Calibration.none(bench.head.chain.depth))
     for number, prompt in enumerate(tqdm(bench.prompts, desc="whole chains", unit="prompt")):
         if number in journal.done:
@@ -99,20 +102,23 @@ def record(bench: Bench, config: CalibrateRun, journal: Journal) -> list[dict[st
 
 
 def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
-    """All steps of some prompts, with chains of so many tokens.
+    """All steps of some prompts, with chains of `depth` tokens.
 
     Raises:
-        InputError: there are none.
+        InputError: no steps.
     """
     steps = [Step(**step) for row in rows for step in row["steps"]]
     if not steps:
-        raise InputError("data.path: every answer ends with its first token; nothing is drafted")
+        raise InputError(
+            "data.path: every answer ends with its first token, so nothing is drafted; name other "
+            "prompts"
+        )
     logits, drafted = ([x for row in rows for x in row[name]] for name in ("logits", "drafted"))
     return ChainSteps.of(logits, steps, drafted, depth)
 
 
 def measure_costs(bench: Bench, context: list[int], journal: Journal) -> ChainCosts:
-    """Times passes, and chains that have any number of tokens or end after it."""
+    """Time passes, whole chains of every length, and chains that end at every length."""
     if COSTS not in journal.done:
         head, depth = bench.head, bench.head.chain.depth
         whole, cut = range(1, depth + 1), range(depth + 1)
@@ -132,7 +138,7 @@ def measure_costs(bench: Bench, context: list[int], journal: Journal) -> ChainCo
 
 
 def report(fitted: ChainSteps, checked: ChainSteps, costs: ChainCosts) -> dict[str, Any]:
-    """Temperatures and threshold by one half, and what they do on the other."""
+    """Temperatures and threshold from one half of the prompts, and their effect on the other."""
     depth = fitted.logits.shape[1]
     calibration, without_offsets = fit(fitted), fit(fitted, [0.0])
     before, alone, after = (
@@ -169,7 +175,7 @@ def report(fitted: ChainSteps, checked: ChainSteps, costs: ChainCosts) -> dict[s
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints calibration errors by depth, thresholds, and the one that was chosen."""
+    """Print calibration errors by depth, and thresholds with the chosen one."""
     table = Table(title="Expected calibration error on the checking half")
     errors = (name.replace("_", " ") for name in result["ece"])
     for column in ("depth", "temperature", "offset", *errors):
@@ -205,7 +211,7 @@ def _cells(row: dict[str, Any], whole: dict[str, Any]) -> list[str]:
 
 
 def main(config: CalibrateRun) -> None:
-    """Calibrates, checks, writes the calibration, `calibrate.json` and a picture."""
+    """Calibrate, check, and write the calibration, `calibrate.json` and a picture."""
     bench, *halves = open_halves(config, "calibrate.json", "calibrating")
     with open_journal(config, "calibrate.json", bench) as journal:
         rows = record(bench, config, journal)

@@ -1,4 +1,4 @@
-"""Refusals of settings before anything is imported for them, prepared, loaded or made."""
+"""Checks of settings before heavy imports and work."""
 
 import os
 from pathlib import Path
@@ -14,10 +14,10 @@ from heads.folders import check_head, check_target
 
 
 def check_inputs(run: Any) -> None:
-    """Refuses a target, data or heads that are not there; of whichever the command has.
+    """Refuse a target, data or heads that do not exist, if the command has them.
 
     Raises:
-        InputError: see each.
+        InputError: naming the setting.
     """
     data, target = getattr(run, "data", None), getattr(run, "target", None)
     if data is not None:
@@ -35,17 +35,20 @@ def check_inputs(run: Any) -> None:
 
 
 def check_measure(run: MeasureRun, result: str) -> None:
-    """Refuses a measurement without a head, or over an earlier one.
+    """Refuse a measurement without a head, or over an earlier one.
 
     Args:
-        run: the settings.
-        result: the file that will be written.
+        run: settings of the command.
+        result: name of the file to write.
 
     Raises:
-        InputError: see each part; nothing has been made when it is raised.
+        InputError: before anything is made.
     """
     if run.head.path is None and run.needs_head:
-        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+        raise InputError(
+            "head.path is unset: this command needs a head; type a folder with a trained head, or "
+            "a Hub id"
+        )
     if (Path(run.out_dir) / result).exists():
-        raise InputError(f"out_dir={run.out_dir} already holds {result}: choose another")
+        raise InputError(f"out_dir={run.out_dir}: already holds {result}; choose another folder")
     check_inputs(run)

@@ -1,4 +1,4 @@
-"""Wall-clock speed-up of real decoding, against the faster of two loops that draft nothing.
+"""Measures the wall-clock speed-up of real decoding, against the faster of two plain loops.
 
 `python eval/speedup.py head.path=outputs/medusa/head data.path=prompts.jsonl methods=all`
 """
@@ -19,7 +19,7 @@ from eval.refusals import check_measure
 
 
 def check(run: SpeedupRun) -> None:
-    """Refuses, before anything heavy is imported, what no head can make right."""
+    """Refuse, before heavy imports, settings that no head can use."""
     check_words(run.methods)
     check_measure(run, "speedup.json")
 
@@ -52,7 +52,7 @@ MAX_NODES = 256  # of any tree
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the figures as a table."""
+    """Print the figures as a table."""
     table = Table(title=f"Speed-up over {result['baseline']} (medians)")
     columns = ("method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency")
     for column in columns:
@@ -76,7 +76,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def own_layer(config: SpeedupRun) -> list[str]:
-    """The target as a head: its own MTP layer, where it has one and that is to be measured."""
+    """Use the target's own MTP layer as a head, if it has one and the methods ask for it."""
     path, given = config.target.path, [config.head.path, *config.heads]
     asked = any(name == "all" or name.startswith("mtp_") for name in config.methods)
     there = asked and path is not None and has_layer(path, config.target.revision)
@@ -84,7 +84,7 @@ def own_layer(config: SpeedupRun) -> list[str]:
 
 
 def main(config: SpeedupRun) -> None:
-    """Measures, prints, writes `speedup.json`, its pictures and page, and what other tools read."""
+    """Measure, print, and write `speedup.json`, pictures, page and files for other tools."""
     check_methods(config.methods)
     check_compile("compile", config.compile, processes.start().device.type)
     heads = [*config.heads, *own_layer(config)]
@@ -124,7 +124,7 @@ def main(config: SpeedupRun) -> None:
 
 
 def tell_export(head: DraftHead, config: SpeedupRun) -> None:
-    """Names the command that writes the measured head for the first engine that serves it."""
+    """Name the command that exports the measured head for the first engine that serves it."""
     engine = next((each for each in ExportFormat if head.export(each).problem is None), None)
     if engine is None:
         return

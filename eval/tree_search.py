@@ -1,9 +1,9 @@
-"""The draft shape with the most expected tokens per second, for one head, dataset and machine.
+"""Finds the draft tree with the most expected tokens/s, for one head, dataset and machine.
 
 `python eval/tree_search.py head.path=outputs/medusa/head data.path=prompts.jsonl`
 
-Half of the prompts show how often each node would be right, the other half checks the shape that
-was found, in real decoding. The shape is written into the head's folder, where decoding looks.
+Half of the prompts show how often each node would be right; the other half checks the best tree in
+real decoding. The tree is written to the head's folder, where decoding reads it.
 """
 
 import sys
@@ -41,19 +41,19 @@ from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Shape, Tree, usual_dynamic_shape, usual_tree
 
 NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-"""Draft tokens of the dynamic trees that are tried."""
+"""Numbers of draft tokens of the dynamic trees to try."""
 LONGEST = 8
-"""Depth of the deepest of them, where a head drafts so deep."""
+"""Depth of the deepest trees to try, if the head drafts that deep."""
 Texts = StaticTexts | DynamicTexts
 
 
 def num_tokens(shape: Shape) -> int:
-    """Draft tokens that a shape checks."""
+    """Number of draft tokens that a shape verifies."""
     return shape.num_nodes - 1 if isinstance(shape, Tree) else shape.num_tokens
 
 
 def described(shape: Shape) -> dict[str, Any]:
-    """A shape as SHAPE_FILE holds it."""
+    """A shape in the form of SHAPE_FILE."""
     if isinstance(shape, DynamicShape):
         return {"dynamic_tree": asdict(shape)}
     paths: list[list[int]] = [[]]
@@ -64,16 +64,16 @@ def described(shape: Shape) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ShapeCosts:
-    """Seconds of drafts and of passes.
+    """Seconds of drafts and passes.
 
     Attributes:
-        curve: of a pass, on this machine or recorded on another.
-        drafts: seconds of a draft here: of the widest tree of each depth, or of dynamic trees
-            of depth 1 and the deepest for each top-k.
-        scale: the recorded pass over one token over the same pass here. Drafting is taken to be
-            as many times slower or faster, which holds if both machines are bound by the same
-            and the recorded target is as large beside this head as the target here; a curve
-            that knows its `draft_seconds` needs no such guess.
+        curve: seconds of passes, on this machine or recorded on another.
+        drafts: seconds of drafts here: of the widest tree per depth, or of dynamic trees of depth 1
+            and of the largest depth per top-k.
+        scale: seconds of the recorded pass over one token divided by those here. Drafting is
+            assumed to differ by the same factor, which holds if both machines have the same
+            bottleneck and the recorded target is as large relative to the head. A curve with
+            `draft_seconds` needs no such assumption.
     """
 
     curve: CostCurve
@@ -81,7 +81,7 @@ class ShapeCosts:
     scale: float = 1.0
 
     def draft_s(self, shape: Shape) -> float:
-        """Seconds of a draft; each level of a dynamic tree costs the same."""
+        """Seconds of a draft; each depth of a dynamic tree costs the same."""
         if self.curve.draft_seconds is not None:
             return self.curve.draft_seconds * (1 if isinstance(shape, Tree) else shape.depth)
         if isinstance(shape, Tree):
@@ -98,14 +98,14 @@ class ShapeCosts:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape with what is expected of it on some texts.
+    """Shape with its expected figures on some texts.
 
     Attributes:
         shape: the shape.
         tau: tokens per verify pass.
         draft_s: seconds of a draft.
         step_s: seconds of a draft and its verify pass.
-        speedup: over passes of one token, prompts not counted.
+        speedup: speed-up over passes of one token, without prompts.
     """
 
     shape: Shape
@@ -116,7 +116,7 @@ class Candidate:
 
     @classmethod
     def of(cls, shape: Shape, texts: Texts, costs: ShapeCosts) -> "Candidate":
-        """Replays the texts exactly."""
+        """Make a candidate by an exact replay of the texts."""
         texts_steps = texts.steps(shape)  # type: ignore[arg-type]
         expected = tau([PromptSteps("", steps) for steps in texts_steps])
         step_s = costs.step_s(shape)
@@ -124,7 +124,7 @@ class Candidate:
         return cls(shape, expected, costs.draft_s(shape), step_s, speedup)
 
     def figures(self) -> dict[str, float]:
-        """For a results file."""
+        """Figures for a results file."""
         return {
             "num_tokens": num_tokens(self.shape),
             "tau": self.tau,
@@ -134,7 +134,7 @@ class Candidate:
 
 
 def read_texts(bench: Bench, config: TreeSearchRun) -> Texts:
-    """Texts of the target, with what the head would have drafted along them."""
+    """Read texts of the target, with the head's drafts along them."""
     head, length = bench.head, config.max_new_tokens
     if isinstance(head.tree, Tree):
         tree = widest(head.longest)
@@ -151,7 +151,7 @@ def read_texts(bench: Bench, config: TreeSearchRun) -> Texts:
 def measure_costs(
     bench: Bench, texts: Texts, context: list[int], recorded: CostCurve | None
 ) -> ShapeCosts:
-    """Times passes and drafts here, and goes over to a recorded curve if there is one."""
+    """Time passes and drafts here, and convert to a recorded curve if given."""
     head, target = bench.head, bench.target
     probes: list[Shape] = (
         [widest(depth) for depth in range(1, head.longest + 1)]
@@ -166,10 +166,10 @@ def measure_costs(
 
 
 def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
-    """The usual shape, and all that are worth a look.
+    """Default shape, and all shapes to compare.
 
     Raises:
-        InputError: there are none.
+        InputError: no useful shape.
     """
     if isinstance(texts, DynamicTexts):
         usual = usual_dynamic_shape(_gpu(config))
@@ -182,7 +182,10 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
         ]
     values, longest = node_values(texts), len(texts.ranked[0][0])
     if not values:
-        raise InputError("head.path: not one of its drafts was right on half of these prompts")
+        raise InputError(
+            "head.path: none of its draft tokens was right on half of these prompts; train the "
+            "head further, or name other prompts"
+        )
     trees = [
         tree
         for depth in range(1, longest + 1)
@@ -192,14 +195,14 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
 
 
 def _gpu(config: TreeSearchRun) -> bool | None:
-    """True where the usual shape is that of a GPU, of which recorded curves are."""
+    """True for a recorded curve, which comes from a GPU; None for this machine."""
     return True if config.curve else None
 
 
 def search(
     texts: Texts, costs: ShapeCosts, config: TreeSearchRun
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """The usual shape, the best one, and all that were compared."""
+    """Default shape, best shape, and all compared shapes."""
     first, others = shapes(texts, config)
     usual = Candidate.of(first, texts, costs)
     candidates = [Candidate.of(shape, texts, costs) for shape in others]
@@ -212,12 +215,12 @@ def report(
     simulated: dict[str, Candidate],
     measured: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Figures of each shape: expected, on other prompts, and gained over the default.
+    """Figures of each shape: predicted, on other prompts, and gained over the default.
 
     Args:
         predicted: `default` and `found` on the prompts of the search.
-        simulated: the same on the other prompts: real acceptance, costs of the curve.
-        measured: real decoding of those, on the machine of the curve.
+        simulated: the same on the other prompts, with real acceptance and the curve's costs.
+        measured: real decoding of these, on the machine of the curve.
     """
     rows = measured["methods"] if measured else {}
     result: dict[str, Any] = {}
@@ -241,7 +244,7 @@ def report(
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints what the default and the found shape do, and what that gains."""
+    """Print the figures of the default and the found shape, and the gain."""
     table = Table(title=f"Speed-up over passes of one token, {result['curve']['device']}")
     columns = ("shape", "draft tokens", "tau", "predicted", "tau, other prompts", "simulated",
                "measured")  # fmt: skip
@@ -264,7 +267,7 @@ def _shown(figure: float | None) -> str:
 
 
 def main(config: TreeSearchRun) -> None:
-    """Searches, checks, advises, writes the shape, `tree_search.json` and a picture."""
+    """Search, check, advise, and write the shape, `tree_search.json` and a picture."""
     recorded = None if config.curve is None else load_curve(config.curve)
     bench, first_half, second_half = open_halves(config, "tree_search.json", "searching")
     searched, checked = (

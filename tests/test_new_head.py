@@ -217,7 +217,7 @@ def test_its_export_is_verified_and_published(
     from safetensors.torch import save_file
 
     save_file(weights, out / WEIGHTS)
-    with pytest.raises(InputError, match="differ from the trained one's"):
+    with pytest.raises(InputError, match="differ from the trained head's"):
         check_parity(out)
 
 

@@ -1,4 +1,4 @@
-"""Checks the fields of results files, whoever wrote them; each raises `MalformedRowError`."""
+"""Checks of fields in results files. Each raises `MalformedRowError`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,11 +7,11 @@ from data.rows.values import MalformedRowError, show
 
 ROUNDING = 1e-6
 MOST = 1e15
-"""Above all that is counted, and below what is no number."""
+"""Upper bound of every count; larger values are errors."""
 
 
 def number_of(value: object, name: str, least: float = 0, most: float = MOST) -> float:
-    """A number within limits."""
+    """Check that a value is a number within limits."""
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
         limits = f"of at least {least:g}" if most == MOST else f"from {least:g} to {most:g}"
         raise MalformedRowError(name, show(value), f"a number {limits}")
@@ -19,7 +19,7 @@ def number_of(value: object, name: str, least: float = 0, most: float = MOST) ->
 
 
 def whole_of(value: object, name: str, least: int = 0, most: float = MOST) -> int:
-    """A whole number, which counters may write as 12.0."""
+    """Check that a value is an integer, which counters may write as 12.0."""
     number = number_of(value, name, least, most)
     if number != int(number):
         raise MalformedRowError(name, show(value), "a whole number")
@@ -27,33 +27,33 @@ def whole_of(value: object, name: str, least: int = 0, most: float = MOST) -> in
 
 
 def share_of(value: object, name: str) -> float:
-    """A number from 0 to 1."""
+    """Check that a value is a number from 0 to 1."""
     return number_of(value, name, 0, 1)
 
 
 def text_of(value: object, name: str) -> str:
-    """A text that has something in it."""
+    """Check that a value is a non-empty text."""
     if not isinstance(value, str) or not value.strip():
         raise MalformedRowError(name, show(value), "a text")
     return value
 
 
 def object_of(value: object, name: str, what: str = "an object") -> dict[str, Any]:
-    """An object of JSON."""
+    """Check that a value is a JSON object."""
     if not isinstance(value, dict):
         raise MalformedRowError(name, show(value), what)
     return value
 
 
 def items_of(value: object, name: str, check: Callable[[object, str], Any]) -> list[Any]:
-    """The items of a list, each checked."""
+    """Check each item of a list."""
     if not isinstance(value, list):
         raise MalformedRowError(name, show(value), "a list")
     return [check(item, f"{name}[{place}]") for place, item in enumerate(value)]
 
 
 def if_there(row: Mapping[str, Any], path: str, check: Callable[..., Any], *how: Any) -> None:
-    """Checks a field, named by a path of fields, of which one may be missing or null."""
+    """Check a field named by a path, of which any part may be missing or null."""
     value: Any = row
     for name in path.split("."):
         value = None if value is None else value.get(name)
@@ -62,6 +62,6 @@ def if_there(row: Mapping[str, Any], path: str, check: Callable[..., Any], *how:
 
 
 def check_fits(value: float, expected: float, name: str, of: str) -> None:
-    """Refuses a figure that does not follow from those of its file that it comes from."""
+    """Refuse a figure that contradicts the figures it is computed from."""
     if abs(value - expected) > ROUNDING * max(1.0, abs(expected)):
         raise MalformedRowError(name, f"{value:g}", f"{expected:g}, as {of} give")

@@ -27,7 +27,7 @@ TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
 def summarise(
     bench: Bench, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
 ) -> dict[str, Any]:
-    """The contents of `speedup.json`."""
+    """Make the content of `speedup.json`."""
     baseline = baseline_of(methods, runs)
     return {
         "methods": {
@@ -36,7 +36,7 @@ def summarise(
         },
         "baseline": baseline,
         "baselines": [name for name in BASELINES if name in methods],
-        # Sampled texts differ by chance; that they keep the distribution is a matter of tests.
+        # Sampled texts differ by chance; tests check their distribution.
         "lossless": lossless(bench, methods, runs) if bench.sampling.greedy else None,
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
@@ -45,7 +45,7 @@ def summarise(
 
 
 def baseline_of(methods: Iterable[str], runs: list[PromptRun]) -> str:
-    """The faster one of what drafts nothing: what a user would take without a head."""
+    """Choose the faster method without drafting: what a user would run without a head."""
     speeds = {name: tokens_per_s(name, runs, "total") for name in BASELINES if name in methods}
     return max(speeds, key=lambda name: speeds[name])
 
@@ -104,7 +104,7 @@ def _figures(
             }
     if method.tree is not None and method.tree.num_nodes > 1:
         figures["tree"] = _tree(method.tree, texts)
-    # Per prompt its passes, and per repeat its shares of the seconds of its batches.
+    # Per prompt its passes, and per repeat its shares of the batches' seconds.
     figures["prompts"] = [
         {
             **own.row(),
@@ -117,7 +117,7 @@ def _figures(
 
 
 def _breakdown(name: str, runs: list[PromptRun]) -> dict[str, float]:
-    """Seconds per part; what a GPU stood still inside a part is the host's."""
+    """Seconds per part; idle time of a GPU inside a part counts as the host's."""
     parts = {part: _median_total(run.seconds(name, part) for run in runs) for part in PARTS}
     for part in ("draft", "verify", "accept", "step"):
         profiled = [run for run in runs if name in run.busy]
@@ -127,23 +127,23 @@ def _breakdown(name: str, runs: list[PromptRun]) -> dict[str, float]:
             idle = parts[part] * max(0.0, 1 - worked / lasted)
             parts[part] -= idle
             parts["host"] += idle
-    # Either the parts of a step, or the step as it is captured.
+    # Either the parts of a step, or the captured step.
     return {part: seconds for part, seconds in parts.items() if part != "step" or seconds}
 
 
 def _median_total(seconds: Iterable[list[float]]) -> float:
-    """Seconds of all prompts, each at its median over repeats."""
+    """Seconds of all prompts, each with its median over repeats."""
     return sum(map(statistics.median, seconds))
 
 
 def tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
-    """Tokens per second in `total`, or in `decode`: without prompts and what reading them gives."""
+    """Tokens per second, in `total` or in `decode`, which excludes prompts and their tokens."""
     counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
     return sum(counts) / max(_median_total(run.seconds(name, part) for run in runs), 1e-9)
 
 
 def ratio(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
-    """Speed over the baseline's; None where that decoded nothing."""
+    """Speed divided by the baseline's; None if the baseline decoded nothing."""
     base = tokens_per_s(baseline, runs, part)
     return tokens_per_s(name, runs, part) / base if base else None
 
@@ -158,7 +158,7 @@ def speedup_interval(name: str, baseline: str, runs: list[PromptRun], seed: int)
 
     @cache
     def sums(repeats: tuple[int, ...]) -> list[list[float]]:
-        """Per dialogue the tokens and seconds of the method, and those of the baseline."""
+        """Tokens and seconds of the method and of the baseline, per dialogue."""
         return [
             [
                 total
@@ -182,7 +182,7 @@ def speedup_interval(name: str, baseline: str, runs: list[PromptRun], seed: int)
 
 
 def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
-    """A static shape with the share of passes that accepted each node."""
+    """Static tree with the share of passes that accepted each node."""
     counts = Counter(node for g in texts for path in g.paths for node in path)
     num_steps = max(1, sum(len(g.paths) for g in texts))
     rates = [1.0] + [counts[node] / num_steps for node in range(1, tree.num_nodes)]
@@ -190,7 +190,7 @@ def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
 
 
 def lossless(bench: Bench, methods: dict[str, Method], runs: list[PromptRun]) -> dict[str, Any]:
-    """Counts greedy texts that are those of plain decoding under every method, and lists others."""
+    """Count greedy texts that equal plain decoding under every method, and list the others."""
     divergences = []
     for index, run in enumerate(runs):
         expected = run.texts[VANILLA][0].token_ids
@@ -211,7 +211,7 @@ def lossless(bench: Bench, methods: dict[str, Method], runs: list[PromptRun]) ->
 def _divergence(
     target: Target, prompt: Prompt, expected: list[int], text: list[int]
 ) -> dict[str, Any]:
-    """The place where two texts part, and the margin of the target's choice there."""
+    """Place where two texts part, and the margin of the target's choice there."""
     position = common_prefix(expected, text)
     output = target.read_text(prompt.token_ids + expected[:position])
     best, second = target.logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
@@ -236,7 +236,7 @@ def texts_shown(
 
 
 def _coloured(index: int, run: PromptRun, methods: list[str], tokenizer: Any) -> dict[str, Any]:
-    """A prompt's texts with the depth at which each token was accepted, 0 for the target's own."""
+    """A prompt's texts with the depth at which each token was accepted; 0 for the target's own."""
     texts, prompt = {}, run.prompt
     for name in methods:
         text = run.texts[name][0]
@@ -252,7 +252,7 @@ def _coloured(index: int, run: PromptRun, methods: list[str], tokenizer: Any) ->
 
 
 def _origins(text: Generation) -> list[int]:
-    # The prompt's pass gives one token, or more where transformers drafts in it.
+    # The prompt's pass gives one token, or more if transformers drafts in it.
     num_first = len(text.token_ids) - sum(step.num_emitted for step in text.steps)
     depths = [*range(1, num_first), 0]
     for step in text.steps:
@@ -261,7 +261,7 @@ def _origins(text: Generation) -> list[int]:
 
 
 def _pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """Text that each token adds; a character split over tokens goes to its last one."""
+    """Text that each token adds; a character split over tokens goes to the last of them."""
     pieces, shown = [], ""
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:end])

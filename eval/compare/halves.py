@@ -1,4 +1,4 @@
-"""Prompts in two halves: one to tune on, one to check in real decoding what was found."""
+"""Prompts in two halves: one for tuning, one for checking the result in real decoding."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,37 +17,42 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
 
 DrafterFactory = Callable[[list[int]], Drafter]
-"""Makes a fresh drafter for texts with these seeds."""
+"""Function that makes a drafter for texts with these seeds."""
 
 
 def open_halves(
     config: CalibrateRun | TreeSearchRun, result: str, doing: str
 ) -> tuple[Bench, list[int], list[int]]:
-    """Opens a measurement in one process, and divides its prompts.
+    """Open a measurement in one process, and divide its prompts.
 
-    Dialogues are divided, not prompts: the second turn of one holds the first.
+    Dialogues are divided, not prompts, as a second turn includes the first.
 
     Args:
-        config: the settings.
-        result: the file that will be written.
-        doing: for messages.
+        config: settings of the command.
+        result: name of the file to write.
+        doing: name of the tuning, for messages.
 
     Returns:
-        The measurement, and the numbers of the prompts of either half.
+        The measurement, and the indices of the prompts of each half.
 
     Raises:
-        InputError: there are more processes or fewer prompts.
+        InputError: several processes, or too few prompts.
     """
     num_processes = processes.start().num_processes
     if num_processes > 1:
-        raise InputError(f"{num_processes} processes: one measures the times; start just that")
+        raise InputError(
+            f"{num_processes} processes: times are measured by one process; start a single one"
+        )
     bench = open_bench(config, result)
     tuned, checked = (
         [n for n, prompt in enumerate(bench.prompts) if prompt.dialogue % 2 == odd]
         for odd in (0, 1)
     )
     if not checked:
-        raise InputError(f"data.num_prompts=1: {doing} and checking need a prompt each")
+        raise InputError(
+            f"data.num_prompts=1: {doing} and checking need one prompt each; set "
+            "data.num_prompts=2 or more"
+        )
     return bench, tuned, checked
 
 
@@ -57,16 +62,16 @@ def decode_with(
     drafters: Mapping[str, tuple[DrafterFactory, Tree | None]],
     journal: Journal | None = None,
 ) -> dict[str, Any]:
-    """Decodes with each drafter, interleaved with the decoding engine without drafts.
+    """Decode with each drafter, interleaved with decoding without drafts.
 
     Args:
-        bench: with the prompts to decode.
-        config: the settings.
-        drafters: by name, each with its static shape if it has one.
-        journal: of what has run, which is not run again.
+        bench: measurement with the prompts.
+        config: settings of the command.
+        drafters: drafters by name, each with its static tree if any.
+        journal: finished runs, which are not repeated.
 
     Returns:
-        The contents of `speedup.json`.
+        The content of `speedup.json`.
     """
 
     def method(make: DrafterFactory, tree: Tree | None) -> Method:

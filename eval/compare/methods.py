@@ -1,4 +1,4 @@
-"""Ways to decode that `eval/speedup.py` compares."""
+"""Methods of decoding that `eval/speedup.py` compares."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,21 +47,22 @@ from heads.target_model.load import load_target
 from heads.target_model.model import Target
 
 SEARCHED = -1
-"""The row of a journal that holds what the search for layers found."""
+"""Row of a journal with the result of the search for layers."""
 
 Store = TypeVar("Store")
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to decode.
+    """Method of decoding.
 
     Attributes:
-        run: texts of prompts, given one seed each, so many at a time.
-        tree: the static shape of its drafts, if they have one.
+        run: function that decodes prompts with one seed each, `batch_size` at a time.
+        tree: static tree of its drafts, if any.
         lossy: whether texts may differ in distribution from the target's own.
-        settings: what was not given, for the results file.
-        forget: drops what its drafters learnt from earlier texts; None if they learn nothing.
+        settings: values of settings that were left unset, for the results file.
+        forget: function that drops what its drafters learnt from earlier texts; None if they learn
+            nothing.
     """
 
     run: Callable[[Sequence[list[int]], Sequence[int], int], list[Generation]]
@@ -72,17 +73,17 @@ class Method:
 
 
 class Decoding:
-    """Decodes prompts, in steps that are captured where they can be.
+    """Decodes prompts, in captured steps if possible.
 
     Args:
         target: the target.
-        make: a fresh drafter for texts with these seeds.
-        max_new_tokens: of a text.
+        make: function that makes a drafter for texts with these seeds.
+        max_new_tokens: largest number of tokens per text.
         sampling: how tokens are chosen.
         capture: whether steps may be CUDA graphs.
 
     Attributes:
-        settings: `captured`, on a GPU: what of a step is one launch, or why nothing is.
+        settings: on a GPU, `captured`: the part of a step that is one launch, or why none is.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Decoding:
     def __call__(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], batch_size: int
     ) -> list[Generation]:
-        """Texts of prompts, given one seed each, so many at a time."""
+        """Decode prompts with one seed each, `batch_size` at a time."""
         requests = list(map(Request, prompts, seeds))
         if self._captured is not None:
             try:
@@ -112,7 +113,7 @@ class Decoding:
             except CaptureError as error:
                 self._captured, self.settings["captured"] = None, f"no: {error}"
                 Console(stderr=True).print(
-                    f"steps are launched operation by operation, as CUDA does not capture them "
+                    "steps are launched operation by operation, as CUDA cannot capture them "
                     f"({error}); cuda_graphs=false does not try",
                     highlight=False,
                     markup=False,
@@ -123,31 +124,31 @@ class Decoding:
 
 
 def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
-    """Makers of the chosen methods, the baselines first.
+    """Makers of the chosen methods, baselines first.
 
     Raises:
-        InputError: a method whose head, draft model, prompts or batch size is not there.
+        InputError: a method lacks its head, draft model, prompts or batch size.
     """
     known = MethodBuilder(bench, config).available()
     if "all" in config.methods:
         if "early_exit" in known and "skip_layers" not in known and bench.main:
             Console(stderr=True).print(
-                "skip_layers is left out: its layers are searched for on prompts that are not "
-                "measured, and all are; lower data.num_prompts or set self_draft.skip"
+                "skip_layers is left out: it searches layers on prompts that are not measured, "
+                "but all are measured; lower data.num_prompts or set self_draft.skip"
             )
         return known
     missing = sorted(set(config.methods) - set(known))
     if missing:
         needed = known_methods()
         needs = ", ".join(f"{name} ({needed[unnumbered(name)]})" for name in missing)
-        raise InputError(f"methods={missing}: needs {needs}; here there are {', '.join(known)}")
+        raise InputError(f"methods={missing}: needs {needs}; available here: {', '.join(known)}")
     return {name: known[name] for name in known if name in (*BASELINES, *config.methods)}
 
 
 def build_methods(
     bench: Bench, config: SpeedupRun, chosen: dict[str, Callable[..., Method]], journal: Journal
 ) -> dict[str, Method]:
-    """The chosen methods; what has to be searched for is looked up in the journal first."""
+    """Make the chosen methods, with results of searches from the journal."""
     if "skip_layers" in chosen and config.self_draft.skip is None:
         if SEARCHED not in journal.done:
             journal.append([{"id": SEARCHED, **_layers_to_skip(bench, config)}])
@@ -158,7 +159,7 @@ def build_methods(
 
 
 def _layers_to_skip(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
-    """Layers to skip and draft tokens that are predicted to be fastest on prompts not measured."""
+    """Layers to skip and number of draft tokens, predicted fastest on prompts not measured."""
     prompts = [prompt.token_ids for prompt in bench.spare]
     answers = greedy_answers(bench.target, prompts, config.max_new_tokens)
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
@@ -168,25 +169,25 @@ def _layers_to_skip(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
             f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens, "
             f"found on {len(prompts)} prompts that are not measured"
         )
-    # Every process searched; all decode with what the first one found.
+    # Every process searched; all use the first one's result.
     return processes.gathered([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
 
 
 class MethodBuilder:
-    """Makes methods from what a run gives."""
+    """Makes methods from the settings of a run."""
 
     def __init__(self, bench: Bench, config: SpeedupRun) -> None:
         self.bench, self.config = bench, config
         self.target, self.sampling = bench.target, bench.sampling
 
     def available(self) -> dict[str, Callable[..., Method]]:
-        """Makers of the methods for which everything is given."""
+        """Makers of all methods that the settings allow."""
         lookup, lookahead = self.config.lookup, self.config.lookahead
         makers: dict[str, Callable[..., Method]] = {
             VANILLA: lambda: self._engine(lambda _: NoDraft(), Tree.chain(0)),
             "generate": self._generate,
         }
-        # transformers' own takes back no state.
+        # transformers' own methods cannot roll back a state.
         single = self.config.batch_sizes == [1] and not self.target.is_recurrent
         if single:
             makers["generate_lookup"] = partial(
@@ -243,7 +244,7 @@ class MethodBuilder:
         make: Callable[[list[int], Store], Drafter],
         tree: Tree | None = None,
     ) -> Method:
-        """Makes a method whose drafters share a store of earlier texts."""
+        """Make a method whose drafters share a store of earlier texts."""
         shared = [store()]
 
         def forget() -> None:
@@ -294,14 +295,14 @@ class MethodBuilder:
             "draft_chain": partial(self._draft_chain, model),
             "draft_tree": partial(self._draft_tree, model),
         }
-        # Whose vocabularies are padded otherwise, transformers takes for two tokenizers.
+        # transformers takes differently padded vocabularies for different tokenizers.
         sizes = {self.target.config.vocab_size, model.config.vocab_size}
         if single and len(sizes) > 1:
             asked = {"all", "generate_assisted"} & {*self.config.methods}
             if asked and self.bench.main:
                 Console(stderr=True).print(
-                    f"generate_assisted is left out: vocabularies of {sorted(sizes)} rows, which "
-                    "transformers' own assisted generation refuses"
+                    "generate_assisted is left out: transformers' assisted generation refuses "
+                    f"vocabularies of {sorted(sizes)} rows"
                 )
         elif single:
             follow(model, plain=True)
@@ -313,7 +314,7 @@ class MethodBuilder:
         return makers
 
     def _drafting(self, model: Target) -> EmbeddingsAndHead:
-        """Embeddings and output head of a model while it drafts."""
+        """Embeddings and output head of a model while drafting."""
         rank = self.config.output_rank
         return model if rank is None else with_low_rank_head(model, rank)
 
@@ -346,7 +347,7 @@ class MethodBuilder:
 
     def _hybrid(self, head: BenchHead) -> Method:
         def make(seeds: list[int], answers: SuffixTree) -> Drafter:
-            # Greedy: candidates that were drawn could not stand beside a copy.
+            # Greedy, as sampled candidates cannot stand beside a copied text.
             drafter = head.drafter("tree", GREEDY, seeds)
             return Hybrid(drafter, self._suffix_drafter(answers), head.tree.depth / 2)
 
@@ -369,21 +370,23 @@ class MethodBuilder:
         num_layers = settings.num_layers or max(1, self.target.num_layers // 2)
         if num_layers > self.target.num_layers:
             raise InputError(
-                f"self_draft.num_layers={num_layers}: the target has {self.target.num_layers}"
+                f"self_draft.num_layers={num_layers}: must be below {self.target.num_layers}, the "
+                "target's layers"
             )
         return self._self_draft(early_exit(self.target, num_layers), settings.num_tokens)
 
     def _skip_layers(
         self, searched: list[int] | None = None, num_tokens: int | None = None
     ) -> Method:
-        """Skips the layers of the settings, or those of a search with its draft tokens."""
+        """Skip the layers of the settings, or those of a search with its draft tokens."""
         settings = self.config.self_draft
         skip = settings.skip if searched is None else searched
         assert skip is not None
         outside = [layer for layer in skip if not 0 <= layer < self.target.num_layers]
         if outside:
             raise InputError(
-                f"self_draft.skip: {outside}; the target has layers 0..{self.target.num_layers - 1}"
+                f"self_draft.skip={outside}: not in the target, which has layers "
+                f"0..{self.target.num_layers - 1}; name these"
             )
         made = self._self_draft(tuple(skip), settings.num_tokens or num_tokens)
         assert made.tree is not None

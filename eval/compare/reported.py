@@ -1,7 +1,7 @@
-"""Acceptance as files of several tools report it: ours, vLLM's, Model-Optimizer's, speculators'.
+"""Acceptance figures in files of Headsmith, vLLM, Model-Optimizer and speculators.
 
-Read into one form, a figure under each definition of `eval/measure/lengths.py` that its tool has,
-with what the file says it was measured under. What a file leaves unsaid is not compared.
+All are read into one form: one figure per definition of `eval/measure/lengths.py` that the tool
+has, with the conditions that the file states. Conditions that a file omits are not compared.
 
 Sources: vLLM 0.32 `benchmarks/serve.py`; Model-Optimizer `examples/specdec_bench` (`run.py`,
 `specdec_bench/metrics/acceptance_rate.py`, `utils.py`); speculators `scripts/evaluate/evaluate.py`
@@ -31,11 +31,11 @@ from eval.compare.checks import (
 from eval.measure.lengths import COUNTS, MEANS
 
 Definition = tuple[str, str]
-"""What is counted, and over what the mean is taken."""
+"""What is counted, and what the mean is over."""
 NAMES = ("acceptance.json", "acceptance_rate.json", "acceptance.csv")
-"""Of files that every measurement with a tool writes anew."""
+"""Names of files that each tool writes anew for every measurement."""
 LONGEST = 10_000
-"""Tokens of a pass, above any draft."""
+"""Largest number of tokens of a pass, above any draft."""
 FIRST, ALL = "first alone", "all"
 TREES = ("static_tree", "dynamic_tree")
 CONDITIONS = (
@@ -46,10 +46,10 @@ CONDITIONS = (
 
 @dataclass(frozen=True)
 class Reported:
-    """The figures of a file.
+    """Figures of a file.
 
     Attributes:
-        tool: that wrote it.
+        tool: tool that wrote the file.
         lengths: acceptance lengths by definition.
         per_position: share of passes with drafts that accepted each depth; empty if unknown.
         stated: conditions that the file states, by name.
@@ -62,35 +62,35 @@ class Reported:
 
 
 def find(path: str) -> tuple[str, Path]:
-    """The file that a path means, and what to call it.
+    """Find the file of a path, and its name in the table.
 
     Args:
-        path: a file, or a folder with one.
+        path: file, or folder with one.
 
     Raises:
-        InputError: there is none, or more than one.
+        InputError: no file, or several.
     """
     given = Path(path)
     if given.suffix in (".json", ".csv") and not given.is_dir():
         return given.parent.resolve().name if given.name in NAMES else given.stem, given
     if not given.is_dir():
-        return given.name, given / NAMES[0]  # which says, when it is read, that it is not there
+        return given.name, given / NAMES[0]  # reading it will report that it is missing
     found = [given / name for name in NAMES if (given / name).is_file()]
     found = found or sorted(given.glob("*.json"))
     if len(found) != 1:
         there = ", ".join(file.name for file in found) or "none"
         raise InputError(
-            f"results: {given}: must hold one of {', '.join(NAMES)} or the one JSON file of vllm "
-            f"bench serve; it holds {there}: name the file itself"
+            f"results={given}: must hold one of {', '.join(NAMES)} or the JSON file of vllm bench "
+            f"serve, but holds {there}; name the file"
         )
     return given.resolve().name, found[0]
 
 
 def read(file: Path) -> Reported:
-    """The figures of a file.
+    """Read the figures of a file.
 
     Raises:
-        InputError: it cannot be read, is of none of these tools, or is damaged.
+        InputError: the file cannot be read, is of none of these tools, or is damaged.
     """
     try:
         if file.suffix == ".csv":
@@ -108,14 +108,14 @@ def read(file: Path) -> Reported:
 
 
 def read_own(file: Path) -> dict[str, Any]:
-    """The contents of an `acceptance.json`, with all that a comparison reads of it as it should be.
+    """Read an `acceptance.json`, and check everything that a comparison reads.
 
     Raises:
-        InputError: it cannot be read, or is damaged.
+        InputError: the file cannot be read, or is damaged.
     """
     row = _json(file)
     if not isinstance(row, dict) or "prompts" not in row:
-        raise InputError(f"results: {file} holds no prompts; measure again")
+        raise InputError(f"results={file}: holds no prompts; measure again")
     try:
         _check_own(row)
     except MalformedRowError as error:
@@ -142,7 +142,7 @@ def _check_own(row: dict[str, Any]) -> None:
     told = row.get("conditions") or dict.fromkeys(CONDITIONS)
     if missing := [name for name in CONDITIONS if name not in told]:
         raise MalformedRowError(f"conditions.{missing[0]}", "nothing", "words")
-    if "draft_tokens" in row:  # a golden file may be made of it
+    if "draft_tokens" in row:  # present if a reference file may be made of it
         length = whole_of(row["draft_tokens"], "draft_tokens", 1, LONGEST)
         object_of(row.get("by_part"), "by_part", "figures by part")
         items_of(row["prompts"], "prompts", _golden_row(length))
@@ -156,16 +156,16 @@ def _json(file: Path) -> Any:
 
 
 def check_comparable(results: Mapping[str, Reported]) -> list[Definition]:
-    """Refuses results that say nothing about each other.
+    """Refuse results that cannot be compared.
 
     Args:
-        results: by name.
+        results: results by name.
 
     Returns:
-        The definitions that two of them have at least, in order.
+        Definitions that at least two results have, in order.
 
     Raises:
-        InputError: two state other conditions, or one has no definition in common with another.
+        InputError: conditions differ, or a result shares no definition with another.
     """
     for (one, first), (other, second) in combinations(results.items(), 2):
         differ = [
@@ -175,8 +175,8 @@ def check_comparable(results: Mapping[str, Reported]) -> list[Definition]:
         ]
         if differ:
             raise InputError(
-                f"results: {one} ({first.tool}) and {other} ({second.tool}) are not of the same "
-                f"thing: {'; '.join(differ)}"
+                f"results: {one} ({first.tool}) and {other} ({second.tool}) were measured "
+                f"differently: {'; '.join(differ)}; compare results of equal conditions"
             )
     counts: dict[Definition, int] = {}
     for result in results.values():
@@ -188,14 +188,13 @@ def check_comparable(results: Mapping[str, Reported]) -> list[Definition]:
             own = "; ".join(f"{COUNTS[count]} ({mean})" for count, mean in result.lengths)
             raise InputError(
                 f"results: {name} ({result.tool}) has an acceptance length that no other result "
-                f"has: {own}; beside it belongs an acceptance.json of eval/acceptance.py, which "
-                "has all of them"
+                f"has: {own}; add an acceptance.json of eval/acceptance.py, which has all of them"
             )
     return shared
 
 
 def _check_figures(row: Mapping[str, Any], prefix: str) -> None:
-    """Checks a chain's or a tree's part of an `acceptance.json`."""
+    """Check a chain's or a tree's part of an `acceptance.json`."""
     number_of(row.get("tau"), f"{prefix}tau")
     if not items_of(row.get("prompts"), f"{prefix}prompts", _text_row):
         raise MalformedRowError(f"{prefix}prompts", "no texts", "one at least")
@@ -210,7 +209,7 @@ def _text_row(value: object, name: str) -> dict[str, Any]:
 
 
 def _golden_row(draft_tokens: int) -> Callable[[object, str], None]:
-    """Checks the passes of a text whose drafts are so long."""
+    """Make a check of a text's passes, with this many draft tokens."""
 
     def check(value: object, name: str) -> None:
         row = _text_row(value, name)
@@ -231,7 +230,7 @@ def _golden_row(draft_tokens: int) -> Callable[[object, str], None]:
 
 
 def _drafts(row: Mapping[str, Any], names: tuple[str, str, str]) -> tuple[int, int]:
-    """Drafts and accepted tokens; the length that a tool wrote must be theirs."""
+    """Read drafts and accepted tokens, and check the tool's length against them."""
     drafts = whole_of(row.get(names[0]), names[0], 1)
     accepted = whole_of(row.get(names[1]), names[1])
     length = number_of(row.get(names[2]), names[2], 1)
@@ -294,7 +293,7 @@ DRAFTED = ("num_drafts", "num_accepted_tokens", "acceptance_length")
 
 
 def _subset(cells: Mapping[str, Any], positions: list[str]) -> tuple[int, int, list[float]]:
-    """Drafts, accepted tokens and rates per position of a row."""
+    """Read drafts, accepted tokens and rates per position of a row."""
     if None in cells:
         raise MalformedRowError("(whole row)", "more cells than columns", "one for each")
     row = {name: _cell(cells[name], name) for name in (*DRAFTED, *positions)}
@@ -348,7 +347,7 @@ def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> Reported:
         if len(turns) == len(own):
             lengths["first_pass", "dialogues"] = average
             del stated["turns"]  # of dialogues of one turn each
-        # Each text's first pass is the prompt's, and gives one token.
+        # The first pass of each text is the prompt's, which gives one token.
         if number > len(turns):
             own_passes = number - len(turns)
             lengths["passes", "pooled"] = (tokens - len(turns)) / own_passes
@@ -360,14 +359,14 @@ def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> Reported:
 
 
 def _configured(file: Path) -> dict[str, Any]:
-    """What Model-Optimizer noted of its run beside the result, if it is there."""
+    """Read Model-Optimizer's notes beside a result, if any."""
     if not file.is_file():
         return {}
     noted = _json(file)
     if not isinstance(noted, dict):
         raise InputError(f"results: {file}: found {show(noted)}; allowed: an object")
     stated: dict[str, Any] = {}
-    # Of block drafters engines count the block otherwise.
+    # Engines count a block differently for block drafters.
     if noted.get("speculative_algorithm") not in ("DFLASH", None):
         stated["draft tokens"] = noted.get("draft_length")
     stated["temperature"] = noted.get("temperature")
@@ -380,7 +379,9 @@ def _configured(file: Path) -> dict[str, Any]:
 def _ours(row: Mapping[str, Any]) -> Reported:
     if "acceptance_length" not in row:
         raise MalformedRowError(
-            "acceptance_length", "nothing", "a result of today's eval/acceptance.py; measure again"
+            "acceptance_length",
+            "nothing",
+            "a result of the current eval/acceptance.py; measure again",
         )
     table = object_of(row["acceptance_length"], "acceptance_length", "figures by definition")
     lengths: dict[Definition, float] = {}
@@ -415,7 +416,7 @@ def _dialogue(text: object, name: str) -> int:
 
 
 def table(results: Mapping[str, Reported], shared: Iterable[Definition]) -> list[list[str]]:
-    """A header and a row per result; what a tool does not tell is left empty."""
+    """Make a header and one row per result; figures that a tool omits stay empty."""
     shared = list(shared)
     header = ["result", "tool", "draft tokens", "texts"]
     lines = [header + [f"{COUNTS[count]} ({mean})" for count, mean in shared] + ["per position"]]

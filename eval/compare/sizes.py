@@ -1,4 +1,4 @@
-"""Batch sizes beside each other: throughput, latency, and where drafting stops paying."""
+"""Batch sizes side by side: throughput, latency, and where drafting stops paying."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -47,11 +47,11 @@ def at_size(methods: Iterable[str], runs: list[PromptRun], seed: int) -> dict[st
 
 
 def stops_paying(sizes: dict[str, Any], method: str) -> int | None:
-    """The batch size from which on a method is no faster than the baseline; None if it stays so.
+    """Batch size from which a method is not faster than the baseline; None if it always is.
 
     Args:
-        sizes: the contents of `concurrency` in `speedup.json`.
-        method: its name.
+        sizes: content of `concurrency` in `speedup.json`.
+        method: name of the method.
     """
     stop = None
     for size in sorted(map(int, sizes), reverse=True):

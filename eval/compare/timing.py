@@ -1,4 +1,4 @@
-"""Runs methods side by side: prompts, repeats and methods in turn, each run kept as it ends."""
+"""Times methods side by side: prompts, repeats and methods in turn, with each run saved."""
 
 import random
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from eval.measure.bench import Bench, seed_of
 from eval.measure.prompts import Prompt
 
 JOBS_PER_SIZE = 1 << 32
-"""Numbers of jobs that a journal has for each batch size."""
+"""Job numbers reserved for each batch size in a journal."""
 
 
 @dataclass(frozen=True)
 class PromptRun:
-    """A prompt that every method decoded, among others of a batch.
+    """Prompt that every method decoded, possibly in a batch.
 
     Attributes:
         prompt: the prompt.
-        texts: by method, one per repeat.
-        busy: by method and part, seconds in which a GPU worked; of the first job alone.
+        texts: one text per repeat, by method.
+        busy: seconds in which a GPU worked, by method and part; of the first job only.
     """
 
     prompt: Prompt
@@ -36,21 +36,21 @@ class PromptRun:
     busy: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def num_tokens(self, method: str) -> int:
-        """Tokens of the text, counted from its ids."""
+        """Number of tokens of the text, from its ids."""
         return len(self.texts[method][0].token_ids)
 
     def num_decoded(self, method: str) -> int:
-        """Tokens of the text that came after the prompt's own pass."""
+        """Number of tokens after the prompt's own pass."""
         return sum(step.num_emitted for step in self.texts[method][0].steps)
 
     def seconds(self, method: str, part: str = "total") -> list[float]:
-        """Per repeat, its shares of what its batches took."""
+        """Share of its batches' seconds, per repeat."""
         return [getattr(text.times, part) for text in self.texts[method]]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One method on some prompts, once; `id` is the same in any order."""
+    """One run of a method on some prompts; `id` does not depend on the order."""
 
     id: int
     repeat: int
@@ -65,20 +65,20 @@ def time_methods(
     batch_size: int = 1,
     journal: Journal | None = None,
 ) -> list[PromptRun]:
-    """Every method on every prompt, interleaved, after warm-ups; of all processes.
+    """Run every method on every prompt, interleaved, after warm-ups, over all processes.
 
-    Prompts that are decoded one at a time are jobs of their own; those of batches are one job, as
-    the next prompt takes the place of whatever text ends. The order of the methods is drawn anew
-    for every job and repeat, so that none always comes after the same one. What a method remembers
-    of texts starts anew with every repeat: a prompt asked again would only copy its own answer.
+    Prompts decoded one at a time are separate jobs; batches are one job, as the next prompt takes
+    the place of a finished text. The order of methods is drawn anew for every job and repeat, so
+    that no method always follows the same one. What a method remembers is cleared at every repeat;
+    otherwise it would copy its own earlier answer.
 
     Args:
-        bench: with the prompts.
-        config: the settings.
-        methods: by name.
-        batch_size: texts that go on together.
-        journal: of what has run, which is not run again; but a method that remembers writes the
-            texts of a repeat that was broken off once more, unmeasured, to know them.
+        bench: measurement with the prompts.
+        config: settings of the command.
+        methods: methods by name.
+        batch_size: texts decoded together.
+        journal: finished runs, which are not repeated. A method that remembers decodes the texts of
+            an interrupted repeat again, unmeasured.
     """
     prompts = bench.prompts
     groups = [[prompt] for prompt in prompts] if batch_size == 1 else [prompts]
@@ -106,7 +106,7 @@ def time_methods(
                 journal.append([{"id": job.id, "texts": [asdict(text) for text in texts]}])
     runs = [PromptRun(prompt, {name: [] for name in methods}) for prompt in prompts]
     for job in jobs:
-        first = job.group  # of one prompt each, or the only one
+        first = job.group  # one prompt per job, or a single job
         for run, text in zip(runs[first:], kept[job.id], strict=False):
             run.texts[job.method].append(text)
     if bench.ends is not None and bench.ends.device.type == "cuda":
@@ -117,7 +117,7 @@ def time_methods(
 
 
 def _profile(name: str, method: Method, runs: list[PromptRun], seed: int, batch_size: int) -> None:
-    """Adds to the runs of a job their shares of the seconds in which a GPU worked."""
+    """Add the GPU's working seconds to the runs of a job."""
     if method.forget:
         method.forget()
     prompts = [run.prompt for run in runs]
@@ -142,7 +142,7 @@ def _run(method: Method, prompts: Sequence[Prompt], seed: int, batch_size: int) 
 
 
 def _text(row: dict[str, Any]) -> Generation:
-    """A text from what `asdict` made of it."""
+    """Read a text from the result of `asdict`."""
     return Generation(
         row["token_ids"],
         [Step(**step) for step in row["steps"]],

@@ -1,9 +1,9 @@
-"""Acceptance of draft tokens: greedily, or so that sampling keeps the target's distribution.
+"""Acceptance of draft tokens: greedy, or by sampling that keeps the target's distribution.
 
-A rule decides on every node of every tree at once, as if the walk from the root had come to it:
-is it accepted, given that its parent was and its earlier siblings were rejected? The walk down is
-then the same for all rules, and so is the bonus token, which is sampled from what is left of the
-target's distribution where the walk ends.
+A rule decides on every node of every tree at once, as if the walk from the root had reached it: is
+the node accepted, given that its parent was accepted and its earlier siblings were rejected? The
+walk down and the bonus token are then the same for all rules. The bonus token is sampled from what
+remains of the target's distribution where the walk ends.
 
 Letters: B texts, N tree nodes (root included), P nodes with children, D depth, V vocab; p the
 target's distribution, q the drafter's.
@@ -21,13 +21,12 @@ from heads.decoding.tree import Tree
 
 @dataclass(frozen=True)
 class Accepted:
-    """The accepted path of each tree.
+    """Accepted path of each tree.
 
     Attributes:
-        nodes: [B, N] int64, the accepted node of each depth, the root first; filled up with
-            the root.
-        num_accepted: [B] int64, accepted draft tokens.
-        bonus: [B] int64, the token after them.
+        nodes: [B, N] int64 accepted node of each depth, root first; padded with the root.
+        num_accepted: [B] int64 number of accepted draft tokens.
+        bonus: [B] int64 token after them.
     """
 
     nodes: Tensor
@@ -38,14 +37,14 @@ class Accepted:
 def verify(
     draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, generators: Generators
 ) -> Accepted:
-    """The accepted path of each tree and the bonus token, without waiting for the device.
+    """Find the accepted path and the bonus token of each tree, without waiting for the device.
 
     Args:
-        draft: the trees.
-        tokens: [B, N] int64, those of `draft` behind the root.
-        logits: [B, N, V], the target's after each node.
+        draft: draft trees.
+        tokens: [B, N] int64 tokens of `draft`, after the root.
+        logits: [B, N, V] logits of the target after each node.
         sampling: how the target chooses.
-        generators: used if anything is sampled.
+        generators: random generators, for sampling.
     """
     if tokens.shape[1] == 1 and sampling.greedy:
         root = torch.zeros_like(tokens)
@@ -74,16 +73,16 @@ def verify(
 
 
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, N] bool for tokens that were not sampled: q is 1 for each.
+    """[B, N] bool acceptance of tokens that were not sampled, so that q is 1 for each.
 
-    A token x is accepted with p(x); rejecting it sets p(x) to 0. Putting the drafter's own
-    probability in place of the 1 would not keep the distribution.
+    A token x is accepted with probability p(x); rejecting it sets p(x) to 0. Using the drafter's
+    own probability instead of 1 would change the distribution.
 
     Args:
-        layout: of the trees.
+        layout: layout of the trees.
         tokens: [B, N] int64.
-        probs: [B, N, V] float32, p after each node.
-        uniforms: [B, N].
+        probs: [B, N, V] float32 p after each node.
+        uniforms: [B, N] uniform random numbers.
 
     Source: SafeAILab/EAGLE `eagle/model/utils.py`, `evaluate_posterior`.
     """
@@ -98,13 +97,14 @@ def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: T
 def accept_sampled(
     draft: Draft, layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[B, N] bool for tokens sampled from q, and [B, N, V] the rest of p after the children.
+    """[B, N] bool acceptance of tokens sampled from q, and [B, N, V] rest of p after the children.
 
-    A token x is accepted with min(1, p(x) / q(x)); rejecting it makes p norm(max(0, p - q)), and,
-    as siblings are sampled without replacement, q(x) 0 for the next.
+    A token x is accepted with probability min(1, p(x) / q(x)). Rejecting it replaces p by
+    norm(max(0, p - q)) and sets q(x) to 0 for the next sibling, as siblings are sampled without
+    replacement.
 
     Source: chains, Leviathan et al., arXiv 2211.17192, algorithm 1; trees, Sequoia, arXiv
-    2402.12374, algorithm 2.
+        2402.12374, algorithm 2.
     """
     assert draft.draft_probs is not None
     assert isinstance(draft.tree, Tree)
@@ -118,7 +118,7 @@ def accept_sampled(
     there = tokens >= 0
     there[:, 0] = False
     for rank in range(max(map(len, draft.tree.children))):
-        # [B, P, N]: the child of that rank; a node has one or none.
+        # [B, P, N]: the child of this rank; each node has at most one.
         child = (parents.unsqueeze(1) == inner[:, None]) & (there & (ranks == rank)).unsqueeze(1)
         has, node = child.max(-1)
         token = tokens.gather(1, node).clamp_min(0).unsqueeze(2)
@@ -130,7 +130,7 @@ def accept_sampled(
 
 
 def _normed(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Divided by their sum; rounding can leave nothing although something was rejected."""
+    """Divide by the sum; `otherwise` where rounding leaves nothing."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 
@@ -148,14 +148,14 @@ def typical_acceptance(
 
 
 def _token_probs(layout: TreeLayout, tokens: Tensor, probs: Tensor) -> Tensor:
-    """[B, N] p(x) at each node's parent; 0 where there is no node."""
+    """[B, N] p(x) at each node's parent; 0 for missing nodes."""
     places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
     p = probs[places, layout.parents.expand_as(tokens), tokens.clamp_min(0)]
     return p.masked_fill(tokens < 0, 0)
 
 
 def _earlier_siblings(layout: TreeLayout) -> Tensor:
-    """[B, N, N] bool: row n has the nodes before n under the same parent; the root has none."""
+    """[B, N, N] bool: row n marks earlier nodes with the same parent; the root has none."""
     same = layout.parents.unsqueeze(2) == layout.parents.unsqueeze(1)
     earlier = same & torch.ones_like(same).tril(-1)
     earlier[:, :, 0] = False
@@ -163,7 +163,7 @@ def _earlier_siblings(layout: TreeLayout) -> Tensor:
 
 
 def _first_sibling(layout: TreeLayout, passes: Tensor) -> Tensor:
-    """[B, N] bool of the first sibling that passes under each parent."""
+    """[B, N] bool, marks the first sibling that passes under each parent."""
     later = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
     return passes & ~later
 
@@ -171,12 +171,12 @@ def _first_sibling(layout: TreeLayout, passes: Tensor) -> Tensor:
 def _deepest_path(
     layout: TreeLayout, passes: Tensor, scores: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The deepest node whose path passes: the nodes of the path [B, D + 1], and the node [B].
+    """Find the deepest node whose path passes: the path's nodes [B, D + 1], and the node [B].
 
     Args:
-        layout: of the trees.
-        passes: [B, N] bool; the root always does.
-        scores: [B, N], decide between nodes equally deep.
+        layout: layout of the trees.
+        passes: [B, N] bool; always True for the root.
+        scores: [B, N] scores that decide between equally deep nodes.
     """
     rejected = ~passes
     rejected[:, 0] = False
@@ -196,7 +196,7 @@ def _deepest_path(
 
 
 def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
-    """[B, V] p at node `end` without the tokens of its children, which were rejected."""
+    """[B, V] p at node `end`, without the rejected tokens of its children."""
     rejected = (layout.parents.expand_as(tokens) == end.unsqueeze(1)) & (tokens >= 0)
     rejected[:, 0] = False
     kept = torch.ones_like(probs).scatter_reduce(
@@ -207,7 +207,7 @@ def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Te
 
 
 def _at(values: Tensor, node: Tensor) -> Tensor:
-    """[B, ...] the values of [B or 1, N, ...] at node [B]."""
+    """[B, ...] values of [B or 1, N, ...] at node [B]."""
     return values.expand(len(node), *values.shape[1:])[
         torch.arange(len(node), device=node.device), node
     ]

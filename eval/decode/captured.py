@@ -1,14 +1,13 @@
-"""Decoding in CUDA graphs: whole steps, or verify passes where the host has a hand in drafts.
+"""Decoding with CUDA graphs: whole steps, or only verify passes if drafting needs the host.
 
-A step of a drafter with `static_nodes` asks the host for nothing: draft, pass, acceptance and what
-the drafter observes are one launch. The host learns of a step when the next one is under way, so
-that the device never waits for it; a text that has ended goes on, unread, until another takes its
-row. Any other drafter works as ever before and after a pass; the target's pass over its draft, what
-is accepted and what is committed are one launch, for which the host waits. Such drafts are filled
-up to a few sizes, each of which is a graph.
+A step of a drafter with `static_nodes` needs nothing from the host: draft, pass, acceptance and
+observation are one launch. The host reads each step while the next one runs, so the device never
+waits. A finished text continues unread until another takes its row. Other drafters work as usual
+before and after a pass; the target's pass over the draft, acceptance and commit are one launch, for
+which the host waits. Their drafts are padded to a few sizes, with one graph each.
 
-A pass reads a fixed number of slots, whatever the texts' lengths; where they outgrow it, a graph
-for more is captured beside.
+A pass reads a fixed number of slots, whatever the texts' lengths; when they outgrow it, a graph
+with more slots is captured.
 
 Letters: B texts, N tree nodes (root included), D depth.
 """
@@ -32,63 +31,62 @@ from heads.target_model.model import Taps, Target
 
 Output = TypeVar("Output")
 WIDTH = 512
-"""Slots by which what a pass reads grows."""
+"""Step by which the number of slots grows."""
 FREE = -1
-"""The number of no text, of a row that has had none yet."""
+"""Text number of a row that has had no text yet."""
 SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Draft tokens, and depths, that drafts are filled up to."""
+"""Numbers of draft tokens, and depths, to which drafts are padded."""
 
 
 class CaptureError(RuntimeError):
-    """A step that CUDA does not capture."""
+    """CUDA cannot capture a step."""
 
 
 class Graph(Generic[Output]):
-    """All that a call launches, to be launched again at once.
+    """CUDA graph of everything that a call launches.
 
     Args:
-        call: launches; run once, and computes nothing.
-        pool: of the memory that it uses; not to be used again after an error.
+        call: function that launches; run once for the capture, without computing.
+        pool: memory pool; must not be used again after an error.
 
     Raises:
-        CaptureError: CUDA does not capture it; its cause is what was refused first. Nothing else
-            has changed: what follows runs, and is captured, as if nobody had tried.
+        CaptureError: CUDA cannot capture the call; its cause is the first refused operation. Later
+            work runs and can be captured as if this had not been tried.
     """
 
     def __init__(self, call: Callable[[], Output], pool: Any) -> None:
         self.graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may go on with what a capture does not allow.
+            # Other threads may do what a capture forbids.
             with (
                 _or_as_before(self.graph, pool),
                 torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
             ):
                 self.output = call()
         except RuntimeError as error:
-            # What failed first: the end of a capture fails of it, and says less.
+            # The first failure; the end of the capture then fails too, with less information.
             cause: BaseException = error
             while isinstance(cause.__context__, RuntimeError):
                 cause = cause.__context__
             raise CaptureError(f"{type(cause).__name__}: {cause}") from cause
 
     def launch(self) -> Output:
-        """Runs it, while the host goes on; gives the call's output, written over."""
+        """Launch the graph without waiting; return the call's output, overwritten in place."""
         self.graph.replay()
         return self.output
 
 
 _failed: list[Any] = []
-"""Graphs whose captures torch 2.13's allocator of pinned memory takes for being under way: it asks
-them at every later one."""
+"""Graphs whose failed captures torch 2.13's pinned allocator takes for running: it queries them at
+every later capture."""
 
 
 @contextmanager
 def _or_as_before(graph: Any, pool: Any) -> Iterator[None]:
-    """Undoes what `torch.cuda.graph` leaves behind where the end of its capture fails.
+    """Undo what `torch.cuda.graph` leaves behind if the end of its capture fails.
 
-    The thread stays on the stream of captures then, the allocator keeps the pool open, so that
-    it frees nothing that several streams have used, and before torch 2.13 the device's generator
-    refuses to draw.
+    Otherwise the thread stays on the capture stream, the allocator keeps the pool open and frees no
+    memory used by several streams, and before torch 2.13 the device's generator refuses to draw.
     """
     stream, device = torch.cuda.current_stream(), torch.cuda.current_device()
     try:
@@ -106,7 +104,7 @@ def _or_as_before(graph: Any, pool: Any) -> Iterator[None]:
 
 
 def _was_open(pool: Any, device: int) -> bool:
-    """Closes a pool; one that a capture has closed is refused."""
+    """Close a pool; False if a capture had closed it."""
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
@@ -115,7 +113,7 @@ def _was_open(pool: Any, device: int) -> bool:
 
 
 def obstacle(target: Target, sampling: Sampling) -> str:
-    """The reason why passes of a target cannot be captured; empty where they can."""
+    """Reason why passes of a target cannot be captured; empty if they can."""
     if not sampling.greedy:
         return "tokens are sampled by generators of the host"
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
@@ -123,32 +121,33 @@ def obstacle(target: Target, sampling: Sampling) -> str:
     if target.is_recurrent:
         return "the target's recurrent layers run depth by depth"
     if target.rope.switch is not None:
-        return "the target reads texts beyond a length in another way"
+        return "the target reads long texts with other frequencies"
     if target.logits_processing:
-        return "the target's generation config asks for processors of logits"
+        return "the target's generation config changes its logits"
     return ""
 
 
 def slots_for(length: int, num_nodes: int) -> int:
-    """Slots that a pass reads where the longest text is known to have so many tokens.
+    """Slots for a pass whose longest text is known to have `length` tokens.
 
-    The step before may have added as many as a tree has nodes, this one may too, and those of the
-    next are pending behind them.
+    The previous step and this one may each have added as many tokens as a tree has nodes, and those
+    of the next are pending after them.
     """
     return -(-(length + 3 * num_nodes) // WIDTH) * WIDTH
 
 
 class Captured:
-    """Decodes greedy texts of one way to draft; what it captures for one serves the next ones.
+    """Decodes greedy texts with one drafter; its graphs serve all later texts.
 
     Args:
-        target: the target, without an `obstacle`.
-        make: makes a fresh drafter.
-        max_new_tokens: of a text.
+        target: target without an `obstacle`.
+        make: function that makes a drafter.
+        max_new_tokens: largest number of tokens per text.
 
     Attributes:
-        what: is captured.
-        kept: of the last text, `CapturedSteps` or `CapturedPasses`; of several at a time None.
+        what: captured part of a step.
+        kept: `CapturedSteps` or `CapturedPasses` of the last text; None with several texts at a
+            time.
     """
 
     def __init__(self, target: Target, make: Make, max_new_tokens: int) -> None:
@@ -160,26 +159,25 @@ class Captured:
         """See `decode_many`.
 
         Raises:
-            CaptureError: CUDA does not capture them.
+            CaptureError: CUDA cannot capture the steps.
         """
         kind: type[StepBatch] | type[PassBatch]
         kind = StepBatch if self.what == "step" else PassBatch
         batch = kind(self.target, self.make, requests, self.max_new_tokens, batch_size)
-        # Passes know one number of texts, steps any.
+        # Captured passes need a fixed number of texts; steps do not.
         if batch_size == 1 or self.what == "step":
             batch.captured = self.kept
         self.kept = None
         generations = batch.decoded()
-        # Larger batches give rows up as they end, and what they leave holds a cache.
+        # Larger batches drop rows as texts end, and their graphs would keep a cache alive.
         self.kept = batch.captured if batch_size == 1 else None
         return generations
 
 
 class _Graphs(Generic[Output]):
-    """Graphs of one call by their key.
+    """Graphs of one call, by key.
 
-    With a new key the call first runs as it is: kernels are loaded and buffers made outside of any
-    capture.
+    The first call with a key runs without capture, to load kernels and allocate buffers.
     """
 
     def __init__(self) -> None:
@@ -188,15 +186,15 @@ class _Graphs(Generic[Output]):
         self.met: set[Hashable] = set()
 
     def awaits(self, key: Hashable) -> bool:
-        """True where a graph is to be captured before the next run."""
+        """Tell whether a graph must be captured before the next run."""
         return key in self.met and key not in self.captured
 
     def capture(self, key: Hashable, call: Callable[[], Output]) -> None:
-        """Makes a graph; computes nothing."""
+        """Capture a graph, without computing."""
         self.captured[key] = Graph(call, self.pool)
 
     def run(self, key: Hashable, call: Callable[[], Output]) -> Output:
-        """The call, in one launch where it has been captured."""
+        """Run the call, in one launch if captured."""
         if key in self.captured:
             return self.captured[key].launch()
         self.met.add(key)
@@ -206,7 +204,7 @@ class _Graphs(Generic[Output]):
 def _verify(
     limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: Taps
 ) -> Verified:
-    """A greedy pass that asks the host for nothing, with cache and roots written in place."""
+    """Greedy pass that needs nothing from the host; cache and roots are written in place."""
     verified = read_trees(limits, draft, roots, cache, taps).accept(
         draft, GREEDY, Generators([], [])
     )
@@ -220,18 +218,18 @@ def _verify(
 
 
 class CapturedSteps:
-    """Rows of a batch whose steps are captured: all that a step reads and leaves behind.
+    """Rows of a batch with captured steps: everything that a step reads and writes.
 
     Args:
         target: the target.
-        drafter: with `static_nodes`; has observed the rows' texts.
+        drafter: drafter with `static_nodes` that has observed the rows' texts.
         roots: [B] int64.
-        generators: of the rows.
-        cache: of the rows.
-        longest: tokens of the longest text that there will be.
+        generators: generators of the rows.
+        cache: cache of the rows.
+        longest: tokens of the longest text to come.
 
     Attributes:
-        committed: by the last step, in tensors that stay where they are; None before the first.
+        committed: committed tokens of the last step, in fixed memory; None before the first step.
         capacity: slots of the caches.
         width: slots that the next step reads.
 
@@ -261,16 +259,16 @@ class CapturedSteps:
         self.record: Tensor | None = None
 
     def fits(self, longest: int) -> bool:
-        """True where a text that long has room."""
+        """Tell whether a text of this length has room."""
         return slots_for(longest, self.num_nodes) <= self.capacity
 
     def prepare(self, longest: int) -> bool:
-        """Reserves slots for texts known to be so long; true if the step awaits its capture."""
+        """Reserve slots for texts of a known length; True if the step must be captured."""
         width, held = slots_for(longest, self.num_nodes), self.cache.slots.held
         if self.target.capacity is not None:
             width = self.target.capacity
         elif held is not None and len(self.roots) > 1:
-            # Beside others, rows whose texts have ended may have come as far as there were slots.
+            # Rows of finished texts may have advanced to the end of the slots.
             width = max(width, held)
         if width != held:
             self.cache.hold(width, self.num_nodes, self.capacity)
@@ -278,14 +276,14 @@ class CapturedSteps:
         return self.graphs.awaits(width)
 
     def capture(self) -> None:
-        """Makes the graph of a step; computes nothing."""
+        """Capture the graph of a step, without computing."""
         self.graphs.capture(self.width, self._step)
 
     def launch(self) -> tuple[Tensor, torch.cuda.Event]:
-        """The step: its record on the way to pinned memory, and when it is there."""
+        """Launch the step; return its record, being copied to pinned memory, and its event."""
         self.graphs.run(self.width, self._step)
         assert self.record is not None
-        # Into the buffer that was read last.
+        # Reuse the buffer that was read last.
         if len(self.buffers) < 2:
             pinned = torch.cuda.is_available()
             buffer = torch.empty(self.record.shape, dtype=torch.int64, pin_memory=pinned)
@@ -307,7 +305,7 @@ class CapturedSteps:
             logits=verified.nodes.logits,
             on_device=(verified.on_path[:, : path.shape[1]], verified.counts),
         )
-        # The drafter observes the step in tensors that it knows.
+        # The drafter observes the step in fixed memory.
         if self.committed is None:
             self.committed = replace(new, logits=None)
         else:
@@ -321,12 +319,12 @@ class CapturedSteps:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step that is under way.
+    """Step in progress.
 
     Attributes:
-        texts: by row, as the step began.
+        texts: text of each row when the step began.
         record: [B, 3 + 2 N] in pinned memory.
-        done: when it is there.
+        done: event of the copy to `record`.
     """
 
     texts: list[int]
@@ -335,17 +333,17 @@ class _Launched:
 
 
 class StepBatch(Batch):
-    """Greedy texts of a drafter with `static_nodes` on a GPU, in steps that are captured.
+    """Greedy texts of a drafter with `static_nodes` on a GPU, in captured steps.
 
     Attributes:
-        captured: the rows; may be those of an earlier batch that has ended.
+        captured: the rows, possibly of an earlier finished batch.
     """
 
     captured: CapturedSteps | None = None
     late: _Launched | None = None
 
     def _start(self) -> tuple[Committed, NewTokens]:
-        """As ever, or with free rows, which the first texts take."""
+        """Start as usual, or with free rows that the first texts take."""
         rows, size = self.captured, self.batch_size
         if rows is None or len(rows.roots) != size or not rows.fits(self.longest):
             self.captured = None
@@ -356,7 +354,7 @@ class StepBatch(Batch):
         return rows.committed, {}
 
     def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
-        """New texts take the rows of those that have ended; the drafter has observed its steps."""
+        """Let new texts take the rows of finished ones; the drafter has observed its steps."""
         if self.captured is None:
             committed = super()._go_on(prefilled, committed)
             self.captured = self._captured_rows(committed)
@@ -380,7 +378,7 @@ class StepBatch(Batch):
         )
 
     def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:  # noqa: ARG002
-        """Launches a step; new tokens by text of the one before, of the first none."""
+        """Launch a step; return the new tokens of the previous one, by text."""
         rows = self.captured
         assert rows is not None
         if rows.prepare(self._length(self.running)):
@@ -392,19 +390,19 @@ class StepBatch(Batch):
         assert rows.committed is not None
         if late is None:
             return rows.committed, {}
-        late.done.synchronize()  # the only thing that is waited for
+        late.done.synchronize()  # the only wait
         steps = zip(late.texts, HostStep.all_of(late.record.tolist()), strict=True)
         new = {text: self._note_one(text, step) for text, step in steps if text in self.running}
         return rows.committed, new
 
 
 class PassShape(NamedTuple):
-    """The shape of drafts that share a graph.
+    """Shape of drafts that share a graph.
 
     Attributes:
-        tree: of all texts; None where each has its own.
+        tree: tree of all texts; None for different trees.
         num_tokens: N - 1.
-        depth: D, or more.
+        depth: depth D, or more.
     """
 
     tree: Tree | None
@@ -413,7 +411,7 @@ class PassShape(NamedTuple):
 
     @classmethod
     def of(cls, draft: Draft) -> "PassShape":
-        """The least that holds a draft."""
+        """Smallest shape that holds a draft."""
         tree, num_tokens = draft.tree, draft.tokens.shape[1]
         if isinstance(tree, Tree) and not draft.is_chain:
             return cls(tree, num_tokens, tree.depth)
@@ -427,19 +425,19 @@ class PassShape(NamedTuple):
 
 
 class CapturedPasses:
-    """The verify passes of a batch.
+    """Captured verify passes of a batch.
 
     Args:
         target: the target.
-        cache: of the texts.
-        roots: [B] int64, in their place.
-        taps: the states that the drafter needs.
-        longest: tokens of the longest text that there will be.
+        cache: cache of the texts.
+        roots: [B] int64 in fixed memory.
+        taps: hidden states that the drafter needs.
+        longest: tokens of the longest text to come.
 
     Attributes:
-        most: draft tokens of a text so far.
+        most: largest number of draft tokens of a text so far.
         capacity: slots of the caches.
-        key: of the next pass: its shape, and the slots that it reads.
+        key: key of the next pass: its shape and slots.
     """
 
     def __init__(
@@ -454,52 +452,54 @@ class CapturedPasses:
         self.key = PassShape(None, 0, 0), 0
 
     def fits(self, longest: int) -> bool:
-        """True where a text that long has room, with as much drafted for it as ever was."""
+        """Tell whether a text of this length has room, with the largest draft so far."""
         return slots_for(longest, 1 + self.most) <= self.capacity
 
     def take(self, committed: Committed, roots: Tensor, longest: int) -> Committed:
-        """The one text of another cache goes on here: its prompt, as a drafter observes it."""
+        """Continue the single text of another cache here, and return its prompt for the drafter."""
         self.longest = longest
         self.cache.take(0, committed.cache)
         self.roots.copy_(roots)
-        # Before a head reads the prompt in as many slots as the last text had.
+        # Before a head reads the prompt with as many slots as the last text had.
         self._hold(self.cache.slots.lengths[0], 1)
         return replace(committed, cache=self.cache)
 
     def prepare(self, draft: Draft, longest: int) -> bool:
-        """Takes a draft for texts known to be so long; true if its pass awaits its capture."""
+        """Take a draft for texts of a known length; True if its pass must be captured."""
         shape = PassShape.of(draft)
         if shape.num_tokens > SIZES[-1]:
-            raise CaptureError(f"{shape.num_tokens} draft tokens, more than {SIZES[-1]}")
+            raise CaptureError(
+                f"{shape.num_tokens} draft tokens, more than the largest graph of {SIZES[-1]}"
+            )
         self.most = max(self.most, shape.num_tokens)
         if not self.fits(self.longest):
             if self.fixed:
                 raise CaptureError(
-                    f"{self.longest} tokens and {self.most} drafted in a compiled target's "
-                    f"{self.capacity} slots"
+                    f"{self.longest} tokens and {self.most} draft tokens exceed a compiled "
+                    f"target's {self.capacity} slots"
                 )
-            # Caches may move now, away from all graphs.
+            # Caches may move now, as all graphs are dropped.
             self.capacity, self.graphs = slots_for(self.longest, 1 + self.most), _Graphs()
         self.key = shape, self._hold(longest, 1 + shape.num_tokens)
         self._write(shape, draft)
         return self.graphs.awaits(self.key)
 
     def capture(self) -> None:
-        """Makes the graph of a pass; computes nothing."""
+        """Capture the graph of a pass, without computing."""
         self.graphs.capture(self.key, self._pass)
 
     def run(self) -> Verified:
-        """The pass over the draft, in tensors that the next one of its key writes over."""
+        """Run the pass over the draft; the next pass with the same key overwrites the result."""
         return self.graphs.run(self.key, self._pass)
 
     def _hold(self, longest: int, num_nodes: int) -> int:
-        """Slots that passes read from now on."""
+        """Set the slots that passes read from now on."""
         width = self.capacity if self.fixed else slots_for(longest, num_nodes)
         self.cache.hold(width, num_nodes, self.capacity)
         return width
 
     def _write(self, shape: PassShape, draft: Draft) -> None:
-        """Writes a draft where its graph reads it."""
+        """Write a draft where its graph reads it."""
         missing = shape.num_tokens - draft.tokens.shape[1]
         tokens, parents = pad(draft.tokens, (0, missing), value=PAD), draft.tree
         parents = tokens if isinstance(parents, Tree) else pad(parents, (0, missing))
@@ -516,16 +516,16 @@ class CapturedPasses:
 
 
 class PassBatch(Batch):
-    """Greedy texts of any drafter on a GPU, in verify passes that are captured.
+    """Greedy texts of any drafter on a GPU, in captured verify passes.
 
     Attributes:
-        captured: the passes; may be those of an earlier batch of one text that has ended.
+        captured: the passes, possibly of an earlier finished batch of one text.
     """
 
     captured: CapturedPasses | None = None
 
     def _start(self) -> tuple[Committed, NewTokens]:
-        """As ever; an earlier text's slots are used again."""
+        """Start as usual, and reuse the slots of an earlier text."""
         committed, new = super()._start()
         if self.captured is not None and not self.captured.fits(self.longest):
             self.captured = None
@@ -535,7 +535,7 @@ class PassBatch(Batch):
         return committed, new
 
     def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
-        """As ever; with fewer rows all is new."""
+        """Continue as usual; with fewer rows, capture anew."""
         if len(self.running) + len(prefilled) < len(self.rows):
             self.captured = None
         committed = super()._go_on(prefilled, committed)
@@ -547,7 +547,7 @@ class PassBatch(Batch):
         return committed
 
     def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:
-        """Drafts, then the rest at once."""
+        """Draft, then launch the rest at once."""
         passes = self.captured
         assert passes is not None
         with self.clock.part("draft", self.rows):
@@ -559,6 +559,6 @@ class PassBatch(Batch):
             verified = passes.run()
         with self.clock.part("accept", self.rows):
             steps = HostStep.all_of(verified.record.tolist())
-            # A head that does not draft for a while keeps them.
+            # A head that pauses drafting keeps these tokens.
             verified = replace(verified, on_path=verified.on_path.clone())
             return verified.committed(steps, committed.cache), self._note(steps)

@@ -1,8 +1,9 @@
-"""The decoding engine: one text, a batch, or many texts in turn, with any drafter.
+"""Decoding engine: one text, a batch, or many texts in turn, with any drafter.
 
-A step drafts, runs the target over the draft once, accepts, and compacts the cache. The texts of
-a batch go on together, each accepting as many tokens as it does; where one ends the next takes
-its place, or the batch shrinks. A step waits for the device once, to learn which tokens were kept.
+A step drafts, runs the target over the draft once, accepts, and compacts the cache. The texts of a
+batch advance together, each by its own number of accepted tokens. When a text ends, the next takes
+its row, or the batch shrinks. A step waits for the device once, to learn which tokens were
+accepted.
 
 Letters: B texts, N tree nodes (root included), D hidden, V vocab.
 """
@@ -25,19 +26,19 @@ from heads.upload import upload
 
 ROOT_ALONE = Tree.chain(0)
 Make = Callable[[list[int]], Drafter]
-"""Makes a fresh drafter for texts with these seeds."""
+"""Function that makes a drafter for texts with these seeds."""
 NewTokens = dict[int, list[int]]
-"""New tokens by the number of their text."""
+"""New tokens by the index of their text."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A text that is asked for.
+    """Text to decode.
 
     Attributes:
-        prompt_ids: the rendered prompt, at least one token; with the text it is within the
-            target's window.
-        seed: of everything that sampling draws for it.
+        prompt_ids: rendered prompt, at least one token; prompt and text must fit the target's
+            window.
+        seed: seed of everything sampled for the text.
     """
 
     prompt_ids: list[int]
@@ -49,11 +50,11 @@ class Step:
     """One text's share of a verify pass.
 
     Attributes:
-        num_accepted: draft tokens kept.
-        num_emitted: tokens kept, the bonus token included; a text that ends inside the accepted
-            run is cut there and what is cut is not counted.
-        num_left: tokens that the text still had to give when the pass started; depths beyond it
-            could not be tested.
+        num_accepted: accepted draft tokens.
+        num_emitted: emitted tokens, bonus token included; tokens after the end of the text are not
+            counted.
+        num_left: tokens that the text could still have when the pass started; larger depths could
+            not be tested.
     """
 
     num_accepted: int
@@ -63,16 +64,15 @@ class Step:
 
 @dataclass
 class Generation:
-    """A decoded text.
+    """Decoded text.
 
     Attributes:
         token_ids: the text.
-        steps: its share of the verify passes.
-        paths: the accepted nodes of each step, without the root.
-        times: its shares of the time of its batches.
-        drafted: draft tokens that each step checked.
-        arrivals: seconds from when it got its place, at which the prompt's pass and each step gave
-            their tokens.
+        steps: its share of each verify pass.
+        paths: accepted nodes of each step, without the root.
+        times: its shares of its batches' times.
+        drafted: draft tokens verified in each step.
+        arrivals: seconds after its start at which the prompt's pass and each step gave tokens.
     """
 
     token_ids: list[int]
@@ -90,23 +90,23 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 
 
 class NoDraft:
-    """Plain decoding in the same engine: the baseline `vanilla`."""
+    """Drafter without drafts: plain decoding in the same engine, the baseline `vanilla`."""
 
     taps = Taps()
     static_nodes = 1
 
     def observe(self, seen: Committed) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def propose(self, roots: Roots) -> Draft:
-        """The roots alone."""
+        """Return the roots alone."""
         return Draft.of(ROOT_ALONE, roots.tokens.new_empty(len(roots), 0))
 
     def keep(self, rows: list[int]) -> None:
-        """Nothing to drop."""
+        """Do nothing."""
 
     def take(self, row: int, other: "NoDraft") -> None:
-        """Nothing to take."""
+        """Do nothing."""
 
 
 def decode(
@@ -117,7 +117,7 @@ def decode(
     sampling: Sampling = GREEDY,
     seed: int = 0,
 ) -> Generation:
-    """`decode_batch` of one prompt."""
+    """Run `decode_batch` on one prompt."""
     return decode_batch(target, drafter, [prompt_ids], max_new_tokens, sampling, [seed])[0]
 
 
@@ -129,19 +129,20 @@ def decode_batch(
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
 ) -> list[Generation]:
-    """Decoding with tree verification that changes nothing about the target's texts.
+    """Decode prompts with draft trees, without changing the target's texts.
 
-    Greedy text equals the target's own; sampled text has the distribution of the target's own,
-    unless `sampling` is lossy.
+    Greedy text equals the target's own. Sampled text has the target's distribution, unless
+    `sampling` is lossy.
 
     Args:
         target: the frozen target.
-        drafter: fresh for these prompts.
-        prompts: rendered prompts, at least one token each; with `max_new_tokens` they are within
-            the target's window.
-        max_new_tokens: tokens to emit at most per text; a stop token ends earlier and is kept.
-        sampling: how the target chooses; greedy unless told.
-        seeds: of everything that sampling draws, one per text; 0 unless told.
+        drafter: new drafter for these prompts.
+        prompts: rendered prompts, at least one token each; with `max_new_tokens` they must fit the
+            target's window.
+        max_new_tokens: largest number of tokens per text; a stop token ends a text earlier and is
+            kept.
+        sampling: how the target chooses; greedy by default.
+        seeds: seeds of everything sampled, one per text; 0 by default.
     """
     return _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).decoded()
 
@@ -154,15 +155,15 @@ def decode_many(
     batch_size: int,
     sampling: Sampling = GREEDY,
 ) -> list[Generation]:
-    """`decode_batch` of so many texts at a time: where one ends, the next takes its place.
+    """Run `decode_batch` with `batch_size` texts at a time; the next takes a finished text's row.
 
     Args:
         target: the frozen target.
-        make: makes a fresh drafter.
-        requests: in the order in which they are begun.
-        max_new_tokens: as there.
-        batch_size: texts that go on together.
-        sampling: as there.
+        make: function that makes a drafter.
+        requests: texts in starting order.
+        max_new_tokens: as in `decode_batch`.
+        batch_size: texts decoded together.
+        sampling: as in `decode_batch`.
     """
     return Batch(target, make, requests, max_new_tokens, batch_size, sampling).decoded()
 
@@ -175,7 +176,7 @@ def stream(
     sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
 ) -> Iterator[NewTokens]:
-    """Like `decode_batch`, but gives tokens as they are accepted, per text that still goes on."""
+    """Run `decode_batch`, but yield tokens as they are accepted, per running text."""
     yield from _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).run()
 
 
@@ -196,11 +197,11 @@ class Prefilled:
     """Texts whose prompts have been read.
 
     Attributes:
-        texts: their numbers.
-        drafter: has observed the prompts but for `committed`.
-        committed: the prompts, or their last part.
-        roots: [B] int64, the first token of each.
-        generators: of the texts.
+        texts: indices of the texts.
+        drafter: drafter that has observed the prompts, except `committed`.
+        committed: prompts, or their last part.
+        roots: [B] int64 first token of each text.
+        generators: generators of the texts.
     """
 
     texts: list[int]
@@ -211,22 +212,22 @@ class Prefilled:
 
 
 class Batch:
-    """Texts that are decoded together, once.
+    """Texts decoded together; used once.
 
     Args:
         target: the frozen target.
-        make: makes a fresh drafter.
-        requests: in the order in which they are begun.
-        max_new_tokens: tokens to emit at most per text.
-        batch_size: texts that go on together.
+        make: function that makes a drafter.
+        requests: texts in starting order.
+        max_new_tokens: largest number of tokens per text.
+        batch_size: texts decoded together.
         sampling: how the target chooses.
 
     Attributes:
-        rows: the number of the text in each row; a text that has ended stays until its row is
-            taken or dropped.
-        running: numbers of the texts in `rows` that have not ended.
-        waiting: numbers of those that have not begun.
-        roots: [B] int64, the token of each that the target has chosen but not read yet.
+        rows: index of the text in each row; a finished text stays until its row is taken or
+            dropped.
+        running: indices of the unfinished texts in `rows`.
+        waiting: indices of the texts not started.
+        roots: [B] int64 tokens that the target has chosen but not read yet.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class Batch:
         self.generations = [Generation([], times=times) for times in self.clock.times]
         self.started = [0.0] * len(requests)
         self.waiting = list(range(len(requests)))
-        # Until the first prompts have been read.
+        # Set once the first prompts have been read.
         self.rows: list[int] = []
         self.running: list[int] = []
         self.drafter: Drafter = NoDraft()
@@ -259,11 +260,11 @@ class Batch:
         self.generators = Generators([], [])
 
     def decoded(self) -> list[Generation]:
-        """All texts, once they have ended."""
+        """Decode and return all texts."""
         for _ in self.run():
             pass
         for generation in self.generations:
-            # A text that has ended early had less left than it might have had.
+            # A text that ended early could have no further tokens.
             left = 0
             for place, step in reversed(list(enumerate(generation.steps))):
                 left += step.num_emitted
@@ -272,7 +273,7 @@ class Batch:
 
     @torch.inference_mode()
     def run(self) -> Iterator[NewTokens]:
-        """Tokens by text, after the prompts and after every step."""
+        """Yield tokens by text, after the prompts and after every step."""
         committed, new = self._start()
         while True:
             self._emit(new)
@@ -291,12 +292,12 @@ class Batch:
             committed, new = self._step(committed)
 
     def has_ended(self, text: int) -> bool:
-        """True where a text has all its tokens."""
+        """Tell whether a text is finished."""
         ids = self.generations[text].token_ids
         return len(ids) >= self.max_new_tokens or self.stops.ended(ids)
 
     def _start(self) -> tuple[Committed, NewTokens]:
-        """Reads the prompts of the first texts together; their first tokens."""
+        """Read the prompts of the first texts together; return their first tokens."""
         self.rows, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
         begun, new = self._prefill(self.rows)
         self.drafter, self.roots, self.generators = begun.drafter, begun.roots, begun.generators
@@ -304,7 +305,7 @@ class Batch:
         return begun.committed, new
 
     def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:
-        """Drafts, verifies and accepts; what is committed, and new tokens by text."""
+        """Draft, verify and accept; return what is committed, and new tokens by text."""
         cache = committed.cache
         with self.clock.part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
@@ -322,7 +323,7 @@ class Batch:
         return Roots(self.roots, [self.generations[text].token_ids[-1] for text in self.rows])
 
     def _prefill(self, texts: list[int]) -> tuple[Prefilled, NewTokens]:
-        """Reads prompts with a fresh drafter; the first token of each text."""
+        """Read prompts with a new drafter; return the first token of each text."""
         for text in texts:
             self.started[text] = self.clock.lap(self.rows)
         with self.clock.part("prefill", texts):
@@ -330,7 +331,7 @@ class Batch:
             drafter, generators = self.make(seeds), Generators.seeded(seeds, self.target.device)
             prompts = [self.prompts[text] for text in texts]
             cache, last = self.target.new_cache(len(prompts)), None
-            # The drafter observes all parts but the last at once, and nobody keeps them.
+            # The drafter observes all parts but the last at once, so that they are not kept.
             for tokens, output in prefill_parts(self.target, cache, prompts, drafter.taps):
                 part = Committed(tokens, output, cache)
                 if last is not None:
@@ -345,7 +346,7 @@ class Batch:
         return Prefilled(texts, drafter, last, roots, generators), new
 
     def _read(self, draft: Draft, cache: TreeCache) -> Nodes:
-        """The target's pass over the trees, with its logits as its generation config says."""
+        """Run the target over the trees, with the logits changes of its generation config."""
         nodes = read_trees(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         if not self.processors.always:
             return nodes
@@ -362,7 +363,7 @@ class Batch:
         return replace(nodes, logits=logits)
 
     def _note(self, steps: Sequence[HostStep]) -> NewTokens:
-        """Notes the steps of all rows; their new tokens."""
+        """Record the steps of all rows; return their new tokens."""
         pairs = zip(self.rows, steps, strict=True)
         return {text: self._note_one(text, step) for text, step in pairs}
 
@@ -377,7 +378,7 @@ class Batch:
         return new
 
     def _emit(self, new: NewTokens) -> bool:
-        """Adds tokens to the texts; whether all of them go on."""
+        """Append tokens to the texts; return whether all of them continue."""
         now = self.clock.lap(list(new) or self.running)
         ended = set()
         for text, tokens in new.items():
@@ -390,7 +391,7 @@ class Batch:
         return not ended
 
     def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
-        """The drafter takes what was kept, and new texts the rows of those that have ended."""
+        """Let the drafter observe, and give the rows of finished texts to new ones."""
         if len(self.running) + len(prefilled) < len(self.rows):
             committed = self._drop(len(prefilled), committed)
         if self.context_limits.switch is not None:
@@ -400,7 +401,7 @@ class Batch:
         return committed
 
     def _seat(self, prefilled: list[Prefilled], cache: TreeCache) -> None:
-        """Gives rows of texts that have ended to texts whose prompts were read alone."""
+        """Give rows of finished texts to texts whose prompts were read alone."""
         free = [row for row, text in enumerate(self.rows) if text not in self.running]
         for row, begun in zip(free, prefilled, strict=False):
             begun.drafter.observe(begun.committed)
@@ -412,9 +413,9 @@ class Batch:
             self.running += begun.texts
 
     def _drop(self, num_new: int, committed: Committed) -> Committed:
-        """Goes on with fewer rows, everywhere; the last take the places that are free."""
+        """Drop rows everywhere; the last rows take the free places."""
         free = [text for text in self.rows if text not in self.running]
-        # The first rows that are free are among the first of all, which stay where they are.
+        # The first free rows are among the rows that stay in place.
         staying = [*self.running, *free[:num_new]]
         last = [row for row in range(len(staying), len(self.rows)) if self.rows[row] in staying]
         rows = [row if self.rows[row] in staying else last.pop() for row in range(len(staying))]

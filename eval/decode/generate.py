@@ -1,4 +1,4 @@
-"""transformers' own `generate` as baselines, seen from outside: the passes of its target."""
+"""Baselines with transformers' own `generate`, observed through the target's passes."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ from heads.target_model.model import Target
 
 
 class _PassRecorder:
-    """Records each pass of the target; the prompt's own lasts until the second begins."""
+    """Records each pass of the target; the prompt's lasts until the second begins."""
 
     def __init__(self, clock: PartClock, num_texts: int, drafting: bool) -> None:
         self.clock, self.texts, self.drafting = clock, range(num_texts), drafting
@@ -32,7 +32,7 @@ class _PassRecorder:
         self._prompt.enter_context(clock.part("prefill", self.texts))
 
     def begin(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook before the target's pass."""
+        """Hook before the target's pass."""
         if self.widths:
             self.end_prompt()
             self.arrive()
@@ -44,19 +44,19 @@ class _PassRecorder:
         self.cached.append(int(kwargs["past_key_values"].get_seq_length()))
 
     def end_prompt(self) -> None:
-        """Once or more often."""
+        """End the prompt's part; may be called repeatedly."""
         self._prompt.close()
 
     def arrive(self) -> None:
-        """A pass has given its tokens."""
+        """Record that a pass has given its tokens."""
         self.arrivals.append(self.clock.lap(self.texts))
 
     def steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
-        """Steps and draft tokens of the passes after the prompt's own, of a text that was alone.
+        """Steps and draft tokens of the passes after the prompt's, for a single text.
 
         Between two passes the cache holds all but the last token of the text.
         """
-        # A text is cut where it should have ended, which transformers may have passed over.
+        # A text is cut where it should have ended, as transformers may continue past that.
         ends = [min(held - num_prompt + 1, num_tokens) for held in self.cached[1:]] + [num_tokens]
         steps = [
             Step(after - before - 1, after - before, num_tokens - before)
@@ -67,25 +67,25 @@ class _PassRecorder:
 
 
 class _AfterToken(StoppingCriteria):
-    """Tells passes apart where a hook would become part of what is compiled."""
+    """Separates passes where a hook would become part of the compiled code."""
 
     def __init__(self, passes: _PassRecorder) -> None:
         self.passes = passes
 
     def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
-        """Called with every token; no text ends here."""
+        """Record a token; never end a text."""
         self.passes.end_prompt()
         self.passes.arrive()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class StopTexts(StoppingCriteria):
-    """Ends responses with a text; transformers' own criterion looks for it in prompts, too.
+    """Ends answers at a text; transformers' own criterion also searches the prompt.
 
     Args:
-        target: whose `stop_strings` end a response.
-        num_prompt: tokens of every row before its response.
-        num_texts: rows.
+        target: target whose `stop_strings` end an answer.
+        num_prompt: tokens of every row before its answer.
+        num_texts: number of rows.
     """
 
     def __init__(self, target: Target, num_prompt: int, num_texts: int) -> None:
@@ -94,7 +94,7 @@ class StopTexts(StoppingCriteria):
         self.seen, self.done = num_prompt, [False] * num_texts
 
     def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
-        """[B] bool, whether the new tokens of a row, of which a draft gives several, end it."""
+        """[B] bool, whether the new tokens of a row, several with a draft, end its answer."""
         begin = max(self.num_prompt, self.seen - self.stops.reach)
         first = self.seen - begin
         for row, ids in enumerate(input_ids[:, begin:].tolist()):
@@ -113,20 +113,20 @@ def hf_generate(
     seed: int,
     **assistance: Any,
 ) -> list[Generation]:
-    """Texts by `generate`, with the steps that its passes show.
+    """Decode with `generate`, and derive the steps from its passes.
 
-    What a drafting `generate` accepts in the prompt's own pass belongs to that pass. Of a compiled
-    target one that drafts nothing is compiled as well, over transformers' static cache; drafting
-    ones know no such cache.
+    Tokens that a drafting `generate` accepts in the prompt's pass belong to that pass. With a
+    compiled target, `generate` without drafts is compiled too, with transformers' static cache,
+    which drafting does not support.
 
     Args:
         target: the target.
-        prompts: rendered prompts, filled up on the left to one length.
-        max_new_tokens: tokens to emit at most per text.
-        sampling: not typical.
-        seed: of torch's global generator.
-        assistance: more settings of `generate`: `assistant_model`, `prompt_lookup_num_tokens`
-            and their own; transformers then takes one prompt only.
+        prompts: rendered prompts, left-padded to one length.
+        max_new_tokens: largest number of tokens per text.
+        sampling: sampling, not typical.
+        seed: seed of torch's global generator.
+        assistance: further settings of `generate`: `assistant_model`, `prompt_lookup_num_tokens`
+            and related ones; transformers then takes one prompt only.
     """
     longest = max(map(len, prompts))
     pad = (target.stop_ids or [0])[0]
@@ -144,8 +144,8 @@ def hf_generate(
         undo.callback(passes.end_prompt)
         if target.capacity is not None and not assistance:
             how: Any = CompileConfig()
-            how._compile_all_devices = True  # else on a GPU alone
-            # One length for all, as each is compiled for itself.
+            how._compile_all_devices = True  # otherwise only on a GPU
+            # One length for all, as each length is compiled separately.
             settings.update(
                 cache_implementation="static", max_cache_len=target.capacity, compile_config=how
             )
@@ -157,7 +157,7 @@ def hf_generate(
             ids, attention_mask=mask, generation_config=settings, **assistance,
             stopping_criteria=ends,
         )  # fmt: skip
-    # What fills up a text that ended before others of its batch comes after its stop token.
+    # Padding of a finished text in a batch comes after its stop token.
     stops = Stops.of(target)
     texts = [stops.cut([], row) for row in output[:, longest:].tolist()]
     passes.arrive()
@@ -177,7 +177,7 @@ def hf_generate(
 def _settings(
     target: Target, max_new_tokens: int, sampling: Sampling, pad: int
 ) -> GenerationConfig:
-    """Settings of the run; `generate` takes those that are None from the target's own config."""
+    """Settings of the run. `generate` takes those that are None from the target's config."""
     drawn = {
         "do_sample": True,
         "temperature": sampling.temperature,

@@ -1,9 +1,9 @@
-"""The generation config of a target: settings that are followed or refused, and ends of texts.
+"""Generation config of a target: settings that are applied or refused, and ends of texts.
 
-How tokens are sampled, and how many, a run says itself. The rest changes what `generate` writes.
-What depends on the text alone is followed by transformers' own processors, on rows of ids whose
-next token is asked for. Every node of a draft is such a row, its text and its path from the root,
-so that drafts are checked by what `generate` would choose there.
+A run sets itself how and how many tokens are sampled. Other settings change what `generate` writes.
+Those that depend on the text alone are applied with transformers' own processors, on rows of ids
+whose next token is needed. Every node of a draft is such a row, the text and the path from the
+root, so drafts are verified against what `generate` would choose there.
 
 Letters: B texts, L tokens, N tree nodes (root included), V vocab.
 """
@@ -30,7 +30,7 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""Scores [R, V] for the token after rows of ids [R, L], from the logits [R, V]."""
+"""Function from rows of ids [R, L] and logits [R, V] to scores [R, V] of the next token."""
 
 PROCESSORS: dict[str, Callable[[Any, list[int]], Processor]] = {
     "sequence_bias": lambda bias, _: SequenceBiasLogitsProcessor(bias),
@@ -39,20 +39,20 @@ PROCESSORS: dict[str, Callable[[Any, list[int]], Processor]] = {
     "bad_words_ids": lambda words, stops: NoBadWordsLogitsProcessor(words, stops or None),
     "suppress_tokens": lambda tokens, _: SuppressTokensLogitsProcessor(tokens),
 }
-"""Makes each from its value and the stop tokens, in the order of `generate`."""
+"""Makers of processors from a value and the stop tokens, in the order of `generate`."""
 FIRST = "begin_suppress_tokens"
 APPLIED = (*PROCESSORS, FIRST)
 
 
 class Processors:
-    """The processors that a target's generation config names.
+    """Processors that a target's generation config names.
 
     Args:
-        asked: values by their names, all of them in APPLIED; perhaps nothing.
-        stop_ids: of the target.
+        asked: values by name, all in APPLIED; may be empty.
+        stop_ids: stop tokens of the target.
 
     Raises:
-        ValueError: a value means nothing; a TypeError likewise.
+        ValueError: an invalid value; a TypeError likewise.
     """
 
     def __init__(self, asked: dict[str, Any], stop_ids: list[int]) -> None:
@@ -61,7 +61,7 @@ class Processors:
         self.first: list[Processor] = [*self.always, *first]
 
     def begin(self, logits: Tensor, prompts: list[list[int]]) -> Tensor:
-        """[B, V] of the first tokens after prompts, from the logits [B, V]."""
+        """[B, V] scores of the first tokens after prompts, from logits [B, V]."""
         if not self.first:
             return logits
         longest = max(map(len, prompts))
@@ -81,21 +81,21 @@ class Processors:
         tokens: Tensor,
         layout: TreeLayout,
     ) -> Tensor:
-        """[B, N, V] of the tokens after every node, in float32 where there are rules.
+        """[B, N, V] scores of the tokens after every node, in float32 if there are processors.
 
         Args:
             logits: [B, N, V].
-            history: [B, L] int64, the tokens before the root; a shorter text is filled up.
-            committed: [B, 1] int64, how many they are.
-            tokens: [B, N] int64, of the trees; negative where there is no node.
-            layout: of the trees.
+            history: [B, L] int64 tokens before the root; shorter texts are padded.
+            committed: [B, 1] int64 number of these tokens.
+            tokens: [B, N] int64 tokens of the trees; negative for missing nodes.
+            layout: layout of the trees.
         """
         rows = node_rows(history, committed, tokens, layout, logits.shape[2])
         return _processed(logits, rows, self.always)
 
 
 def _processed(logits: Tensor, rows: Tensor, processors: list[Processor]) -> Tensor:
-    """[B, N, V] by rows [B, N, L] of ids, of which V stands for none."""
+    """[B, N, V] scores from rows [B, N, L] of ids, in which V means no id."""
     scores = pad(logits.float(), (0, 1)).flatten(0, 1)
     for process in processors:
         scores = process(rows.flatten(0, 1), scores)
@@ -105,27 +105,27 @@ def _processed(logits: Tensor, rows: Tensor, processors: list[Processor]) -> Ten
 def node_rows(
     history: Tensor, committed: Tensor, tokens: Tensor, layout: TreeLayout, none: int
 ) -> Tensor:
-    """[B, N, L + N] int64, the text up to each node at the right; `none` is left of it.
+    """[B, N, L + N] int64 text up to each node, right-aligned, with `none` on the left.
 
     Args:
         history: [B, L] int64.
-        committed: [B, 1] int64, tokens of it that count.
-        tokens: [B, N] int64; negative where there is no node.
-        layout: of the trees.
-        none: in place of negative tokens, too.
+        committed: [B, 1] int64 number of valid tokens.
+        tokens: [B, N] int64 tokens; negative for missing nodes.
+        layout: layout of the trees.
+        none: id that pads rows and replaces negative tokens.
     """
     num_texts, num_nodes = tokens.shape
     shape = (num_texts, num_nodes, num_nodes)
     depths = layout.depths.unsqueeze(1).expand(shape)
     known = torch.where(tokens < 0, none, tokens).unsqueeze(1).expand(shape)
-    # What is not on the path of a node goes to a column of its own.
+    # Nodes off a node's path go to a separate column.
     place = torch.where(layout.mask, depths, num_nodes)
     path = tokens.new_full((num_texts, num_nodes, num_nodes + 1), none).scatter_(2, place, known)
     length, before = history.shape[1], committed.unsqueeze(2)
     texts = history.unsqueeze(1).expand(-1, num_nodes, -1)
     source = torch.cat([texts, path[:, :, :num_nodes]], dim=2)
     width = length + num_nodes
-    # Column c of a row holds the token at that position of the node's text, its own at the end.
+    # Column c holds the token at that position of the node's text, with its own at the end.
     own = before + layout.depths.unsqueeze(2)
     position = torch.arange(1 - width, 1, device=tokens.device) + own
     at = torch.where(position < before, position, position - before + length)
@@ -133,29 +133,29 @@ def node_rows(
 
 
 class Stops:
-    """Ends of a response: a stop token, or a token that completes a string.
+    """Ends of an answer: a stop token, or a token that completes a stop text.
 
     Args:
-        ids: the stop tokens.
-        strings: perhaps none.
-        tokenizer: of both, needed for strings.
+        ids: stop tokens.
+        strings: stop texts, if any.
+        tokenizer: tokenizer, needed for stop texts.
     """
 
     def __init__(
         self, ids: Sequence[int], strings: Sequence[str] = (), tokenizer: Any = None
     ) -> None:
         self.ids, self.strings, self.tokenizer = frozenset(ids), tuple(strings), tokenizer
-        # A token writes at least a byte, and what begins a text may lack its space.
+        # A token has at least one byte, and the first token of a text may lack its space.
         self.reach = max((len(text.encode()) + 1 for text in strings), default=1)
 
     @classmethod
     def of(cls, target: EmbeddingsAndHead) -> "Stops":
-        """Those of a target."""
+        """Make the ends of a target's answers."""
         ids = [] if target.ignores_stops else target.stop_ids
         return cls(ids, target.stop_strings, target.tokenizer)
 
     def ended(self, tokens: list[int]) -> bool:
-        """Says whether a response, which had not ended before, ends with its last token."""
+        """Tell whether an answer ends with its last token, not having ended before."""
         if not self.strings or tokens[-1] in self.ids:
             return tokens[-1] in self.ids
         tail = self.tokenizer.decode(
@@ -164,7 +164,7 @@ class Stops:
         return any(text in tail for text in self.strings)
 
     def cut(self, before: list[int], tokens: list[int]) -> list[int]:
-        """New tokens of a response up to and with the one that ends it."""
+        """Cut new tokens of an answer after the one that ends it."""
         text = [*before[-self.reach :], *tokens]
         first = len(text) - len(tokens)
         for end in range(first + 1, len(text) + 1):
@@ -183,7 +183,7 @@ NOTHING = {
     "exponential_decay_length_penalty": None, "prompt_lookup_num_tokens": None,
     "num_return_sequences": 1,
 }  # fmt: skip
-"""Settings that change the text of `generate`, with the value beside None that changes nothing."""
+"""Settings that change the text of `generate`, with the value (besides None) that does nothing."""
 
 
 def follow(
@@ -193,16 +193,16 @@ def follow(
     plain: bool = False,
     ignore_eos: bool = False,
 ) -> None:
-    """Has a target answer as its generation config says, whoever decodes.
+    """Let a target answer as its generation config says, under every method.
 
     Args:
-        target: is changed.
-        stop: texts that end a response, in place of the config's.
-        plain: do without all that the config asks for.
-        ignore_eos: stop tokens end nothing.
+        target: target to change.
+        stop: texts that end an answer, instead of the config's.
+        plain: ignore the config's changes.
+        ignore_eos: let stop tokens not end answers.
 
     Raises:
-        InputError: it asks for what drafts cannot be checked by, or for nonsense.
+        InputError: the config has settings that drafts cannot be verified with, or invalid values.
     """
     ours = target.generation_config
     target.logits_processing = {} if plain else asked_of(target)
@@ -210,7 +210,7 @@ def follow(
     target.stop_strings = tuple(stop or ([] if plain else theirs or []))
     target.ignores_stops = ignore_eos
     if isinstance(target, Target):
-        # What else it says, e.g. to keep no cache, `generate` would follow and nobody else.
+        # `generate` alone would follow other settings, e.g. to keep no cache.
         target.model.generation_config = GenerationConfig(
             eos_token_id=ours.eos_token_id,
             pad_token_id=ours.pad_token_id,
@@ -219,20 +219,20 @@ def follow(
 
 
 def follow_or_tell(target: EmbeddingsAndHead) -> str | None:
-    """`follow`, or plain answers and a line about them, where only a figure depends on them."""
+    """Run `follow`; if only a figure depends on it, use plain answers and return a line."""
     try:
         follow(target)
     except InputError as error:
         follow(target, plain=True)
-        return f"tau is of plain greedy answers: {error}"
+        return f"tau is measured on plain greedy answers: {error}"
     return None
 
 
 def asked_of(target: EmbeddingsAndHead) -> dict[str, Any]:
-    """The logits processing that a target's generation config asks for, by setting.
+    """Changes of logits in a target's generation config, by setting.
 
     Raises:
-        InputError: it asks for what drafts cannot be checked by, or for nonsense.
+        InputError: the config has settings that drafts cannot be verified with, or invalid values.
     """
     config = target.generation_config
     values = {name: getattr(config, name, None) for name in NOTHING}
@@ -241,14 +241,14 @@ def asked_of(target: EmbeddingsAndHead) -> dict[str, Any]:
     source = f"target.path={target.name}: its generation config asks for"
     if refused:
         raise InputError(
-            f"{source} {_listed(refused)}, which drafts cannot be checked by; allowed besides "
-            f"sampling: {', '.join(APPLIED)}; take the others out of generation_config.json, or "
-            "measure and regenerate with plain=true, which does without all of them"
+            f"{source} {_listed(refused)}, which drafts cannot be verified with; allowed besides "
+            f"sampling: {', '.join(APPLIED)}. Remove the others from generation_config.json, or "
+            "set plain=true, which ignores them all"
         )
     try:
         Processors(asked, target.stop_ids)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{source} {_listed(asked)}: {error}; plain=true does without") from error
+        raise InputError(f"{source} {_listed(asked)}: {error}; plain=true ignores it") from error
     return asked
 
 

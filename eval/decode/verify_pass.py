@@ -1,4 +1,4 @@
-"""One pass of the target over draft trees, the accepted paths, and their record for the host.
+"""One pass of the target over draft trees, with the accepted paths and their record.
 
 Letters: B texts, N tree nodes (root included), A nodes kept, D hidden, V vocab.
 """
@@ -18,11 +18,11 @@ from heads.target_model.model import Taps, Target, TargetOutput, last_states
 
 
 class ContextLimits:
-    """Lengths from which a target reads the texts of a batch in another way, or not at all.
+    """Lengths from which a target reads texts differently, or not at all.
 
-    Up to the switch a text has the short frequencies of LongRoPE, beyond it the long ones for all
-    of its tokens, so its keys are then computed anew; transformers' `generate` does the same. A
-    draft is not accepted across the switch: its tokens beyond were read with the wrong ones.
+    Up to the switch a text uses the short frequencies of LongRoPE, above it the long ones for all
+    tokens, so its keys are then recomputed, as in transformers' `generate`. A draft is not accepted
+    across the switch, as its later tokens were read with the wrong frequencies.
 
     Args:
         target: the target.
@@ -35,12 +35,12 @@ class ContextLimits:
         self.long = {n for n, ids in enumerate(prompts) if switch is not None and len(ids) > switch}
 
     def cross(self, cache: TreeCache, numbers: list[int], texts: list[list[int]]) -> None:
-        """Computes the keys of texts that are long from now on.
+        """Recompute the keys of texts that are long from now on.
 
         Args:
-            cache: of the texts that go on.
-            numbers: of the texts, by row.
-            texts: all tokens of each, prompt and root included.
+            cache: cache of the running texts.
+            numbers: index of the text in each row.
+            texts: all tokens of each text, prompt and root included.
         """
         if self.switch is None:
             return
@@ -52,12 +52,12 @@ class ContextLimits:
                 cache.replace(row, anew)
 
     def cut(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
-        """Tokens [B, N] of trees, PAD beyond the window and beyond the switch of a short text.
+        """Replace tokens [B, N] of trees beyond the window or a short text's switch by PAD.
 
         Args:
             tokens: [B, N] int64.
             depths: [B or 1, N] int64.
-            cache: of the texts.
+            cache: cache of the texts.
         """
         committed = cache.slots.committed
         positions = committed + depths
@@ -70,13 +70,13 @@ class ContextLimits:
 
 
 class HostStep(NamedTuple):
-    """A text's share of a verify pass, as the host learns it.
+    """A text's share of a verify pass, on the host.
 
     Attributes:
-        path: accepted nodes, the root first.
-        tokens: of these nodes.
-        bonus: the token after them.
-        num_drafted: draft tokens that were checked.
+        path: accepted nodes, root first.
+        tokens: tokens of these nodes.
+        bonus: token after them.
+        num_drafted: draft tokens verified.
     """
 
     path: list[int]
@@ -86,7 +86,7 @@ class HostStep(NamedTuple):
 
     @classmethod
     def all_of(cls, record: list[list[int]]) -> "list[HostStep]":
-        """The steps of the rows of a `Verified.record`."""
+        """Read the steps of the rows of a `Verified.record`."""
         steps = []
         for num_accepted, bonus, num_drafted, *rest in record:
             kept, width = num_accepted + 1, len(rest) // 2
@@ -100,9 +100,9 @@ class Verified:
 
     Attributes:
         nodes: the trees.
-        accepted: their paths.
-        on_path: [B, N] int64, the tokens of the accepted nodes.
-        record: [B, 3 + 2 N] int64, all that the host learns, in one tensor.
+        accepted: accepted paths.
+        on_path: [B, N] int64 tokens of the accepted nodes.
+        record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
     """
 
     nodes: "Nodes"
@@ -112,11 +112,11 @@ class Verified:
 
     @property
     def counts(self) -> Tensor:
-        """[B] int64, nodes kept, the root included."""
+        """[B] int64 number of accepted nodes, root included."""
         return self.accepted.num_accepted + 1
 
     def committed(self, steps: Sequence[HostStep], cache: TreeCache) -> Committed:
-        """The pass as drafters observe it, once the host knows its steps."""
+        """Make the pass as drafters observe it, once the host knows its steps."""
         paths = [step.path for step in steps]
         longest = max(map(len, paths))
         path = self.accepted.nodes[:, :longest]
@@ -136,8 +136,8 @@ class Nodes:
     """Draft trees that the target has read.
 
     Attributes:
-        tokens: [B, N] int64, the roots included; PAD where there is no node.
-        output: the target's states [B, N, D].
+        tokens: [B, N] int64 tokens, roots included; PAD for missing nodes.
+        output: hidden states [B, N, D] of the target.
         logits: [B, N, V].
     """
 
@@ -146,7 +146,7 @@ class Nodes:
     logits: Tensor
 
     def accept(self, draft: Draft, sampling: Sampling, generators: Generators) -> Verified:
-        """Accepts a path of each tree, without waiting for the device."""
+        """Accept a path of each tree, without waiting for the device."""
         accepted = verify(draft, self.tokens, self.logits, sampling, generators)
         on_path = self.tokens.gather(1, accepted.nodes)
         num_drafted = (draft.tokens != PAD).sum(1)
@@ -158,14 +158,14 @@ class Nodes:
 def read_trees(
     limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: Taps
 ) -> Nodes:
-    """Runs the target once over all trees.
+    """Run the target once over all trees.
 
     Args:
-        limits: of the batch.
+        limits: limits of the batch.
         draft: the trees.
         roots: [B] int64.
-        cache: of the texts.
-        taps: the states that the drafter needs.
+        cache: cache of the texts.
+        taps: hidden states that the drafter needs.
     """
     layout, target = draft.layout(), limits.target
     tokens = torch.cat([roots.unsqueeze(1), draft.tokens], dim=1)

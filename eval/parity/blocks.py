@@ -1,4 +1,4 @@
-"""Block drafters, as serving engines read them: what `config.json` builds, and its logits.
+"""Block drafters as serving engines read them: what `config.json` builds, and its logits.
 
 Sources, read November 2026: vLLM 0.32 `models/qwen3_dflash.py`, `models/qwen3_dspark.py`,
 `configs/speculators/`; SGLang 0.5 `models/dflash.py`; z-lab/dflash `model.py`. Letters: S rows of a
@@ -29,15 +29,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(HeadShape):
-    """A block drafter as a serving engine builds it.
+    """Block drafter as a serving engine builds it.
 
     Attributes:
-        num_layers: of the head.
-        block_size: R.
-        anchored: row j drafts the token behind it, not the one at its place.
-        causal: a row sees no later row of its block.
+        num_layers: layers of the head.
+        block_size: number R of rows.
+        anchored: whether row j drafts the next token instead of its own.
+        causal: whether rows see no later rows of their block.
         window: tokens that a row sees; None for all.
-        full: layers whose rows see all, whatever `causal` and `window` say.
+        full: layers whose rows see everything, regardless of `causal` and `window`.
     """
 
     num_layers: int
@@ -67,12 +67,12 @@ class BlockShape(HeadShape):
 
 
 class BlockConfigReader:
-    """Every key of `config.json` that decides what the serving engine computes.
+    """Reader of all keys of `config.json` that decide what the serving engine computes.
 
     Args:
         export: the engine's files.
         golden: sizes of the target.
-        architectures: of the kind, by engine's format; `speculators` among them if it has a class.
+        architectures: class names by engine's format, with `speculators` if it has a class.
     """
 
     def __init__(self, export: Export, golden: Golden, architectures: dict[str, str]) -> None:
@@ -83,16 +83,16 @@ class BlockConfigReader:
         self.layer = self.root.part("transformer_layer_config") if self.nested else self.root
 
     def shape(self, block: Settings, anchored: bool, causal: bool) -> BlockShape:
-        """Reads what is built.
+        """Read the shape that is built.
 
         Args:
-            block: where the mask token and, but in speculators, the layers stand.
-            anchored: `sample_from_anchor`.
-            causal: as the serving engine decides.
+            block: section with the mask token and, except in speculators, the layers.
+            anchored: value of `sample_from_anchor`.
+            causal: causality as the serving engine decides it.
 
         Raises:
             InputError: the serving engine would refuse the config, guess a value, or read another
-                than the head was trained with.
+                value than in training.
         """
         layer, golden, root = self.layer, self.golden, self.root
         self._check_constants()
@@ -152,7 +152,8 @@ class BlockConfigReader:
         if trained is not None and trained != ids:
             raise InputError(
                 f"{place.file}: {place.engine} would read hidden states {ids}, but the head was "
-                f"trained on {trained} (headsmith.json: export.layers); engines count otherwise"
+                f"trained on {trained} (headsmith.json: export.layers), as engines count "
+                "differently; export again"
             )
         return tuple(ids)
 
@@ -168,26 +169,26 @@ class BlockConfigReader:
         return layer.need("sliding_window", int, "takes 4096")
 
     def _full(self) -> tuple[int, ...]:
-        """Layers without a window beside others that have one."""
+        """Layers without a window, if other layers have one."""
         if self._window() is None:
             return ()
         kinds = self.layer.need("layer_types", list, "guesses by other keys")
         return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
 
     def causal(self, place: Settings, key: str) -> bool:
-        """True if rows see no later row of their block, at least in the layers that have a window.
+        """Tell whether rows see no later rows of their block, at least in layers with a window.
 
         Raises:
-            InputError: it is not said, or of layers that see all of the text.
+            InputError: the key is missing, or concerns layers that see all of the text.
         """
         if not self._full():
             return place.need(key, bool, "takes it from layer_types")
         place.only(key, False)
-        # Not said, engines take it from layer_types.
+        # Without the key, engines read layer_types.
         return not place.has(key)
 
     def non_causal(self) -> bool:
-        """`causal` of speculators' layout, where only layers with a window can be."""
+        """`causal` in speculators' layout, where only layers with a window can be causal."""
         key = "sliding_window_non_causal"
         free = self.root.need(key, bool, "guesses, and vLLM not as speculators does")
         if not free and (self._window() is None or self._full()):
@@ -196,19 +197,19 @@ class BlockConfigReader:
 
 
 class ServedBlocks(ServedLayers):
-    """An exported block drafter; each head adds what it has beyond DFlash.
+    """Exported block drafter. Subclasses add parts beyond DFlash.
 
     Args:
-        export, golden: as of `ServedHead`.
-        shape: as the serving engine builds it.
-        more: shapes of the tensors that this head adds.
+        export, golden: as in `ServedHead`.
+        shape: shape as the serving engine builds it.
+        more: shapes of further tensors of the head.
     """
 
     shape: BlockShape
 
     def __init__(self, export: Export, golden: Golden, shape: BlockShape, more: Shapes) -> None:
         super().__init__(export, golden, TITLES[export.format], shape)
-        # The target's output head, of which a few rows are known, does not give all logits.
+        # The known rows of the target's output head do not give all logits.
         self._knows_all = "output_head" not in golden.tensors
         self._check(shape.tensors() | more)
         self._target_ids = self.target_ids()
@@ -220,7 +221,7 @@ class ServedBlocks(ServedLayers):
 
     @property
     def lines(self) -> list[str]:
-        """Lines of what was checked."""
+        """Lines about the checks."""
         shape = self.shape
         rows = "one after another" if shape.causal else "all at once"
         seen = "all of the text" if shape.window is None else f"{shape.window} tokens"
@@ -232,7 +233,7 @@ class ServedBlocks(ServedLayers):
         ]
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, r] logits of the golden ids, and [S] their logsumexp over all, of each slot."""
+        """[S, r] logits of the reference ids, and [S] logsumexp over all ids, of each slot."""
         golden = self.golden
         position_ids, tokens = (
             golden.need(name, (None,)) for name in ("position_ids", "token_ids")
@@ -252,7 +253,7 @@ class ServedBlocks(ServedLayers):
             return self.linear(outputs, "lm_head")
         ids = self.golden.need("ids", (None,))
         rows = self.golden.need("output_head", (len(ids), self.shape.hidden_size))
-        # Of ids that nobody compares, nothing is known.
+        # Logits of other ids are unknown.
         logits = torch.full((len(outputs), self.shape.vocab_size), -torch.inf)
         logits[:, ids] = outputs @ rows.T
         return logits
@@ -260,12 +261,12 @@ class ServedBlocks(ServedLayers):
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [S, W] of a slot behind tokens [S], and the next state; DFlash's stay."""
+        """Logits [S, W] of a slot after tokens [S], and the next state; unchanged for DFlash."""
         del outputs, before
         return base, state
 
     def _block(self, row: int, position_ids: Tensor) -> Tensor:
-        """[D, H] what the slots of the block behind a row project."""
+        """[D, H] inputs of the output head, for the slots of the block after a row."""
         golden, shape = self.golden, self.shape
         wanted = (None, shape.target_hidden_size)
         features = [golden.need(f"hidden_states.{i}", wanted)[: row + 1] for i in shape.layers]
@@ -277,7 +278,7 @@ class ServedBlocks(ServedLayers):
         return self.norm(states, "norm")[shape.slots]
 
     def embeds(self, row: int) -> Tensor:
-        """[R, H] of the block behind a row, by the head's own embedding if it brings one."""
+        """[R, H] embeddings of the block after a row, by the head's own embedding if it has one."""
         golden, hidden, num_masks = self.golden, self.shape.hidden_size, self.shape.block_size - 1
         if EMBEDDING in self.export.tensors:
             token = int(golden.need("token_ids", (None,))[row])
@@ -290,7 +291,7 @@ class ServedBlocks(ServedLayers):
     def _layer(
         self, number: int, states: Tensor, context: Tensor, before: Tensor, places: Tensor
     ) -> Tensor:
-        """[R, H] of a layer over its block [R, H] at `places` and features [s, H] at `before`."""
+        """[R, H] layer output over its block [R, H] at `places` and states [s, H] at `before`."""
         name = f"layers.{number}."
 
         def attend(inputs: Tensor) -> Tensor:
@@ -306,12 +307,12 @@ class ServedBlocks(ServedLayers):
         return states + self.around(f"{name}mlp", inputs, lambda rows: self.mlp(rows, name))
 
     def around(self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """[R, H] of a sublayer; a head may put something around it."""
+        """[R, H] output of a sublayer, which subclasses may wrap."""
         del name
         return sublayer(inputs)
 
     def _seen(self, number: int, num_tokens: int) -> Tensor:
-        """[R, s + R] bool of a layer, by how many tokens lie between."""
+        """[R, s + R] bool visibility in a layer, by the distance of tokens."""
         shape = self.shape
         keys = torch.arange(num_tokens + shape.block_size)
         rows = keys[num_tokens:].unsqueeze(1)
@@ -323,7 +324,7 @@ class ServedBlocks(ServedLayers):
         return seen if shape.window is None else seen & ((rows - keys).abs() < shape.window)
 
     def _check(self, must: Shapes) -> None:
-        """Checks the tensors, beside those of each head the ones of its vocabulary."""
+        """Check the tensors, including those of the head's vocabulary."""
         shape = self.shape
         may: Shapes = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
         reduced = shape.draft_vocab_size != shape.vocab_size

@@ -1,4 +1,4 @@
-"""EAGLE heads as serving engines read them: names, keys, defaults, layer numbers, `config.json`.
+"""EAGLE heads as serving engines read them: names, keys, defaults, layer numbers.
 
 Sources, read November 2026: vLLM 0.32 `model_executor/models/llama_eagle.py`, `llama_eagle3.py`,
 `qwen3_eagle3.py`, `v1/worker/gpu_model_runner.py`; SGLang `srt/models/llama_eagle.py`,
@@ -23,31 +23,31 @@ LAUNCH = "eagle3_layers_to_capture"
 
 
 class LayerIds(Enum):
-    """Places where serving engines find the target layers that an EAGLE-3 head reads."""
+    """Where serving engines find the target layers that an EAGLE-3 head reads."""
 
     hidden_states = "hidden_states"
-    """`eagle_aux_hidden_state_layer_ids` at the root or in `eagle_config`; i is what enters
-    layer i: index i of `output_hidden_states`."""
+    """`eagle_aux_hidden_state_layer_ids` in the root or in `eagle_config`; i is the input of layer
+    i: index i of `output_hidden_states`."""
     outputs = "outputs"
-    """The same key in `eagle_config` alone; i is the output of layer i: index i + 1."""
+    """The same key in `eagle_config` only; i is the output of layer i: index i + 1."""
     launch = "launch"
-    """`eagle3_layers_to_capture` of the launch configuration, which an export carries in its
-    README; i as above."""
+    """`eagle3_layers_to_capture` of the launch configuration, which an export has in its README; i
+    as above."""
     fixed = "fixed"
-    """2, L // 2 and L - 3 of `output_hidden_states`, whatever a file says."""
+    """Always 2, L // 2 and L - 3 of `output_hidden_states`, whatever the file says."""
 
 
 class FusionBias(Enum):
-    """Biases of the fusion layer that serving engines have."""
+    """Bias of the fusion layer in serving engines."""
 
     never = "never"
     always = "always"
     key = "key"
-    """As `bias` in config.json says."""
+    """By the key `bias` of config.json."""
 
 
 class Presence(Enum):
-    """Tensors that a serving engine needs, takes or has no place for."""
+    """Whether a serving engine needs, allows or lacks a tensor."""
 
     must = "must"
     may = "may"
@@ -56,26 +56,26 @@ class Presence(Enum):
 
 @dataclass(frozen=True)
 class Conventions:
-    """Conventions of one serving engine for one kind of EAGLE head.
+    """Conventions of a serving engine for a kind of EAGLE head.
 
     Attributes:
-        title: the serving engine, for messages.
-        architectures: allowed in `architectures`.
-        prefixes: with which names of the layer's tensors begin.
-        flags: those of `FLAGS` that it has.
-        written: whether flags that it has not must be written all the same, as false.
-        nested: flags that it reads in `eagle_config` alone.
+        title: name of the serving engine in messages.
+        architectures: allowed values of `architectures`.
+        prefixes: prefixes of the layer's tensors.
+        flags: supported names of `FLAGS`.
+        written: whether unsupported flags must be written as false.
+        nested: flags that it reads in `eagle_config` only.
         layers: where it finds the layers.
-        always_fuses: whether `fc` is also applied to features as wide as the head.
+        always_fuses: whether `fc` also applies to hidden states as wide as the head.
         fc_bias: where the bias of `fc` comes from.
-        biases: keys of the biases that its layer may have.
+        biases: keys of biases that its layer may have.
         qwen3: whether it has a layer with norms on queries and keys.
-        rope: the spelling that it reads.
-        random_head: whether a missing output head starts at random; at SGLang, unless
+        rope: spelling of RoPE that it reads.
+        random_head: whether a missing output head starts randomly; in SGLang, unless
             `draft_vocab_size` is null.
-        embedding: `no` if it takes the target's where that is as wide as the head.
-        t2d: the mask beside `d2t`.
-        method: the kind of head in speculators' words.
+        embedding: `no` if it uses the target's when that is as wide as the head.
+        t2d: whether it has the mask beside `d2t`.
+        method: kind of head in speculators.
     """
 
     title: str
@@ -143,14 +143,14 @@ CONVENTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EagleShape(HeadShape):
-    """An EAGLE head as a serving engine builds it.
+    """EAGLE head as a serving engine builds it.
 
     Attributes:
-        eagle3: three fused features and norms of their own; otherwise EAGLE-1.
-        flags: the names of `FLAGS` that are on.
+        eagle3: whether it fuses three hidden states and has their norms; otherwise EAGLE-1.
+        flags: names of `FLAGS` that are on.
         fc_bias: whether the fusion layer has a bias.
-        biased: projections of the layer that have one.
-        own_head: whether the head has an output head of its own.
+        biased: projections of the layer with a bias.
+        own_head: whether the head has its own output head.
         logit_scale: factor of the logits.
     """
 
@@ -162,7 +162,7 @@ class EagleShape(HeadShape):
     logit_scale: float
 
     def tensors(self) -> Shapes:
-        """Shapes of the tensors that must be there."""
+        """Shapes of the required tensors."""
         hidden, width = self.hidden_size, self.target_hidden_size
         norms = ["post_attention_layernorm"]
         if self.eagle3:
@@ -185,13 +185,13 @@ class EagleShape(HeadShape):
 
 
 class EagleConfigReader:
-    """Every key of `config.json` that decides what the serving engine computes.
+    """Reader of all keys of `config.json` that decide what the serving engine computes.
 
     Args:
         export: the serving engine's files.
         golden: sizes of the target.
-        conventions: how they are read.
-        num_layers: of the head.
+        conventions: conventions of the engine.
+        num_layers: layers of the head.
     """
 
     def __init__(
@@ -202,15 +202,15 @@ class EagleConfigReader:
         self._eagle3, self._nested = export.kind != "eagle1", export.format == "speculators"
         self._root = Settings(export.config, export.folder / "config.json", conventions.title)
         self._eagle = self._root.part("eagle_config")
-        # In speculators' format what Llama has lies in a part of its own.
+        # In speculators' format, Llama's keys lie in a section.
         self._layer = self._root.part("transformer_layer_config") if self._nested else self._root
 
     def shape(self, own_head: bool) -> EagleShape:
-        """Reads what is built of a file with an output head, or without one.
+        """Read what is built from a file with or without an output head.
 
         Raises:
             InputError: the serving engine would refuse the config, guess a value, or read another
-                than the head was trained with.
+                value than in training.
         """
         layer, vocab_size = self._layer, self._golden.vocab_size
         self._check_class()
@@ -261,7 +261,7 @@ class EagleConfigReader:
         kind = layer.need("model_type", str, "finds no class")
         layer.only("model_type", *("llama", "qwen3")[: 1 + engine.qwen3])
         if self._nested:
-            # Without these keys neither speculators nor vLLM takes the folder.
+            # Without these keys, speculators and vLLM refuse the folder.
             method, why, refused = engine.method, "the kind of the head", "refuses the folder"
             root.equal("speculators_model_type", method, why, refused)
             plan = root.part("speculators_config")
@@ -300,7 +300,7 @@ class EagleConfigReader:
         return size
 
     def _layers(self, same_width: bool) -> tuple[int, ...]:
-        """Indices of `output_hidden_states` that the serving engine feeds to the head."""
+        """Indices of `output_hidden_states` that the serving engine gives to the head."""
         count, where, title = self._golden.num_layers, self._engine.layers, self._engine.title
         self._eagle.only("use_aux_hidden_state", True)
         first = 0
@@ -321,28 +321,29 @@ class EagleConfigReader:
             launched = re.search(rf"{LAUNCH}: *\[([\d, ]+)\]", text)
             if launched is None:
                 raise InputError(
-                    f"{file}: no {LAUNCH}: [...] in it: {title} reads the layers from "
-                    "its launch configuration, and without it takes 1, L / 2 - 1 and L - 4"
+                    f"{file}: {LAUNCH}: [...] is missing: {title} reads the layers from its launch "
+                    "configuration, and without it takes 1, L / 2 - 1 and L - 4; export again"
                 )
             ids, first = [int(number) + 1 for number in launched[1].split(",")], 1
         if not self._engine.always_fuses and same_width and len(ids) == 1:
             raise self._root.wrong(IDS, "two or more: it leaves fc out where the widths agree")
         if ids != sorted(set(ids)) or not all(first <= i < count for i in ids):
             raise InputError(
-                f"{self._root.file}: {title} would read hidden states {ids}: it gives those of "
-                f"{first}..{count - 1} before the final norm, each once and in rising order"
+                f"{self._root.file}: {title} would read hidden states {ids}, but can only give "
+                f"those of {first}..{count - 1} before the final norm, each once and in rising "
+                "order"
             )
         trained = self._export.layers
         if trained is not None and trained != ids:
             raise InputError(
                 f"{self._root.file}: {title} would read hidden states {ids}, but the head was "
-                f"trained on {trained} (headsmith.json: export.layers); engines count layers "
-                "differently"
+                f"trained on {trained} (headsmith.json: export.layers), as engines count layers "
+                "differently; export again"
             )
         return tuple(ids)
 
     def _check_count(self, num_ids: int) -> None:
-        """The width of `fc` follows a count that is read elsewhere than the ids."""
+        """Check the count that decides the width of `fc`, which is read apart from the ids."""
         qwen3 = self._layer.get("model_type") == "qwen3"
         places = (self._root, self._eagle) if qwen3 else (self._eagle,)
         counted = next((len(place.get(IDS)) for place in places if place.has(IDS)), 3)

@@ -1,7 +1,7 @@
-"""Files of an export: those of the serving engine, and the golden logits beside them.
+"""Files of an export: the serving engine's, and the reference logits beside them.
 
-Letters: S rows, D depths, L layers of the target, Ht its hidden size, H of the head, V
-vocabulary, R compared ids.
+Letters: S rows, D depths, L layers of the target, Ht its hidden size, H of the head, V vocabulary,
+R compared ids.
 """
 
 import json
@@ -28,18 +28,18 @@ FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 @dataclass(frozen=True)
 class Export:
-    """The files that a serving engine reads.
+    """Files that a serving engine reads.
 
     Attributes:
-        folder: where they lie.
-        format: the serving engine's name.
-        kind: of the head.
-        layers: target features that the head was trained on, as indices of
-            `output_hidden_states`; None in a folder without `headsmith.json`.
-        config: `config.json`; of a GGUF file, its `eval.parity.gguf.Entry`s by key.
-        weights: the file of `tensors`.
-        tensors: by the names in the file.
-        dtype: of its floating-point tensors.
+        folder: folder of the files.
+        format: name of the serving engine.
+        kind: kind of the head.
+        layers: hidden states that the head was trained on, as indices of `output_hidden_states`;
+            None without `headsmith.json`.
+        config: `config.json`; for a GGUF file, its `eval.parity.gguf.Entry`s by key.
+        weights: file of `tensors`.
+        tensors: tensors by their names in the file.
+        dtype: dtype of its floating-point tensors.
     """
 
     folder: Path
@@ -53,19 +53,19 @@ class Export:
 
     @property
     def config_name(self) -> str:
-        """The file that says what is built."""
+        """Name of the file that decides what is built."""
         return self.weights.name if self.weights.suffix == GGUF else "config.json"
 
 
 @dataclass(frozen=True)
 class Golden:
-    """Features and logits of the trained head.
+    """Hidden states and reference logits of the trained head.
 
     Attributes:
-        file: where they come from.
-        kind: of the head.
+        file: file of the values.
+        kind: kind of the head.
         num_layers: L.
-        max_position_embeddings: of the trained head.
+        max_position_embeddings: positions of the trained head.
         vocab_size: V.
         tensors: see `heads/export/golden.py`.
     """
@@ -78,43 +78,47 @@ class Golden:
     tensors: dict[str, Tensor]
 
     def need(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
-        """A tensor that must be there; floats as float32.
+        """Required tensor, with floats as float32.
 
         Args:
-            name: in the file.
-            shape: sizes; None allows any.
+            name: name in the file.
+            shape: required sizes; None allows any.
 
         Raises:
-            InputError: missing or misshapen.
+            InputError: the tensor is missing or has another shape.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
             raise InputError(
-                f"{self.file}: no tensor {name}; found {sorted(self.tensors)}: export again"
+                f"{self.file}: no tensor {name}, only {sorted(self.tensors)}; export again"
             )
         sizes = zip(tensor.shape, shape, strict=False)
         if tensor.ndim != len(shape) or any(w not in (None, n) for n, w in sizes):
             wanted = ["any" if size is None else size for size in shape]
             raise InputError(
-                f"{self.file}: {name} is {list(tensor.shape)}: must be {wanted}; export again"
+                f"{self.file}: {name} has shape {list(tensor.shape)}; must be {wanted}; export "
+                "again"
             )
         return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
-    """Reads the serving engine's files of an export.
+    """Read the serving engine's files of an export.
 
     Args:
-        folder: of the export.
-        engine: the format, for a folder whose `headsmith.json` does not name it.
-        golden: says what kind of head this is.
+        folder: folder of the export.
+        engine: format, if `headsmith.json` does not name it.
+        golden: reference values, which name the kind of head.
 
     Raises:
-        InputError: a file is missing, corrupt, pickled or one too many.
+        InputError: a file is missing, corrupt, pickled or unexpected.
     """
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
     if pickled:
-        raise InputError(f"{folder}: pickled files {pickled}: only safetensors and JSON are read")
+        raise InputError(
+            f"{folder}: has pickled files {pickled}, which are never opened; allowed: safetensors "
+            "and JSON"
+        )
     note = _note(folder, engine, golden.kind)
     if note["format"] == "llamacpp":
         return _read_gguf(folder, note, golden.kind)
@@ -122,8 +126,8 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise InputError(
-            f"{folder}: safetensors files {[p.name for p in files]}: must be exactly one, as "
-            "engines load every one as weights"
+            f"{folder}: has safetensors files {[p.name for p in files]}; must be exactly one, as "
+            "engines load each as weights"
         )
     weights = files[0]
     tensors, _ = read_tensors(weights)
@@ -135,14 +139,14 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
 
 
 def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
-    """Reads an export that is one GGUF file, whose matrices have one dtype.
+    """Read an export of one GGUF file, whose matrices have one dtype.
 
     Raises:
-        InputError: as `read_export`.
+        InputError: as in `read_export`.
     """
     files = sorted(folder.glob(f"*{GGUF}"))
     if len(files) != 1:
-        raise InputError(f"{folder}: GGUF files {[p.name for p in files]}: must be exactly one")
+        raise InputError(f"{folder}: has GGUF files {[p.name for p in files]}; must be exactly one")
     entries, tensors = parse(files[0])
     matrices = {n: t for n, t in tensors.items() if t.ndim > 1 and n.endswith(".weight")}
     stated = entries.get("general.file_type")
@@ -153,16 +157,16 @@ def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
 
 
 def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
-    """Reads the golden file of an export of one of these kinds of head.
+    """Read the reference values of an export of one of these kinds of head.
 
     Raises:
-        InputError: missing, corrupt, or without its metadata.
+        InputError: the file is missing, corrupt, or without its metadata.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; name the folder of an export")
     file = folder / GOLDEN
     if not file.is_file():
-        raise InputError(f"{file}: no such file; the export cannot be checked: export again")
+        raise InputError(f"{file}: no such file, so the export cannot be checked; export again")
     tensors, metadata = read_tensors(file)
     numbers = ("num_layers", "max_position_embeddings", "vocab_size")
     bad = [name for name in numbers if not metadata.get(name, "").isdecimal()]
@@ -176,25 +180,25 @@ def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads an object from a JSON file.
+    """Read an object from a JSON file.
 
     Raises:
-        InputError: missing or no JSON object.
+        InputError: the file is missing or no JSON object.
     """
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{file}: is no JSON object")
+        raise InputError(f"{file}: not a JSON object; export again")
     return content
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads all tensors of a safetensors file, onto the CPU, and its metadata.
+    """Read all tensors of a safetensors file to the CPU, and its metadata.
 
     Raises:
-        InputError: corrupt, truncated, or values that are NaN or infinite (logits may be
+        InputError: the file is corrupt or truncated, or has NaN or infinite values (logits may be
             -inf).
     """
     try:
@@ -213,30 +217,30 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
-    """The `export` part of `headsmith.json`, with the format of the command line."""
+    """`export` section of `headsmith.json`, with the format of the command line."""
     file = folder / "headsmith.json"
     note = read_json(file).get("export", {}) if file.is_file() else {}
     named = note.get("format", engine)
     if named is None:
-        raise InputError(f"{file}: does not name the engine: give --format")
+        raise InputError(f"{file}: does not name the engine; give --format")
     if engine not in (None, named):
-        raise InputError(f"{file}: export.format={named}, but --format {engine}: leave one out")
+        raise InputError(f"{file}: export.format={named}, but --format {engine}; leave one out")
     if note.get("kind", kind) != kind:
         raise InputError(
-            f"{file}: export.kind={note['kind']}, but {GOLDEN} holds the logits of a head of "
-            f"kind {kind}"
+            f"{file}: export.kind={note['kind']}, but {GOLDEN} holds the logits of a head of kind "
+            f"{kind}; export again"
         )
     return {**note, "format": named}
 
 
 def _dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> str:
-    """The dtype of every float tensor, and of the notes about it."""
+    """Dtype of every float tensor, which the notes must confirm."""
     counts = Counter(str(FLOATS.get(t.dtype)) for t in tensors.values() if t.is_floating_point())
     dtypes = {*counts, *(dtype for dtype in noted if dtype is not None)}
     if len(dtypes) != 1 or not dtypes <= set(FLOATS.values()):
         raise InputError(
-            f"{file}: dtypes of its floats {dict(counts)}, and noted in headsmith.json "
-            f"(export.dtype) and config.json (dtype, torch_dtype; general.file_type) {noted}: "
-            f"must be one of {list(FLOATS.values())} throughout"
+            f"{file}: its floats have dtypes {dict(counts)}, and headsmith.json (export.dtype) and "
+            f"config.json (dtype, torch_dtype; general.file_type) say {noted}; all must be the "
+            f"same one of {list(FLOATS.values())}"
         )
     return dtypes.pop()

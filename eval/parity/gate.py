@@ -1,7 +1,7 @@
-"""The parity gate: an export, read as its serving engine reads it, gives the trained head's logits.
+"""Parity check: an export, read as its serving engine reads it, gives the trained head's logits.
 
-Nothing here knows how heads are trained or exported: names, keys and defaults are those of vLLM,
-SGLang and others, so that a mistake of the exporter cannot be made again by its check.
+This package does not use the code that trains or exports heads. Names, keys and defaults are those
+of vLLM, SGLang and others, so that the check cannot repeat an exporter's mistake.
 
 Letters: S rows, D depths, R compared ids.
 """
@@ -22,19 +22,19 @@ from eval.parity.files import Export, Golden, read_export, read_golden
 
 FORMATS = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original", "llamacpp")
 TOLERANCE = 1e-4
-"""Of the largest logit. On trained heads the two sides, which sum in different order, differ by
-1e-6 of it, by 4e-5 at most where random weights amplify that; rounding a single tensor to bfloat16
+"""Allowed difference as a share of the largest logit. Both sides sum in different order: trained
+heads differ by 1e-6 of it, random weights by 4e-5 at most; rounding a single tensor to bfloat16
 changes it by 1e-4 to 1e-3."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An export that holds what was trained.
+    """Result for an export that equals the trained head.
 
     Attributes:
-        lines: what was checked, one each.
-        max_difference: of logits.
-        scale: the largest |logit|.
+        lines: one line per check.
+        max_difference: largest difference of logits.
+        scale: largest |logit|.
     """
 
     lines: list[str]
@@ -43,23 +43,23 @@ class Verdict:
 
 
 class Served(Protocol):
-    """A head as a serving engine reads it."""
+    """Head as a serving engine reads it."""
 
     lines: list[str]
-    """Lines of what was checked."""
+    """Lines about the checks."""
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, R] logits of the golden ids at each depth, and [S] their logsumexp over all."""
+        """[S, R] logits of the reference ids at each depth, and [S] logsumexp over all ids."""
 
 
 class Reader(Protocol):
-    """A module of `eval/parity/readers/`."""
+    """Module of `eval/parity/readers/`."""
 
     FORMATS: dict[str, tuple[str, ...]]
-    """The formats that are read, by the kind of head as exports name it."""
+    """Formats that it reads, by kind of head."""
 
     def read(self, export: Export, golden: Golden) -> Served:
-        """The head of an export.
+        """Read the head of an export.
 
         Raises:
             InputError: the serving engine would refuse the files, guess, or serve another head.
@@ -67,7 +67,7 @@ class Reader(Protocol):
 
 
 def readers_by_kind() -> dict[str, dict[str, Reader]]:
-    """Every module in the folder of readers, by the kind of head and the format that it reads."""
+    """All modules in the folder of readers, by kind of head and format."""
     by_kind: dict[str, dict[str, Reader]] = {}
     for module in pkgutil.iter_modules(readers.__path__, f"{readers.__name__}."):
         reader = cast(Reader, importlib.import_module(module.name))
@@ -78,15 +78,15 @@ def readers_by_kind() -> dict[str, dict[str, Reader]]:
 
 @torch.no_grad()
 def check_parity(folder: Path, engine: str | None = None) -> Verdict:
-    """Reads an export as its serving engine does, and compares its logits with the trained head's.
+    """Read an export as its serving engine does, and compare its logits with the trained head's.
 
     Args:
-        folder: of the export.
-        engine: one of `FORMATS`, for a folder whose `headsmith.json` does not name it.
+        folder: folder of the export.
+        engine: one of `FORMATS`, if `headsmith.json` does not name it.
 
     Raises:
-        InputError: whatever the serving engine would refuse, ignore, guess or compute otherwise,
-            with the file and the tensor or key.
+        InputError: the serving engine would refuse, ignore, guess or compute something differently;
+            names the file and the tensor or key.
     """
     by_kind = readers_by_kind()
     golden = read_golden(folder, list(by_kind))
@@ -104,7 +104,7 @@ def check_parity(folder: Path, engine: str | None = None) -> Verdict:
 
 
 def _compare(golden: Golden, served: list[tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
-    """The largest difference of logits, and the largest |logit|."""
+    """Largest difference of logits, and largest |logit|."""
     all_ids = golden.need("ids", (None,))
     trained = golden.need("logits", (len(served), None, len(all_ids)))
     logits = torch.stack([of_depth for of_depth, _ in served])
@@ -113,16 +113,16 @@ def _compare(golden: Golden, served: list[tuple[Tensor, Tensor | None]]) -> tupl
     if other.any():
         ids = all_ids[other]
         raise InputError(
-            f"{golden.file}: logits: the trained head and the served one can draft different "
-            f"ids, {len(ids)} of those compared, the first {ids[:5].tolist()}: look at d2t"
+            f"{golden.file}: logits: the served head drafts other ids than the trained one; "
+            f"{len(ids)} of those compared differ, the first {ids[:5].tolist()}. Check d2t"
         )
     if not finite.any(dim=-1).all():
-        raise InputError(f"{golden.file}: logits: a row is -inf throughout; export again")
+        raise InputError(f"{golden.file}: logits: a whole row is -inf; export again")
     scale = trained[finite].abs().max().item()
     difference = torch.where(finite, logits - trained, 0.0).abs()
     _check_difference(golden, "logits", difference, scale)
     sums = [of_depth for _, of_depth in served if of_depth is not None]
-    # Absent where the trained head used the target's output head, of which rows are missing.
+    # Absent if the trained head used the target's output head, whose rows are incomplete.
     if sums and "output_head" not in golden.tensors:
         trained_sums = golden.need("logsumexp", tuple(trained.shape[:2]))
         _check_difference(
@@ -132,7 +132,7 @@ def _compare(golden: Golden, served: list[tuple[Tensor, Tensor | None]]) -> tupl
 
 
 def _check_difference(golden: Golden, name: str, difference: Tensor, scale: float) -> None:
-    """Raises with the worst depth and row of [D, S, R] where a difference is too large."""
+    """Raise an error with the worst depth and row of [D, S, R] if a difference is too large."""
     worst = difference.max().item()
     if worst <= TOLERANCE * scale:
         return
@@ -140,8 +140,8 @@ def _check_difference(golden: Golden, name: str, difference: Tensor, scale: floa
     depth, place = divmod(int(difference.argmax()), num_rows * num_ids)
     depths = [f"{worst_of_depth:.1e}" for worst_of_depth in difference.amax(dim=(1, 2)).tolist()]
     raise InputError(
-        f"{golden.file}: {name} of the served head differ from the trained one's by up to "
-        f"{worst:.2e} at depth {depth}, row {place // num_ids}; allowed {TOLERANCE * scale:.1e} "
-        f"of logits up to {scale:.3g}; by depth {', '.join(depths)}: weights, RoPE, layers or "
-        "norms are not the trained head's"
+        f"{golden.file}: {name} of the served head differ from the trained head's by up to "
+        f"{worst:.2e} at depth {depth}, row {place // num_ids}; allowed {TOLERANCE * scale:.1e} of "
+        f"logits up to {scale:.3g}; by depth {', '.join(depths)}. Its weights, RoPE, layers or "
+        "norms are not the trained head's; export again"
     )

@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp reads them: metadata with types, tensors, and keys that must be there.
+"""GGUF files as llama.cpp reads them: typed metadata, tensors, and required keys.
 
 Source, read November 2026: llama.cpp b11434 `ggml/src/gguf.cpp`, `src/llama-model-loader.cpp`.
 """
@@ -28,7 +28,7 @@ SCALARS = {
     12: "d",
 }
 STRING, LIST = 8, 9
-# Numbers of the types that llama.cpp asks for: it takes no other.
+# Type numbers that llama.cpp requires.
 ASKED = {int: 4, float: 6, bool: 7, str: STRING}
 DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
 OFFSETS = 32
@@ -36,11 +36,11 @@ OFFSETS = 32
 
 @dataclass(frozen=True)
 class Entry:
-    """A piece of metadata.
+    """Metadata entry.
 
     Attributes:
-        number: of its type; of a list, that of the elements.
-        value: as Python has it.
+        number: number of its type; for a list, of its elements.
+        value: Python value.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Entry:
 
 
 class _Bytes:
-    """Bytes that are read one after another."""
+    """Bytes that are read in order."""
 
     def __init__(self, content: memoryview) -> None:
         self.content, self.at = content, 0
@@ -70,10 +70,10 @@ class _Bytes:
 
 
 def parse(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
-    """Metadata, and tensors in torch's order of dimensions.
+    """Read metadata, and tensors in torch's order of dimensions.
 
     Raises:
-        InputError: not a whole GGUF file of version 3, a quantised tensor, or NaN or infinity.
+        InputError: not a complete GGUF file of version 3, a quantised tensor, or NaN or infinity.
     """
     try:
         content = bytearray(file.read_bytes())
@@ -101,7 +101,7 @@ def parse(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
         raise InputError(f"{file}: not a whole GGUF file of F32, F16 or BF16: {error}") from error
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise InputError(f"{file}: {name}: holds values that are NaN or infinite")
+            raise InputError(f"{file}: {name}: has values that are NaN or infinite; export again")
     return entries, tensors
 
 
@@ -116,31 +116,31 @@ def _entries(reader: _Bytes, count: int) -> Iterator[tuple[str, Entry]]:
 
 
 class Keys:
-    """The metadata of a head: a value that llama.cpp would guess is an error.
+    """Metadata of a head. A value that llama.cpp would guess is an error.
 
     Args:
-        entries: all of them.
-        file: for messages.
-        arch: with which the keys of the architecture begin.
+        entries: all entries.
+        file: file name in messages.
+        arch: architecture, with which the keys begin.
     """
 
     def __init__(self, entries: dict[str, Entry], file: Path, arch: str) -> None:
         self._entries, self.file, self._arch = entries, file, arch
 
     def name(self, key: str) -> str:
-        """The whole key."""
+        """Full name of a key."""
         return key if key.startswith(("tokenizer.", "general.")) else f"{self._arch}.{key}"
 
     def get(self, key: str, kind: type, otherwise: Any) -> Any:
-        """The value of a key, or what llama.cpp takes without it.
+        """Value of a key, or llama.cpp's default.
 
         Args:
-            key: its name; without `general` or `tokenizer`, of the architecture.
-            kind: of the value.
-            otherwise: without the key.
+            key: name of the key; without `general` or `tokenizer`, of the architecture.
+            kind: type of the value.
+            otherwise: llama.cpp's default.
 
         Raises:
-            InputError: of another type.
+            InputError: another type.
         """
         entry = self._entries.get(self.name(key))
         if entry is None:
@@ -150,10 +150,10 @@ class Keys:
         return entry.value
 
     def need(self, key: str, kind: type, otherwise: str) -> Any:
-        """The value of a key that must be there; `otherwise` says what llama.cpp does without it.
+        """Value of a required key; `otherwise` tells what llama.cpp does without it.
 
         Raises:
-            InputError: absent, or of another type.
+            InputError: the key is missing, or of another type.
         """
         value = self.get(key, kind, None)
         if value is None:
@@ -161,10 +161,10 @@ class Keys:
         return value
 
     def items(self, key: str, number: int, otherwise: str) -> list[Any]:
-        """The list of a key that must be there, of elements of a type.
+        """List of a required key, with elements of one type.
 
         Raises:
-            InputError: absent, or of another type.
+            InputError: the key is missing, or of another type.
         """
         entry = self._entries.get(self.name(key))
         if entry is None:
@@ -174,19 +174,19 @@ class Keys:
         return entry.value
 
     def equal(self, key: str, expected: Any, why: str, otherwise: str) -> None:
-        """Checks a key that must have one value.
+        """Check a key that must have one value.
 
         Raises:
-            InputError: absent, or another value.
+            InputError: the key is missing, or has another value.
         """
         if self.need(key, type(expected), otherwise) != expected:
             raise self.wrong(key, f"{expected!r}, {why}")
 
     def absent(self, key: str, otherwise: str) -> InputError:
-        """The error to raise about a key that is not there."""
+        """Make an error about a missing key."""
         return InputError(f"{self.file}: no {self.name(key)}: without it llama.cpp {otherwise}")
 
     def wrong(self, key: str, needed: str) -> InputError:
-        """The error to raise about the value of a key."""
+        """Make an error about the value of a key."""
         found = self._entries[self.name(key)].value
         return InputError(f"{self.file}: {self.name(key)} is {found!r}: llama.cpp needs {needed}")

@@ -19,7 +19,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class RopeKeys(Enum):
-    """The spelling of RoPE that a serving engine reads."""
+    """Spelling of RoPE that a serving engine reads."""
 
     both = "both"
     """`rope_parameters`, or `rope_theta` and `rope_scaling`: loaders on transformers 5."""
@@ -31,11 +31,11 @@ class RopeKeys(Enum):
 
 @dataclass(frozen=True)
 class Rope:
-    """Turns the first `2 * len(frequencies)` components of a head, halves against halves.
+    """Rotates the first `2 * len(frequencies)` components of a head, half against half.
 
     Attributes:
         frequencies: float32, radians per position.
-        scale: of the turned components.
+        scale: factor of the rotated components.
     """
 
     frequencies: Tensor
@@ -43,7 +43,7 @@ class Rope:
 
     def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
         """[N, Q, d] states at positions [N]."""
-        # In float32, as engines do: in float64 angles at far positions are others.
+        # In float32, as in engines: float64 gives other angles at far positions.
         angles = position_ids.float()[:, None, None] * self.frequencies
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         half = len(self.frequencies)
@@ -52,15 +52,15 @@ class Rope:
 
 
 def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
-    """The RoPE that a serving engine makes of a config.
+    """RoPE that a serving engine makes of a config.
 
     Args:
-        config: with `rope_theta` and `rope_scaling`, or `rope_parameters`, or both.
+        config: config with `rope_theta` and `rope_scaling`, or `rope_parameters`, or both.
         head_dim: d.
-        keys: which of them the serving engine reads.
+        keys: spelling that the serving engine reads.
 
     Raises:
-        InputError: absent, of a type that the serving engine has not, or the spellings disagree.
+        InputError: RoPE is missing, of a type that the engine lacks, or its spellings disagree.
     """
     settings = _agreed(config, keys)
     kind, theta = settings["rope_type"], float(settings["rope_theta"])
@@ -81,7 +81,7 @@ def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
 
 
 def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
-    """The settings in the words of `rope_parameters`, from both spellings."""
+    """Settings in the form of `rope_parameters`, from both spellings."""
     new = config.part("rope_parameters")
     if keys is not RopeKeys.both or not new.has("rope_theta"):
         config.need("rope_theta", float, "turns with a theta of 10000")
@@ -97,14 +97,14 @@ def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
     if spelled[0] != spelled[-1]:
         raise InputError(
             f"{config.file}: the two spellings of RoPE disagree: rope_parameters says "
-            f"{spelled[0]}, rope_theta and rope_scaling say {old}; loaders of different age "
-            "would turn by different angles"
+            f"{spelled[0]}, but rope_theta and rope_scaling say {old}, so old and new loaders "
+            "would differ; export again"
         )
     return spelled[-1]
 
 
 def _normalised(spelling: Settings, outer: dict[str, Any]) -> dict[str, Any]:
-    """One spelling with the values that stand outside, and one key for the type."""
+    """One spelling with the outer values, and one key for the type."""
     settings = {key: spelling.get(key) for key in spelling.keys() if key != "type"}  # noqa: SIM118
     settings.setdefault("rope_type", spelling.get("type") or "default")
     spelling.only("type", None, settings["rope_type"])
@@ -115,7 +115,7 @@ def _normalised(spelling: Settings, outer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Frequencies of long waves are divided by `factor`, those of short ones stay."""
+    """Divide the frequencies of long waves by `factor`; those of short ones stay."""
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     turns = settings["original_max_position_embeddings"] / (2 * math.pi / plain)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
@@ -123,7 +123,7 @@ def _llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
 
 
 def _yarn(powers: Tensor, settings: dict[str, Any]) -> Rope:
-    """Interpolates dimensions of few turns, leaves those of many, and scales the result."""
+    """Interpolate dimensions of few turns, keep those of many, and scale the result."""
     factor, original = settings["factor"], settings["original_max_position_embeddings"]
     width, theta = 2 * len(powers), settings["rope_theta"]
 

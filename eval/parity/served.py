@@ -1,4 +1,4 @@
-"""An exported head, computed from the names in its file: plain torch in float32.
+"""Exported head, computed from the names in its file, in plain torch and float32.
 
 Letters: N rows, T tokens, H hidden, I input of the attention, Q heads, K key-value heads, d head
 size, V vocabulary, W drafted ids, R compared ids.
@@ -29,8 +29,8 @@ class HeadShape:
         target_hidden_size: hidden size of the target.
         vocab_size, draft_vocab_size: V and W.
         eps: of every norm.
-        layers: indices of `output_hidden_states` of the features that are read.
-        qk_norm: norms on queries and keys.
+        layers: hidden states that are read, as indices of `output_hidden_states`.
+        qk_norm: whether queries and keys are normalised.
         rope: of queries and keys.
     """
 
@@ -54,13 +54,13 @@ class HeadShape:
         biased: Collection[str] = (),
         input_size: int | None = None,
     ) -> Shapes:
-        """Tensors of a decoder layer.
+        """Shapes of the tensors of a decoder layer.
 
         Args:
-            layer: with which their names begin.
-            norms: over H units.
+            layer: prefix of their names.
+            norms: norms over H units.
             biased: projections with a bias.
-            input_size: I, H unless given.
+            input_size: I; H by default.
         """
         hidden, mlp, read = self.hidden_size, self.intermediate_size, input_size or self.hidden_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -84,15 +84,15 @@ class HeadShape:
 
 
 class ServedHead:
-    """An exported head: checks of its tensors, and projections by their names.
+    """Exported head: checks of its tensors, and projections by name.
 
     Args:
         export: the serving engine's files.
         golden: sizes of the target.
-        title: the serving engine's name, for messages.
+        title: name of the serving engine in messages.
 
     Attributes:
-        weights: by the names that the computation knows; set by each head once they are checked.
+        weights: tensors by the names of the computation; set by each head after its checks.
     """
 
     def __init__(self, export: Export, golden: Golden, title: str) -> None:
@@ -101,56 +101,56 @@ class ServedHead:
 
     @property
     def lines(self) -> list[str]:
-        """Lines of what was checked."""
+        """Lines about the checks."""
         raise NotImplementedError
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[N, R] logits of the golden ids, and [N] their logsumexp over all, at each depth."""
+        """[N, R] logits of the reference ids, and [N] logsumexp over all ids, at each depth."""
         raise NotImplementedError
 
     @property
     def tensor_line(self) -> str:
-        """For `lines`."""
+        """Line about the tensors."""
         return (
             f"{self.export.weights.name}: {len(self.export.tensors)} tensors of "
-            f"{self.export.dtype}, none missing, none to spare"
+            f"{self.export.dtype}, none missing, none unknown"
         )
 
     def wrong(self, name: str, found: str, needed: str) -> InputError:
-        """The error to raise about a tensor."""
+        """Make an error about a tensor."""
         return InputError(f"{self.export.weights}: {name} {found}: {self.title} needs {needed}")
 
     def renamed(self, rename: Callable[[str], str]) -> dict[str, Tensor]:
-        """The tensors by other names.
+        """Rename the tensors.
 
         Raises:
-            InputError: two of them get one name.
+            InputError: two tensors get the same name.
         """
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.export.tensors.items():
             new = rename(name)
             if new in tensors:
-                raise self.wrong(name, "is there under two names", "one of them")
+                raise self.wrong(name, "appears under two names", "one of them")
             tensors[new] = tensor
         return tensors
 
     def check_tensors(self, tensors: dict[str, Tensor], must: Shapes, may: Shapes) -> None:
-        """Checks names, shapes and integer types.
+        """Check names, shapes and integer types.
 
         Args:
-            tensors: to be checked.
-            must: what has to be there.
-            may: what can be there.
+            tensors: tensors to check.
+            must: required tensors.
+            may: optional tensors.
 
         Raises:
-            InputError: with the tensor.
+            InputError: naming the tensor.
         """
         missing = sorted(set(must) - set(tensors))
         extra = sorted(set(tensors) - set(must) - set(may))
         if missing or extra:
             raise InputError(
-                f"{self.export.weights}: tensors missing: {missing}, that {self.title} does not "
-                f"read: {extra}"
+                f"{self.export.weights}: missing tensors: {missing}; tensors that {self.title} "
+                f"does not read: {extra}; export again"
             )
         for name, tensor in tensors.items():
             shape = (must | may)[name]
@@ -161,7 +161,7 @@ class ServedHead:
                 raise self.wrong(name, f"is of {tensor.dtype}", f"{dtypes or 'floats'}")
 
     def linear(self, inputs: Tensor, name: str) -> Tensor:
-        """A projection, with its bias if it has one."""
+        """Apply a projection, with its bias if it has one."""
         bias = self.weights.get(f"{name}.bias")
         return functional.linear(
             inputs, self.weights[f"{name}.weight"].float(), None if bias is None else bias.float()
@@ -169,11 +169,11 @@ class ServedHead:
 
 
 class ServedLayers(ServedHead):
-    """A head that has decoder layers like a target's.
+    """Head with decoder layers like a target's.
 
     Args:
-        export, golden, title: as of `ServedHead`.
-        shape: what the serving engine builds.
+        export, golden, title: as in `ServedHead`.
+        shape: sizes that the serving engine builds.
     """
 
     def __init__(self, export: Export, golden: Golden, title: str, shape: HeadShape) -> None:
@@ -181,16 +181,16 @@ class ServedLayers(ServedHead):
         self.shape = shape
 
     def vocabulary_line(self, own_head: bool) -> str:
-        """For `lines`."""
+        """Line about the vocabulary."""
         owner = "its own" if own_head else "the target's"
         sizes = f"{self.shape.draft_vocab_size} of {self.shape.vocab_size} ids"
         return f"vocabulary: drafts {sizes} with {owner} output head"
 
     def target_ids(self) -> Tensor:
-        """[W] the target ids of the output head's rows.
+        """[W] target ids of the output head's rows.
 
         Raises:
-            InputError: `d2t` does not hold offsets, or `t2d` marks others.
+            InputError: `d2t` holds no offsets, or `t2d` marks other ids.
         """
         draft_ids = torch.arange(self.shape.draft_vocab_size)
         offsets, marked = self.export.tensors.get("d2t"), self.export.tensors.get("t2d")
@@ -201,7 +201,7 @@ class ServedLayers(ServedHead):
             if ids.min() < 0 or ids.max() >= self.shape.vocab_size:
                 return f"leads to ids of {int(ids.min())}..{int(ids.max())}"
             if len(ids.unique()) != len(ids):
-                return "leads to the same id twice"
+                return "gives the same id twice"
             if marked is not None and not (marked[ids].all() and marked.sum() == len(ids)):
                 return "leads to other ids than t2d marks"
             return None
@@ -210,17 +210,17 @@ class ServedLayers(ServedHead):
         if (found := problem(ids)) is None:
             return ids
         if problem(offsets.long()) is None:
-            found += ": it holds absolute target ids"
+            found += ": it holds target ids"
         raise self.wrong("d2t", found, "offsets: target id minus draft id")
 
     def compared(self, drafted: Tensor, target_ids: Tensor) -> Tensor:
-        """[N, R] of logits [N, W]: those of the golden ids, -inf for ids that are not drafted."""
+        """[N, R] logits of the reference ids; -inf outside the draft vocabulary."""
         every = torch.full((len(drafted), self.shape.vocab_size), -torch.inf)
         every[:, target_ids] = drafted
         return every[:, self.golden.need("ids", (None,))]
 
     def norm(self, states: Tensor, name: str) -> Tensor:
-        """An RMS norm."""
+        """Apply an RMS norm."""
         square = states.square().mean(-1, keepdim=True)
         scaled = states * torch.rsqrt(square + self.shape.eps)
         return scaled * self.weights[f"{name}.weight"]
@@ -228,11 +228,11 @@ class ServedLayers(ServedHead):
     def heads(
         self, inputs: Tensor, layer: str, which: str, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Queries, keys or values of a layer, turned if positions are given.
+        """Queries, keys or values of a layer, rotated if positions are given.
 
         Args:
             inputs: [N, I].
-            layer: with which its names begin.
+            layer: prefix of their names.
             which: q, k or v.
             position_ids: [N].
 
@@ -248,7 +248,7 @@ class ServedLayers(ServedHead):
         return self.shape.rope.rotate(states, position_ids)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """[N, Q * d] of queries [N, Q, d] over keys and values [T, K, d], as `seen` [N, T] says."""
+        """[N, Q * d] attention of queries [N, Q, d] over [T, K, d] with mask [N, T]."""
         groups = query.shape[1] // keys.shape[1]
         keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
         scores = torch.einsum("nqd,tqd->qnt", query, keys) * self.shape.head_dim**-0.5
@@ -256,7 +256,7 @@ class ServedLayers(ServedHead):
         return torch.einsum("qnt,tqd->nqd", weights, values).flatten(1)
 
     def mlp(self, inputs: Tensor, layer: str) -> Tensor:
-        """[N, H] of a layer's gated MLP."""
+        """[N, H] output of a layer's gated MLP."""
         gate = functional.silu(self.linear(inputs, f"{layer}mlp.gate_proj"))
         return self.linear(
             gate * self.linear(inputs, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"

@@ -1,4 +1,4 @@
-"""Lengths of chains to draft by batch size, and the size from which on drafting stops paying."""
+"""Length of chains by batch size, and the size at which drafting stops paying."""
 
 import statistics
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class BatchSizeAdvice:
     Attributes:
         batch_size: texts decoded together.
         predicted: speed-up of a chain per length, from 1.
-        measured: speed-up really measured per length that was tried.
+        measured: measured speed-up per tried length.
     """
 
     batch_size: int
@@ -42,12 +42,12 @@ class BatchSizeAdvice:
 
     @property
     def fastest(self) -> int:
-        """Length of the best chain, whether or not it pays."""
+        """Length of the fastest chain, even if it does not pay."""
         return self.predicted.index(max(self.predicted)) + 1
 
     @property
     def best_length(self) -> int:
-        """Tokens to draft, 0 if no chain pays."""
+        """Number of tokens to draft; 0 if no chain pays."""
         return self.fastest if max(self.predicted) > 1 else 0
 
 
@@ -59,19 +59,19 @@ class Advice:
 
     @property
     def stops_paying(self) -> int | None:
-        """The first batch size looked at from which on no chain is predicted to pay."""
+        """First batch size from which no chain is predicted to pay."""
         largest = max((p.batch_size for p in self.points if p.best_length), default=0)
         return next((p.batch_size for p in self.points if p.batch_size > largest), None)
 
     def described(self) -> dict[str, Any]:
-        """For a results file."""
+        """Advice for a results file."""
         return {
             "points": [asdict(point) | {"best_length": point.best_length} for point in self.points],
             "stops_paying_at_batch_size": self.stops_paying,
         }
 
     def show(self, console: Console) -> None:
-        """Prints a row per batch size."""
+        """Print one row per batch size."""
         table = Table(title="Chains by batch size: speed-up while the whole batch goes on")
         for column in ("batch", "best length", "predicted", "measured"):
             table.add_column(column, justify="right")
@@ -86,18 +86,18 @@ class Advice:
         console.print(table)
         stop = self.stops_paying
         console.print(
-            "drafting pays at every batch size looked at"
+            "drafting pays at every batch size tried"
             if stop is None
             else f"drafting stops paying at batch size {stop}"
         )
 
 
 def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
-    """Predicts from the acceptance of chains and the measured cost of passes.
+    """Predict from the acceptance of chains and the measured cost of passes.
 
     Args:
-        bench: with one head.
-        config: the settings.
+        bench: measurement with one head.
+        config: settings of the command.
         context: tokens of each text while times are measured.
     """
     head, target = bench.head, bench.target
@@ -113,7 +113,7 @@ def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
 def chain_taus(
     target: Target, head: BenchHead, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[float]:
-    """Tokens per verify pass of chains, by length from 1, from one replay of the longest."""
+    """Tokens per verify pass of chains by length, from 1, with one replay of the longest."""
     texts = StaticTexts.read(target, head.head, prompts, max_new_tokens, Tree.chain(head.longest))
     return [
         tau([PromptSteps("", steps) for steps in texts.steps(Tree.chain(length))])
@@ -125,10 +125,10 @@ def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> l
     """Speed-ups of chains by length, from 1.
 
     Args:
-        taus: tokens per verify pass by length.
+        taus: tokens per verify pass, by length.
         curve: seconds of passes.
-        drafts: seconds of the shortest and the longest draft by length; between them every
-            token costs the same.
+        drafts: seconds of the shortest and the longest draft by length; seconds between are
+            interpolated.
     """
     (first, start), (last, end) = min(drafts.items()), max(drafts.items())
     slope = (end - start) / max(1, last - first)
@@ -139,17 +139,17 @@ def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> l
 
 
 def chain(head: BenchHead, length: int, num_texts: int) -> Drafter:
-    """A drafter of greedy chains."""
+    """Make a drafter of greedy chains."""
     return replace(head, chain=Tree.chain(length)).drafter("chain", GREEDY, [0] * num_texts)
 
 
 def measured_advice(advice: Advice, bench: Bench, config: TreeSearchRun) -> Advice:
-    """Measures the best chain at the smallest, the middle and the largest batch size.
+    """Measure the best chain at the smallest, the middle and the largest batch size.
 
     Args:
         advice: predictions.
-        bench: with one head, and prompts that the predictions do not come from.
-        config: the settings.
+        bench: measurement with one head, on other prompts than the predictions.
+        config: settings of the command.
     """
     places = {0, len(advice.points) // 2, len(advice.points) - 1}
     prompts = [prompt.token_ids for prompt in bench.prompts]
@@ -169,7 +169,7 @@ def measured_advice(advice: Advice, bench: Bench, config: TreeSearchRun) -> Advi
 def _speedup(
     bench: Bench, config: TreeSearchRun, batches: list[list[list[int]]], length: int
 ) -> float | None:
-    """The median of interleaved repeats; None if no batch got beyond its prompts."""
+    """Median speed-up of interleaved repeats; None if no batch got beyond its prompts."""
     ratios = []
     for _ in range(config.num_repeats + 1):
         speeds = []
@@ -183,15 +183,15 @@ def _speedup(
         if not plain:
             return None
         ratios.append(drafted / plain)
-    return statistics.median(ratios[1:])  # the first warms up
+    return statistics.median(ratios[1:])  # the first is a warm-up
 
 
 def full_batch(
     target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int
 ) -> tuple[int, float]:
-    """Tokens and seconds after the prompts, as long as no text has ended.
+    """Tokens and seconds after the prompts, until the first text ends.
 
-    A server then puts another text in its place; here the others go on in a smaller batch.
+    A server would then start another text; here the others continue in a smaller batch.
     """
     passes = stream(target, drafter, prompts, max_new_tokens)
     next(passes)  # reads the prompts

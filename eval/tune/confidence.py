@@ -1,11 +1,11 @@
-"""Chances from how sure a head says it is, and the one from which on a chain is better cut.
+"""Calibration of a head's confidence, and the chance below which a chain is cut.
 
-Sequential temperature scaling: depth by depth a temperature is chosen, those before it known, so
-that of chains with a chance of c to be accepted down to there a share of c is.
+Sequential temperature scaling: depth by depth, a temperature is chosen such that of chains with a
+chance of c to be accepted down to that depth, a share of c is.
 
 Source: DSpark, arXiv 2607.05147. Differs: an offset beside each temperature. Greedy decoding keeps
-the likeliest token more often than a head gives it, about as much at every chance, and no
-temperature moves a chance past a half. Letters: S steps, D depths.
+the likeliest token more often than a head says, by about as much at every chance, and no
+temperature moves a chance across 0.5. Letters: S steps, D depths.
 """
 
 from collections.abc import Sequence
@@ -23,24 +23,24 @@ from heads.decoding.chains import Calibration
 
 Floats = NDArray[np.float64]
 NUM_BINS = 10
-"""Of chances, equally wide: thousands of steps tell errors of hundredths apart."""
+"""Number of bins of chances, equally wide; thousands of steps resolve errors of hundredths."""
 TEMPERATURES = sorted(np.geomspace(1 / 3, 3, 41).tolist(), key=lambda t: abs(np.log(t)))
-"""Tried, those that change least first. Far hotter ones give every chain the same chance, which is
-right on the whole and tells nothing."""
+"""Temperatures to try, the smallest change first. Far higher ones give every chain the same chance,
+which is right on average but useless."""
 OFFSETS = sorted((n / 10 for n in range(-20, 21)), key=abs)
 THRESHOLDS = (0.01, 0.02, 0.05, *(n / 10 for n in range(1, 10)), 0.95)
-"""Tried for the chance below which nothing is drafted."""
+"""Thresholds to try for the chance below which nothing is drafted."""
 
 
 @dataclass(frozen=True)
 class ChainSteps:
-    """Steps of whole chains: how sure the head was of them, and what became of them.
+    """Steps of whole chains, with the head's confidence and the acceptance.
 
     Attributes:
-        logits: [S, D], how sure the head was of each token.
-        accepted: [S] draft tokens that were kept.
-        tested: [S] depths that could be: a text may end, and a head know no more positions.
-        emitted: [S] tokens that the step gave.
+        logits: [S, D] confidence in each token.
+        accepted: [S] number of accepted draft tokens.
+        tested: [S] number of depths that could be tested, before the end of the text or window.
+        emitted: [S] number of tokens from the step.
     """
 
     logits: Floats
@@ -56,7 +56,7 @@ class ChainSteps:
         drafted: Sequence[int],
         depth: int,
     ) -> "ChainSteps":
-        """Steps with the logits of their chains, shorter where the head knows no more positions."""
+        """Make steps with the logits of their chains, which may be cut by the head's window."""
         filled = [[*row, *[-np.inf] * (depth - len(row))] for row in logits]
         pairs = zip(steps, drafted, strict=True)
         return cls(
@@ -72,25 +72,25 @@ class ChainSteps:
         return sigmoid(scaled).cumprod(1)
 
     def kept(self, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Masks of a depth, from 1: steps [S] that tested it, and of those alone which kept it."""
+        """Masks [S] of a depth, from 1: steps that tested it, and those that accepted it."""
         tested = self.tested >= depth
         return tested, self.accepted[tested] >= depth
 
 
 def sigmoid(logits: Floats) -> Floats:
-    """Chances of logits, which may be far from 0."""
+    """Chances of logits, even far from 0."""
     return 0.5 * (1 + np.tanh(0.5 * logits))
 
 
 def _binned(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, ...]:
-    """Number, sum of chances and number kept of each bin."""
+    """Number, sum of chances and number accepted per bin."""
     places = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
     weights = (np.ones_like(chances), chances, kept.astype(float))
     return tuple(np.bincount(places, weight, NUM_BINS).astype(float) for weight in weights)
 
 
 def bins(chances: Floats, kept: NDArray[np.bool_]) -> list[tuple[float, float, int]]:
-    """Mean chance, share kept and number of each bin; empty ones are left out.
+    """Mean chance, share accepted and number per non-empty bin.
 
     Args:
         chances: [n].
@@ -107,7 +107,7 @@ def ece(chances: Floats, kept: NDArray[np.bool_]) -> float:
 
 
 def fit(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Calibration:
-    """Fits depth by depth, given those before; one that no step tested stays as it is."""
+    """Fit depth by depth; a depth that no step tested stays unchanged."""
     fitted: list[tuple[float, float]] = []
     path = np.ones(len(steps.logits))
     for depth, logits in enumerate(steps.logits.T, start=1):
@@ -120,7 +120,7 @@ def fit(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Calibration:
 
 
 def by_depth(steps: ChainSteps, calibration: Calibration) -> list[tuple[Floats, NDArray[np.bool_]]]:
-    """Per depth the chance of every step that tested it, and which of them kept it."""
+    """Per depth, the chance in every step that tested it, and whether it was accepted."""
     chances, rows = steps.chances(calibration), []
     for depth in range(1, chances.shape[1] + 1):
         tested, kept = steps.kept(depth)
@@ -133,9 +133,9 @@ class ChainCosts:
     """Seconds of drafts and passes over one text on this machine.
 
     Attributes:
-        curve: of passes.
-        whole: of chains of 1 token, 2, and so on, that are not asked how sure they are.
-        cut: of chains that end after 0 tokens, 1, and so on to all of them.
+        curve: seconds of passes.
+        whole: seconds of chains of 1 token, 2, and so on, without a confidence.
+        cut: seconds of chains that end after 0 tokens, 1, and so on to all.
     """
 
     curve: CostCurve
@@ -145,15 +145,15 @@ class ChainCosts:
 
 @dataclass(frozen=True)
 class ChainForecast:
-    """Forecast of other chains from the steps of whole ones.
+    """Forecast for other chains from the steps of whole ones.
 
     Attributes:
-        threshold: at which they are cut; None for whole ones.
-        most_tokens: draft tokens of a step at most.
+        threshold: threshold of the cut; None for whole chains.
+        most_tokens: largest number of draft tokens per step.
         num_drafted: draft tokens per step.
-        share_accepted: of draft tokens.
+        share_accepted: share of draft tokens that are accepted.
         tau: tokens per step.
-        tokens_per_s: without prompts.
+        tokens_per_s: tokens per second, without prompts.
     """
 
     threshold: float | None
@@ -165,7 +165,7 @@ class ChainForecast:
 
     @classmethod
     def whole(cls, steps: ChainSteps, num_tokens: int, costs: ChainCosts) -> "ChainForecast":
-        """Forecasts chains that are shorter, or the same."""
+        """Forecast whole chains of at most the recorded length."""
         lengths = np.full(len(steps.logits), num_tokens)
         return cls._replayed(steps, lengths, np.array([np.nan, *costs.whole]), costs.curve)
 
@@ -173,7 +173,7 @@ class ChainForecast:
     def cut(
         cls, steps: ChainSteps, calibration: Calibration, threshold: float, costs: ChainCosts
     ) -> "ChainForecast":
-        """Forecasts chains that are cut."""
+        """Forecast cut chains."""
         lengths = (steps.chances(calibration) >= threshold).sum(1)
         uncut = cls._replayed(steps, lengths, np.array(costs.cut), costs.curve)
         return replace(uncut, threshold=threshold)
@@ -182,7 +182,7 @@ class ChainForecast:
     def _replayed(
         cls, steps: ChainSteps, lengths: NDArray[np.int64], drafts: Floats, curve: CostCurve
     ) -> "ChainForecast":
-        """Replays steps, given seconds of drafts per length."""
+        """Replay steps, given the seconds of drafts per length."""
         passes = np.array([curve.at(length + 1) for length in range(steps.logits.shape[1] + 1)])
         accepted = np.minimum(steps.accepted, lengths)
         emitted = np.minimum(steps.emitted, accepted + 1)
@@ -198,15 +198,15 @@ class ChainForecast:
 
 @dataclass(frozen=True)
 class FixedLength(Calibration):
-    """Ends every chain after so many tokens, to time what that costs."""
+    """Ends every chain after a fixed number of tokens, to time that."""
 
     num_tokens: int = 0
 
     @classmethod
     def after(cls, num_tokens: int) -> "FixedLength":
-        """Ends chains after so many tokens."""
+        """End chains after `num_tokens`."""
         return cls((), (), 0.5, num_tokens)
 
     def chance(self, logits: Tensor, depth: int) -> Tensor:
-        """[B] of ones down to the last token, of zeros below."""
+        """[B] ones down to the last token, then zeros."""
         return torch.full_like(logits, float(depth <= self.num_tokens))

@@ -27,9 +27,9 @@ from heads.target_model.model import Taps, Target, prefill
 from heads.upload import upload
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-"""Tokens of a pass that are timed besides 1; between them a straight line is drawn."""
+"""Numbers of tokens, besides 1, of the passes to time; others are interpolated."""
 NUM_ROUNDS = 6
-"""Timed passes and drafts per size and drafter: of more samples the least would be less."""
+"""Timed passes and drafts per size and drafter; with more samples the minimum would be smaller."""
 NUM_PLAIN = 3
 """Passes over one token in a row, of which the last is timed."""
 Key = TypeVar("Key", bound=Hashable)
@@ -37,16 +37,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a verify pass by the tokens of one text that it checks.
+    """Seconds of a verify pass by its number of tokens per text.
 
     Attributes:
-        device: what it was measured on.
+        device: device of the measurement.
         sizes: tokens per text, rising.
-        seconds: per size.
-        batch_size: texts of the pass.
-        context: tokens in the cache of each.
-        draft_seconds: of one pass of the draft head on that machine, if that was recorded.
-        source: where a recorded curve comes from.
+        seconds: seconds per size.
+        batch_size: texts per pass.
+        context: tokens in the cache of each text.
+        draft_seconds: seconds of one pass of the draft head on that device, if recorded.
+        source: origin of a recorded curve.
     """
 
     device: str
@@ -58,7 +58,7 @@ class CostCurve:
     source: str = "measured"
 
     def at(self, num_tokens: int) -> float:
-        """Seconds for any number of tokens, in a straight line beyond the last size too."""
+        """Seconds for any number of tokens, extrapolated linearly beyond the last size."""
         if num_tokens <= self.sizes[-1] or len(self.sizes) == 1:
             return float(np.interp(num_tokens, self.sizes, self.seconds))
         (a, b), (s, t) = self.sizes[-2:], self.seconds[-2:]
@@ -66,10 +66,10 @@ class CostCurve:
 
 
 def load_curve(path: str) -> CostCurve:
-    """Reads a curve recorded elsewhere: JSON with the attributes of `CostCurve`.
+    """Read a recorded curve: JSON with the attributes of `CostCurve`.
 
     Raises:
-        InputError: not such a file.
+        InputError: the file has another content.
     """
     try:
         curve = CostCurve(**json.loads(Path(path).read_text()))
@@ -77,18 +77,20 @@ def load_curve(path: str) -> CostCurve:
         bad = not all(isinstance(number, int | float) for number in numbers)
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
-            f"curve={path}: not a cost curve ({type(error).__name__}: {error}); allowed: JSON "
-            "with device, sizes, seconds, and if known draft_seconds, context and source"
+            f"curve={path}: not a cost curve ({type(error).__name__}: {error}); allowed: JSON with "
+            "device, sizes, seconds, and optionally draft_seconds, context and source"
         ) from None
     sizes, seconds = curve.sizes, curve.seconds
     if bad or not sizes or sizes != sorted(set(sizes)) or len(sizes) != len(seconds):
         raise InputError(
-            f"curve={path}: sizes {sizes} must be rising numbers with one of seconds {seconds} each"
+            f"curve={path}: sizes {sizes} must be rising numbers, with one number of seconds "
+            f"{seconds} each"
         )
     if min(*sizes, 1) < 1 or min(seconds) <= 0 or (curve.draft_seconds or 0) < 0:
         raise InputError(
-            f"curve={path}: sizes must be at least 1, seconds above 0 and draft_seconds not "
-            f"below 0; found {sizes}, {seconds}, {curve.draft_seconds}"
+            f"curve={path}: found sizes {sizes}, seconds {seconds} and draft_seconds "
+            f"{curve.draft_seconds}; sizes must be at least 1, seconds above 0, draft_seconds at "
+            "least 0"
         )
     return curve
 
@@ -101,21 +103,20 @@ def time_steps(
     batch_size: int = 1,
     sizes: Sequence[int] = SIZES,
 ) -> tuple[CostCurve, dict[Key, float]]:
-    """Times passes over drafts of every size, and drafts of every drafter.
+    """Time passes over drafts of every size, and drafts of every drafter.
 
-    A pass is all that the engine does between a draft and the tokens kept: layout, target,
-    output head, the greedy rule and the one wait. As in decoding, drafts and passes alternate:
-    one right after another would find its weights in the processor's cache, and take a tenth
-    less. Passes over one token are those of decoding without drafts: one right after another.
-    Of every kind of pass and draft the least of as many samples counts. On a GPU they are CUDA
-    graphs where those of decoding are.
+    A pass is everything that the engine does between a draft and the accepted tokens: layout,
+    target, output head, greedy acceptance and the wait. Drafts and passes alternate as in decoding;
+    repeated passes would find their weights in the processor's cache and take a tenth less. Passes
+    over one token follow each other directly, as in plain decoding. The minimum over equally many
+    samples counts for each kind. On a GPU they are CUDA graphs if decoding's are.
 
     Args:
         target: the target.
-        drafters: fresh ones, for `batch_size` texts, that read the same layers.
+        drafters: new drafters for `batch_size` texts that read the same layers.
         context: tokens of every text.
-        batch_size: texts of a pass.
-        sizes: tokens per text that are checked, the root included; rising from 2.
+        batch_size: texts per pass.
+        sizes: verified tokens per text, root included; rising from 2.
 
     Returns:
         The passes, and seconds of a draft between two passes.
@@ -152,8 +153,8 @@ def time_steps(
             for size in sizes:
                 drafts[key][size].append(timed(proposals[key], target.device))
                 passes[key][size].append(timed(checks[size], target.device))
-    # What else the machine does only ever adds to a time; what a draft does to a pass, however,
-    # is different for each drafter and belongs to it.
+    # Other work of the machine only adds time. The effect of a draft on a pass, however, differs
+    # between drafters and belongs to them.
     seconds = [statistics.mean(min(p[size]) for p in passes.values()) for size in (1, *sizes)]
     curve = CostCurve(device_name(), [1, *sizes], seconds, batch_size, len(context))
     return curve, {key: statistics.mean(map(min, of.values())) for key, of in drafts.items()}
@@ -168,24 +169,24 @@ def typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) ->
 
 
 class _TimedStep:
-    """A part of a decoding step, launched as decoding launches it, and waited for.
+    """Part of a decoding step, launched as in decoding and waited for.
 
     Args:
-        run: gives what the host learns; asks it for nothing.
-        captures: whether it is to be a CUDA graph.
+        run: function that returns what the host reads, without waiting.
+        captures: whether to use a CUDA graph.
     """
 
     def __init__(self, run: Callable[[], Tensor], captures: bool) -> None:
         self._run, self._graph = run, None
         self._output = torch.empty(0)
         if captures:
-            # A first time as it is: kernels are loaded and buffers made outside of any capture.
+            # The first call runs without capture, to load kernels and allocate buffers.
             run()
             with suppress(CaptureError):
                 self._graph = Graph(self._launch, torch.cuda.graph_pool_handle())
 
     def __call__(self) -> None:
-        """Runs once."""
+        """Run once."""
         if self._graph is None:
             self._launch()
         else:

@@ -1,14 +1,14 @@
-"""Search for the layers that the target can leave out when it drafts for itself.
+"""Search for the layers that the target can leave out when drafting for itself.
 
-Layers are given up one by one, each time the one that costs the least, and early exits are tried
-beside that. A set is measured by the speed that it promises: the tokens per step that it would
-have had on the target's own texts, over the measured cost of its passes. The best are replayed at
-full depth, where the tokens per step are exactly those of decoding.
+Layers are left out one by one, each time the one that costs least; early exits are tried too. A set
+is judged by its predicted speed: its tokens per step on the target's own texts, over the measured
+cost of its passes. The best sets are replayed at full depth, which gives exactly the tokens per
+step of decoding.
 
-Source: SWIFT, arXiv 2410.06916, section 4, matches on the model's own text as the measure.
-Differs: a greedy search and speed in place of Bayesian optimisation of the matches alone.
+Source: SWIFT, arXiv 2410.06916, section 4, with matches on the model's own text as measure.
+Differs: greedy search for speed instead of Bayesian optimisation of matches.
 
-Letters: K draft tokens, n response tokens.
+Letters: K draft tokens, n answer tokens.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from heads.target_model.model import Target, prefill
 
 MAX_DRAFT_TOKENS = 8
 PATIENCE = 3
-"""Rounds without a faster set after which no more layers are given up."""
+"""Rounds without a faster set after which the search ends."""
 NUM_REPLAYED = 8
-"""The best sets, which are replayed at full depth."""
+"""Number of best sets to replay at full depth."""
 NUM_REPEATS = 10
 
 
@@ -38,8 +38,8 @@ class PassCosts:
     """Seconds of the target's passes over one text.
 
     Attributes:
-        bare: one token without any decoder layer: embedding, norm and output head.
-        verify: with all layers, by draft tokens: K + 1 tokens at index K. The first is plain
+        bare: pass of one token without decoder layers: embedding, norm and output head.
+        verify: passes with all layers, by draft tokens: K + 1 tokens at index K; the first is plain
             decoding.
     """
 
@@ -47,25 +47,25 @@ class PassCosts:
     verify: tuple[float, ...]
 
     def draft(self, share: float) -> float:
-        """One token through a share of the layers."""
+        """Seconds of one token through a share of the layers."""
         return self.bare + share * (self.verify[0] - self.bare)
 
     def speedup(self, tokens_per_step: float, num_tokens: int, share: float) -> float:
-        """Against plain decoding, if chains of K tokens are drafted by a share of the layers."""
+        """Speed-up over plain decoding, for chains of K tokens drafted by a share of the layers."""
         step = num_tokens * self.draft(share) + self.verify[num_tokens]
         return tokens_per_step * self.verify[0] / step
 
 
 @dataclass(frozen=True)
 class SkipChoice:
-    """A set of layers with its best chain.
+    """Set of layers with its best chain.
 
     Attributes:
-        skip: the layers left out, ascending.
-        num_tokens: K of the best chain.
-        agreement: share of response tokens whose first draft token is the target's own.
+        skip: layers to leave out, rising.
+        num_tokens: draft tokens K of the best chain.
+        agreement: share of answer tokens whose first draft token is the target's own.
         tau: tokens per step.
-        speedup: predicted, against plain decoding.
+        speedup: predicted speed-up over plain decoding.
     """
 
     skip: tuple[int, ...]
@@ -76,17 +76,17 @@ class SkipChoice:
 
     @property
     def order(self) -> tuple[float, float, tuple[int, ...]]:
-        """The better choice sorts first, and ties are no accident."""
+        """Sort key: the better choice first, with fixed ties."""
         return (-self.speedup, -self.agreement, self.skip)
 
 
 @dataclass(frozen=True)
 class SkipSearch:
-    """The result of a search.
+    """Result of a search.
 
     Attributes:
-        choices: the best first, replayed at full depth.
-        num_tried: sets of layers that were looked at.
+        choices: the best choices, the best first, replayed at full depth.
+        num_tried: number of sets tried.
     """
 
     choices: list[SkipChoice]
@@ -99,21 +99,24 @@ def search_layers(
     prompt_lengths: list[int],
     costs: PassCosts | None = None,
 ) -> SkipSearch:
-    """The layers to leave out; the same for the same texts and costs.
+    """Find the layers to leave out; the same for the same texts and costs.
 
-    At worst as many passes over every text as half the squared number of layers.
+    Takes at most half the squared number of layers in passes over every text.
 
     Args:
         target: the target.
-        texts: prompts with the target's own greedy responses.
-        prompt_lengths: tokens of each text that are its prompt.
-        costs: measured on the longest text unless given.
+        texts: prompts with the target's own greedy answers.
+        prompt_lengths: prompt tokens of each text.
+        costs: costs of passes; measured on the longest text by default.
 
     Raises:
-        InputError: there is only one layer.
+        InputError: the target has only one layer.
     """
     if target.num_layers == 1:
-        raise InputError(f"target.path={target.name}: its only layer cannot be left out")
+        raise InputError(
+            f"target.path={target.name}: has a single layer, which cannot be left out; leave out "
+            "skip_layers"
+        )
     costs = costs or measure_costs(target, max(texts, key=len), MAX_DRAFT_TOKENS)
     with tqdm(desc="layers left out", unit="set") as bar:
         replays = _Replays(target, texts, prompt_lengths, costs, bar)
@@ -124,7 +127,7 @@ def search_layers(
 
 
 def _tried(replays: "_Replays", target: Target) -> list[SkipChoice]:
-    """Every set that is looked at, by what its first draft tokens promise."""
+    """All sets tried, judged by their first draft tokens."""
     num_layers = target.num_layers
     tried = [replays.estimate(early_exit(target, n)) for n in range(1, num_layers)]
     skip: tuple[int, ...] = ()
@@ -143,7 +146,7 @@ def _tried(replays: "_Replays", target: Target) -> list[SkipChoice]:
 
 
 class _Replays:
-    """Replays of drafts without sets of layers, on texts that were read once."""
+    """Replays of drafts without sets of layers, on texts read once."""
 
     def __init__(
         self,
@@ -159,7 +162,7 @@ class _Replays:
         self.responses = [text[first:] for text, first in pairs]
 
     def estimate(self, skip: tuple[int, ...]) -> SkipChoice:
-        """Takes it that a chain goes on for as long as first draft tokens in a row are right."""
+        """Estimate a set, assuming that chains last while first draft tokens are right."""
         rows = []
         for right in self._accepted(skip, 1):
             lengths = [0]
@@ -169,18 +172,18 @@ class _Replays:
         return self._best(skip, rows)
 
     def exact(self, skip: tuple[int, ...]) -> SkipChoice:
-        """Replays what would be decoded."""
+        """Replay a set as decoding would run it."""
         return self._best(skip, self._accepted(skip, MAX_DRAFT_TOKENS))
 
     def _accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
-        """[text][n] draft tokens that a pass would have kept at each root."""
+        """[text][n] draft tokens that a pass would accept at each root."""
         self.bar.update()
         tree = Tree.chain(depth)
         drafts = [own.drafts(skip, depth).transpose(0, 1).tolist() for own in self.own]
         return [accepted_lengths(tree, *pair) for pair in zip(drafts, self.responses, strict=True)]
 
     def _best(self, skip: tuple[int, ...], accepted: list[list[int]]) -> SkipChoice:
-        # The last token of a response has nothing after it to agree with.
+        # The last token of an answer has no next token to agree with.
         first = [length > 0 for row in accepted for length in row[:-1]]
         agreement = sum(first) / max(len(first), 1)
         share = 1 - len(skip) / self.target.num_layers
@@ -194,7 +197,7 @@ class _Replays:
 
 
 def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> PassCosts:
-    """Times interleaved passes behind a text, of which the fastest counts: other work only adds.
+    """Time interleaved passes after a text, and take the fastest, as other work only adds time.
 
     Args:
         target: the target.
@@ -205,7 +208,7 @@ def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> Pass
     prefill(target, cache, [token_ids])
 
     def seconds(length: int, skip: Sequence[int] = ()) -> float:
-        """Seconds of a pass over a chain behind the text, and of the choice of the next tokens."""
+        """Seconds of a pass over a chain after the text, with the choice of the next tokens."""
         ids = torch.full((1, length), token_ids[0], device=target.device)
         places = torch.arange(length, device=target.device)
         causal = places.unsqueeze(1) >= places

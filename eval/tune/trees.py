@@ -1,8 +1,8 @@
-"""Acceptance of any draft shape on some texts, and the best static trees for them.
+"""Acceptance of any draft tree on some texts, and the best static trees for them.
 
-A node's value is the share of places of the target's own text at which the whole path to it
-holds what the target wrote. The expected number of accepted draft tokens of a tree is the sum
-of the values of its nodes, and a child is never worth more than its parent.
+The value of a node is the share of positions in the target's own text at which the whole path to
+the node is right. The expected accepted draft tokens of a tree are the sum of its nodes' values,
+and a child never exceeds its parent.
 """
 
 from collections import Counter
@@ -28,13 +28,13 @@ Path = tuple[int, ...]
 
 
 def widest(depth: int) -> Tree:
-    """A tree that asks a head for all candidates of so many depths."""
+    """Make a tree that needs all candidates down to a depth."""
     return Tree.from_paths([[0] * d + [rank] for d in range(depth) for rank in range(WIDTH)])
 
 
 @dataclass(frozen=True)
 class StaticTexts:
-    """The target's own texts, with the candidates of a head whose drafts depend on them alone.
+    """The target's own texts, with candidates of a head whose drafts depend only on the text.
 
     Attributes:
         responses: [n] tokens per text.
@@ -53,7 +53,7 @@ class StaticTexts:
         max_new_tokens: int,
         tree: Tree,
     ) -> "StaticTexts":
-        """Texts after some prompts, and candidates enough for a tree."""
+        """Read texts after some prompts, with enough candidates for a tree."""
         asked = [prompt.token_ids for prompt in prompts]
         responses, ranked = greedy_answers(target, asked, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
@@ -62,7 +62,7 @@ class StaticTexts:
         return cls(responses, ranked)
 
     def steps(self, tree: Tree) -> list[list[Step]]:
-        """The verify passes that decoding each text with a tree would take, exactly."""
+        """Verify passes that decoding each text with a tree would take, exactly."""
         return [
             steps_along(tree, ranked, response)
             for ranked, response in zip(self.ranked, self.responses, strict=True)
@@ -70,7 +70,7 @@ class StaticTexts:
 
 
 def node_values(texts: StaticTexts) -> dict[Path, float]:
-    """Value per path of candidate ranks, for every path that was right at least once."""
+    """Value of every path of candidate ranks that was right at least once."""
     counts: Counter[Path] = Counter()
     num_places = 0
     for ranked, response in zip(texts.ranked, texts.responses, strict=True):
@@ -86,10 +86,10 @@ def node_values(texts: StaticTexts) -> dict[Path, float]:
 
 
 def best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tree]:
-    """The best tree of every size up to `max_nodes` draft tokens, no deeper than `depth`.
+    """Best tree of every size up to `max_nodes` draft tokens, at most `depth` deep.
 
-    As values are known per node and never rise along a path, the best tree of m + 1 nodes is
-    that of m with the best node left, whose parent is in it. (Sequoia, arXiv 2402.12374,
+    Values are known per node and never rise along a path. The best tree of m + 1 nodes is therefore
+    that of m with the best remaining node, whose parent is in it. (Sequoia, arXiv 2402.12374,
     section 4.1, knows one acceptance rate per rank only and needs dynamic programming.)
     """
     order = sorted(
@@ -102,13 +102,13 @@ def best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tr
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """A tree that an EAGLE head drew from a place of a text, as far as the text followed it.
+    """Tree that an EAGLE head drew at a position of a text, as far as the text followed it.
 
-    Whatever limits a dynamic tree has, it keeps the likeliest of the nodes above its depth.
+    Whatever its limits, a dynamic tree keeps the likeliest nodes up to its depth.
 
     Attributes:
-        ahead: [depth limit - 1][node of the path that the text took] nodes within the depth
-            limit that are kept before this one.
+        ahead: [depth limit - 1][node of the text's path] number of nodes within the depth limit
+            that are kept before it.
     """
 
     ahead: list[list[int]]
@@ -117,7 +117,7 @@ class DrawnTree:
     def of(
         cls, tokens: list[int], scores: list[float], parents: list[int], future: list[int]
     ) -> "DrawnTree":
-        """Follows a text from a place on in what `EagleTree.expand` drew there."""
+        """Follow a text from a position on in the result of `EagleTree.expand` there."""
         depths = [0]
         for parent in parents:
             depths.append(depths[parent] + 1)
@@ -128,7 +128,7 @@ class DrawnTree:
             if node < 0:
                 break
             path.append(node)
-        # Nodes equal in score stand in the order in which they were drawn.
+        # Nodes of equal score keep their drawing order.
         order = np.argsort(-np.array(scores), kind="stable") + 1
         levels = np.array(depths)[order]
         places = [int(np.flatnonzero(order == node)[0]) for node in path]
@@ -136,7 +136,7 @@ class DrawnTree:
         return cls([[int((levels[:place] <= d).sum()) for place in places[:d]] for d in limits])
 
     def accepted(self, depth: int, num_tokens: int) -> int:
-        """Draft tokens kept of the tree that such limits would have made of it."""
+        """Accepted draft tokens of the tree with these limits."""
         return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
 
@@ -150,37 +150,37 @@ class TreeRecorder:
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
     def observe(self, seen: Committed) -> None:
-        """All remember."""
+        """Let all drafters observe."""
         for drafter in self.drafters:
             drafter.observe(seen)
         self.plain.observe(seen)
 
     def propose(self, roots: Roots) -> Draft:
-        """Keeps what was drawn."""
+        """Record the drawn trees, and propose nothing."""
         for drafter, drawn in zip(self.drafters, self.drawn, strict=True):
             tokens, scores, parents = drafter.expand(roots)
             drawn.append((tokens[0].tolist(), scores[0].tolist(), parents[0].tolist()))
         return self.plain.propose(roots)
 
     def keep(self, rows: list[int]) -> None:
-        """One text, whose end is the end."""
+        """Let all drafters keep some rows."""
         for drafter in self.drafters:
             drafter.keep(rows)
 
     def take(self, row: int, other: "TreeRecorder") -> None:
-        """Nobody waits for its place."""
+        """Let all drafters take a row of the others."""
         for mine, theirs in zip(self.drafters, other.drafters, strict=True):
             mine.take(row, theirs)
 
 
 @dataclass(frozen=True)
 class DynamicTexts:
-    """The target's own texts, with what a head's dynamic trees draw from each of their tokens.
+    """The target's own texts, with a head's dynamic trees at each of their tokens.
 
     Attributes:
         responses: [n] tokens per text.
-        drawn: by depth and top-k, per text, [n - 1].
-        nested: whether shallower trees are the tops of those drawn.
+        drawn: drawn trees by depth and top-k, [n - 1] per text.
+        nested: whether shallower trees are the tops of deeper ones.
     """
 
     responses: list[list[int]]
@@ -198,7 +198,7 @@ class DynamicTexts:
         depth: int,
         top_ks: Sequence[int],
     ) -> "DynamicTexts":
-        """Texts after some prompts, drawn from as deep as `depth` by drafters that `make` makes."""
+        """Read texts after some prompts, with trees up to `depth` from `make`'s drafters."""
         nested = make(DynamicShape(1, 1, 1)).nested
         depths = [depth] if nested else range(1, depth + 1)
         limits = [(deep, top_k) for top_k in top_ks for deep in depths]
@@ -224,11 +224,11 @@ class DynamicTexts:
 
     @property
     def top_ks(self) -> list[int]:
-        """Every top-k that was drawn with, rising."""
+        """All drawn values of top-k, rising."""
         return sorted({top_k for _, top_k in self.drawn})
 
     def steps(self, shape: DynamicShape) -> list[list[Step]]:
-        """The verify passes that decoding each text with a shape would take, exactly."""
+        """Verify passes that decoding each text with a shape would take, exactly."""
         drawn = self.drawn[self.depth if self.nested else shape.depth, shape.top_k]
         return [
             verify_steps(

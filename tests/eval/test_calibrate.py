@@ -225,7 +225,7 @@ def test_an_eagle_head_is_calibrated_for_the_way_it_decodes(setting, tmp_path, t
     own = {"temperature": temperature, "depth": 4}
     found = measured(setting, tmp_path / "head", tmp_path / "s", methods="eagle_cut", **own)
     assert "eagle_cut" in found["methods"]
-    with pytest.raises(InputError, match=r"needs eagle_cut .*eval/calibrate\.py.* as deep"):
+    with pytest.raises(InputError, match=r"needs eagle_cut .*eval/calibrate\.py.* at this depth"):
         measured(setting, tmp_path / "head", tmp_path / "t", methods="eagle_cut", depth=5)
 
 
@@ -233,7 +233,7 @@ def test_every_kind_has_a_cut_chain_which_needs_calibrating(setting, tmp_path) -
     assert {f"{name}_cut" for name in HEADS} <= known_methods().keys()
     head = Path(shutil.copytree(setting["head"], tmp_path / "head"))
     with pytest.raises(
-        InputError, match=r"needs medusa_cut \(a Medusa head that eval/calibrate\.py"
+        InputError, match=r"needs medusa_cut \(a Medusa head calibrated by eval/calibrate\.py"
     ):
         measured(setting, head, tmp_path / "o", methods="medusa_cut")
     good = {"temperatures": [1.0] * 3, "offsets": [0.0] * 3, "threshold": 0.2, "device": "cpu"}

@@ -150,7 +150,7 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
         "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit",
     ]  # fmt: skip
     said = capsys.readouterr()
-    assert "skip_layers is left out: its layers are searched for" in said.err
+    assert "skip_layers is left out: it searches layers" in said.err
     script, following = pasted(said.out)
     assert (script, following.format.value) == ("scripts/export.py", "vllm")
     assert (following.head.path, following.target.path) == (setting["head"], setting["target"])
@@ -230,7 +230,7 @@ def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
     ):
         speedup.main(run)
     run.methods = ["medussa"]
-    with pytest.raises(InputError, match=r"methods=\['medussa'\]: allowed: all, vanilla"):
+    with pytest.raises(InputError, match=r"methods=\['medussa'\]: unknown; allowed: all, vanilla"):
         speedup.main(run)
 
 
@@ -274,7 +274,7 @@ def test_bad_settings_of_eagle_heads_are_named(
 def test_layers_of_a_head_that_counts_otherwise(eagles, tmp_path) -> None:
     own = settings(eagles, tmp_path / "o")
     own["head"] = HeadRef(path=str(eagles["folder"] / "eagle3"), layers=[0, 1, 9])
-    with pytest.raises(InputError, match=r"head\.layers: \[9\], but .* hidden states 0\.\.4"):
+    with pytest.raises(InputError, match=r"head\.layers=\[9\]: .* hidden states 0\.\.4"):
         acceptance.main(AcceptanceRun(**own))
 
 

@@ -1,11 +1,11 @@
-"""A smaller language model of the target's vocabulary as a drafter: chains and static trees.
+"""Drafting with a smaller language model of the same vocabulary: chains and static trees.
 
-It reads the texts as the target does, with a cache of its own: what the target kept of a draft
-stays there, so a draft of depth D costs D passes. A chain may end earlier, by what was accepted
-before or by how sure the draft model is.
+The draft model reads the texts like the target, with its own cache. Accepted draft tokens stay in
+that cache, so a draft of depth D costs D passes. A chain may end earlier, by earlier acceptance or
+by the model's confidence.
 
-Letters: B texts, N tree nodes (root included), n nodes read in one pass, P nodes read so far,
-C children, V vocab.
+Letters: B texts, N tree nodes (root included), n nodes read in one pass, P nodes read so far, C
+children, V vocab.
 """
 
 import sys
@@ -26,17 +26,16 @@ from heads.upload import upload
 
 @dataclass(frozen=True)
 class DraftLength:
-    """The end of a chain before its full depth.
+    """When a chain ends before its full depth.
 
     Attributes:
-        start: tokens of a text's first draft; the next has 2 more if all were accepted, else 1
-            fewer, but at least 1 and never more than the full depth. None drafts that always.
-        confidence: a chain ends with the first token that the draft model gave less than this
-            probability; that token is still proposed. 0 ends none; anything else waits for the
-            device at every draft token.
+        start: draft tokens of a text's first draft. The next draft has 2 more if all were accepted,
+            otherwise 1 fewer, from 1 to the full depth. None always drafts the full depth.
+        confidence: a chain ends with the first token below this probability, which is still
+            proposed. 0 never ends a chain; other values wait for the device at every draft token.
 
-    Source: transformers `generation/candidate_generator.py`, the schedule "heuristic", which
-    has no upper bound, and `generation/stopping_criteria.py`, `ConfidenceCriteria`.
+    Source: transformers `generation/candidate_generator.py`, the schedule "heuristic", which has no
+        upper bound, and `generation/stopping_criteria.py`, `ConfidenceCriteria`.
     """
 
     start: int | None = None
@@ -46,16 +45,16 @@ class DraftLength:
 class DraftModel:
     """Drafts with a language model.
 
-    It proposes its likeliest tokens; if it samples, they are sampled from its distribution, the
-    children of a node without replacement.
+    It proposes its likeliest tokens; when sampling, it draws from its distribution, the children of
+    a node without replacement.
 
     Args:
-        model: the draft model, on the target's device.
-        tree: what is drafted; of children that are drawn, only the order counts.
-        sampling: the target's, applied to the drafts too.
-        seeds: of the draws, one per text; others than the target's.
-        length: of a chain, if it is not always the tree's depth.
-        vocab_size: V of the target, unless it is the draft model's.
+        model: draft model on the target's device.
+        tree: tree to draft; for drawn children only the order counts.
+        sampling: the target's sampling, also used for draft tokens.
+        seeds: seeds of the draws, one per text, other than the target's.
+        length: rule for ending a chain before the tree's depth.
+        vocab_size: V of the target, if not the draft model's.
     """
 
     taps = Taps()
@@ -80,8 +79,7 @@ class DraftModel:
         self.numbers = upload([numbers.get(n, -1) for n in range(tree.num_nodes)], model.device)
         self.cache: TreeCache | None = None
         self.draws = self.generators
-        # Per text: tokens that the cache does not hold, tokens committed, tokens of a draft at
-        # most and now.
+        # Per text: tokens missing in the cache, committed tokens, draft tokens at most and now.
         self.unread: list[list[int]] = []
         self.lengths: list[int] = []
         self.limits: list[int] = []
@@ -89,7 +87,7 @@ class DraftModel:
         self.tokens, self.depth = torch.empty(0, dtype=torch.int64), 0
 
     def observe(self, seen: Committed) -> None:
-        """Keeps what was accepted in the cache."""
+        """Keep accepted tokens in the cache."""
         if self.cache is None:
             self.cache = self.model.new_cache(len(seen.token_ids))
             self.unread = seen.token_ids
@@ -117,12 +115,12 @@ class DraftModel:
             ]
 
     def propose(self, roots: Roots) -> Draft:
-        """Trees below `roots`, one pass per level."""
+        """Draft trees below `roots`, one pass per depth."""
         assert self.cache is not None
         rows = [[*tokens, root] for tokens, root in zip(self.unread, roots.ids, strict=True)]
         logits = read_rows(self.model, self.cache, rows)
         if not self.sampling.greedy:
-            # The longest draft of a batch decides how much is drawn for each of its texts.
+            # The longest draft of a batch decides how many numbers each text draws.
             self.draws = self.generators.next_step()
         rooms = [room(self.model, length + 1) for length in self.lengths]
         self.drafted, self.depth = list(map(min, self.limits, rooms)), 0
@@ -147,7 +145,7 @@ class DraftModel:
         return Draft.of(tree, self.tokens.masked_fill(over, PAD), q)
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         if not self.sampling.greedy:
             self.generators = self.generators.rows(rows)
         if self.cache is not None:
@@ -156,7 +154,7 @@ class DraftModel:
                 values[:] = [values[row] for row in rows]
 
     def take(self, row: int, other: "DraftModel") -> None:
-        """A row goes on with the one text of another drafter, whose prompt is read for it."""
+        """Start the single text of another drafter in a row, and read its prompt."""
         assert self.cache is not None
         assert other.cache is not None
         *prompt, last = other.unread[0]
@@ -168,7 +166,7 @@ class DraftModel:
         self.generators.take(row, other.generators)
 
     def _sample(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
-        """[B, C] children by [B, n, V] logits; when sampling, `probs` gets their q [B, n, V]."""
+        """[B, C] children from logits [B, n, V]; when sampling, `probs` gets their q [B, n, V]."""
         if self.sampling.greedy:
             candidates = logits.topk(level.num_candidates).indices
         else:
@@ -185,45 +183,44 @@ class DraftModel:
 
 
 def room(model: Target, length: int) -> int:
-    """Tokens that a draft model can draft in a row behind a text that long.
+    """Number of tokens that a draft model can draft in a row after a text of this length.
 
-    It reads them all but the last.
+    It reads all of them but the last.
     """
     return sys.maxsize if model.window is None else max(model.window + 1 - length, 0)
 
 
 def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
-    """Commits tokens, at least one per text; [B, 1, V] logits after the last of each.
+    """Commit tokens, at least one per text; return [B, 1, V] logits after the last of each.
 
-    What is beyond the model's window is not read: nothing is drafted there.
+    Tokens beyond the model's window are not read, as no token is drafted there.
     """
     rooms = [max(1, room(model, length) - 1) for length in cache.slots.lengths]
     rows = [row[:most] for row, most in zip(rows, rooms, strict=True)]
-    # A token that only the target knows may lie beyond the draft model's vocabulary.
+    # Tokens that only the target knows may lie beyond the draft model's vocabulary.
     known = [[min(token, model.vocab_size - 1) for token in row] for row in rows]
     return model.logits(last_states(model, cache, known))
 
 
 def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> Tensor:
-    """[B, n, num_tokens] int64 sampled without replacement from [B, n, V], in their order.
+    """[B, n, num_tokens] int64 sampled without replacement from [B, n, V], in drawing order.
 
-    As `Generators.sample`, of the best and not just the first. PAD stands where no
-    probability is left.
+    Like `Generators.sample`, but takes several of the best. PAD where no probability is left.
     """
     keys, tokens = (probs / generators.exponential(probs)).topk(num_tokens)
     return tokens.masked_fill(keys == 0, PAD)
 
 
 def fit(logits: Tensor, vocab_size: int) -> Tensor:
-    """[..., V] of logits whose vocabulary was padded to another size."""
+    """Cut or pad logits to [..., V] if the vocabularies are padded differently."""
     logits = logits[..., :vocab_size]
     return pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
 def same_tokenizer(target: Target, draft: Target) -> bool:
-    """Says whether token ids mean the same to both.
+    """Tell whether both models share the meaning of token ids.
 
-    Tokens that only one of them knows may be there, if the other has not used their ids.
+    Additional tokens of one model are allowed if the other does not use their ids.
     """
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     names = {index: token for token, index in theirs.items()}
@@ -235,16 +232,16 @@ def same_tokenizer(target: Target, draft: Target) -> bool:
 
 @dataclass(frozen=True)
 class _Level:
-    """Nodes of one depth that have children, read in one pass, and how these are chosen.
+    """Nodes of one depth with children, read in one pass, and how their children are chosen.
 
     Attributes:
-        nodes: their numbers.
-        places: [n] int64, where they stand among the draft tokens.
-        mask: [1, n, P] bool, the nodes that each sees.
-        depths: [1, P] int64, below the root's children.
-        parents: [C] int64, the one of `nodes` above each child.
-        picks: [C] int64, which of its parent's candidates a child is.
-        num_candidates: how many are needed.
+        nodes: indices of the nodes.
+        places: [n] int64 positions among the draft tokens.
+        mask: [1, n, P] bool, nodes that each node sees.
+        depths: [1, P] int64 depths below the root's children.
+        parents: [C] int64 index in `nodes` of each child's parent.
+        picks: [C] int64 rank of each child among its parent's candidates.
+        num_candidates: number of candidates needed.
     """
 
     nodes: list[int]
@@ -257,11 +254,11 @@ class _Level:
 
 
 def _levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level]:
-    """From the root down; of children that are not ranked, the first is the first drawn."""
+    """Depths from the root down; of children that are not ranked, the first is drawn first."""
     levels, mask, read = [], tree.mask(), []
     for depth in range(tree.depth):
         nodes = [n for n, d in enumerate(tree.depths) if d == depth and tree.children[n]]
-        # The root belongs to the text; it is not among the nodes that are pending.
+        # The root belongs to the text, not to the pending nodes.
         read += nodes if depth else []
         children = [node for node, d in enumerate(tree.depths) if d == depth + 1]
         parents = [tree.parents[child] for child in children]
@@ -284,7 +281,7 @@ def _levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level]:
 
 
 def _by_node(levels: list[_Level], probs: list[Tensor]) -> Tensor:
-    """[B, N', V] q by node, from q [B, n, V] by level; N' - 1 is the last node with children."""
+    """[B, N', V] q by node, from q [B, n, V] by depth; N' - 1 is the last node with children."""
     last = levels[len(probs) - 1].nodes[-1]
     nodes = torch.cat([level.places for level in levels[: len(probs)]]) + 1
     q = torch.cat(probs, dim=1)

@@ -1,10 +1,10 @@
-"""Hybrid drafts: per text and step the suffix draft or the head's, whichever promises more tokens.
+"""Hybrid drafts: per text and step, the suffix draft or the head's, whichever promises more tokens.
 
-How many tokens of a head's draft will be accepted is not known beforehand, so its promise is the
-mean of earlier steps. A step in which every text takes its suffix draft costs the head nothing.
+A head's accepted length is unknown in advance, so its promise is the mean of earlier steps. A step
+in which every text uses its suffix draft costs the head nothing.
 
-Source: snowflakedb/ArcticInference, which takes a suffix draft that counts on as many tokens as the
-head would draft; here half of what it counts on must be what the head has lately got.
+Source: snowflakedb/ArcticInference, which uses a suffix draft that expects as many tokens as the
+head would draft. Here half of the expected tokens must reach the head's recent mean.
 """
 
 import torch
@@ -15,19 +15,19 @@ from eval.decode.drafters.suffix import Suffix
 from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
 
 KEPT = 0.5
-"""The share of the tokens that a suffix draft counts on that was right, on 72 prompts of six kinds;
-the same for drafts of 1 and of 20 tokens."""
+"""Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
+equal for drafts of 1 and of 20 tokens."""
 MEMORY = 0.8
-"""The weight of the mean of all steps before, against one new step."""
+"""Weight of the mean of all earlier steps against one new step."""
 
 
 class Hybrid:
-    """Chooses the draft of which more tokens are expected to be accepted.
+    """Chooses the draft with more expected accepted tokens.
 
     Args:
-        head: ranks its candidates, and may go without a draft in any step.
-        suffix: drafts for the same texts.
-        expected: accepted tokens of a head's draft, until any are known.
+        head: drafter that ranks its candidates and may skip steps.
+        suffix: suffix drafter for the same texts.
+        expected: assumed accepted tokens of a head's draft before any are known.
     """
 
     static_nodes = None
@@ -39,7 +39,7 @@ class Hybrid:
         self.copied: list[bool] = []
 
     def observe(self, seen: Committed) -> None:
-        """Both take it; the head's share is remembered per text."""
+        """Let both observe, and update the head's mean per text."""
         self.head.observe(seen)
         self.suffix.observe(seen)
         self.device = seen.output.hidden_states.device
@@ -52,7 +52,7 @@ class Hybrid:
                 self.means[row] = MEMORY * self.means[row] + (1 - MEMORY) * num_accepted
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains where the suffix promises more, the head's trees elsewhere."""
+        """Draft chains where the suffix promises more, the head's trees elsewhere."""
         drafts = self.suffix.drafts(roots.ids)
         pairs = zip(drafts, self.means, strict=True)
         self.copied = [KEPT * score >= mean and bool(tokens) for (tokens, score), mean in pairs]
@@ -63,7 +63,7 @@ class Hybrid:
         return _mixed(draft, chains, self.copied) if any(self.copied) else draft
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         self.head.keep(rows)
         self.suffix.keep(rows)
         if self.means:
@@ -72,14 +72,14 @@ class Hybrid:
             self.copied = [self.copied[row] for row in rows]
 
     def take(self, row: int, other: "Hybrid") -> None:
-        """A row goes on with the one text of another drafter."""
+        """Start the single text of another drafter in a row."""
         self.head.take(row, other.head)
         self.suffix.take(row, other.suffix)
         self.means[row] = other.means[0]
 
 
 def _mixed(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
-    """The draft, with chains in place of some texts' trees."""
+    """Replace some texts' trees by chains."""
     assert draft.draft_probs is None
     rows = [chain if own else [] for chain, own in zip(chains, copied, strict=True)]
     others = Draft.chains(rows, draft.tokens.device)
@@ -91,7 +91,7 @@ def _mixed(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
 
 
 def _parents(draft: Draft) -> Tensor:
-    """[B or 1, N - 1] of the nodes without the root."""
+    """[B or 1, N - 1] parents of the nodes without the root."""
     return draft.tree if isinstance(draft.tree, Tensor) else draft.layout().parents[:, 1:]
 
 

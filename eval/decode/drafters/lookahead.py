@@ -1,15 +1,15 @@
-"""Lookahead decoding: n-grams that the target guesses for itself, in the same pass.
+"""Lookahead decoding: n-grams that the target guesses itself, in the same pass.
 
-A window of W columns and N - 1 rows holds guesses about the tokens ahead. Row 0 is a chain that
-begins with the root; what stands in row l hangs below row l - 1 of its column. All of it is run
-with the target, whose answers below the last row complete W n-grams and become the next last
-row (Jacobi iteration), while the other rows move up by one, however many tokens were accepted.
-N-grams of the window and of the text go to a pool by their first token; those that start with
-the root are checked as further branches.
+A window of W columns and N - 1 rows holds guesses about later tokens. Row 0 is a chain that begins
+with the root; each node in row l hangs below row l - 1 of its column. The target reads all of them.
+Its answers below the last row complete W n-grams and become the next last row (Jacobi iteration),
+while the other rows move up by one, however many tokens were accepted. N-grams of the window and of
+the text go to a pool by their first token; those that start with the root are verified as further
+branches.
 
-Source: Fu et al., arXiv 2402.02057, section 3; hao-ai-lab/LookaheadDecoding `lade/decoding.py`
-with ALWAYS_FWD_ONE and POOL_FROM_PROMPT; differs: the window starts with all rows, guesses may
-be accepted whole, and so may the window's own branches.
+Source: Fu et al., arXiv 2402.02057, section 3; hao-ai-lab/LookaheadDecoding `lade/decoding.py` with
+ALWAYS_FWD_ONE and POOL_FROM_PROMPT. Differs: the window starts with all rows, and guesses and the
+window's own branches may be accepted whole.
 Letters: B texts, W columns, N tokens of an n-gram.
 """
 
@@ -26,7 +26,7 @@ Ngram = tuple[int, ...]
 
 
 class _Pool:
-    """N-grams by their first token, for each the latest few."""
+    """N-grams by their first token, the latest few of each."""
 
     def __init__(self, num_guesses: int) -> None:
         self.num_guesses = num_guesses
@@ -40,12 +40,12 @@ class _Pool:
             tails.popitem(last=False)
 
     def after(self, token: int) -> list[Ngram]:
-        """The tails that may follow, the latest first."""
+        """Tails that may follow, the latest first."""
         return list(reversed(self.tails.get(token, OrderedDict())))
 
 
 class _Trie:
-    """Nodes in which branches that begin alike share their beginning."""
+    """Nodes in which branches with a common start share it."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -53,7 +53,7 @@ class _Trie:
         self.children: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
-        """The child of a node with that token, a new one if there is none; 0 is the root."""
+        """Child of a node with a token, made if missing; node 0 is the root."""
         node = self.children.get((parent, token))
         if node is None:
             self.tokens.append(token)
@@ -63,7 +63,7 @@ class _Trie:
 
 
 class _Window:
-    """One text's guesses and pool."""
+    """Guesses and pool of one text."""
 
     def __init__(self, prompt: list[int], size: tuple[int, int], num_guesses: int) -> None:
         self.width, self.level = size
@@ -76,14 +76,14 @@ class _Window:
         self.read(prompt)
 
     def read(self, tokens: list[int]) -> None:
-        """The text goes on; its own n-grams go to the pool."""
+        """Append tokens to the text, and its n-grams to the pool."""
         for token in tokens:
             self.tail = [*self.tail, token][-self.level :]
             if len(self.tail) == self.level:
                 self.pool.add(tuple(self.tail))
 
     def draft(self, root: int) -> _Trie:
-        """Window and guesses; `last` are the nodes of the last row."""
+        """Make the trie of window and guesses; `last` are the nodes of the last row."""
         self.read([root])
         self.rows[0] = [root, *self.rows[0][1:]]
         trie = _Trie()
@@ -100,19 +100,19 @@ class _Window:
         return trie
 
     def update(self, answers: list[int]) -> None:
-        """Takes the target's answers [W] below the last row."""
+        """Take the target's answers [W] below the last row."""
         for column in zip(*self.rows, answers, strict=True):
             self.pool.add(column)
         self.rows = [*self.rows[1:], answers]
 
 
 class Lookahead:
-    """Drafts window and guesses; waits for the device once per step for the window's answers.
+    """Drafts window and guesses. Waits for the device once more per step, for the answers.
 
     Args:
-        window: W.
-        level: N, at least 2.
-        num_guesses: n-grams kept and checked per first token.
+        window: W columns.
+        level: N tokens of an n-gram, at least 2.
+        num_guesses: n-grams kept and verified per first token.
     """
 
     taps = Taps()
@@ -123,7 +123,7 @@ class Lookahead:
         self.windows: list[_Window] = []
 
     def observe(self, seen: Committed) -> None:
-        """Starts from the prompts, then moves the windows on."""
+        """Start from the prompts, then advance the windows."""
         self.device = seen.output.hidden_states.device
         if seen.logits is None and self.windows:
             for window, tokens in zip(self.windows, seen.token_ids, strict=True):
@@ -139,7 +139,7 @@ class Lookahead:
             window.update(row)
 
     def propose(self, roots: Roots) -> Draft:
-        """Trees of different shapes, filled up to the largest."""
+        """Draft trees of different shapes, padded to the largest."""
         tries = [window.draft(root) for window, root in zip(self.windows, roots.ids, strict=True)]
         largest = max(len(trie.tokens) for trie in tries)
         rows = []
@@ -152,11 +152,11 @@ class Lookahead:
         return Draft(parents, tokens, level - 1 + max(width - 2, 0))
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         if self.windows:
             self.windows = [self.windows[row] for row in rows]
             self.last = self.last[upload(rows, self.device)]
 
     def take(self, row: int, other: "Lookahead") -> None:
-        """A row goes on with the one text of another drafter."""
+        """Start the single text of another drafter in a row."""
         self.windows[row] = other.windows[0]

@@ -1,15 +1,15 @@
-"""Drafts copied from the text so far: prompt lookup, and an n-gram model of the text."""
+"""Draft tokens copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.target_model.model import Taps
 
 
 class _Table:
-    """One text, and what followed each of its n-grams.
+    """One text, with the token that followed each of its n-grams.
 
     Args:
-        max_ngram: longest run of tokens that is looked up.
-        min_ngram: shortest.
+        max_ngram: longest run of tokens to look up.
+        min_ngram: shortest run of tokens to look up.
     """
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
@@ -17,34 +17,34 @@ class _Table:
         self.text: list[int] = []
 
     def append(self, token: int) -> None:
-        """Goes on; only now do the n-grams that ended the text have a follower."""
+        """Append a token, which is the follower of the n-grams that ended the text."""
         for size in self.sizes:
             if size <= len(self.text):
                 self.learn(tuple(self.text[-size:]), token)
         self.text.append(token)
 
     def learn(self, ngram: tuple[int, ...], follower: int) -> None:
-        """The n-gram ends the text, which `follower` continues."""
+        """Note that `follower` continues the text after an n-gram."""
         raise NotImplementedError
 
     def draft(self, num_tokens: int) -> list[int]:
-        """Tokens that may follow the text."""
+        """Draft tokens that may follow the text."""
         raise NotImplementedError
 
 
 class _FirstPlaces(_Table):
-    """The first place of each n-gram."""
+    """First place of each n-gram."""
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         super().__init__(max_ngram, min_ngram)
         self.places: dict[tuple[int, ...], int] = {}
 
     def learn(self, ngram: tuple[int, ...], follower: int) -> None:  # noqa: ARG002
-        """Remembers the place of the follower, if the n-gram is new."""
+        """Remember the follower's place, if the n-gram is new."""
         self.places.setdefault(ngram, len(self.text))
 
     def draft(self, num_tokens: int) -> list[int]:
-        """The tokens after the first place of the longest run that ends the text."""
+        """Draft the tokens after the first place of the longest run that ends the text."""
         for size in self.sizes:
             place = self.places.get(tuple(self.text[-size:]))
             if place is not None and size <= len(self.text):
@@ -61,14 +61,14 @@ class _Followers(_Table):
         self.best: dict[tuple[int, ...], int] = {}
 
     def learn(self, ngram: tuple[int, ...], follower: int) -> None:
-        """Counts; the most frequent follower leads, of equals the latest."""
+        """Count; the most frequent follower leads, the latest among equals."""
         self.counts[ngram, follower] = self.counts.get((ngram, follower), 0) + 1
         leader = self.best.get(ngram, follower)
         if self.counts[ngram, follower] >= self.counts[ngram, leader]:
             self.best[ngram] = follower
 
     def draft(self, num_tokens: int) -> list[int]:
-        """Token after token the leader behind the longest run that is known."""
+        """Draft token by token the leader after the longest known run."""
         tail = self.text[-self.sizes[0] :]
         drafted: list[int] = []
         while len(drafted) < num_tokens:
@@ -82,12 +82,12 @@ class _Followers(_Table):
 
 
 class _FromText:
-    """Keeps a table per text and drafts chains from it; the host does all of it.
+    """Keeps a table per text and drafts chains from it, all on the host.
 
     Args:
-        num_tokens: draft tokens at most.
-        max_ngram: longest run of last tokens that is looked up, tried first.
-        min_ngram: shortest.
+        num_tokens: largest number of draft tokens.
+        max_ngram: longest run of last tokens to look up, tried first.
+        min_ngram: shortest run of last tokens to look up.
     """
 
     taps = Taps()
@@ -100,7 +100,7 @@ class _FromText:
         self.tables: list[_Table] = []
 
     def observe(self, seen: Committed) -> None:
-        """Reads on; a root is in the table since it was proposed from."""
+        """Append tokens; a root was appended when it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.tables:
             self.tables = [self.table(*self.limits) for _ in seen.token_ids]
@@ -109,26 +109,26 @@ class _FromText:
                 table.append(token)
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains of at most `num_tokens`."""
+        """Draft chains of at most `num_tokens`."""
         for table, root in zip(self.tables, roots.ids, strict=True):
             table.append(root)
         return Draft.chains([table.draft(self.num_tokens) for table in self.tables], self.device)
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         if self.tables:
             self.tables = [self.tables[row] for row in rows]
 
     def take(self, row: int, other: "_FromText") -> None:
-        """A row goes on with the one text of another drafter."""
+        """Start the single text of another drafter in a row."""
         self.tables[row] = other.tables[0]
 
 
 class PromptLookup(_FromText):
-    """Copies what followed the last tokens where they first stood in prompt or answer.
+    """Copies the tokens after the first occurrence of the last tokens in prompt or answer.
 
-    The same drafts as transformers' `prompt_lookup_num_tokens`, whose
-    `max_matching_ngram_size` is `max_ngram`, and as vLLM's method `ngram`.
+    Drafts as transformers' `prompt_lookup_num_tokens`, with `max_matching_ngram_size` as
+    `max_ngram`, and as vLLM's method `ngram`.
 
     Source: github.com/apoorvumang/prompt-lookup-decoding.
     """
@@ -137,9 +137,9 @@ class PromptLookup(_FromText):
 
 
 class Ngram(_FromText):
-    """Drafts by an n-gram model of prompt and answer, with back-off to shorter n-grams.
+    """Drafts with an n-gram model of prompt and answer, backing off to shorter n-grams.
 
-    Unlike a copy it follows the majority, and goes on where a copied passage ends.
+    Unlike a copy, it follows the majority and continues where a copied passage ends.
     """
 
     table = _Followers

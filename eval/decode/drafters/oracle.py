@@ -1,4 +1,4 @@
-"""Drafts of known acceptance, at no cost: what the engine itself loses shows in the rest."""
+"""Drafts of known acceptance at no cost, which show the engine's own overhead."""
 
 import random
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from heads.upload import upload
 
 
 class Oracle:
-    """Drafts the target's own text, known beforehand, with mistakes at a set rate.
+    """Drafts the target's own text, known in advance, with mistakes at a set rate.
 
-    Below a right node, one child is right with probability `rate`: the first of a chain, any
-    of several. All other tokens are wrong.
+    Below a right node, one child is right with probability `rate`: the first in a chain, any of
+    several otherwise. All other tokens are wrong.
 
     Args:
-        texts: per text the target's own tokens after the prompt.
-        tree: the shape drafted.
-        rate: of acceptance, from 0 to 1.
+        texts: the target's own tokens after the prompt, per text.
+        tree: shape to draft.
+        rate: rate of acceptance, from 0 to 1.
         vocab_size: V.
-        seed: of the mistakes, which depend on nothing else but text and place.
+        seed: seed of the mistakes, which otherwise depend only on text and position.
     """
 
     taps = Taps()
@@ -44,17 +44,18 @@ class Oracle:
             [self._fill(number, text, place) for place in range(length)]
             for number, text in self.texts
         ]
-        # [B, places of a text, N - 1]; known beforehand, so that drafting costs next to nothing.
+        # [B, positions of a text, N - 1]; computed in advance, so that drafting costs almost
+        # nothing.
         self.table = torch.tensor(rows, dtype=torch.int64).view(len(texts), length, -1)
         self.places: Tensor | None = None
 
     @property
     def static_nodes(self) -> int | None:
-        """All there are."""
+        """Number of nodes of the tree."""
         return self.tree.num_nodes
 
     def observe(self, seen: Committed) -> None:
-        """Counts what was committed."""
+        """Count committed tokens."""
         if self.places is None:
             device = seen.output.hidden_states.device
             self.table = self.table.to(device)
@@ -63,7 +64,7 @@ class Oracle:
             self.places += seen.counts
 
     def propose(self, roots: Roots) -> Draft:
-        """The tree, filled from the text after the root."""
+        """Draft the tree, filled from the text after the root."""
         assert self.places is not None
         rows = torch.arange(len(roots), device=self.places.device)
         places = self.places.clamp_max(self.table.shape[1] - 1)
@@ -85,14 +86,14 @@ class Oracle:
         return tokens[1:]
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         self.texts = [self.texts[row] for row in rows]
         self.table = self.table[upload(rows, self.table.device)]
         if self.places is not None:
             self.places = self.places[upload(rows, self.places.device)]
 
     def take(self, row: int, other: "Oracle") -> None:
-        """A row goes on with the one text of another drafter."""
+        """Start the single text of another drafter in a row."""
         assert self.places is not None
         assert other.places is not None
         self.texts[row] = other.texts[0]

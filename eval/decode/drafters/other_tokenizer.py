@@ -1,8 +1,8 @@
-"""A draft model with a tokenizer of its own: the two speak to each other in text.
+"""Drafting with a model of another tokenizer: both exchange text.
 
-The text so far is read in the draft model's tokens, its draft is written in the target's. Only
-the end of a text is translated at every step; where that window begins, two translations are
-laid over each other, so that its arbitrary first tokens never count.
+The text so far is read in the draft model's tokens, and its draft is written in the target's. Each
+step translates only the end of a text; at the start of that window two translations are overlaid,
+so that its arbitrary first tokens do not count.
 
 Source: universal assisted generation, transformers `generation/candidate_generator.py`,
 `AssistedCandidateGeneratorDifferentTokenizers`, whose look-behind windows are joined by the
@@ -19,20 +19,19 @@ from heads.decoding.cache import Kept, TreeCache
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.target_model.model import Taps, Target
 
-CUT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there
+CUT = "\ufffd"  # how decoders write a character with missing bytes
 MAX_CHARACTER_BYTES = 4
 
 
 class Translator:
     """Text and ids of two tokenizers.
 
-    A special token is the same token in both if it is written the same way. The draft model
-    does not see those of the target that it has none for, and its draft ends at one of its own
-    that the target has none for.
+    Special tokens are equal if they are written equally. The draft model does not see special
+    tokens of the target that it lacks, and its draft ends at special tokens that the target lacks.
 
     Args:
         target: the target's tokenizer.
-        draft: the draft model's.
+        draft: the draft model's tokenizer.
     """
 
     def __init__(self, target: Any, draft: Any) -> None:
@@ -43,15 +42,15 @@ class Translator:
         self.start = start if start == [draft.bos_token_id] else []
 
     def read(self, target_ids: list[int]) -> list[int]:
-        """Ids of the draft model for a piece of text; a cut character at its end is left out."""
+        """Ids of the draft model for a piece of text, without an incomplete last character."""
         whole, _ = self._split(target_ids)
         text = _decode(self.target, [i for i in whole if i not in self.unread])
         return _encode(self.draft, text)
 
     def write(self, target_ids: list[int], read: list[int], drafted: list[int]) -> list[int]:
-        """Ids of the target for `drafted`, behind `target_ids`, which were read as `read`.
+        """Ids of the target for `drafted`, after `target_ids`, which were read as `read`.
 
-        Empty where the text cannot go on so without changing the ids that are there.
+        Empty if the text cannot continue this way without changing existing ids.
         """
         for place, token in enumerate(drafted):
             if token in self.ends:
@@ -68,7 +67,7 @@ class Translator:
         return ids[len(there) :] if ids[: len(there)] == there else []
 
     def _split(self, target_ids: list[int]) -> tuple[list[int], list[int]]:
-        """The ids of whole characters, and those of a last one that is not complete."""
+        """Split ids into those of whole characters and those of an incomplete last one."""
         for end in range(len(target_ids), max(len(target_ids) - MAX_CHARACTER_BYTES, 0), -1):
             if not _decode(self.target, target_ids[:end]).endswith(CUT):
                 return target_ids[:end], target_ids[end:]
@@ -79,8 +78,8 @@ class Translation:
     """One text, growing in the target's ids and followed in the draft model's.
 
     Args:
-        translator: of the two tokenizers.
-        window: of target ids, at most twice as many are translated at a time.
+        translator: translator of both tokenizers.
+        window: number of target ids; at most twice as many are translated at a time.
     """
 
     def __init__(self, translator: Translator, window: int) -> None:
@@ -90,13 +89,13 @@ class Translation:
         self.overlap = 0  # ids of the window's translation that stand in `done`
 
     def add(self, target_ids: list[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         self.tail += target_ids
         if len(self.tail) > 2 * self.window:
             self._advance()
 
     def ids(self, root: int) -> tuple[list[int], list[int]]:
-        """The text up to `root` in the draft model's ids: all of it, and that of the window."""
+        """The text up to `root` in the draft model's ids: the whole, and the window's part."""
         recent = self.translator.read([*self.tail, root])
         ids = self.done + recent[self.overlap :]
         start = self.translator.start
@@ -105,7 +104,7 @@ class Translation:
         return ids or [0], recent
 
     def _advance(self) -> None:
-        """Begins a later window, if most of its translation is how it was translated so far."""
+        """Start a later window, if most of its translation agrees with the earlier one."""
         long = self.translator.read(self.tail)
         short = self.translator.read(self.tail[-self.window :])
         same = common_prefix(long[::-1], short[::-1])
@@ -119,13 +118,13 @@ class Translation:
 class OtherTokenizer:
     """Drafts the likeliest tokens of a model with another tokenizer.
 
-    Every step waits once more for the device, as text is made on the host.
+    Every step waits for the device once more, as text is made on the host.
 
     Args:
-        model: the draft model with its tokenizer, on the target's device.
-        target_tokenizer: the target's.
-        num_tokens: of the draft model, drafted per step.
-        window: target tokens at the end of the text that may still be tokenized anew.
+        model: draft model with its tokenizer, on the target's device.
+        target_tokenizer: the target's tokenizer.
+        num_tokens: draft tokens per step, in the draft model's tokens.
+        window: target tokens at the end of the text that may still be tokenised anew.
     """
 
     taps = Taps()
@@ -139,7 +138,7 @@ class OtherTokenizer:
         self.cache: TreeCache | None = None
 
     def observe(self, seen: Committed) -> None:
-        """Takes the texts."""
+        """Append the committed tokens to the texts."""
         if self.cache is None:
             num_texts = len(seen.token_ids)
             self.cache = self.model.new_cache(num_texts)
@@ -149,7 +148,7 @@ class OtherTokenizer:
             text.add(tokens)
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains of what the draft model would say, of different lengths, perhaps none."""
+        """Draft chains from the draft model's text, of different lengths, possibly empty."""
         texts = [text.ids(root) for text, root in zip(self.texts, roots.ids, strict=True)]
         drafted = self._draft([ids for ids, _ in texts])
         rows = [
@@ -161,23 +160,23 @@ class OtherTokenizer:
         return Draft.chains(rows, self.model.device)
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         if self.cache is not None:
             self.cache.keep(rows)
             self.texts = [self.texts[row] for row in rows]
             self.read = [self.read[row] for row in rows]
 
     def take(self, row: int, other: "OtherTokenizer") -> None:
-        """A row goes on with the one text of another drafter; what differs is read anew."""
+        """Start the single text of another drafter in a row; differing tokens are read anew."""
         self.texts[row] = other.texts[0]
 
     def _draft(self, texts: list[list[int]]) -> list[list[int]]:
-        """The likeliest tokens behind the texts, after reading what is new in these."""
+        """Likeliest tokens after the texts, after reading their new tokens."""
         assert self.cache is not None
         rooms = [min(self.num_tokens, room(self.model, len(text))) for text in texts]
         if not any(rooms):
             return [[] for _ in texts]
-        # The last token is read in any case, for the logits after it.
+        # The last token is always read, for the logits after it.
         known = [
             min(common_prefix(old, new), len(new) - 1)
             for old, new in zip(self.read, texts, strict=True)
@@ -205,7 +204,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _unknown_specials(tokenizer: Any, other: Any) -> set[int]:
-    """Ids of special tokens that the other tokenizer does not write the same way."""
+    """Ids of special tokens that the other tokenizer does not write equally."""
     known = other.get_vocab()
     added = tokenizer.added_tokens_decoder.items()
     special = {index for index, token in added if token.special} | set(tokenizer.all_special_ids)

@@ -1,10 +1,10 @@
-"""Token recycling: the target's own best candidates after each token, kept for the next time.
+"""Token recycling: the target's best candidates after each token, kept for later drafts.
 
-A table holds for each token what the target ranked best when it last read it, in whatever draft
-that was, rejected ones included. A draft is a static tree that is filled by looking up.
+A table holds for each token the target's best candidates when it last read that token in any draft,
+accepted or rejected. A draft is a static tree filled from the table.
 
-Source: Luo et al., arXiv 2408.08696; hemingkx/Spec-Bench `model/recycling`. Differs: a token that
-nobody has read yet has no successors, and a tree of any number of nodes.
+Source: Luo et al., arXiv 2408.08696; hemingkx/Spec-Bench `model/recycling`. Differs: a token not
+read yet has no successors, and a tree may have any number of nodes.
 Letters: B texts, N tree nodes (root included), V vocabulary.
 """
 
@@ -18,26 +18,26 @@ from heads.upload import upload
 
 NUM_SUCCESSORS = 8
 CPU_NODES, GPU_NODES = 8, 80
-"""Nodes of the usual tree: as many as pay on a core, and the paper's."""
+"""Nodes of the default tree: as many as pay on a core, and the paper's."""
 DEPTH = 6
 ACCURACY = [0.6, 0.1, 0.04, 0.02, 0.015, 0.01, 0.01, 0.01]
-"""Rates at which each successor was right below a right token, for a small chat model; the same
-at every depth."""
+"""Rates at which each successor was right below a right token, for a small chat model; equal at
+every depth."""
 
 
 def recycling_tree(num_tokens: int) -> Tree:
-    """The likeliest nodes."""
+    """Make the tree of the likeliest nodes."""
     return Tree.best([ACCURACY] * DEPTH, num_tokens)
 
 
 class Successors:
-    """The best candidates after each token, shared by drafters of one target."""
+    """Best candidates after each token, shared by the drafters of a target."""
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
 
     def learn(self, tokens: Tensor, logits: Tensor) -> None:
-        """Takes the target's logits [B, N, V] after tokens [B, N]; PAD stays without."""
+        """Take the target's logits [B, N, V] after tokens [B, N]; PAD gets none."""
         if self.table is None:
             size = (logits.shape[-1] + 1, NUM_SUCCESSORS)
             self.table = torch.full(size, PAD, device=logits.device)
@@ -46,7 +46,7 @@ class Successors:
         self.table[PAD] = PAD
 
     def of(self, tokens: Tensor) -> Tensor:
-        """[..., 8] int64, the best first; PAD if nobody has read the token."""
+        """[..., 8] int64 successors, the best first; PAD for a token not read yet."""
         if self.table is None:
             return tokens.new_full((*tokens.shape, NUM_SUCCESSORS), PAD)
         return self.table[tokens]
@@ -56,8 +56,8 @@ class Recycling:
     """Fills a static tree from a table of successors, on the device.
 
     Args:
-        successors: shared with the drafters before and after.
-        tree: with ranks below 8.
+        successors: table shared with earlier and later drafters.
+        tree: tree with ranks below 8.
     """
 
     taps = Taps()
@@ -68,13 +68,13 @@ class Recycling:
         self.drafted: Tensor | None = None
 
     def observe(self, seen: Committed) -> None:
-        """Learns from every node of the last draft."""
+        """Learn from every node of the last draft."""
         if seen.logits is not None:
             assert self.drafted is not None
             self.successors.learn(self.drafted, seen.logits)
 
     def propose(self, roots: Roots) -> Draft:
-        """Successors of successors."""
+        """Draft successors of successors."""
         nodes = [roots.tokens]
         successors: dict[int, Tensor] = {}
         for parent, rank in zip(self.tree.parents[1:], self.tree.ranks[1:], strict=True):
@@ -85,9 +85,9 @@ class Recycling:
         return Draft.of(self.tree, self.drafted[:, 1:])
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         if self.drafted is not None:
             self.drafted = self.drafted[upload(rows, self.drafted.device)]
 
     def take(self, row: int, other: "Recycling") -> None:
-        """Texts share all there is to know."""
+        """Do nothing, as texts share the table."""

@@ -1,11 +1,11 @@
-"""The target drafts for itself with some of its decoder layers left out.
+"""Drafting by the target itself, with some of its decoder layers left out.
 
-A draft token is a pass of the layers that stay, which read the target's own keys and values of
-the text; what a draft token adds to these stands where the verify pass writes its own. There is
-no second model, no second cache and nothing to undo.
+A draft token is a pass of the remaining layers over the target's own keys and values of the text.
+The verify pass overwrites the draft token's entries, so there is no second model, no second cache
+and nothing to undo.
 
-Sources: LayerSkip, arXiv 2404.16710 (the last layers are left out); Draft & Verify, arXiv
-2309.08168, and SWIFT, arXiv 2410.06916 (any are). Differs: whole layers only.
+Sources: LayerSkip, arXiv 2404.16710 (leaves out the last layers); Draft & Verify, arXiv 2309.08168,
+and SWIFT, arXiv 2410.06916 (leave out any layers). Differs: whole layers only.
 
 Letters: B texts, S tokens of a text, n roots, V vocab.
 """
@@ -26,20 +26,20 @@ from heads.upload import upload
 
 
 def early_exit(target: Target, num_layers: int) -> tuple[int, ...]:
-    """The layers left out if only the first `num_layers` run."""
+    """Layers left out if only the first `num_layers` run."""
     return tuple(range(num_layers, target.num_layers))
 
 
 class SelfDraft:
-    """Drafts chains.
+    """Drafts chains with some layers left out.
 
     Args:
-        target: the target itself; none of its layers may use keys and values of another.
-        skip: decoder layers, from 0, that are left out.
+        target: the target; no layer may use another layer's keys and values.
+        skip: decoder layers, from 0, to leave out.
         num_tokens: draft tokens, at least one.
-        sampling: the target's, applied to the drafts too.
-        seeds: of the draws, one per text; others than the target's.
-        output_head: of the drafts, if that is another than the target's.
+        sampling: the target's sampling, also used for draft tokens.
+        seeds: seeds of the draws, one per text, other than the target's.
+        output_head: output head for drafting, if not the target's.
     """
 
     taps = Taps()
@@ -62,11 +62,11 @@ class SelfDraft:
         self.cache: TreeCache | None = None
 
     def observe(self, seen: Committed) -> None:
-        """Takes the cache in which the target keeps the texts."""
+        """Take the cache in which the target keeps the texts."""
         self.cache = seen.cache
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains of `num_tokens` tokens, one pass each."""
+        """Draft chains of `num_tokens` tokens, one pass each."""
         assert self.cache is not None
         tokens, probs = [roots.tokens], []
         for depth in range(self.num_tokens):
@@ -86,25 +86,25 @@ class SelfDraft:
         return Draft.of(Tree.chain(self.num_tokens), torch.stack(tokens[1:], 1), draft_probs)
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only; the cache is the target's to cut."""
+        """Keep some texts only; the target drops their cache."""
         self.generators = self.generators.rows(rows)
 
     def take(self, row: int, other: "SelfDraft") -> None:
-        """A row goes on with the one text of another drafter; the target's cache has it."""
+        """Start the single text of another drafter in a row; its cache is the target's."""
         self.generators.take(row, other.generators)
 
 
 class OwnText:
-    """One of the target's texts, read once, so that many sets of layers can be tried on it.
+    """One of the target's texts, read once, on which many sets of layers can be tried.
 
-    Below every root a chain is drafted at the same time. As an accepted draft token is the
-    text's own, the chains are fed from the text: token r + e of it, e below root r, sees the
-    target's keys and values of what stands before r, and those of its own chain from r on.
+    A chain is drafted below every root at once. As an accepted draft token is the text's own,
+    chains are fed from the text: token r + e of the text, in the chain of root r, sees the target's
+    keys and values before r, and its own chain's from r on.
 
     Args:
         target: the target.
-        token_ids: [S], prompt and response.
-        first: the first root; the later tokens are roots too, n = S - first.
+        token_ids: [S], prompt and answer.
+        first: first root; later tokens are roots too, n = S - first.
     """
 
     def __init__(self, target: Target, token_ids: list[int], first: int) -> None:
@@ -113,17 +113,17 @@ class OwnText:
         self.places = torch.arange(len(token_ids), device=target.device)
         self.cache = target.new_cache(1)
         causal = self.places.unsqueeze(1) >= self.places
-        # The text stays pending: a committed token would be seen from everywhere.
+        # The text stays pending, as a committed token would be visible everywhere.
         target.extend(self.cache, self.ids[None], causal[None], self.places[None])
 
     def drafts(self, skip: Sequence[int], depth: int) -> Tensor:
-        """[depth, n, 1] int64, the best token of each depth.
+        """[depth, n, 1] int64 best token of each depth.
 
-        Where a chain leaves the text it means nothing.
+        Entries after a chain leaves the text are meaningless.
 
         Args:
-            skip: decoder layers that are left out.
-            depth: draft tokens.
+            skip: decoder layers to leave out.
+            depth: draft tokens per chain.
         """
         roots = self.places[self.first :]
         mask, positions, drafted = self.places < roots.unsqueeze(1), self.places, []

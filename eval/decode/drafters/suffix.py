@@ -1,12 +1,12 @@
-"""Suffix decoding: drafts the followers of the longest runs of last tokens, here and in answers.
+"""Suffix decoding: drafts the followers of the longest last run of tokens, here and in answers.
 
-Every run of tokens that has been met is a path from the root of a tree whose nodes count what
-followed. A draft starts where a run that ends the text leads and goes on to the most frequent
-follower; the more tokens the run has, the more are drafted behind it.
+Every known run of tokens is a path from the root of a tree whose nodes count followers. A draft
+starts at a run that ends the text and follows the most frequent followers; longer runs give longer
+drafts.
 
 Source: SuffixDecoding, arXiv 2411.04975; snowflakedb/ArcticInference `suffix_decoding`. Differs:
-runs that were met once are not unfolded, so that a text costs a few nodes per token in place of
-one per token and depth.
+runs met once are not unfolded, so a text costs a few nodes per token instead of one per token and
+depth.
 """
 
 from heads.decoding.drafting import Committed, Draft, Roots
@@ -14,15 +14,15 @@ from heads.target_model.model import Taps
 
 
 class _Run:
-    """A run of tokens.
+    """Run of tokens.
 
     Attributes:
-        token: its last.
-        count: how often it was met.
-        text, end: a text that has it, and the place after it there.
-        followers: the runs one token longer; None while all that is known stands in the text.
-        total: how often any of them was met.
-        best: the most frequent of them, of equals the latest.
+        token: last token of the run.
+        count: number of occurrences.
+        text, end: a text with the run, and the position after it there.
+        followers: runs one token longer; None while the text holds all that is known.
+        total: number of occurrences of all followers.
+        best: most frequent follower, the latest among equals.
     """
 
     __slots__ = ("best", "count", "end", "followers", "text", "token", "total")
@@ -35,7 +35,7 @@ class _Run:
         self.best: _Run | None = None
 
     def unfold(self) -> None:
-        """Makes what followed it in its text a run of its own."""
+        """Make a run of the tokens that followed in its text."""
         self.followers = {}
         if self.end < len(self.text):
             token = self.text[self.end]
@@ -43,7 +43,7 @@ class _Run:
             self.total = 1
 
     def follow(self, text: list[int]) -> "_Run | None":
-        """Counts the last token of a text behind it; the longer run, if it was met before."""
+        """Count a text's last token as follower; return the longer run if it was known before."""
         assert self.followers is not None
         token = text[-1]
         known = run = self.followers.get(token)
@@ -58,7 +58,7 @@ class _Run:
 
 
 class SuffixTree:
-    """The runs of some texts, which may all be growing.
+    """Runs of some texts, all of which may be growing.
 
     Args:
         max_ngram: tokens of the longest run.
@@ -70,14 +70,14 @@ class SuffixTree:
         self.root.unfold()
 
     def grow(self, runs: list[_Run], text: list[int]) -> list[_Run]:
-        """Takes the last token of a text.
+        """Add the last token of a text.
 
         Args:
-            runs: the runs before it that had been met before, the empty one first.
-            text: the text, this token included.
+            runs: known runs before it, the empty one first.
+            text: text, including the token.
 
         Returns:
-            The same for the next token.
+            The runs for the next token.
         """
         going = [self.root]
         for shorter in runs:
@@ -94,14 +94,14 @@ class SuffixTree:
 def _best(
     runs: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
 ) -> tuple[list[int], float]:
-    """A draft behind `root`, and how many of its tokens are expected to be right.
+    """Draft after `root`, and the number of its tokens expected to be right.
 
     Args:
-        runs: of a text that ends before `root`, see `SuffixTree.grow`.
-        root: its next token.
-        num_tokens: of a draft, at most.
-        factor: tokens drafted per token of the run that is continued, at most.
-        min_prob: a draft ends where it is less likely to be right.
+        runs: runs of a text that ends before `root`, see `SuffixTree.grow`.
+        root: next token of the text.
+        num_tokens: largest number of draft tokens.
+        factor: largest number of draft tokens per token of the continued run.
+        min_prob: the draft ends when its probability falls below this.
     """
     best: tuple[list[int], float] = ([], 0.0)
     for length in range(len(runs), 0, -1):
@@ -118,7 +118,7 @@ def _best(
 
 
 def _continued(run: _Run, most: int, min_prob: float) -> tuple[list[int], float]:
-    """At most so many tokens behind a run, and the sum of their probabilities."""
+    """Draft at most `most` tokens after a run, with the sum of their probabilities."""
     tokens: list[int] = []
     probability, score = 1.0, 0.0
     while run.followers is not None and run.best is not None and len(tokens) < most:
@@ -139,8 +139,8 @@ class Suffix:
     """Drafts chains from prompt and answer, or from earlier answers, whichever promises more.
 
     Args:
-        answers: shared with the drafters before and after; gets the texts' answers as they grow.
-        num_tokens: draft tokens at most.
+        answers: tree shared with earlier and later drafters; gets the answers as they grow.
+        num_tokens: largest number of draft tokens.
         factor: see `_best`.
         min_prob: see `_best`.
     """
@@ -155,7 +155,7 @@ class Suffix:
         self.texts: list[_Text] = []
 
     def observe(self, seen: Committed) -> None:
-        """Reads on; a root is in the text since it was proposed from."""
+        """Append tokens; a root was appended when it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.texts:
             self.texts = [_Text(self.answers) for _ in seen.token_ids]
@@ -166,26 +166,26 @@ class Suffix:
                 text.append(tokens[1:])
 
     def propose(self, roots: Roots) -> Draft:
-        """Chains of at most `num_tokens`."""
+        """Draft chains of at most `num_tokens`."""
         return Draft.chains([tokens for tokens, _ in self.drafts(roots.ids)], self.device)
 
     def drafts(self, roots: list[int]) -> list[tuple[list[int], float]]:
-        """Per text its chain, and how many tokens of it are expected to be right."""
+        """Chain of each text, with the number of its tokens expected to be right."""
         pairs = zip(self.texts, roots, strict=True)
         return [text.draft(root, self.limits) for text, root in pairs]
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with some texts only."""
+        """Keep some texts only."""
         if self.texts:
             self.texts = [self.texts[row] for row in rows]
 
     def take(self, row: int, other: "Suffix") -> None:
-        """A row goes on with the one text of another drafter."""
+        """Start the single text of another drafter in a row."""
         self.texts[row] = other.texts[0]
 
 
 class _Text:
-    """A text in a tree of its own, and its answer among the others."""
+    """Text with its own tree, and its answer in the shared tree."""
 
     def __init__(self, answers: SuffixTree) -> None:
         self.answers, self.own = answers, SuffixTree(answers.max_ngram)
@@ -193,19 +193,19 @@ class _Text:
         self.runs, self.answer_runs = [self.own.root], [answers.root]
 
     def read(self, prompt: list[int]) -> None:
-        """The prompt, or a part of it."""
+        """Append the prompt, or a part of it."""
         for token in prompt:
             self.tokens.append(token)
             self.runs = self.own.grow(self.runs, self.tokens)
 
     def append(self, tokens: list[int]) -> None:
-        """The answer goes on."""
+        """Append tokens of the answer."""
         for token in tokens:
             self.tokens.append(token)
             self._grow()
 
     def draft(self, root: int, limits: tuple[int, float, float]) -> tuple[list[int], float]:
-        """The answer goes on; what may follow. The run that ends it must not find itself."""
+        """Append the root and draft. The run that ends the answer must not find itself."""
         self.tokens.append(root)
         drafts = [_best(runs, root, *limits) for runs in (self.runs, self.answer_runs)]
         self._grow()

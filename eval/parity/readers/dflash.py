@@ -1,4 +1,4 @@
-"""Reads exported DFlash heads as their serving engine would; see `eval/parity/blocks.py`."""
+"""Reader of exported DFlash heads. See `eval/parity/blocks.py`."""
 
 from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
 from eval.parity.files import Export, Golden
@@ -15,10 +15,10 @@ def read(export: Export, golden: Golden) -> ServedBlocks:
 
 
 def shape_of(reader: BlockConfigReader) -> BlockShape:
-    """Reads the shape of a head that fills in masks.
+    """Read the shape of a head that fills in masks.
 
     Raises:
-        InputError: as `BlockConfigReader.shape`.
+        InputError: as in `BlockConfigReader.shape`.
     """
     root = reader.root
     if reader.nested:

@@ -1,4 +1,4 @@
-"""Reads exported DFlash-2 heads as their serving engine would; see `eval/parity/blocks.py`.
+"""Reader of exported DFlash-2 heads. See `eval/parity/blocks.py`.
 
 Letters: S rows of a text, R of a block, H hidden, G groups of channels, V vocabulary, r rank.
 """
@@ -22,15 +22,15 @@ SELECTOR = "candidate_selector."
 
 @dataclass(frozen=True)
 class DFlash2Settings:
-    """Settings of a DFlash-2 head beyond those of a DFlash head.
+    """Settings of a DFlash-2 head beyond DFlash's.
 
     Attributes:
         conv_kernel_size: taps of each convolution.
         conv_group_size: channels that share a change of its kernel.
-        selector_rank: r.
+        selector_rank: rank r of the selector.
         selector_top_k: candidates of the selector.
-        input_embedding_scale, output_multiplier: of embeddings and logits.
-        final_logit_softcapping: of logits; 0 without.
+        input_embedding_scale, output_multiplier: factors of embeddings and logits.
+        final_logit_softcapping: soft cap of the logits; 0 without one.
     """
 
     conv_kernel_size: int
@@ -43,11 +43,11 @@ class DFlash2Settings:
 
 
 class ServedDFlash2(ServedBlocks):
-    """An exported DFlash-2 head.
+    """Exported DFlash-2 head.
 
     Args:
-        export, golden, shape: as of `ServedBlocks`.
-        settings: beyond those of a DFlash head.
+        export, golden, shape: as in `ServedBlocks`.
+        settings: settings beyond DFlash's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ServedDFlash2(ServedBlocks):
         super().__init__(export, golden, shape, more)
 
     def around(self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """[R, H] of a sublayer between two convolutions."""
+        """[R, H] output of a sublayer between two convolutions."""
         base = self.weights[f"{name}_conv.base_kernel"]
         change = self.linear(inputs, f"{name}_conv.kernel_projection")
         change = change.view(len(inputs), 2, self._settings.conv_kernel_size, self._groups)
@@ -78,7 +78,7 @@ class ServedDFlash2(ServedBlocks):
         )
 
     def _mixed(self, rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
-        """[R, H] row by row: each a sum of those before it."""
+        """[R, H] computed row by row, each a sum over earlier rows."""
         size, outputs = rows.shape[1] // self._groups, []
         for row in range(len(rows)):
             mixed = torch.zeros(rows.shape[1])
@@ -91,7 +91,7 @@ class ServedDFlash2(ServedBlocks):
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, V] of each row's candidates, by the token before; -inf for the others."""
+        """[S, V] logits of each row's candidates, by the previous token; -inf for the others."""
         first, second = (
             self.weights[f"{SELECTOR}{n}_codebook"] for n in ("predecessor", "successor")
         )
@@ -103,7 +103,7 @@ class ServedDFlash2(ServedBlocks):
         return (unary + asked @ second.T).masked_fill(base < least, -torch.inf), state
 
     def embeds(self, row: int) -> Tensor:
-        """[R, H] of the block behind a row, scaled."""
+        """[R, H] scaled embeddings of the block after a row."""
         return super().embeds(row) * self._settings.input_embedding_scale
 
 

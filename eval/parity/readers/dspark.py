@@ -1,4 +1,4 @@
-"""Reads exported DSpark heads as their serving engine would; see `eval/parity/blocks.py`.
+"""Reader of exported DSpark heads. See `eval/parity/blocks.py`.
 
 Letters: S rows, W drafted ids, H hidden, V vocabulary, r rank.
 """
@@ -20,13 +20,13 @@ CONFIDENCE = "confidence_head.proj"
 
 
 class ServedDSpark(ServedBlocks):
-    """An exported DSpark head.
+    """Exported DSpark head.
 
     Args:
-        export, golden, shape: as of `ServedBlocks`.
-        markov: the type of its Markov head.
-        rank: r.
-        confidence_size: width of what its confidence head reads; 0 without one.
+        export, golden, shape: as in `ServedBlocks`.
+        markov: type of its Markov head.
+        rank: rank r of the Markov head.
+        confidence_size: input width of its confidence head; 0 without one.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ServedDSpark(ServedBlocks):
     def step(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [S, W] of a slot, with what the tokens before add."""
+        """Logits [S, W] of a slot, with those of the Markov head added."""
         memory = self.weights[f"{FIRST}.weight"][before]
         if self._markov == "gated":
             memory = memory * self.linear(torch.cat([outputs, memory], -1), GATE).sigmoid()

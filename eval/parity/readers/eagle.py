@@ -1,4 +1,4 @@
-"""Reads an exported EAGLE head as its serving engine would, and computes its logits.
+"""Reader of exported EAGLE heads that computes their logits as their serving engine does.
 
 Letters: S rows, D depths, H hidden, Ht hidden of the target, I input of the attention, Q heads, d
 head size, R compared ids.
@@ -27,13 +27,13 @@ FORMATS = {
 
 
 class ServedEagle(ServedLayers):
-    """An exported EAGLE head.
+    """Exported EAGLE head.
 
     Args:
-        export, golden: as of `ServedHead`.
-        conventions: by which they are read.
-        shape: as the serving engine builds it.
-        num_layers: of the head.
+        export, golden: as in `ServedHead`.
+        conventions: conventions of the engine.
+        shape: shape as the serving engine builds it.
+        num_layers: layers of the head.
     """
 
     shape: EagleShape
@@ -47,13 +47,13 @@ class ServedEagle(ServedLayers):
         tensors = self.renamed(self._canonical_name)
         self.check_tensors(tensors, *self.expected())
         self._target_ids = self.target_ids()
-        # The embedding stays as it is: a few of its rows are needed, and it is large.
+        # The embedding is not converted: it is large, and few of its rows are needed.
         self.embedding = tensors.pop(EMBEDDING, None)
         self.weights = {n: t.float() for n, t in tensors.items() if t.is_floating_point()}
 
     @property
     def lines(self) -> list[str]:
-        """Lines of what was checked."""
+        """Lines about the checks."""
         shape = self.shape
         on = ", ".join(sorted(shape.flags)) or "none"
         read = f"hidden states {list(shape.layers)}" if shape.eagle3 else "the last hidden state"
@@ -64,14 +64,14 @@ class ServedEagle(ServedLayers):
         ]
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, R] logits of the golden ids, and [S] their logsumexp over all, at each depth."""
+        """[S, R] logits of the reference ids, and [S] logsumexp over all ids, at each depth."""
         golden, shape = self.golden, self.shape
         position_ids = golden.need("position_ids", (None,))
         reached, all_positions = int(position_ids.max()), golden.max_position_embeddings
         if reached < all_positions // 2:
             raise InputError(
-                f"{golden.file}: position_ids end at {reached} of {all_positions}: a wrong RoPE "
-                "would not show; export again"
+                f"{golden.file}: position_ids end at {reached} of {all_positions}, so a wrong RoPE "
+                "would go unnoticed; export again"
             )
         width = (len(position_ids), shape.target_hidden_size)
         layers = shape.layers or (golden.num_layers,)
@@ -86,7 +86,7 @@ class ServedEagle(ServedLayers):
                 yield shape.logit_scale * states @ rows.T, None
 
     def expected(self) -> tuple[Shapes, Shapes]:
-        """Shapes of the tensors that must be there, and of those that may be."""
+        """Shapes of required and of optional tensors."""
         shape, conventions = self.shape, self.conventions
         if not shape.own_head and "output_head" not in self.golden.tensors:
             raise self.wrong(OUTPUT, "is missing", "the head's own: it would take the target's")
@@ -101,12 +101,14 @@ class ServedEagle(ServedLayers):
         return must, may
 
     def states(self, features: Tensor, embeds: Tensor, position_ids: Tensor) -> Iterator[Tensor]:
-        """[S, H] what the output head projects, at depth 0, 1, ..., if every draft is accepted.
+        """Yield inputs [S, H] of the output head at depth 0, 1, ..., while every draft is accepted.
 
         Args:
-            features: [S, n * Ht], the target's, side by side as the serving engine fuses them.
-            embeds: [S + D, H], of the token after each feature and of those drafted then.
-            position_ids: [S] int64, of the features.
+            features: [S, n * Ht] hidden states of the target, concatenated as the engine fuses
+                them.
+            embeds: [S + D, H] embeddings of the token after each hidden state, then of draft
+                tokens.
+            position_ids: [S] int64 positions of the hidden states.
         """
         fed, num_rows = self.fused(features), len(features)
         own = torch.eye(num_rows, dtype=torch.bool)
@@ -116,7 +118,7 @@ class ServedEagle(ServedLayers):
             inputs, residual = self.inputs(fed, embeds[depth : depth + num_rows])
             keys.append(self.heads(inputs, LAYER, "k", positions))
             values.append(self.heads(inputs, LAYER, "v"))
-            # The features up to a row, and the row's own drafts since.
+            # The text up to a row, and the row's own draft tokens.
             seen.append(own if depth else torch.ones_like(own).tril())
             attended = self.attend(
                 self.heads(inputs, LAYER, "q", positions),
@@ -128,7 +130,7 @@ class ServedEagle(ServedLayers):
             fed = normed if "norm_output" in self.shape.flags else outputs
 
     def fused(self, features: Tensor) -> Tensor:
-        """[S, H] of [S, n * Ht]; EAGLE-1 reads its one feature as it is."""
+        """Fuse [S, n * Ht] into [S, H]. EAGLE-1 reads one hidden state unchanged."""
         if not self.shape.eagle3:
             return features
         if "norm_before_fc" in self.shape.flags:
@@ -140,7 +142,7 @@ class ServedEagle(ServedLayers):
         return self.linear(features, "fc")
 
     def inputs(self, fed: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """[S, I] the attention's input and [S, H] the residual of the first layer."""
+        """[S, I] input of the attention and [S, H] residual of the first layer."""
         if not self.shape.eagle3:
             inputs = self.linear(torch.cat([embeds, fed], dim=-1), "fc")
             return inputs, inputs
@@ -150,12 +152,12 @@ class ServedEagle(ServedLayers):
         return torch.cat([embeds, states], dim=-1), residual
 
     def finish(self, residual: Tensor, attended: Tensor, layer: str) -> Tensor:
-        """[S, H] a layer's output, of its residual [S, H] and what was attended to [S, Q * d]."""
+        """[S, H] output of a layer, from residual [S, H] and attention output [S, Q * d]."""
         hidden = residual + self.linear(attended, f"{layer}self_attn.o_proj")
         return hidden + self.mlp(self.norm(hidden, f"{layer}post_attention_layernorm"), layer)
 
     def _embeds(self, token_ids: Tensor) -> Tensor:
-        """[S + D, H] of the embedding that the serving engine uses."""
+        """[S + D, H] embeddings that the serving engine uses."""
         shape = self.shape
         wanted = (len(token_ids), shape.hidden_size)
         if self.embedding is None:
@@ -172,14 +174,14 @@ class ServedEagle(ServedLayers):
         prefix = next((p for p in self.conventions.prefixes if name.startswith(p)), "")
         if prefix:
             return LAYER + name.removeprefix(prefix)
-        # A prefix that the serving engine does not know must not pass for one that it knows.
+        # An unknown prefix must not pass for a known one.
         return f"? {name}" if name.startswith(LAYER) else name
 
 
 def shape_of(
     export: Export, golden: Golden, conventions: Conventions, num_layers: int = 1
 ) -> EagleShape:
-    """The head of a `config.json`; see `EagleConfigReader`."""
+    """Shape of the head in a `config.json`. See `EagleConfigReader`."""
     config = EagleConfigReader(export, golden, conventions, num_layers)
     return config.shape(own_head=OUTPUT in export.tensors)
 

@@ -1,4 +1,4 @@
-"""Reads heads in GGUF files as llama.cpp does, and computes their logits.
+"""Reader of heads in GGUF files that computes their logits as llama.cpp does.
 
 Source, read November 2026: llama.cpp b11434 `src/models/{eagle3,dflash}.cpp`,
 `src/llama-{arch,hparams,model}.cpp`, `common/speculative.cpp`. Letters: W drafted ids.
@@ -58,12 +58,12 @@ FLAGS = ("norm_before_residual", "norm_before_fc")
 
 
 class GgufHead:
-    """Values that are the same for all heads.
+    """Values shared by all heads.
 
     Args:
-        export: whose config is the file's metadata.
+        export: export whose config is the file's metadata.
         golden: sizes of the target.
-        arch: the architecture of such heads.
+        arch: architecture of these heads.
     """
 
     def __init__(self, export: Export, golden: Golden, arch: str) -> None:
@@ -76,7 +76,7 @@ class GgufHead:
         self.freqs = self.tensors.pop(FREQS, None)
 
     def sizes(self) -> dict[str, Any]:
-        """Values of `HeadShape`, but for the width of features and `qk_norm`.
+        """Values of `HeadShape`, except the width of hidden states and `qk_norm`.
 
         Raises:
             InputError: llama.cpp would guess a value, or compute with another.
@@ -104,11 +104,13 @@ class GgufHead:
         }
 
     def _check_vocabulary(self) -> None:
-        """Checks that rows of ids are as many as llama.cpp expects."""
+        """Check that the file has as many ids as llama.cpp expects."""
         size, tokens = self.golden.vocab_size, "tokenizer.ggml.tokens"
         self.keys.need("tokenizer.ggml.model", str, "loads nothing")
         if len(self.keys.items(tokens, 8, "has no vocabulary")) != size:
-            raise InputError(f"{self.keys.file}: {tokens}: llama.cpp needs the target's {size}")
+            raise InputError(
+                f"{self.keys.file}: {tokens}: llama.cpp needs the target's {size}; export again"
+            )
 
     def _layers(self) -> tuple[int, ...]:
         key, known = "target_layers", range(self.golden.num_layers)
@@ -120,12 +122,12 @@ class GgufHead:
         if self.export.layers not in (None, ids):
             raise InputError(
                 f"{self.keys.file}: llama.cpp would read hidden states {ids}, but the head was "
-                f"trained on {self.export.layers} (headsmith.json: export.layers)"
+                f"trained on {self.export.layers} (headsmith.json: export.layers); export again"
             )
         return tuple(ids)
 
     def _rope(self, head_dim: int) -> Rope:
-        """The RoPE that the metadata say, divided by the file's own divisors."""
+        """RoPE of the metadata, with the file's own divisors."""
         keys = self.keys
         settings: dict[str, Any] = {
             "rope_theta": keys.need("rope.freq_base", float, "turns with a theta of 10000")
@@ -151,13 +153,13 @@ class GgufHead:
         return replace(rope, frequencies=rope.frequencies / self.freqs)
 
     def read(self, names: dict[str, str]) -> Export:
-        """The export with tensors by the names of those who computed them first.
+        """Export with tensors under the names of their original authors.
 
         Args:
-            names: of tensors outside the layers.
+            names: names of tensors outside the layers.
 
         Raises:
-            InputError: `d2t` that holds no ids, or tensors of a dtype that llama.cpp does not take.
+            InputError: `d2t` holds no ids, or a tensor has a dtype that llama.cpp refuses.
         """
         tensors = {}
         for name, tensor in self.tensors.items():
@@ -173,7 +175,7 @@ class GgufHead:
         number, _, part = rest.partition(".")
         if start == "blk" and part in LAYER:
             return f"layers.{number}.{LAYER[part]}"
-        # One that llama.cpp does not know must not pass for one that it knows.
+        # An unknown name must not pass for a known one.
         return names.get(name, f"? {name}" if name != "d2t" else name)
 
     def _check_dtype(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -183,19 +185,19 @@ class GgufHead:
             )
 
     def _offsets(self, ids: Tensor) -> Tensor:
-        """[W] `d2t` as other engines have it, of the ids [W] that llama.cpp takes."""
+        """[W] `d2t` as other engines have it, from llama.cpp's ids [W]."""
         self._check_dtype("d2t", ids, torch.int64)
         size = self.golden.vocab_size
         if ids.min() < 0 or ids.max() >= size or len(ids.unique()) != len(ids):
             raise InputError(
                 f"{self.keys.file}: d2t: llama.cpp needs {len(ids)} target ids of 0..{size - 1}, "
-                "each once; offsets, as other engines have them, draft other tokens"
+                "each once; the offsets of other engines would draft other tokens"
             )
         return ids - torch.arange(len(ids))
 
 
 def _eagle3(export: Export, golden: Golden) -> ServedEagle:
-    """An EAGLE-3 head: neighbours turn, and the output head may be the target's."""
+    """EAGLE-3 head, with rotated neighbours and perhaps the target's output head."""
     head = GgufHead(export, golden, "eagle3")
     head.keys.equal("block_count", 1, "as its graph has one layer", "loads nothing")
     sizes = head.sizes()
@@ -223,15 +225,15 @@ def _eagle3(export: Export, golden: Golden) -> ServedEagle:
 
 
 def _blocks(export: Export, golden: Golden) -> ServedBlocks:
-    """A block drafter, of the kind that its tensors say."""
+    """Block drafter, of the kind that its tensors show."""
     head = GgufHead(export, golden, "dflash")
     keys, sizes, hidden = head.keys, head.sizes(), head.hidden
     mask = int(golden.need("mask_token_id", (1,)))
     keys.equal("tokenizer.ggml.mask_token_id", mask, "as it was trained", "has no mask")
     if "token_embd.weight" in head.tensors and "output.weight" not in head.tensors:
         raise InputError(
-            f"{keys.file}: token_embd.weight, and no output.weight: llama.cpp would draft with the "
-            "head's own embedding for an output head"
+            f"{keys.file}: token_embd.weight without output.weight: llama.cpp would use the head's "
+            "own embedding as output head; export again"
         )
     windowed = [False] * head.num_layers
     window = keys.get("attention.sliding_window", int, None)
@@ -242,7 +244,9 @@ def _blocks(export: Export, golden: Golden) -> ServedBlocks:
     causal = keys.get("attention.causal", bool, False)
     markov, selects = "markov_w1.weight" in head.tensors, "selector_hidden.weight" in head.tensors
     if markov != (export.kind == "dspark") or selects != (export.kind == "dflash2"):
-        raise InputError(f"{keys.file}: the tensors of {export.kind} heads are not these")
+        raise InputError(
+            f"{keys.file}: these are not the tensors of {export.kind} heads; export again"
+        )
     full = tuple(number for number, each in enumerate(windowed) if not each)
     if causal and any(windowed) and full:
         raise keys.wrong("attention.causal", f"false, as layers {list(full)} see all of the text")
@@ -271,7 +275,7 @@ def _blocks(export: Export, golden: Golden) -> ServedBlocks:
 
 
 def _selection(keys: Keys, hidden: int) -> DFlash2Settings:
-    """Parts of a DFlash-2 head beyond those of a DFlash head."""
+    """Parts of a DFlash-2 head beyond DFlash's."""
     numbers = {
         key: keys.need(key, int, "loads nothing")
         for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")

@@ -1,4 +1,4 @@
-"""Reads exported Medusa heads as their serving engine would, and computes their logits.
+"""Reader of exported Medusa heads that computes their logits as their serving engine does.
 
 Sources, read November 2026: vLLM 0.32 `model_executor/models/medusa.py` and
 `transformers_utils/configs/medusa.py`; TGI `layers/medusa.py`; TensorRT-LLM
@@ -20,7 +20,7 @@ from eval.parity.served import ServedHead, Shapes
 TITLES = {"vllm": "vLLM", "tgi": "TGI", "trtllm": "TensorRT-LLM", "original": "Medusa"}
 FORMATS = {"medusa": tuple(TITLES)}
 WEIGHTS = "medusa_lm_head.safetensors"
-# vLLM's own names, of a block's linear layer and of an output head.
+# vLLM's own names for a block's linear layer and an output head.
 RENAMED = (
     (
         re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"),
@@ -51,7 +51,7 @@ class ServedMedusa(ServedHead):
             self._num_blocks = root.need("medusa_num_layers", int, "takes 1")
             if export.format == "original" and self._num_blocks > 1:
                 raise root.wrong("medusa_num_layers", "1, as its blocks of a head are one module")
-        # Floats are made one at a time: all heads in float32 can be larger than memory.
+        # Converted to float32 one at a time, as all heads together can exceed the memory.
         self.weights = self.renamed(self._original_name)
         self.check_tensors(self.weights, self._expected(), {})
 
@@ -64,27 +64,30 @@ class ServedMedusa(ServedHead):
         root.only("original_lm_head", False)
 
     def _counted(self, root: Settings, what: str, otherwise: str) -> int:
-        """vLLM takes any key that names a number of heads or layers, the last one of several."""
+        """Read a count as vLLM does: from the last key that names heads or layers."""
         # A key that names both counts heads.
         keys = [k for k in root.keys() if "num" in k and what in k]  # noqa: SIM118
         keys = [k for k in keys if what == "heads" or "heads" not in k]
         counts = {key: root.need(key, int, otherwise) for key in keys or [f"num_{what}"]}
         if len(set(counts.values())) != 1:
             raise InputError(
-                f"{root.file}: {counts} disagree: vLLM reads each as the number of {what}"
+                f"{root.file}: {counts} disagree, as vLLM reads each as the number of {what}; "
+                "export again"
             )
         return next(iter(counts.values()))
 
     def _check_original(self, root: Settings) -> None:
         if self.export.weights.name != WEIGHTS:
-            raise InputError(f"{self.export.weights}: {self.title} reads {WEIGHTS} alone")
+            raise InputError(
+                f"{self.export.weights}: {self.title} only reads {WEIGHTS}; export again"
+            )
         root.need("base_model_name_or_path", str, "finds no target")
         if self.export.format == "tgi" and root.has("architectures"):
             raise root.wrong("architectures", "none: with one it loads no Medusa heads")
 
     @property
     def lines(self) -> list[str]:
-        """Lines of what was checked."""
+        """Lines about the checks."""
         return [
             f"config.json: {self.title} reads {self._num_heads} heads of {self._num_blocks} "
             f"blocks over {self._hidden_size} hidden units",
@@ -92,7 +95,7 @@ class ServedMedusa(ServedHead):
         ]
 
     def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, R] logits of the golden ids, and [S] their logsumexp over all, of each head."""
+        """[S, R] logits of the reference ids, and [S] logsumexp over all ids, of each head."""
         ids = self.golden.need("ids", (None,))
         last = f"hidden_states.{self.golden.num_layers}"
         features = self.golden.need(last, (None, self._hidden_size))
@@ -105,7 +108,7 @@ class ServedMedusa(ServedHead):
             yield every[:, ids], every.logsumexp(dim=-1)
 
     def _expected(self) -> Shapes:
-        """Shapes by the original's names."""
+        """Shapes by the original names."""
         size = self._hidden_size
         shapes: Shapes = {}
         for head in range(self._num_heads):

@@ -1,4 +1,4 @@
-"""Reads an exported P-EAGLE head as its serving engine would, and computes its logits.
+"""Reader of exported P-EAGLE heads that computes their logits as their serving engine does.
 
 Letters as in `eval/parity/readers/eagle.py`.
 """
@@ -21,7 +21,7 @@ OWN_CONVENTIONS = {
     "vllm": replace(
         CONVENTIONS["vllm", "eagle3"], flags=tuple(flag for flag in FLAGS if flag != "norm_output")
     ),
-    # vLLM forgets `fc_norm` when it takes over such a config.
+    # vLLM drops `fc_norm` when it converts such a config.
     "speculators": replace(
         CONVENTIONS["speculators", "eagle3"],
         architectures=("PEagleSpeculator", "PEagleDraftModel"),
@@ -32,7 +32,7 @@ OWN_CONVENTIONS = {
 
 
 class ServedPEagle(ServedEagle):
-    """An exported P-EAGLE head."""
+    """Exported P-EAGLE head."""
 
     def __init__(self, export: Export, golden: Golden) -> None:
         numbers = {name.split(".")[1] for name in export.tensors if name.startswith("layers.")}
@@ -43,12 +43,12 @@ class ServedPEagle(ServedEagle):
         said, trained = export.config.get(MASK_KEY), int(golden.need(MASK_KEY, (1,)))
         if said != trained:
             raise InputError(
-                f"{export.folder / 'config.json'}: {MASK_KEY}={said}: the head was trained with "
-                f"{trained}"
+                f"{export.folder / 'config.json'}: {MASK_KEY}={said}, but the head was trained "
+                f"with {trained}; export again"
             )
 
     def expected(self) -> tuple[Shapes, Shapes]:
-        """Shapes of the tensors that must be there, and of those that may be."""
+        """Shapes of required and of optional tensors."""
         must, may = super().expected()
         shape = self.shape
         for number in range(1, self.num_layers):
@@ -58,7 +58,7 @@ class ServedPEagle(ServedEagle):
         return must, may
 
     def states(self, features: Tensor, embeds: Tensor, position_ids: Tensor) -> Iterator[Tensor]:
-        """Each row by itself: the text up to it and the rows behind, one causal sequence."""
+        """Compute each row separately: its text and the rows after, as one causal sequence."""
         num_rows = len(features)
         depth = len(embeds) - num_rows
         feature = self.weights[MASK_HIDDEN].reshape(1, -1)

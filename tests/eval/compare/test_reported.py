@@ -238,11 +238,11 @@ def test_results_are_found_and_called_after_their_folders(folder, tmp_path: Path
     assert find(folder("ours") + "/acceptance.json")[0] == "ours"
     write(Path(path) / "more.json", VLLM)
     with pytest.raises(
-        InputError, match=r"vllm: must hold .*it holds more.json, openai.*: name th"
+        InputError, match=r"vllm: must hold .*but holds more.json, openai.*; name th"
     ):
         find(path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"empty: must hold .*it holds none"):
+    with pytest.raises(InputError, match=r"empty: must hold .*but holds none"):
         find(str(tmp_path / "empty"))
 
 

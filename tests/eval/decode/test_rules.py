@@ -155,7 +155,7 @@ def test_a_node_stands_behind_its_text_and_its_path() -> None:
     [
         ({"num_beams": 4, "repetition_penalty": 1.1}, "asks for num_beams=4, which drafts cannot"),
         ({"min_new_tokens": 3, "guidance_scale": 2.0}, "guidance_scale=2.0, min_new_tokens=3, wh"),
-        ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0: .*; plain=true does without"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0: .*; plain=true ignores it"),
     ],
 )
 def test_what_cannot_be_asked_of_a_draft_is_refused(settings: dict, message: str) -> None:

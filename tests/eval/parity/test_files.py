@@ -38,12 +38,12 @@ def undraftable(tensors: dict[str, Tensor]) -> None:
 BROKEN_GOLDEN = {
     "a hidden state is missing": (drop("hidden_states.3"), "no tensor hidden_states.3"),
     "logits are missing": (drop("logits"), "no tensor logits"),
-    "a depth is missing": (change("logits", lambda t: t[:-1]), "logits is"),
+    "a depth is missing": (change("logits", lambda t: t[:-1]), "logits has shape"),
     "a sum is wrong": (change("logsumexp", lambda t: t + 0.1), "logsumexp of the served head"),
-    "no logit is compared": (undraftable, "-inf throughout"),
+    "no logit is compared": (undraftable, "a whole row is -inf"),
     "positions close together": (
         change("position_ids", lambda t: torch.arange(len(t))),
-        "a wrong RoPE would not show",
+        "a wrong RoPE would go unnoticed",
     ),
     "a logit is NaN": (lambda t: t["logits"][0, 0, :1].fill_(float("nan")), "logits: 1 values"),
 }
@@ -71,7 +71,7 @@ BROKEN_FOLDERS = {
      "metadata"),
     "truncated weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]),
      "truncated"),
-    "a list for a config": (lambda f: (f / CONFIG).write_text("[]"), "no JSON object"),
+    "a list for a config": (lambda f: (f / CONFIG).write_text("[]"), "not a JSON object"),
     "a broken config": (lambda f: (f / CONFIG).write_text("{"), "cannot be read"),
     "no config": (lambda f: (f / CONFIG).unlink(), "cannot be read"),
     "no format": (lambda f: (f / NOTE).unlink(), "give --format"),

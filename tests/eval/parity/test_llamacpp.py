@@ -132,7 +132,7 @@ def test_what_is_read_is_said(tmp_path: Path) -> None:
     assert check_parity(folder).lines[1:] == [
         "eagle3-toy-F32.gguf: llama.cpp reads hidden states [2, 4, 5], norm flags on: "
         "norm_before_residual",
-        "eagle3-toy-F32.gguf: 14 tensors of float32, none missing, none to spare",
+        "eagle3-toy-F32.gguf: 14 tensors of float32, none missing, none unknown",
         "vocabulary: drafts 24 of 96 ids with its own output head",
     ]
 
@@ -196,7 +196,7 @@ FAULTS: list[tuple[str, Callable[[dict, dict], None], str]] = [
     ("eagle3", metadata("general.architecture", "llama"), "needs 'eagle3'"),
     ("eagle3", metadata("eagle3.context_length", 128), "context_length is 128: .* needs 256"),
     ("eagle3", metadata("eagle3.attention.key_length", 16), "value_length is 32.* needs 16"),
-    ("eagle3", metadata("general.file_type", 1), "must be one of .* throughout"),
+    ("eagle3", metadata("general.file_type", 1), "all must be the same one of"),
     ("eagle3", metadata("tokenizer.ggml.tokens", ["a", "b"]), "needs the target's 96"),
     ("eagle3", tensor("output_norm.weight", Tensor.half), "of torch.float16: llama.cpp needs"),
     ("eagle3", tensor("d2t", Tensor.float), "d2t is of torch.float32: llama.cpp needs torch.int64"),
@@ -205,10 +205,10 @@ FAULTS: list[tuple[str, Callable[[dict, dict], None], str]] = [
     ("dflash", metadata("dflash.target_layers", [2, 3]), "the head was trained on .1, 2."),
     ("dflash", metadata("dflash.attention.causal", True), LOGITS),
     ("dflash", metadata("dflash.block_size"), "no dflash.block_size: without it llama.cpp takes"),
-    ("dflash", metadata("dflash.block_size", 4), r"logits is \[4, 5, 96\]: must be \[3"),
+    ("dflash", metadata("dflash.block_size", 4), r"has shape \[4, 5, 96\]; must be \[3"),
     ("dflash", metadata("tokenizer.ggml.mask_token_id"), "mask_token_id: without it llama.cpp has"),
     ("dflash", metadata("tokenizer.ggml.mask_token_id", 4), "needs 3, as it was trained"),
-    ("dflash, own embedding", tensor("output.weight"), "head's own embedding for an output head"),
+    ("dflash, own embedding", tensor("output.weight"), "head's own embedding as output head"),
     ("dflash, causal in a window", metadata("dflash.attention.causal"), LOGITS),
     ("dflash, causal in a window", metadata("dflash.attention.sliding_window", 2), LOGITS),
     ("dflash, causal in a window", metadata("dflash.attention.sliding_window"), LOGITS),
@@ -218,20 +218,20 @@ FAULTS: list[tuple[str, Callable[[dict, dict], None], str]] = [
     ("dflash, reduced", tensor("d2t", lambda ids: ids - torch.arange(len(ids))), "offsets"),
     ("dflash, reduced", tensor("d2t"), r"lm_head.weight is \[64, 64\].* needs \[96, 64\]"),
     ("dflash, llama3", tensor("rope_freqs.weight"), LOGITS),
-    ("dflash2", swapped(f"{CONV}base", "blk.0.ffn_conv_base"), "different ids"),
-    ("dflash2", swapped(f"{CONV}proj.weight", "blk.0.ffn_conv_proj.weight"), "different ids"),
-    ("dflash2", tensor(f"{CONV}base", lambda kernel: kernel.flip(0)), "different ids"),
+    ("dflash2", swapped(f"{CONV}base", "blk.0.ffn_conv_base"), "drafts other ids"),
+    ("dflash2", swapped(f"{CONV}proj.weight", "blk.0.ffn_conv_proj.weight"), "drafts other ids"),
+    ("dflash2", tensor(f"{CONV}base", lambda kernel: kernel.flip(0)), "drafts other ids"),
     ("dflash2", swapped("selector_predecessor.weight", "selector_successor.weight"), LOGITS),
-    ("dflash2", tensor("selector_hidden.weight"), "tensors of dflash2 heads are not these"),
+    ("dflash2", tensor("selector_hidden.weight"), "these are not the tensors of dflash2 heads"),
     ("dflash2", metadata("dflash.selector_top_k", 8), "is 8: .* k with k . .k . 1. of at most 64"),
-    ("dflash2", metadata("dflash.selector_top_k", 4), "can draft different ids"),
+    ("dflash2", metadata("dflash.selector_top_k", 4), "drafts other ids"),
     ("dflash2", metadata("dflash.conv_group_size", 16), r"kernel_projection.weight is \[48, 64\]"),
     ("dflash2, scaled", metadata("dflash.embedding_scale"), "differ"),
     ("dflash2, scaled", metadata("dflash.logit_scale"), LOGITS),
     ("dflash2, scaled", metadata("dflash.final_logit_softcapping"), LOGITS),
     ("dspark", swapped("markov_w1.weight", "markov_w2.weight"), LOGITS),
-    ("dspark", metadata("dflash.sample_from_anchor", False), r"logits is \[5, 5, 96\]: must"),
-    ("dspark, filled in", metadata("dflash.sample_from_anchor"), r"logits is \[4, 5, 96\]: must"),
+    ("dspark", metadata("dflash.sample_from_anchor", False), r"has shape \[5, 5, 96\]; must"),
+    ("dspark, filled in", metadata("dflash.sample_from_anchor"), r"has shape \[4, 5, 96\]; must"),
     ("dspark", tensor("conf_proj.weight", lambda w: w[:, :64]), r"is \[1, 64\].* needs \[1, 72\]"),
     ("dspark, llama3", tensor("rope_freqs.weight"), LOGITS),
 ]  # fmt: skip
@@ -262,5 +262,5 @@ def test_files_that_are_no_whole_gguf_are_refused(tmp_path: Path) -> None:
             check_parity(folder)
     file.rename(folder / "a.gguf")
     (folder / "b.gguf").write_bytes(content)
-    with pytest.raises(InputError, match=r"GGUF files \['a.gguf', 'b.gguf'\]: must be exactly one"):
+    with pytest.raises(InputError, match=r"GGUF files \['a.gguf', 'b.gguf'\]; must be exactly one"):
         check_parity(folder)

@@ -74,7 +74,7 @@ def test_recorded_curves_say_where_they_come_from(name: str) -> None:
         ({"device": "gpu", "sizes": [1], "seconds": [0]}, "seconds above 0"),
         (
             {"device": "gpu", "sizes": [1], "seconds": [1], "draft_seconds": -1},
-            "draft_seconds not below 0",
+            "draft_seconds at least 0",
         ),
     ],
 )

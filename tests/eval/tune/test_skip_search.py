@@ -123,7 +123,7 @@ def test_the_same_search_finds_the_same(target, own) -> None:
 
 def test_a_target_of_one_layer_is_refused() -> None:
     target = random_target(num_hidden_layers=1)
-    with pytest.raises(InputError, match=r"target\.path=llama: its only layer cannot be left out"):
+    with pytest.raises(InputError, match=r"target\.path=llama: has a single layer, which cannot"):
         search(target, [[5, 6, 7]])
 
 

@@ -186,9 +186,9 @@ def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: 
     found = source(num_beams=4)
     assert found.target.logits_processing == {}
     assert found.lines[0].startswith("tau is measured on plain greedy answers: ")
-    assert "num_beams=4, which drafts cannot be checked by" in found.lines[0]
+    assert "num_beams=4, which drafts cannot be verified with" in found.lines[0]
     run.rollout.steps = 1
-    with pytest.raises(InputError, match="num_beams=4, which drafts cannot be checked by"):
+    with pytest.raises(InputError, match="num_beams=4, which drafts cannot be verified with"):
         source(num_beams=4)
 
 
