@@ -69,7 +69,7 @@ def gguf_parts(path: str) -> tuple[str, str] | None:
 
 
 def check_room(out_dir: str) -> None:
-    """Refuses a folder that cannot be written, or whose disk is full.
+    """Refuse a folder that cannot be written, or whose disk is full.
 
     Raises:
         InputError: naming the obstacle.

@@ -24,7 +24,7 @@ def is_embedded(path: str) -> bool:
 
 
 def fill_unset(run: DataRun, *, prompts: bool = False) -> None:
-    """Puts the embedded default where paths are unset.
+    """Fill unset paths with the embedded default.
 
     Effects: sets `target.path` and `data.path` of the run.
 

@@ -1,7 +1,7 @@
 """Counts of draft tokens, as serving engines count them.
 
-All engines start to draft behind the first token of a text. vLLM and SGLang count what the last
-pass accepts beyond the text's end; llama.cpp's drafts end with the text.
+All engines start to draft after the first token of a text. vLLM and SGLang also count tokens that
+the last pass accepts beyond the text's end; llama.cpp's drafts end with the text.
 """
 
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """A text and the drafts that were made for it.
+    """A text and the counts of its drafts.
 
     Attributes:
-        text: token ids, a stop token included.
-        drafts: passes that checked draft tokens.
-        proposed: draft tokens that they checked.
-        accepted: per depth, how many of them accepted a token there.
+        text: token ids, including a stop token.
+        drafts: passes that verified draft tokens.
+        proposed: draft tokens that they verified.
+        accepted: number of passes that accepted a token, per depth.
     """
 
     text: list[int]
@@ -26,13 +26,13 @@ class DraftCounts:
 
     @classmethod
     def of(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
-        """Counts by the number of tokens that each pass accepted, beyond the text's end as well."""
+        """Make counts from the tokens that each pass accepted, also beyond the text's end."""
         accepted = [sum(length > place for length in lengths) for place in range(depth)]
         return cls(text, len(lengths), depth * len(lengths), accepted)
 
     @classmethod
     def total(cls, texts: "Iterable[DraftCounts]", depth: int) -> "DraftCounts":
-        """The sums over texts, of no text itself."""
+        """Sum over texts."""
         counted = list(texts)
         return cls(
             [],
@@ -45,17 +45,17 @@ class DraftCounts:
     def within(
         cls, text: list[int], lengths: list[int], depth: int, room: int, stop_ids: list[int]
     ) -> "DraftCounts":
-        """Counts of an engine whose drafts end with the text at the latest.
+        """Make the counts of an engine whose drafts end with the text at the latest.
 
-        A pass also emits a bonus token, so one that has room for no more makes no draft. A stop
-        token that is accepted counts as the bonus token, unless it was the draft's last.
+        A pass also emits a bonus token, so a pass with room for one token makes no draft. An
+        accepted stop token counts as the bonus token, unless it was the draft's last.
 
         Args:
             text: token ids.
-            lengths: tokens that each pass accepted, beyond the text's end as well.
-            depth: draft tokens of a pass at most.
-            room: tokens that the text may have.
-            stop_ids: which end a text.
+            lengths: tokens that each pass accepted, also beyond the text's end.
+            depth: most draft tokens of a pass.
+            room: most tokens of the text.
+            stop_ids: token ids that end a text.
         """
         proposed, kept, emitted = 0, list[int](), 1
         for length in lengths:

@@ -81,7 +81,7 @@ def sizes_table(sizes: dict[str, Any]) -> Table:
 
 
 def show_sizes(result: dict[str, Any], console: Console) -> None:
-    """Prints the table, and from where on each method stops paying."""
+    """Print the table, and the size from which each method no longer helps."""
     console.print(sizes_table(result["concurrency"]))
     for name in result["methods"]:
         if name not in result["baselines"]:

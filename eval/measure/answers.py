@@ -11,7 +11,7 @@ from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import Taps, Target, TargetOutput
 
 NUM_TOGETHER = 16
-"""Texts at a time, as a pass over 16 tokens takes little longer than one over one."""
+"""Texts at a time, as a pass over 16 tokens takes little longer than a pass over one."""
 
 
 def answers(
@@ -21,17 +21,17 @@ def answers(
     batch_size: int,
     sampling: Sampling = GREEDY,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Answers prompts; where one answer ends, the next begins.
+    """Answer prompts; when one answer ends, the next prompt starts.
 
     Args:
         target: the frozen target.
-        requests: the prompts, in the order in which they are begun.
-        max_new_tokens: tokens of an answer at most.
-        batch_size: texts that go on together.
-        sampling: how the target chooses.
+        requests: prompts, in the order in which they start.
+        max_new_tokens: most tokens of an answer.
+        batch_size: number of texts that run together.
+        sampling: how the target chooses tokens.
 
     Yields:
-        Numbers of requests with the token ids of their answers, as these end.
+        Request numbers and token ids of the answers, as these end.
     """
     if not requests:
         return
@@ -44,7 +44,7 @@ def answers(
 def greedy_answers(
     target: Target, prompts: Sequence[list[int]], max_new_tokens: int, shown: bool = True
 ) -> list[list[int]]:
-    """Greedy answers to prompts of token ids, with a progress bar where it is `shown`."""
+    """Make greedy answers to prompts of token ids, with a progress bar if `shown`."""
     texts: list[list[int]] = [[] for _ in prompts]
     ended = answers(target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
     for number, ids in tqdm(
@@ -55,7 +55,7 @@ def greedy_answers(
 
 
 Answered = tuple[list[int], TargetOutput]
-"""An answer, and the target's states [1, S, D] of prompt and answer but its last token."""
+"""An answer, and the target's states [1, S, D] of prompt and answer without its last token."""
 
 
 class Writer(Protocol):
@@ -64,19 +64,19 @@ class Writer(Protocol):
     def written(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """Numbers of prompts of token ids with their answers, as these end."""
+        """Yield numbers and answers of prompts of token ids, as the answers end."""
 
 
 class Texts(Writer, Protocol):
-    """Writes the target's own greedy texts and reads them: the target here, or engines.
+    """Writes the target's own greedy texts and reads them, with a target here or in engines.
 
     Attributes:
-        num_together: texts that are best asked for at a time.
+        num_together: best number of texts to ask for at a time.
     """
 
     @property
     def num_together(self) -> int:
-        """See above."""
+        """See the class."""
 
     def answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
@@ -84,12 +84,12 @@ class Texts(Writer, Protocol):
         """Answers to prompts of token ids, with the states that `taps` name."""
 
     def read(self, prompt: list[int], response: list[int], taps: Taps) -> TargetOutput:
-        """The states [1, S, D] of a prompt and a given response but its last token."""
+        """States [1, S, D] of a prompt and a given response without its last token."""
 
 
 @dataclass(frozen=True)
 class OwnTexts:
-    """Texts of a target that is here."""
+    """Texts of a target in this process."""
 
     target: Target
     num_together = NUM_TOGETHER

@@ -1,4 +1,4 @@
-"""The start and the end of every measurement: target, heads, prompts, and the results file."""
+"""Starts and ends every measurement: target, heads, prompts, and the results file."""
 
 import json
 import re
@@ -49,20 +49,20 @@ NUM_SPARE = 8
 
 @dataclass(frozen=True)
 class Bench:
-    """A target with the heads and the prompts to measure, in one of several processes.
+    """A target with heads and prompts to measure, in one of several processes.
 
-    A context manager where engines run the target's layers, which are let go at its end.
+    A context manager, as its end closes engines that run the target's layers.
 
     Attributes:
-        ends: the target, or the parts of it that engines leave to us.
-        heads: the head of `head.path` first, if there is one.
-        prompts: this process's share, dialogue by dialogue in each turn.
+        ends: complete target, or the parts that engines leave to us.
+        heads: heads; the head of `head.path` is first, if given.
+        prompts: this process's share, dialogue by dialogue within each turn.
         spare: first questions of dialogues that are not measured, for searches.
-        engines: run the target's layers.
-        writer: a server that writes the answers of earlier turns, in place of the target.
-        held: lets go of them.
+        engines: engines that run the target's layers.
+        writer: server that writes the answers of earlier turns instead of the target.
+        held: closes the engines.
         sampling: how tokens are chosen.
-        data: where the prompts came from, for the results file.
+        data: origin of the prompts, for the results file.
         main: whether this process prints and writes.
     """
 
@@ -85,7 +85,7 @@ class Bench:
 
     @property
     def texts(self) -> Texts:
-        """Writes the target's own texts."""
+        """Writer of the target's own texts."""
         if self.engines is None:
             return OwnTexts(self.target)
         assert isinstance(self.ends, RemoteTarget)
@@ -93,13 +93,13 @@ class Bench:
 
     @property
     def target(self) -> Target:
-        """The target with its layers, for a measurement that runs them."""
+        """The target with its layers, for measurements that run them."""
         assert isinstance(self.ends, Target)
         return self.ends
 
     @property
     def head(self) -> BenchHead:
-        """The one head of a measurement that needs one."""
+        """The only head of a measurement that needs one."""
         return self.heads[0]
 
 
@@ -111,19 +111,19 @@ def open_bench(
     writer: Writer | None = None,
     like: Bench | None = None,
 ) -> Bench:
-    """Checks what is cheap to check, then loads everything.
+    """Make cheap checks first, then load everything.
 
     Args:
-        run: the settings.
-        result_name: the file that will be written.
+        run: settings of the command.
+        result_name: name of the file to write.
         more_heads: paths besides `head.path`.
-        served: engines may run the target's layers; without a head nobody runs them.
+        served: whether engines may run the target's layers; without a head nothing runs them.
         writer: see `Bench`.
-        like: a bench of the same settings but for data and sampling, whose target and heads are
-            taken over; it lets go of its engines later than the new one.
+        like: bench that differs in data and sampling only, whose target and heads are reused; it
+            closes its engines after the new bench.
 
     Raises:
-        InputError: see each part; nothing has been written when it is raised.
+        InputError: before anything is written.
     """
     check_measure(run, result_name)
     state = processes.start()
@@ -142,7 +142,7 @@ def open_bench(
     encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts, left_out = fitting(run, target, first_turns(chosen, encoder))
     if not prompts:
-        raise InputError(f"every prompt is left out; the first: {left_out[0]}")
+        raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
     if state.is_main_process:
         _tell(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
@@ -150,8 +150,8 @@ def open_bench(
             window = head.head.window or max(lengths)
             if beyond := sum(length > window for length in lengths):
                 _tell(
-                    f"{head.path}: knows {window} positions (max_position_embeddings); {beyond} of "
-                    f"{len(prompts)} texts may go beyond, where it drafts nothing"
+                    f"{head.path}: knows {window} positions (max_position_embeddings), but "
+                    f"{beyond} of {len(prompts)} texts may be longer; beyond them it drafts nothing"
                 )
         identity = identify(run.target, target.tokenizer, target.dtype)
         for ref in refs:
@@ -160,7 +160,7 @@ def open_bench(
     if not mine:
         raise InputError(
             f"data.num_prompts={len(prompts)}: fewer dialogues than the {state.num_processes} "
-            "processes of this launch"
+            "processes of this launch; raise it, or start fewer processes"
         )
     data = {
         "path": run.data.path,
@@ -188,7 +188,7 @@ def open_bench(
 
 
 def _open_target(run: MeasureRun, heads: Sequence[BenchHead], served: bool) -> EmbeddingsAndHead:
-    """The target, or its parts where engines or nobody run its layers; heads are made ready."""
+    """Open the target, or its parts if engines or nothing runs its layers; prepare heads."""
     bare = served and (bool(run.target.engine) or not heads)
     load: Callable[..., EmbeddingsAndHead] = RemoteTarget.of if bare else load_target
     target = load(run.target, processes.start().device)
@@ -205,22 +205,22 @@ def _open_target(run: MeasureRun, heads: Sequence[BenchHead], served: bool) -> E
 def _engines(
     run: MeasureRun, target: Any, heads: Sequence[BenchHead], prompts: Sequence[Prompt]
 ) -> AbstractContextManager[StatesPool]:
-    """Engines that give what heads read."""
+    """Open the engines that give the hidden states that heads read."""
     layers = {index for head in heads for index in head.head.taps.layers} | {target.num_layers}
     text = max((prompt.token_ids for prompt in prompts), key=len)
     return opened(run.target, target, sorted(layers), text)
 
 
 def _flattered(head: BenchHead, records: Records) -> Iterator[str]:
-    """Lines that say where a head's drafts were fitted to these very prompts."""
+    """Make lines about drafts that were fitted to the same prompts."""
     for data, words, fitted in (
-        (head.searched_on, "its draft tree was searched for", "tree"),
+        (head.searched_on, "its draft tree was searched", "tree"),
         (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
     ):
         if data and data == records.sha256:
             yield (
-                f"{head.path}: {words} on data.path itself, so that the {fitted}'s figures flatter "
-                "it; measure on other prompts"
+                f"{head.path}: {words} on data.path itself, so the {fitted}'s figures are too "
+                "good; measure on other prompts"
             )
 
 
@@ -233,14 +233,14 @@ def _tell(*lines: str | None) -> None:
 def _spare(
     run: MeasureRun, records: Sequence[Record], target: EmbeddingsAndHead, encoder: Encoder
 ) -> list[Prompt]:
-    """Some prompts behind those that are measured, if there are any."""
+    """Choose some prompts after the measured ones, if there are any."""
     measured = run.data.num_prompts or len(records)
     spare: list[Prompt] = []
     for record in records[measured : measured + NUM_SPARE]:
         try:
             [prompt] = first_turns([record], encoder)
             check_prompt(target, prompt, run.max_new_tokens)
-        except InputError:  # nobody asked for this one
+        except InputError:  # this prompt is optional
             continue
         spare.append(prompt)
     return spare
@@ -253,15 +253,15 @@ def _later_turns(
     bench: Bench,
     encoder: Encoder,
 ) -> list[Prompt]:
-    """The prompts of all turns; every method later gets the same answers in them.
+    """Make the prompts of all turns; all methods get the same answers in them.
 
     Raises:
-        InputError: one leaves no room, and such are not to be left out: if that is so whatever is
-            answered, nothing has been answered yet.
+        InputError: a prompt leaves no room and must not be skipped. If this does not depend on
+            answers, it is raised before the first answer.
     """
     least = prompts
     for _ in range(1, run.num_turns):
-        # Behind answers that say nothing, where the template takes such.
+        # After empty answers, if the template allows them.
         following: list[Prompt] = []
         for prompt in least:
             with suppress(InputError):
@@ -271,7 +271,7 @@ def _later_turns(
     for turn in range(1, run.num_turns):
         going_on = [p for p in latest if len(questions(records[p.dialogue])) > turn]
         latest = []
-        # The longest first: what leaves no room behind its answer is told of early.
+        # The longest first, so that prompts without room fail early.
         going_on.sort(key=lambda p: -len(p.token_ids))
         asked = [prompt.token_ids for prompt in going_on]
         texts = (bench.writer or bench.texts).written(asked, run.max_new_tokens)
@@ -288,10 +288,10 @@ def _later_turns(
 def fitting(
     run: MeasureRun, target: EmbeddingsAndHead, prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[str]]:
-    """The prompts that a target can answer, and why it cannot the others.
+    """Find the prompts that a target can answer, and the reasons against the others.
 
     Raises:
-        InputError: there are others, and `data.on_bad_row` does not leave them out.
+        InputError: a prompt does not fit, and `data.on_bad_row` does not skip it.
     """
     fit, left_out = [], []
     for prompt in prompts:
@@ -307,21 +307,21 @@ def fitting(
 
 
 def seed_of(prompt: Prompt, seed: int) -> int:
-    """The seed of a prompt's text, whatever process decodes it and whatever else it decodes."""
+    """Seed of a prompt's text; it does not depend on processes or on other prompts."""
     return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
 
 
 def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Journal:
-    """Opens the journal of a measurement, which an earlier start may have begun.
+    """Open the journal of a measurement, which an earlier start may have begun.
 
     Args:
-        run: the settings.
-        name: of the result.
-        bench: what is measured.
-        more: JSON values on which the rows depend too.
+        run: settings of the command.
+        name: name of the result.
+        bench: bench of the measurement.
+        more: other JSON values that the rows depend on.
 
     Raises:
-        InputError: an earlier start measured something else, or nothing can be written.
+        InputError: an earlier start measured with other settings, or the journal cannot be written.
     """
     state = processes.start()
     settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
@@ -347,28 +347,28 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
     if bench.main:
         _tell(
             f"{len(bench.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
-            f"results go to {Path(run.out_dir) / name}"
+            f"writing results to {Path(run.out_dir) / name}"
         )
     if journal.done and bench.main:
         Console(stderr=True).print(
-            f"continues with {len(journal.done)} runs of an earlier start in {folder}"
+            f"continuing with {len(journal.done)} runs of an earlier start in {folder}"
         )
     return journal
 
 
 def checksums(path: str) -> list[str | None]:
-    """Checksums of the weight files in a folder; none of a Hub id, whose revision is fixed."""
+    """Checksums of the weight files in a folder; empty for a Hub id, whose revision is fixed."""
     files = sorted(Path(path).glob("*.safetensors"))
     return [weights_checksum(file.parent, file.stem) for file in files]
 
 
 def partial_folder(run: MeasureRun, name: str) -> Path:
-    """The folder of the journals of a measurement until its result is written."""
+    """Folder of a measurement's journals until its result is written."""
     return (Path(run.out_dir) / name).with_suffix(".partial")
 
 
 def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Bench) -> Path:
-    """Writes `out_dir/name` whole or not at all, with what produced it."""
+    """Write `out_dir/name` completely or not at all, with the settings that produced it."""
     result = {
         **result,
         "head": run.head.path,
@@ -404,7 +404,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
 
 
 def _how_run(bench: Bench) -> dict[str, Any]:
-    """Whatever of the target's layers changes figures."""
+    """Facts of the target's layers that affect figures."""
     target = bench.ends
     if not isinstance(target, Target):
         return {"engines": bench.engines.told if bench.engines else []}
@@ -412,5 +412,5 @@ def _how_run(bench: Bench) -> dict[str, Any]:
 
 
 def _dense(text: str) -> str:
-    """Indented JSON with every list of numbers on one line; a string holds no newline."""
+    """Indented JSON with each list of numbers on one line; strings contain no line breaks."""
     return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda m: f"[{' '.join(m[1].split())}]", text)

@@ -1,23 +1,23 @@
-"""What a result holds under, in words: for its file, its table, its pictures."""
+"""Describes the conditions of a result, for its file, its table and its pictures."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SHORT = 8
-"""Digits of a checksum that people are shown."""
+"""Digits of a checksum to show."""
 
 
 def conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
-    """The conditions that figures of acceptance depend on, besides target and head.
+    """Collect the conditions that figures of acceptance depend on, besides target and head.
 
     Args:
-        result: the other contents of `acceptance.json` or `speedup.json`.
+        result: other contents of `acceptance.json` or `speedup.json`.
 
     Returns:
-        `draft_sample_method` and `rejection_sample_method` are vLLM's words for it: a draft that is
-        `greedy` is the drafter's likeliest token, one that is `probabilistic` was drawn, and
-        `standard` accepts it by p/q, one token after the other.
+        `draft_sample_method` and `rejection_sample_method` are vLLM's words. A `greedy` draft token
+        is the drafter's likeliest, a `probabilistic` one was sampled, and `standard` accepts it by
+        p/q, one token after the other.
     """
     temperature = result["temperature"]
     chains = "probabilistic in chains, greedy in trees and copies"
@@ -35,7 +35,7 @@ def conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
 
 
 def caption(result: Mapping[str, Any]) -> str:
-    """The conditions of a result as one line; empty for results of before."""
+    """Show a result's conditions on one line; empty for old results."""
     found = result.get("conditions")
     if not found:
         return ""
@@ -55,7 +55,7 @@ def caption(result: Mapping[str, Any]) -> str:
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    """`nvidia/SPEED-Bench qualitative, test, version a1b2c3d4`; a local path by its last part."""
+    """`nvidia/SPEED-Bench qualitative, test, version a1b2c3d4`; of a local path the last part."""
     path = str(data["path"])
     name = Path(path).name if Path(path).exists() else path
     parts = [" ".join(filter(None, (name, data.get("subset"))))]
@@ -67,7 +67,7 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def _turns(asked: int, most: int | None) -> str:
-    """The turns of dialogues that were asked: vLLM asks the first alone, Model-Optimizer all."""
+    """Describe the turns asked: vLLM asks only the first, Model-Optimizer asks all."""
     if most is not None and asked >= most:
         return "all turns"
     beyond = "" if most is None else f" of up to {most}"

@@ -1,4 +1,4 @@
-"""Finds out whether serving engines run the target, before the first step and after a failure.
+"""Checks that serving engines run the right target, before the first step and after a failure.
 
 Letters: S tokens, D hidden.
 """
@@ -18,23 +18,24 @@ from heads.target_model.remote import RemoteTarget
 EarlyState = Callable[[list[int]], Tensor]
 """Function from token ids to a hidden state [S, D]."""
 NUM_TOKENS = 64
-"""Of the text whose log-probabilities are compared."""
+"""Tokens of the text whose log-probabilities are compared."""
 MOST_NATS = 0.05
-"""Mean difference of log-probabilities that bfloat16 may make; a layer too early made 0.11
+"""Largest mean difference of log-probabilities that bfloat16 may cause; a wrong layer caused 0.11
 (vLLM #50815)."""
 MOST_SHARE = 0.05
-"""Distance of states that are read in another company, as a share of their norm."""
+"""Largest distance between states read under different conditions, as a share of their norm."""
 AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class EngineProbe:
-    """Questions to servers of a target's hidden states whose answers are known.
+    """Questions with known answers for servers of a target's hidden states.
 
     Attributes:
-        target: the parts of it that are here.
-        token_ids: of a text of the data, as long as documents may be.
-        early: index of a hidden state, and the target's own by its first layers, if these are here.
+        target: the parts of it in this process.
+        token_ids: token ids of a text of the data, as long as documents may be.
+        early: index of a hidden state, and the same state by the target's first layers, if these
+            are here.
     """
 
     target: RemoteTarget
@@ -42,25 +43,25 @@ class EngineProbe:
     early: tuple[int, EarlyState] | None = None
 
     def __call__(self, server: HiddenStatesServer) -> dict[str, float]:
-        """Asks a server.
+        """Ask a server.
 
         Returns:
-            `log_prob_difference`, the mean in nats between the log-probabilities that it tells and
-            those of its own states behind our final norm and output head; `longest`,
-            `again` and `at_once`, the largest distance between states of a text that were read in
-            a longer text, a second time, and beside others, as a share of their norm; where the
-            target's first layers are here, `early`, the same of a state and theirs.
+            `log_prob_difference` is the mean difference in nats between the server's
+            log-probabilities and those of its states after our final norm and output head.
+            `longest`, `again` and `at_once` are the largest distances between states of a text that
+            was read in a longer text, a second time, and beside others, as a share of their norm.
+            If the target's first layers are here, `early` is the same for one state and theirs.
 
         Raises:
-            InputError: it runs another target, or hands out other states.
+            InputError: it runs another target, or sends other states.
         """
         short = self.token_ids[:NUM_TOKENS]
         states = server.read(short)
         nats = self._nats(server, short, states)
         if not nats <= MOST_NATS:
             raise InputError(
-                f"{server.endpoint}: its states, behind the final norm and the output head of "
-                f"target.path={self.target.name}, give other log-probabilities than it tells: "
+                f"{server.endpoint}: its states, after the final norm and the output head of "
+                f"target.path={self.target.name}, give other log-probabilities than the server: "
                 f"{nats:.3f} nats on average (allowed: {MOST_NATS}). It serves other weights, an "
                 "adapter or a quantised copy; name those in target.path"
             )
@@ -77,7 +78,7 @@ class EngineProbe:
         for name, share in alike.items():
             if not share <= MOST_SHARE:
                 raise InputError(
-                    f"{server.endpoint}: the states of a text are others when {WORDS[name]}: "
+                    f"{server.endpoint}: the states of a text change when {WORDS[name]}: "
                     f"{share:.1%} apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
                 )
         return {"log_prob_difference": nats, **found, **alike}
@@ -85,7 +86,7 @@ class EngineProbe:
     def _early(
         self, server: HiddenStatesServer, token_ids: list[int], states: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """`early`, how far a state lies from that of the target's first layers, as a share."""
+        """`early`: distance of a state from that of the target's first layers, as a share."""
         if self.early is None:
             return {}
         index, own = self.early
@@ -94,9 +95,9 @@ class EngineProbe:
         if not share <= MOST_SHARE:
             raise InputError(
                 f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the first "
-                f"layers of target.path={self.target.name} (allowed: {MOST_SHARE:.0%}): it was "
-                "started with the ids of other layers (the output of decoder layer k - 1 is k), or "
-                "serves other weights"
+                f"layers of target.path={self.target.name} (allowed: {MOST_SHARE:.0%}), so the "
+                "server was started with ids of other layers (the output of decoder layer k - 1 "
+                "is k), or serves other weights; start it again"
             )
         return {"early": share}
 
@@ -122,13 +123,13 @@ WORDS = {
     "again": "it is read a second time",
     "at_once": f"{AT_ONCE} texts are read at once",
 }
-"""Figures of a probe, in words."""
+"""Figures of a probe in words."""
 
 
 def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest distance of a token's states [S, D], as a share of their mean norm.
+    """Largest distance of a token's states [S, D], as a share of their mean norm.
 
-    Of the longer text as many tokens count as the shorter has.
+    Only compares the tokens of the shorter text.
     """
     apart = []
     for name, states in expected.items():
@@ -138,10 +139,10 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
 
 
 def told(figures: Mapping[str, float]) -> str:
-    """The figures of a probe as a line."""
+    """Show the figures of a probe on one line."""
     early = figures.get("early")
     compared = "" if early is None else f"; an early state {early:.2%} from the target's own"
     return (
         f"log-probabilities {figures['log_prob_difference']:.4f} nats from those of its states; "
-        f"states {max(figures[name] for name in WORDS):.2%} apart at most{compared}"
+        f"states at most {max(figures[name] for name in WORDS):.2%} apart{compared}"
     )

@@ -1,4 +1,4 @@
-"""Serving engines that run a target's layers: opened, probed, and asked for texts.
+"""Serving engines that run a target's layers: opens, checks and asks them.
 
 Letters: S tokens, D hidden.
 """
@@ -28,13 +28,13 @@ from heads.target_model.model import Taps, TargetOutput
 from heads.target_model.remote import RemoteTarget, early_state
 
 NUM_REQUESTS = 16
-"""Documents that a server is asked for at a time."""
+"""Documents to request from a server at a time."""
 NUM_RETRIES = 1
-"""Of a request, for a connection that was dropped; others are then asked."""
+"""Retries of a request after a dropped connection; then other servers are asked."""
 TIMEOUT_S = 600.0
-"""Of a request. Long: some versions of vLLM end themselves over a request that is given up."""
+"""Timeout of a request. It is long, as some versions of vLLM crash when a request is cancelled."""
 PENALTY = "repetition_penalty"
-"""The one part of a generation config that a server can be told."""
+"""The only setting of a generation config that a server takes."""
 
 
 @contextmanager
@@ -45,17 +45,17 @@ def opened(
     text: list[int],
     final_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[StatesPool]:
-    """Servers of a target's hidden states, each probed.
+    """Open servers of a target's hidden states, and check each.
 
     Args:
-        config: names the servers, and relays beside them where their folders are not seen.
-        target: the parts of it that are here.
+        config: settings with the servers, and with relays for folders that are not visible here.
+        target: the parts of it in this process.
         layers: indices of `output_hidden_states`.
-        text: token ids of the data, to probe with.
-        final_norm: for `hidden_states`, on the CPU; None leaves those out.
+        text: token ids of the data, to check with.
+        final_norm: norm for `hidden_states`, on the CPU; None leaves `hidden_states` out.
 
     Raises:
-        InputError: a server does not give them.
+        InputError: a server does not give these states.
     """
     recurrent = AttentionPattern.of(target.config, target.name).recurrent
     size = target.num_layers, target.hidden_size
@@ -87,7 +87,7 @@ def opened(
 
 
 def _early(config: TargetConfig, taps: ServerTaps) -> tuple[int, EarlyState] | None:
-    """The first state of a server that lies between layers, and the same computed here."""
+    """A server's first state between layers, and the same state computed here."""
     between = [index for index in taps.layers if 0 < index < taps.num_layers]
     own = early_state(config, min(between)) if between else None
     return None if own is None else (min(between), own)
@@ -96,17 +96,16 @@ def _early(config: TargetConfig, taps: ServerTaps) -> tuple[int, EarlyState] | N
 def told_of(
     target: EmbeddingsAndHead, who: str = "target.engine", temperature: float = 0.0
 ) -> dict[str, Any]:
-    """Settings of a request that is answered as the target's generation config asks.
+    """Request settings that apply the target's generation config.
 
     Raises:
-        InputError: it asks for what a server cannot be told.
+        InputError: the config has settings that a server does not take.
     """
     asked = target.logits_processing
     if untold := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
         raise InputError(
-            f"{who}: cannot be told {', '.join(untold)}, which the generation config of "
-            f"{target.name} asks for; allowed: {PENALTY}; take the others out of "
-            "generation_config.json"
+            f"{who}: does not take {', '.join(untold)}, which the generation config of "
+            f"{target.name} sets; allowed: {PENALTY}; remove the others from generation_config.json"
         )
     told: dict[str, Any] = {"temperature": temperature, PENALTY: asked.get(PENALTY, 1.0)}
     return told | ({"ignore_eos": True} if target.ignores_stops else {})
@@ -114,11 +113,11 @@ def told_of(
 
 @dataclass(frozen=True)
 class ServedTexts:
-    """Texts of a target whose layers engines run.
+    """Texts of a target whose layers run in engines.
 
     Attributes:
-        pool: gives the state of the last layer, and those that a head reads.
-        target: the parts that are here.
+        pool: source of the last layer's state and of those that a head reads.
+        target: the parts in this process.
     """
 
     pool: StatesPool

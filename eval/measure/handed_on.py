@@ -1,4 +1,4 @@
-"""Results in forms that other tools read: vLLM's acceptance per request, and golden lengths.
+"""Writes results in other tools' formats: vLLM's acceptance per request, and golden lengths.
 
 Sources: vLLM 0.32 `entrypoints/generate/base/protocol.py`, `v1/metrics/stats.py`
 (`RequestSpecDecodeMetrics`), `config/speculative.py`; SGLang `speculative/spec_utils.py`;
@@ -25,16 +25,16 @@ SIMULATED = (
 
 
 def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes beside a result what other tools read of it.
+    """Write files for other tools beside a result.
 
     Args:
-        result: the contents of `acceptance.json` or `speedup.json`.
-        folder: where that lies.
+        result: contents of `acceptance.json` or `speedup.json`.
+        folder: folder of the result.
 
     Returns:
-        The files: `requests.jsonl`, and `golden.yaml` where a chain was measured; of
-        `speedup.json`, which may lie beside, `requests_speedup.jsonl` and a golden file for each
-        method that drafts chains.
+        The files: `requests.jsonl`, and `golden.yaml` if a chain was measured. For `speedup.json`,
+            which may be in the same folder, `requests_speedup.jsonl` and a golden file per method
+            with chains.
 
     Raises:
         InputError: they cannot be written.
@@ -56,14 +56,14 @@ def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def figures_of(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The figures of each way to draft, by its name."""
+    """Figures of each drafting method, by name."""
     if "methods" not in result:
         return {"chain": result, "tree": tree_figures(dict(result))}
     return {name: row for name, row in result["methods"].items() if row["num_drafted"]}
 
 
 def is_chain(name: str, row: Mapping[str, Any]) -> bool:
-    """Whether every draft was a chain of one length, which is all that golden files know."""
+    """Tell whether every draft was a chain of one length, as golden files require."""
     sizes = {size for text in row["prompts"] for size in text["drafted"]} - {0}
     parents = (row.get("tree") or {}).get("parents") if name != "chain" else [0]
     chain = parents is not None and list(parents[1:]) == list(range(len(parents) - 1))
@@ -71,11 +71,11 @@ def is_chain(name: str, row: Mapping[str, Any]) -> bool:
 
 
 def requests(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answers' parts that tell of acceptance, as `--per-request-spec-decode-metrics detailed`.
+    """Make parts of answers about acceptance, as `--per-request-spec-decode-metrics detailed` does.
 
     Args:
-        method: its name.
-        row: its figures.
+        method: name of the method.
+        row: figures of the method.
     """
     for text in row["prompts"]:
         written = text.get("num_tokens", 1 + sum(text["emitted"]))
@@ -90,11 +90,11 @@ def requests(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def speculative_decoding(text: Mapping[str, Any], draft_tokens: int) -> dict[str, Any]:
-    """vLLM's object for a text: of passes with drafts alone.
+    """vLLM's object for a text; it covers only passes with drafts.
 
     Args:
-        text: of the rows of `PromptSteps.row`.
-        draft_tokens: that a pass checks at most.
+        text: row of `PromptSteps.row`.
+        draft_tokens: most draft tokens per pass.
     """
     sizes = text["drafted"] or [draft_tokens] * len(text["accepted"])
     steps = [pair for pair in zip(text["accepted"], sizes, strict=True) if pair[1]]
@@ -114,11 +114,11 @@ def speculative_decoding(text: Mapping[str, Any], draft_tokens: int) -> dict[str
 
 
 def golden(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> str:
-    """A golden file: acceptance lengths by draft tokens, and how engines are made to accept so.
+    """Make a golden file: acceptance lengths by draft tokens, and settings to simulate them.
 
     Args:
-        rows: figures of chains by their length.
-        result: that one of them is from.
+        rows: figures of chains, by length.
+        result: result that contains one of them.
     """
     lengths = {size: per_draft(row["prompts"]) or 1.0 for size, row in sorted(rows.items())}
     target = str((result.get("target_identity") or {}).get("name") or result.get("target"))
@@ -133,7 +133,7 @@ def golden(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> 
         + ".",
         f"{caption(result)}",
         f"{thinking} chat_template_kwargs: {json.dumps(kwargs)}",
-        "An engine is made to accept as much, whatever is drafted, by",
+        "To make an engine accept the same share of any draft, use",
         f'vLLM: "num_speculative_tokens": {last}, "rejection_sample_method": "synthetic", '
         f'"synthetic_acceptance_length": {length:.4f} in --speculative-config',
         f'  or, depth by depth, "synthetic_acceptance_rates": {rates}',
@@ -151,7 +151,7 @@ def golden(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> 
 
 
 def _rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
-    """Share of drafts that were accepted to each depth; never rising, as vLLM wants them."""
+    """Share of drafts accepted to each depth; never rising, as vLLM requires."""
     whole = [speculative_decoding(text, depth) for text in texts]
     drafts = sum(text["num_spec_steps"] for text in whole) or 1
     columns = zip(*(text["acceptance_histogram"] for text in whole), strict=True)

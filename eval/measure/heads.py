@@ -1,4 +1,4 @@
-"""A trained head with the shapes that it drafts."""
+"""A trained head with its draft shapes."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -20,22 +20,23 @@ from heads.kinds import load_head, name_of
 from heads.storage import locate
 
 SHAPE_FILE = "draft_tree.json"
-"""Beside the weights of a head: the best tree, by `eval/tree_search.py`."""
+"""File beside the weights of a head: the best tree, from `eval/tree_search.py`."""
 CONFIDENCE_FILE = "draft_confidence.json"
-"""The same for its calibration, by `eval/calibrate.py`."""
+"""File beside the weights of a head: its calibration, from `eval/calibrate.py`."""
 
 
 @dataclass(frozen=True)
 class BenchHead:
-    """A head, attached to its target.
+    """A head that is attached to its target.
 
     Attributes:
-        path: folder or Hub id that it came from.
+        path: its folder or Hub id.
         head: the head.
-        tree: a static tree, or the shape of dynamic ones.
+        tree: static tree, or shape of dynamic trees.
         chain: one candidate per depth.
-        searched_on: checksum of the data on which the tree was searched for; None if it was not.
-        calibration: to cut the chain by; None if nobody has calibrated it that deep here.
+        searched_on: checksum of the data of the tree search; None without a search.
+        calibration: calibration for cutting the chain; None if there is none for this depth and
+            device.
         calibrated_on: checksum of the data of the calibration.
     """
 
@@ -49,26 +50,26 @@ class BenchHead:
 
     @property
     def family(self) -> str:
-        """The name of the head's kind, in the names of its methods."""
+        """Name of the head's kind in the names of its methods."""
         return name_of(self.head)
 
     @property
     def tree_name(self) -> str:
-        """The key of the tree's figures."""
+        """Key of the tree's figures."""
         return "static_tree" if isinstance(self.tree, Tree) else "dynamic_tree"
 
     @property
     def depth(self) -> int:
-        """Draft tokens of the longest path, over both shapes."""
+        """Draft tokens of the longest path of both shapes."""
         return max(self.tree.depth, self.chain.depth)
 
     @property
     def longest(self) -> int:
-        """Draft tokens of the longest chain worth a look."""
+        """Draft tokens of the longest useful chain."""
         return self.head.longest
 
     def drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
-        """A fresh drafter, `chain`, `cut` or `tree`, for texts with these seeds."""
+        """Make a new drafter, `chain`, `cut` or `tree`, for texts with these seeds."""
         if shape == "cut":
             assert self.calibration is not None
             return self.head.drafter(self.chain, sampling, seeds, self.calibration)
@@ -76,15 +77,15 @@ class BenchHead:
         return self.head.drafter(chosen, sampling, seeds)
 
     def described(self) -> list[int] | dict[str, int]:
-        """The tree, for a results file: parents of a static one, limits of a dynamic one."""
+        """The tree for a results file: parents of a static tree, limits of dynamic trees."""
         return list(self.tree.parents) if isinstance(self.tree, Tree) else asdict(self.tree)
 
 
 def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
-    """Loads a head and settles its shapes; `attach` comes when there is a target.
+    """Load a head and choose its shapes; `attach` follows once there is a target.
 
     Raises:
-        InputError: nothing there, or shapes that the head cannot draft.
+        InputError: no head, or shapes that it cannot draft.
     """
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)
@@ -94,7 +95,10 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     usual = head.usual_shape()
     if isinstance(usual, DynamicShape):
         if run.tree is not None:
-            raise InputError(f"tree: {head.phrase} drafts dynamic trees; set dynamic_tree.*")
+            raise InputError(
+                f"tree: {head.phrase} drafts dynamic trees; leave tree unset, and set "
+                "dynamic_tree.*"
+            )
         limits = asdict(usual) | stored.get("dynamic_tree", {})
         chosen = {name: getattr(run.dynamic_tree, name) or limits[name] for name in limits}
         shape: Shape = DynamicShape(**chosen)
@@ -102,7 +106,9 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
         paths, most = run.tree or stored.get("tree"), head.most_tokens
         shape = usual if paths is None else Tree.from_paths(paths)
         if not 0 < shape.depth <= (most or shape.depth):
-            raise InputError(f"tree: depth {shape.depth}, this head has depths 1..{most}")
+            raise InputError(
+                f"tree: has depth {shape.depth}, but this head allows depths 1..{most}; lower it"
+            )
     chain = Tree.chain(run.depth or head.usual_depth)
     calibration = _calibration(ref, chain.depth)
     searched_on = None if run.tree else stored.get("data")
@@ -110,10 +116,10 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
 
 
 def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
-    """The contents of a file beside a head if it was written on such a machine, or nothing.
+    """Read a file beside a head if it was written on the same kind of device; otherwise empty.
 
     Raises:
-        InputError: it is not JSON.
+        InputError: the file is not JSON.
     """
     assert ref.path is not None
     path = locate(ref.path, ref.revision) / name
@@ -127,10 +133,10 @@ def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
 
 
 def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | None]:
-    """The stored calibration, if it is of chains as deep at least, and its data's checksum.
+    """Stored calibration, if it covers this depth, and its data's checksum.
 
     Raises:
-        InputError: it is not what `eval/calibrate.py` writes.
+        InputError: the file is not from `eval/calibrate.py`.
     """
     stored = _stored(ref, CONFIDENCE_FILE)
     if not stored:
@@ -148,10 +154,10 @@ def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | No
 
 
 def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: Path) -> Path:
-    """Writes JSON beside a head, or into `out_dir` for one that lies on the Hub.
+    """Write JSON beside a head, or into `out_dir` if the head is on the Hub.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     path = (here("head.path", head.path) or out_dir) / name
     try:
@@ -162,5 +168,5 @@ def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: P
 
 
 def device_name() -> str:
-    """The device that figures are measured on."""
+    """Name of the device that figures are measured on."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

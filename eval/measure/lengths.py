@@ -1,15 +1,15 @@
-"""Acceptance lengths as others define them: what is counted, and over what the mean is taken.
+"""Acceptance lengths as other tools define them: what they count, and how they average.
 
-Every figure is a mean of ratios; of one text with n verify
-passes that emit E tokens, d of them with drafts, of which A tokens are accepted:
+Every figure is a mean of ratios. One text has n verify passes that emit E tokens; d passes have
+drafts, of which A tokens are accepted:
 
     passes       E / n              tau: what drafting saves, in passes of the target
     drafts       (d + A) / d        vLLM: its bonus token counts even where the text ends before it
     first_token  (E + 1) / n        SGLang: with the token that the prompt's pass gives
     first_pass   (E + 1) / (n + 1)  Model-Optimizer: with that pass as well
 
-Pooled, sums over all texts are divided; otherwise the ratios of turns, or of dialogues (sums over
-their turns), are averaged. Drafts beyond the end of a text are not counted here; vLLM and SGLang
+Pooled figures divide sums over all texts. The others average the ratios of turns, or of dialogues
+(sums over their turns). Draft tokens beyond the end of a text are not counted here; vLLM and SGLang
 count those that a text's last pass accepts.
 
 Sources: vLLM 0.32 `benchmarks/serve.py`, `v1/spec_decode/metrics.py`; SGLang
@@ -33,19 +33,20 @@ COUNTS = {
 }
 MEANS = ("pooled", "turns", "dialogues")
 FEWEST = 725
-"""Tokens of the shortest prompts that are told apart: a power of two from 1,024 on is nearest."""
+"""Tokens of the shortest prompts with a length name; above, the nearest power of two from 1,024 is
+used."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The sums of a text that its acceptance lengths follow from.
+    """Sums of a text, from which its acceptance lengths follow.
 
     Attributes:
-        dialogue: that the text is of.
+        dialogue: dialogue of the text.
         num_passes: verify passes.
-        num_drafts: those with drafts.
-        num_accepted: draft tokens.
-        num_emitted: tokens of the text behind the first.
+        num_drafts: verify passes with drafts.
+        num_accepted: accepted draft tokens.
+        num_emitted: tokens of the text after the first.
     """
 
     dialogue: int
@@ -56,15 +57,15 @@ class Passes:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Passes":
-        """The sums of a row of `PromptSteps.row`."""
+        """Make the sums of a row of `PromptSteps.row`."""
         n = len(row["emitted"])
-        # Passes that drafted nothing are no drafts; where drafts were not counted, all are.
+        # Passes without draft tokens are no drafts; if these were not counted, all passes are.
         drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
         return cls(row["dialogue"], n, drafts, sum(row["accepted"]), sum(row["emitted"]))
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """By count; numerator and denominator."""
+        """Numerator and denominator by count."""
         drafts, n, emitted = self.num_drafts, self.num_passes, self.num_emitted
         return {
             "passes": (emitted, n),
@@ -75,7 +76,7 @@ class Passes:
 
 
 def acceptance_lengths(texts: Sequence[Passes]) -> dict[str, dict[str, float | None]]:
-    """All counts under all means; None where nothing was counted."""
+    """All counts under all means; None if nothing was counted."""
     return {count: _means(count, texts) for count in COUNTS}
 
 
@@ -87,7 +88,7 @@ def per_draft(rows: Sequence[Mapping[str, Any]]) -> float | None:
 def show_lengths(
     lengths: dict[str, dict[str, float | None]], console: Console, whose: str = "the chain"
 ) -> None:
-    """Prints a row per count and a column per mean."""
+    """Print a row per count and a column per mean."""
     table = Table(title=f"Acceptance length of {whose}, as others define it")
     table.add_column("counted")
     for name in ("pooled", "mean over turns", "over dialogues"):
@@ -115,13 +116,13 @@ def _sum(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def _mean(ratios: Iterable[Ratio]) -> float | None:
-    """A text of one token has no pass, and engines give no figure for it."""
+    """Average ratios. A text of one token has no pass, and engines give no figure for it."""
     values = [above / below for above, below in ratios if below]
     return sum(values) / len(values) if values else None
 
 
 def histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
-    """[depth + 1] passes that accepted as many draft tokens; their bonus tokens left out."""
+    """[depth + 1] numbers of passes by accepted draft tokens, without bonus tokens."""
     passes = [0] * (depth + 1)
     for row in rows:
         for accepted in row["accepted"]:
@@ -130,7 +131,7 @@ def histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
 
 
 def length_name(prompt_tokens: int) -> str:
-    """The length of a prompt to the nearest power of two: `8k` of 5,793 to 11,585 tokens."""
+    """Name the length of a prompt by the nearest power of two: `8k` for 5,793 to 11,585 tokens."""
     if prompt_tokens < FEWEST:
         return "<1k"
     return f"{2 ** round(math.log2(prompt_tokens) - 10)}k"

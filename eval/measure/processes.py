@@ -1,4 +1,4 @@
-"""The processes of a launch, each of which measures or stores its share."""
+"""The processes of a launch, which measure or store one share each."""
 
 import os
 from datetime import timedelta
@@ -14,18 +14,18 @@ Item = TypeVar("Item")
 
 
 def start() -> PartialState:
-    """Joins the processes of this launch, one if there was none.
+    """Join the processes of this launch; without a launch there is one.
 
     Raises:
         InputError: they do not see each other.
     """
     cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    # A process that has its share waits for the others, whose prompts may be much longer.
+    # A process that is done waits for the others, whose prompts may be much longer.
     state = PartialState(cpu=cpu, timeout=timedelta(days=30))
     check_launch(os.environ, state.num_processes)
     return state
 
 
 def gathered(items: list[Item]) -> list[Item]:
-    """The items of all processes, in process order, on every one of them."""
+    """Collect the items of all processes, in process order, on every process."""
     return gather_object(items) if PartialState().num_processes > 1 else items

@@ -1,4 +1,4 @@
-"""Prompts to measure on: the questions of dialogues, turn by turn, and who answers which."""
+"""Prompts to measure on: questions of dialogues, turn by turn, split over processes."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,29 +13,29 @@ from data.templates.replies import parse_reply, thinking_tags
 from data.templates.template import Tools
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 
-OPENING_TOKENS = 32  # of a prompt, among which it may open the thinking
+OPENING_TOKENS = 32  # tokens at the end of a prompt that may open the thinking
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered prompt: `token_ids` end where the response begins."""
+    """A rendered prompt; `token_ids` end where the response begins."""
 
     category: str
     token_ids: list[int]
     dialogue: int = 0
-    """Index of the record it belongs to."""
+    """Index of its record."""
     turn: int = 1
-    """Counted from 1."""
+    """Turn, counted from 1."""
     messages: Messages = field(default_factory=list)
-    """The rendered messages; the last is the user's."""
+    """Rendered messages; the last is the user's."""
     thinking: tuple[tuple[str, str], ...] = ()
-    """Pairs of tags around thinking in the response, in every way that they may be written."""
+    """Pairs of tags around thinking in the response, in all their spellings."""
     where: str = ""
     """File and line of the record, and the turn."""
     tools: Tools = None
     """Function schemas that the prompt shows."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the template, those of the settings included."""
+    """Arguments of the template, including those of the settings."""
 
     @property
     def question(self) -> str:
@@ -44,16 +44,19 @@ class Prompt:
 
 
 def first_turns(records: Sequence[Record], encoder: Encoder) -> list[Prompt]:
-    """Renders every dialogue up to its first question.
+    """Render every dialogue up to its first question.
 
     Raises:
-        InputError: a record without a user message, or one that the template refuses.
+        InputError: a record has no user message, or the template refuses it.
     """
     prompts = []
     for index, record in enumerate(records):
         messages, users = record.messages or [], questions(record)
         if not users:
-            raise InputError(f"{record.where}: no user message to answer; measuring needs prompts")
+            raise InputError(
+                f"{record.where}: has no user message to answer, but measuring needs prompts; "
+                "remove the row, or name other data"
+            )
         start = messages[: messages.index(users[0]) + 1]
         prompts.append(_prompt(record, index, 1, start, encoder))
     return prompts
@@ -65,19 +68,18 @@ def next_turns(
     answers: Sequence[list[int]],
     encoder: Encoder,
 ) -> list[Prompt]:
-    """Renders the question after each prompt, for those dialogues that have one.
+    """Render the question after each prompt, for dialogues that have one.
 
-    The dialogue goes on from what the target answered, thinking and text apart, as the template
-    renders an earlier turn. Answers and tool messages of the data set are left out, a
-    system message stays in front, and an answer without any text stays as an empty turn, so
-    that the dialogues asked never depend on what was answered. Whoever compares methods gives
-    them all the same answers.
+    The dialogue continues from the target's answer, with thinking and text split, as the template
+    renders an earlier turn. The data's answers and tool messages are left out, but a system message
+    stays at the start. An answer without text stays as an empty turn, so the dialogues asked never
+    depend on the answers. To compare methods, give all of them the same answers.
 
     Args:
-        records: those given to `first_turns`.
-        prompts: all of one turn, in any order.
-        answers: the target's tokens after each of them.
-        encoder: of the target's chat template.
+        records: records given to `first_turns`.
+        prompts: all prompts of one turn, in any order.
+        answers: the target's tokens after each prompt.
+        encoder: encoder with the target's chat template.
 
     Raises:
         InputError: the template refuses the dialogue.
@@ -117,12 +119,12 @@ def _prompt(
 
 
 def check_prompt(target: EmbeddingsAndHead, prompt: Prompt, max_new_tokens: int) -> None:
-    """Refuses a prompt that the target cannot read, or without room for the text behind it.
+    """Refuse a prompt that the target cannot read, or that leaves no room for an answer.
 
     Drafts need no room.
 
     Raises:
-        InputError: with where it is from.
+        InputError: the prompt does not fit; names its place.
     """
     check_ids(prompt.token_ids, target, lambda: prompt.where)
     length = len(prompt.token_ids)
@@ -130,12 +132,12 @@ def check_prompt(target: EmbeddingsAndHead, prompt: Prompt, max_new_tokens: int)
         raise InputError(
             f"{prompt.where}: {length} prompt tokens and max_new_tokens={max_new_tokens} are "
             f"{length + max_new_tokens}, above the target's window of {target.window}; lower "
-            "max_new_tokens or num_turns, or set data.on_bad_row=skip to leave such turns out"
+            "max_new_tokens or num_turns, or set data.on_bad_row=skip to skip such turns"
         )
 
 
 def num_thinking(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:
-    """Tokens of a response that are thinking, what ends it included; all where nothing does."""
+    """Count thinking tokens of a response, including the end tag; all tokens if it has none."""
 
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -154,10 +156,10 @@ def num_thinking(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:
 
 
 def share(prompts: Sequence[Prompt], process_index: int, num_processes: int) -> list[int]:
-    """Returns the indices of the prompts that a process answers.
+    """Return the indices of the prompts that a process answers.
 
-    Dialogues are dealt round, so that each category is spread and every turn of a dialogue
-    stays with one process:
+    Dialogues are dealt in turn, so that each category is spread, and all turns of a dialogue stay
+    with one process:
 
         dialogues 0 1 2 3 4 0 1 2, 2 processes -> indices 0 2 4 5 7 and 1 3 6
     """

@@ -1,8 +1,8 @@
 """Acceptance without decoding: what greedy tree decoding would have accepted.
 
-Given the target's own greedy text, whether a draft token is accepted depends only on what the
-head has read of that text, so all positions are scored in one pass per depth and the accepted
-lengths are then walked. Equal to `eval.decode.engine.decode` step for step. n: response tokens.
+Given the target's own greedy text, the acceptance of a draft token depends only on what the head
+has read of that text. So one pass per depth scores all positions, and the steps follow from the
+accepted lengths. They equal the steps of `eval.decode.engine.decode`. n: response tokens.
 """
 
 from typing import Protocol
@@ -18,7 +18,7 @@ from heads.target_model.model import Taps, Target, TargetOutput
 
 
 class Replayable(Protocol):
-    """A head whose drafts depend on the text alone."""
+    """A head whose drafts depend only on the text."""
 
     taps: Taps
 
@@ -33,14 +33,14 @@ class Replayable(Protocol):
 def replay(
     target: Target, head: Replayable, tree: Tree, prompt_ids: list[int], response_ids: list[int]
 ) -> list[Step]:
-    """The verify passes that decoding this response would have taken.
+    """Compute the verify passes that decoding this response would have taken.
 
     Args:
         target: the frozen target.
         head: attached to the target.
         tree: static tree or chain.
         prompt_ids: the rendered prompt.
-        response_ids: [n] the target's greedy continuation, stop token included.
+        response_ids: [n] the target's greedy continuation, including the stop token.
     """
     output = target.read_response(prompt_ids, response_ids, head.taps)
     ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
@@ -48,7 +48,7 @@ def replay(
 
 
 def steps_along(tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]) -> list[Step]:
-    """The verify passes over a response [n], by its `ranked_drafts`."""
+    """Verify passes over a response [n], by its `ranked_drafts`."""
     return verify_steps(accepted_lengths(tree, ranked, response_ids), len(response_ids))
 
 
@@ -64,7 +64,7 @@ def ranked_drafts(
     Args:
         head: the head.
         tree: static tree.
-        output: the target's states of prompt and response, the last token left out.
+        output: the target's states of prompt and response without the last token.
         prompt_ids: the rendered prompt.
         response_ids: [n].
     """
@@ -72,7 +72,7 @@ def ranked_drafts(
     candidates = head.candidates(output, prompt_ids + response_ids, first, tree.depth, tree.width)
     ranked = candidates.transpose(0, 1).tolist()
     switch, begin = output.switch or 0, len(prompt_ids)
-    # What is drafted across a switch is not accepted.
+    # Draft tokens beyond a switch are not accepted.
     for root in range(begin, min(switch, begin + len(ranked))):
         for depth in range(switch - root, tree.depth + 1):
             ranked[root - begin][depth - 1] = [PAD] * tree.width
@@ -83,16 +83,16 @@ def ranked_drafts(
 def replayed(
     drafter: Drafter, output: TargetOutput, prompt_ids: list[int], response_ids: list[int]
 ) -> tuple[list[Step], list[int]]:
-    """The verify passes of a drafter whose drafts depend on what it drew before: step by step.
+    """Replay, step by step, a drafter whose drafts depend on its earlier samples.
 
     Args:
-        drafter: a head's, fresh.
-        output: the target's states of prompt and response, the last token left out.
+        drafter: new drafter of a head.
+        output: the target's states of prompt and response without the last token.
         prompt_ids: the rendered prompt.
         response_ids: [n], the target's greedy text.
 
     Returns:
-        The steps, and how many draft tokens each checked.
+        The steps, and the number of draft tokens that each verified.
     """
     device, ids = output.hidden_states.device, prompt_ids + response_ids
     cache = TreeCache(1, device, num_layers=0)
@@ -109,7 +109,7 @@ def replayed(
         draft = drafter.propose(Roots.of([ids[root]], device))
         length = _accepted(draft, ids[root + 1 :])
         if output.switch is not None and root < output.switch:
-            # What is drafted across a switch is not accepted.
+            # Draft tokens beyond a switch are not accepted.
             length = min(length, output.switch - 1 - root)
         accepted[root - len(prompt_ids)] = length
         drafted.append(int((draft.tokens != PAD).sum()))
@@ -118,7 +118,7 @@ def replayed(
 
 
 def _accepted(draft: Draft, following: list[int]) -> int:
-    """Draft tokens that a text accepts which goes on with these tokens."""
+    """Count draft tokens that match a text's next tokens."""
     parents, tokens = draft.layout().parents[0].tolist(), draft.tokens[0].tolist()
     node, length = 0, 0
     for wanted in following:
@@ -133,7 +133,7 @@ def _accepted(draft: Draft, following: list[int]) -> int:
 def accepted_lengths(
     tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]
 ) -> list[int]:
-    """[n] draft tokens accepted if a pass had token i as its root, text end unheeded."""
+    """[n] draft tokens accepted if a pass had token i as its root, ignoring the text's end."""
     lengths = []
     for root, candidates in enumerate(ranked):
         node, depth = 0, 0
@@ -148,11 +148,11 @@ def accepted_lengths(
 
 
 def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[list[bool]]:
-    """Per depth, whether the head's first choice was the target's, wherever the text goes on.
+    """Per depth and token, whether the head's first choice was the target's.
 
-    Unlike acceptance this asks at every token, whether or not the drafts before it were right,
-    so that depths are compared on the same tokens: what is left of them is how well the head
-    continues its own features.
+    Unlike acceptance, this covers every token, whether or not earlier draft tokens were right. So
+    depths are compared on the same tokens, and the difference shows how well the head continues its
+    own states.
     """
     return [
         [
@@ -164,7 +164,7 @@ def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[l
 
 
 def verify_steps(accepted: list[int], num_tokens: int) -> list[Step]:
-    """Steps from accepted lengths per root; the first token comes from the prefill.
+    """Make steps from accepted lengths per root; the first token comes from the prefill.
 
     Example: `verify_steps([2, 0, 0, 1], 4)`: root 0 accepts tokens 1 and 2,
     3 is the bonus token.

@@ -1,8 +1,8 @@
 """tau, alpha and their intervals, from verify steps.
 
-tau: mean tokens emitted per verify pass, bonus token included, over all passes of all prompts
-(micro mean); the token that the prefill gives is not counted. alpha_d: share of passes that
-kept depth d among those that kept depth d - 1 and whose text was long enough to test depth d.
+tau: mean tokens per verify pass, including the bonus token, over all passes of all prompts (micro
+mean); the prefill's token is not counted. alpha_d: share of passes that kept depth d among those
+that kept depth d - 1 and whose text was long enough to test depth d.
 """
 
 import random
@@ -21,16 +21,16 @@ NUM_BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class PromptSteps:
-    """The verify passes of one prompt.
+    """Verify passes of one prompt.
 
     Attributes:
-        category: for figures by category.
-        steps: the passes.
-        drafted: draft tokens that each checked, where they were counted.
-        dialogue: the prompts of one share what they are about, so intervals take them together.
-        turn: of the dialogue, from 1.
-        num_thinking: tokens of its response, from the first on, that are thinking.
-        prompt_tokens: of the prompt; 0 where nobody counted.
+        category: category, for figures by category.
+        steps: verify passes.
+        drafted: draft tokens that each pass verified, if counted.
+        dialogue: number of the dialogue; its prompts share a topic, so intervals group them.
+        turn: turn of the dialogue, from 1.
+        num_thinking: number of tokens of its response that are thinking, from the first on.
+        prompt_tokens: tokens of the prompt; 0 if not counted.
     """
 
     category: str
@@ -42,7 +42,7 @@ class PromptSteps:
     prompt_tokens: int = 0
 
     def row(self) -> dict[str, Any]:
-        """For a results file: numbers per pass."""
+        """Numbers per pass, for a results file."""
         return {
             "dialogue": self.dialogue,
             "turn": self.turn,
@@ -55,13 +55,13 @@ class PromptSteps:
 
 
 def tau(prompts: Sequence[PromptSteps]) -> float:
-    """Tokens per verify pass; 1.0 where nothing was to be verified."""
+    """Tokens per verify pass; 1.0 without passes."""
     steps = [step for prompt in prompts for step in prompt.steps]
     return sum(step.num_emitted for step in steps) / len(steps) if steps else 1.0
 
 
 def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
-    """Conditional acceptance per depth, 0.0 for a depth never reached."""
+    """Conditional acceptance per depth; 0.0 for a depth that was never reached."""
     steps = [step for prompt in prompts for step in prompt.steps]
     rates = []
     for d in range(1, depth + 1):
@@ -81,9 +81,9 @@ def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
 
 
 def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, Any]]:
-    """Figures of thinking and of answers; empty where nothing thinks.
+    """Figures of thinking and of answers; empty without thinking.
 
-    A pass belongs to the part of the first token that it gives.
+    A pass belongs to the part of its first token.
     """
     if not any(prompt.num_thinking for prompt in prompts):
         return {}
@@ -115,18 +115,18 @@ def interval(
     seed: int,
     num_runs: int = 1,
 ) -> Interval:
-    """95% bootstrap interval of a figure.
+    """Compute a 95% bootstrap interval of a figure.
 
     Args:
-        groups: drawn with replacement, as many as there are. Prompts that depend on each other,
-            those of a dialogue, are one group.
-        figure: computes it from drawn groups and the numbers of drawn runs.
-        seed: of the draws.
-        num_runs: runs, of which as many are drawn with replacement, for all groups the same.
+        groups: groups, resampled with replacement. Prompts that depend on each other, as in a
+            dialogue, are one group.
+        figure: computes the figure from sampled groups and the numbers of sampled runs.
+        seed: seed of the resampling.
+        num_runs: number of runs, resampled with replacement, in the same way for all groups.
 
     Returns:
-        The 2.5th and 97.5th percentile, in the unit of the figure; None for a single group,
-        which tells nothing about others.
+        2.5th and 97.5th percentile, in the unit of the figure; None for a single group, which tells
+        nothing about others.
     """
     if len(groups) < 2:
         return None
@@ -139,7 +139,7 @@ def interval(
 
 
 def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
-    """The prompts of each dialogue."""
+    """Prompts of each dialogue."""
     dialogues: dict[int, list[PromptSteps]] = {}
     for prompt in prompts:
         dialogues.setdefault(prompt.dialogue, []).append(prompt)
@@ -164,12 +164,12 @@ def _ratio(sums: Sequence[tuple[int, int]]) -> float:
 def tau_difference(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], seed: int
 ) -> tuple[float, Interval]:
-    """tau of the second less that of the first, and its 95% interval over dialogues in pairs.
+    """Difference in tau, second minus first, and its 95% interval over paired dialogues.
 
     Args:
         first: rows of `PromptSteps.row`.
-        second: those of the same prompts.
-        seed: of the draws.
+        second: rows of the same prompts.
+        seed: seed of the resampling.
     """
     pairs: dict[int, list[int]] = {}
     for one, other in zip(first, second, strict=True):
@@ -187,7 +187,7 @@ def tau_difference(
 
 
 def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:
-    """`p50` and `p99` of waits in s, in ms: each the median over repeats; None without waits."""
+    """`p50` and `p99` of waits, given in s, in ms; each is the median over repeats."""
     if not all(repeats):
         return None
     ordered = [sorted(1000 * seconds for seconds in waits) for waits in repeats]
@@ -198,7 +198,7 @@ def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | Non
 
 
 def shown(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
-    """An interval for people; a dash where there is none."""
+    """An interval as text; a dash if there is none."""
     return "-" if bounds is None else between.join(f"{bound:.{digits}f}" for bound in bounds)
 
 
@@ -208,11 +208,11 @@ def tree_figures(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, object]:
-    """The figures of `acceptance.json` that come from the steps alone."""
+    """Figures of `acceptance.json` that only need the steps."""
     rows = [prompt.row() for prompt in prompts]
 
     def by(key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]) -> dict[str, object]:
-        """The figures of groups, in the order of their keys."""
+        """Figures of groups, in the order of their keys."""
         groups: dict[str, list[PromptSteps]] = {}
         for prompt in sorted(prompts, key=key):
             groups.setdefault(name_of(key(prompt)), []).append(prompt)

@@ -19,7 +19,7 @@ from eval.measure.stats import tree_figures
 BLUE, ORANGE, GREEN, RED, PINK, SKY, BLACK = INKS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#222222"),
 )
-"""Told apart on paper without colors and by the colour-blind: Okabe and Ito, 2008."""
+"""Colors that also differ in grey and for the colour-blind: Okabe and Ito, 2008."""
 GREY = "#777777"
 mpl.rcParams |= {
     "axes.prop_cycle": cycler(color=INKS),
@@ -29,22 +29,22 @@ mpl.rcParams |= {
     "legend.frameon": False,
 }
 STEP_PARTS = ("draft", "verify", "accept", "step", "host")
-"""`step` is the first three where they are captured as one."""
+"""Parts of a step; `step` is the first three if they are captured as one."""
 COLORS = dict(zip(STEP_PARTS, (ORANGE, BLUE, BLACK, GREEN, PINK), strict=True))
 DEEPEST = 8
-"""Depth that pictures end with: of copied text few passes try a deeper one."""
+"""Last depth of pictures, as only copied text reaches deeper ones often."""
 LINE = 30
 """Letters of a name on one line."""
 LETTERS_AN_INCH = 16
-"""Of small text, on average."""
+"""Average letters of small text per inch."""
 STYLES = list(
     cycler(linestyle=["-", "--", ":"]) * (cycler(color=INKS) + cycler(marker=list("os^DvPX")))
 )
-"""Of curves: more than there are colors."""
+"""Styles of curves; there are more than colors."""
 
 
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
-    """Draws tau per category with intervals, and alpha per depth per category."""
+    """Draw tau per category with intervals, and alpha per depth per category."""
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
     names, height = _named(rows)
     size = (12, max(4.2, 1 + height))
@@ -66,7 +66,7 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
-    """Draws speed, tau and alpha of every method, and where the time of a verify pass went."""
+    """Draw speed, tau and alpha of every method, and the parts of the time of a verify pass."""
     methods = result["methods"]
     labels, height = _named(
         f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()
@@ -104,7 +104,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_concurrency(result: dict[str, Any], path: Path) -> None:
-    """Draws throughput, speed-up and waits of every method by the number of texts at a time."""
+    """Draw throughput, speed-up and waits of every method by the number of texts at a time."""
     sizes = result["concurrency"]
     figure, (speed, gain, waits) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     numbers = [int(size) for size in sizes]
@@ -131,13 +131,13 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
 
 
 def step_ms(row: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of each part of a mean verify pass; in a batch a text's share of it.
+    """Milliseconds of each part of a mean verify pass; in a batch one text's share.
 
     Args:
         row: a method of `speedup.json`.
 
     Returns:
-        Nothing for somebody else's loop, timed from outside.
+        Empty for another library's loop, which is timed from outside.
     """
     num_steps = row.get("num_steps")
     parts = row["breakdown"]
@@ -147,7 +147,7 @@ def step_ms(row: dict[str, Any]) -> dict[str, float]:
 
 
 def plot_tree_search(result: dict[str, Any], path: Path) -> None:
-    """Draws expected tokens per second by draft tokens, and what a pass costs."""
+    """Draw expected tokens/s by draft tokens, and the cost of a pass."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     best: dict[int, float] = {}
     for row in result["candidates"]:
@@ -173,7 +173,7 @@ def plot_tree_search(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_calibration(result: dict[str, Any], path: Path) -> None:
-    """Draws shares accepted by chance, before and after, and the speed that thresholds promise."""
+    """Draw shares accepted by probability, and the expected speed of thresholds."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     for axis, (when, depths) in zip(axes, result["reliability"].items(), strict=False):
         axis.plot([0, 1], [0, 1], color="black", linewidth=0.8)
@@ -202,11 +202,12 @@ def plot_calibration(result: dict[str, Any], path: Path) -> None:
 def plot_comparison(
     results: dict[str, dict[str, Any]], path: Path, under: str | None = None
 ) -> None:
-    """Draws tau per head or condition, alpha per depth of the chain, and agreement where replayed.
+    """Draw tau per head or condition, alpha per depth of the chain, and agreement if replayed.
 
-    At depth d a head has read d - 1 features of its own: alpha is EAGLE's n-alpha, n = d - 1.
+    At depth d a head has read d - 1 of its own states, so alpha is EAGLE's n-alpha, n = d - 1.
 
-    From `acceptance.json`; `under` is written below, unless told the conditions of the first.
+    Reads `acceptance.json`; `under` is the text below, by default the conditions of the first
+    result.
     """
     names, height = _named(results)
     size = (15, max(4.2, 1 + height))
@@ -230,13 +231,13 @@ def plot_comparison(
 def plot_reported(
     results: dict[str, tuple[float | None, list[float]]], what: str, under: str, path: Path
 ) -> None:
-    """Draws an acceptance length per result, and how often each position was accepted.
+    """Draw an acceptance length per result, and the acceptance of each position.
 
     Args:
-        results: the two figures by name, the length None where there is none.
-        what: the definition of the length.
-        under: the conditions, or nothing.
-        path: of the picture.
+        results: the two figures by name; the length is None if missing.
+        what: definition of the length.
+        under: conditions; may be empty.
+        path: path of the picture.
     """
     names, height = _named(results)
     size = (12, max(4.2, 1 + height))
@@ -254,7 +255,7 @@ def plot_reported(
 
 
 def plot_pruning(result: dict[str, Any], path: Path) -> None:
-    """Draws tau, coverage and expected speed-up by the size of the draft vocabulary."""
+    """Draw tau, coverage and expected speed-up by the size of the draft vocabulary."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     rows = [*result["pruned"], result["before"]]
     sizes = [row["num_ids"] for row in rows]
@@ -281,7 +282,7 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
 def _tau(
     panel: Any, place: int, tau: float, ends: list[float] | None, tree_tau: float, color: str
 ) -> None:
-    """A row: a bar for the chain with its interval, a diamond for the tree."""
+    """Draw a row: a bar for the chain with its interval, a diamond for the tree."""
     panel.barh(place, tau, color=color)
     panel.plot(ends or [tau] * 2, [place, place], color="black")
     panel.plot(tree_tau, place, "D", color=ORANGE)
@@ -294,7 +295,7 @@ def _tau_axis(panel: Any, names: list[str]) -> None:
 
 
 def _lines(name: str) -> str:
-    """A name in lines, broken between its parts."""
+    """Split a name into lines, between its parts."""
     lines = [""]
     for part in re.split(r"(?<=[ _/-])", name):
         if lines[-1] and len(lines[-1] + part.rstrip()) > LINE:
@@ -304,7 +305,7 @@ def _lines(name: str) -> str:
 
 
 def _named(names: Iterable[str]) -> tuple[list[str], float]:
-    """Names in lines, and the inches of a panel that has a row for every one."""
+    """Names in lines, and the height in inches of a panel with a row for each."""
     names = list(map(_lines, names))
     num_lines = 1 + max(name.count("\n") for name in names)
     return names, len(names) * (0.1 + 0.16 * num_lines)
@@ -318,14 +319,14 @@ def _curve(
     over: Sequence[int] | None = None,
     **style: Any,
 ) -> None:
-    """Figures of one of several, in the same style in every panel; over depths unless told."""
+    """Draw a curve, in the same style in every panel, over depths by default."""
     if figures:
         style = {**STYLES[place % len(STYLES)], "label": name, **style}
         panel.plot(over or range(1, len(figures) + 1), figures, **style)
 
 
 def _close_gaps(figure: Any) -> None:
-    """Takes out panels that show nothing; the others of their row get the place."""
+    """Remove empty panels; the others of their row get the space."""
     rows: dict[int, list[Any]] = {}
     for panel in figure.axes:
         if panel.has_data() or panel.texts:
@@ -341,7 +342,7 @@ def _close_gaps(figure: Any) -> None:
 
 
 def _fit_labels(figure: Any) -> None:
-    """Breaks labels that are longer than their panel, whose size depends on all other words."""
+    """Split labels that are longer than their panel, whose size depends on all other labels."""
     labels = [
         (panel.bbox, side, label, label.get_text())
         for panel in figure.axes
@@ -366,12 +367,12 @@ def _fit_labels(figure: Any) -> None:
 
 
 def _legend(figure: Any, panel: Any) -> None:
-    """Beside all panels the names of one, where each would cover much of its own."""
+    """Draw one panel's legend beside all panels, where inside it would cover curves."""
     figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
 
 
 def _save(figure: Any, path: Path, under: str = "") -> None:
-    """Writes a picture, with a line of text under it if there is one."""
+    """Write a picture, with a line of text below it if given."""
     if under:
         width = int(LETTERS_AN_INCH * figure.get_figwidth())
         figure.supxlabel(textwrap.fill(under, width, break_on_hyphens=False), fontsize="small")

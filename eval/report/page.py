@@ -1,7 +1,7 @@
-"""A self-contained HTML page of a speed-up measurement: no script, no network.
+"""Writes a self-contained HTML page of a speed-up measurement: no script, no network.
 
-Everything in the result may be a model's output, so nothing of it reaches the page unescaped, and
-the page's own policy forbids scripts and requests.
+A result may contain a model's output, so all of it is escaped, and the page's own policy forbids
+scripts and requests.
 """
 
 import math
@@ -20,9 +20,9 @@ from eval.measure.stats import shown
 from eval.report.figures import STEP_PARTS, step_ms
 
 DEEPEST = 8
-"""Depth that has a color of its own; of copied text few passes try a deeper one."""
+"""Last depth with its own color, as only copied text reaches deeper ones often."""
 NOT_SETTINGS = ("methods", "baseline", "baselines", "lossless", "texts", "concurrency")
-# heading, key, format; the key with `_ci95` behind it holds the interval
+# Heading, key and format; the key with the suffix `_ci95` has the interval.
 COLUMNS = (
     ("tokens/s", "tokens_per_s", "{:,.1f}"),
     ("tau", "tau", "{:.2f}"),
@@ -37,7 +37,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear scale that turns a figure into a place when called."""
+    """A linear scale; a call turns a figure into a position."""
 
     low: float
     high: float
@@ -46,13 +46,13 @@ class Axis:
 
     @classmethod
     def around(cls, figures: Sequence[float], start: float, end: float) -> "Axis":
-        """An axis that holds all figures with a margin."""
+        """Make an axis that contains all figures with a margin."""
         low, high = min(figures), max(figures)
         margin = 0.06 * (high - low) or 0.1
         return cls(low - margin, high + margin, start, end)
 
     def __call__(self, figure: float) -> float:
-        """The place of a figure."""
+        """Position of a figure."""
         share = (figure - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
@@ -67,11 +67,11 @@ class Axis:
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
-    """Writes the page whole or not at all.
+    """Write the page completely or not at all.
 
     Args:
-        result: the contents of `speedup.json`.
-        path: the HTML file to write.
+        result: contents of `speedup.json`.
+        path: HTML file to write.
 
     Raises:
         OSError: the file cannot be written.
@@ -89,12 +89,12 @@ def write_report(result: dict[str, Any], path: Path) -> None:
 
 
 def _verbatim(text: str) -> Markup:
-    """Text that a browser gives back as it was: a bare carriage return would become a newline."""
+    """Text that a browser returns unchanged; a bare carriage return would become a line break."""
     return Markup(str(escape(text)).replace("\r", "&#13;").replace("\0", "\ufffd"))
 
 
 def _breakable(name: str) -> Markup:
-    """A name that a narrow column may break at its underscores."""
+    """A name that a narrow column may split at its underscores."""
     return Markup("_<wbr>").join(name.split("_"))
 
 
@@ -140,12 +140,12 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(target: str) -> str:
-    """A Hub id, or the last part of a path on this machine."""
+    """A Hub id, or the last part of a local path."""
     return Path(target).name if target.startswith(("/", "~", ".")) else target
 
 
 def _equal_texts(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
-    """Methods with their number of equal texts, and that of texts equal under all that promise."""
+    """Methods with their number of equal texts, and the number equal under all lossless methods."""
     lossless, methods = result["lossless"], result["methods"]
     if lossless is None:
         return methods, None
@@ -166,7 +166,7 @@ def _interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: floa
 
 
 def _categories(methods: dict[str, dict[str, Any]], baselines: list[str]) -> dict[str, Any] | None:
-    """Rows per drafting method on shared axes, so that panels can be compared by eye."""
+    """Rows per drafting method on shared axes, so that panels are comparable."""
     panels = {
         name: row["by_category"]
         for name, row in methods.items()
@@ -186,7 +186,7 @@ def _categories(methods: dict[str, dict[str, Any]], baselines: list[str]) -> dic
 
 
 def _alpha(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Lines with the places of their labels, spread so that none covers another."""
+    """Lines with positions of their labels, spread so that no label covers another."""
     rates = {name: row["alpha"][:DEEPEST] for name, row in methods.items() if row.get("alpha")}
     if not rates:
         return None
@@ -203,7 +203,7 @@ def _alpha(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _spread(wanted: list[float], gap: float, limit: float) -> list[float]:
-    """Places near the wanted ones, at least `gap` apart, none beyond `limit`."""
+    """Positions near the wanted ones, at least `gap` apart, none beyond `limit`."""
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     placed, last = list(wanted), -math.inf
     for index in order:
@@ -215,7 +215,7 @@ def _spread(wanted: list[float], gap: float, limit: float) -> list[float]:
 
 
 def _tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Nodes with their places: depth to the right, a best child level with its parent."""
+    """Nodes with positions: depth to the right, a best child level with its parent."""
     parents, ranks, rates = tree["parents"], tree["ranks"], tree["acceptance"]
     depths, children = [0] * len(parents), [[] for _ in parents]  # type: ignore[var-annotated]
     for node, parent in enumerate(parents[1:], start=1):

@@ -186,7 +186,7 @@ def test_the_command_calibrates_what_decoding_then_uses(setting, tmp_path, capsy
     assert len(result["costs"]["cut"]) == 4
     said = capsys.readouterr()
     assert "checked: cut" in said.out
-    told = f"tokens; results go to {tmp_path}/c/calibrate.json"
+    told = f"tokens; writing results to {tmp_path}/c/calibrate.json"
     assert told in said.err
     script, following = pasted(said.out)
     assert (script, following.head.path) == ("eval/speedup.py", str(head))

@@ -241,7 +241,7 @@ def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
         ({"head": HeadRef(path="nowhere/at/all")}, r"head\.path=nowhere/at/all: no such folder"),
         ({"data": DataConfig(path="gone.jsonl")}, r"gone\.jsonl"),
         ({"depth": 4}, r"depth=4: this head drafts at most 3 tokens"),
-        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, r"tree: depth 4, .* depths 1\.\.3"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, r"tree: has depth 4, .* depths 1\.\.3"),
         (
             {"max_new_tokens": 4000},
             r"max_new_tokens=4000 are \d+, above the target's window of 256",

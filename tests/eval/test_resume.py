@@ -89,7 +89,7 @@ def test_speedup_goes_on_with_the_same_layers(setting, tmp_path, monkeypatch, ca
         weights.write_bytes(content)
     monkeypatch.setattr("eval.compare.methods.search_layers", None)  # not searched again
     run()
-    assert "continues with 3 runs of an earlier start" in " ".join(capsys.readouterr().err.split())
+    assert "continuing with 3 runs of an earlier start" in " ".join(capsys.readouterr().err.split())
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert result["methods"]["skip_layers"]["skip"] == json.loads(before[0])["skip"]
     assert result["lossless"]["num_equal"] == 2

@@ -286,7 +286,7 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
     own = {**settings(setting, tmp_path / "a"), "head": HeadRef(path=str(head))}
     acceptance.main(AcceptanceRun(**own, mode=Mode.replay))
     said = " ".join(capsys.readouterr().err.split())
-    assert "its draft tree was searched for on data.path itself" in said
+    assert "its draft tree was searched on data.path itself" in said
     used = json.loads((tmp_path / "a/acceptance.json").read_text())["tree"]
     expected = stored[kind]
     assert used == (list(Tree.from_paths(expected).parents) if family == "medusa" else expected)

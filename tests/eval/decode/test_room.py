@@ -62,7 +62,9 @@ def test_a_first_turn_is_refused_or_left_out(inputs, tmp_path, answered, capsys)
     found = opened(inputs, tmp_path, turns, on_bad_row=OnBadRow.skip)
     assert (places(found), found.data["num_bad"]) == ([(0, 1), (2, 1)], 1)
     assert "left out: " in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"every prompt is left out; the first: .*rows.jsonl:1,"):
+    with pytest.raises(
+        InputError, match=r"no prompt can be used, the first because: .*rows.jsonl:1,"
+    ):
         opened(inputs, tmp_path, [["x" * 300]], on_bad_row=OnBadRow.skip)
     assert answered == []
 

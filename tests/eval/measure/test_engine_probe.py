@@ -62,7 +62,7 @@ def test_the_targets_own_server_passes(
     server: EngineServer, config: TargetConfig, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probed(server, config, target)
-    line = "log-probabilities 0.0000 nats from those of its states; states 0.00% apart at most; "
+    line = "log-probabilities 0.0000 nats from those of its states; states at most 0.00% apart; "
     line += "an early state 0.00% from the target's own"
     assert f"target.engine={server.url}: {line}" in capsys.readouterr().out
     prompts = [body["prompt"] for body in server.bodies]
@@ -89,7 +89,7 @@ def test_states_behind_the_final_norm_are_found_out(
         return torch.stack([output.layers[1][0], output.hidden_states[0]], 1)
 
     server.states = normed
-    with pytest.raises(InputError, match="give other log-probabilities than it tells"):
+    with pytest.raises(InputError, match="give other log-probabilities than the server"):
         probed(server, config, target)
 
 
@@ -150,7 +150,7 @@ def test_states_that_depend_on_the_company_are_found_out(
         return right(ids) * (1.1 if wrong else 1.0)
 
     server.states = states
-    with pytest.raises(InputError, match=f"the states of a text are others when {words}"):
+    with pytest.raises(InputError, match=f"the states of a text change when {words}"):
         probed(server, config, target)
 
 

@@ -117,7 +117,7 @@ def test_the_template_may_rewrite_earlier_turns():
     "nothing", [record(SYSTEM, line=7), Record(None, "Once upon", "chats.jsonl:7")]
 )
 def test_a_record_without_a_question_is_refused(nothing):
-    message = r"chats.jsonl:7: no user message to answer; measuring needs prompts"
+    message = r"chats.jsonl:7: has no user message to answer, but measuring needs prompts"
     with pytest.raises(InputError, match=message):
         first_turns([TWO_TURNS, nothing], Encoder(tokenizer()))
 
