@@ -3,8 +3,8 @@
     accelerate launch scripts/capture.py target.path=Qwen/Qwen3-8B data.path=chats.jsonl
     accelerate launch train/eagle.py data.features=outputs/features
 
-Training then needs neither the target nor the data. Every process writes shards of its own, on
-several machines into a folder that all of them see; a second start continues.
+Training then needs neither the target nor the data. Each process writes its own shards; on several
+machines the folder must be visible to all. A second start continues.
 """
 
 import shutil
@@ -60,19 +60,19 @@ TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
 
 def main(config: CaptureRun) -> None:
-    """Writes a store to `out_dir`, or what is missing or damaged in one."""
+    """Write a store to `out_dir`, or its missing and damaged shards."""
     capture(config, SHARD_BYTES)
 
 
 def capture(config: CaptureRun, shard_bytes: int) -> None:
-    """`main` with shards of any size."""
+    """Run `main` with shards of any size."""
     check_inputs(config)
     state = start()
     fill_unset(config)
     work = prepared(config, state, shard_bytes)
     work.plan.check(work.folder)
     check_disk(work, say=state.is_main_process)
-    state.wait_for_everyone()  # all have looked at what is there
+    state.wait_for_everyone()  # all have read the folder
     make_folder(work.folder)
     lock = locked(work.folder / ".lock") if state.is_main_process else nullcontext()
     with lock, speaking_up(work.folder, state):
@@ -90,17 +90,17 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
 
 @contextmanager
 def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
-    """Names files that could not be written, in processes other than the first too.
+    """Also name files that could not be written in processes other than the first.
 
     Raises:
-        InputError: in place of an OSError.
+        InputError: instead of an OSError.
     """
     try:
         try:
             yield
         except OSError as error:
             raise InputError(
-                f"out_dir={folder}: {error}; what is whole is kept: start again to continue"
+                f"out_dir={folder}: {error}; complete shards are kept, so start again to continue"
             ) from error
     except InputError as error:
         if not state.is_main_process:
@@ -109,7 +109,7 @@ def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
 
 
 def write_shards(work: Work, state: PartialState) -> None:
-    """Writes this process's shards that are not whole; the first also the target's output head."""
+    """Write this process's incomplete shards; the first process also writes the output head."""
     mine = work.shards[state.process_index :: state.num_processes]
     quiet = not state.is_main_process
     checked = tqdm(mine, desc="checking what is there", disable=quiet, unit="shard", leave=False)
@@ -126,7 +126,7 @@ def write_shards(work: Work, state: PartialState) -> None:
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
     text = longest_document(work.sets["train"])
     if state.is_main_process:
-        print(f"{total:,} tokens to read; hidden states go to {work.folder}")
+        print(f"{total:,} tokens to read; writing hidden states to {work.folder}")
     with (
         source_of(work.config.target, target, layers, text) as source,
         Writers() as writers,
@@ -139,7 +139,7 @@ def write_shards(work: Work, state: PartialState) -> None:
 
 
 def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
-    """The whole target, or what an engine that runs its layers leaves to us."""
+    """The complete target, or only the parts that an engine leaves to us."""
     target: EmbeddingsAndHead
     if config.target.engine:
         target = RemoteTarget.of(config.target, torch.device("cpu"))
@@ -152,10 +152,10 @@ def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
 
 
 def save_embeddings_and_head(target: EmbeddingsAndHead, folder: Path) -> None:
-    """Writes embedding and output head, and checks that they give the target's logits.
+    """Write embedding and output head, and check that they give the target's logits.
 
     Raises:
-        InputError: they do not, or cannot be written.
+        InputError: they give other logits, or cannot be written.
     """
     target.save(folder)
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +180,7 @@ def capture_shard(
     writers: Writers,
     bar: tqdm,
 ) -> None:
-    """Takes the states of the sequences of a shard and hands them to a writer."""
+    """Compute the states of the sequences of a shard and pass them to a writer."""
     contents = work.plan.contents
     num_bytes = shard.num_tokens * contents.bytes_per_token
     copies = Copies(target.device, work.config.micro_batch_size, num_bytes)
@@ -205,7 +205,7 @@ def capture_shard(
 
 
 def batches(work: Work, shard: PlannedShard, texts: Texts) -> Iterator[list[dict[str, Tensor]]]:
-    """The sequences of a shard, as many at a time as run together."""
+    """Yield the sequences of a shard, in batches that run together."""
     if shard.split == "replay":
         prompts = work.prompts[shard.first : shard.last]
         answers = dict(texts.written(prompts, replay.MAX_NEW_TOKENS))
@@ -224,17 +224,17 @@ def batches(work: Work, shard: PlannedShard, texts: Texts) -> Iterator[list[dict
 
 
 def finish(work: Work, state: PartialState) -> None:
-    """Writes the manifest, once every shard is there.
+    """Write the manifest once every shard is complete.
 
     Raises:
-        InputError: some are not: another machine writes elsewhere.
+        InputError: shards are missing because another machine writes elsewhere.
     """
     folder = work.folder
     missing = [shard.name for shard in work.shards if not (folder / f"{shard.name}.json").exists()]
     if missing:
         raise InputError(
             f"out_dir={folder}: {len(missing)} of {len(work.shards)} shards are not here, e.g. "
-            f"{missing[0]}: name a folder that all machines see"
+            f"{missing[0]}; name a folder that all machines see"
         )
     stored_target = EmbeddingsAndHead.load(folder / TARGET_FOLDER, torch.device("cpu"))
     counts = {

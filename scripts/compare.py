@@ -2,10 +2,10 @@
 
 `python scripts/compare.py results=[outputs/medusa-accept,outputs/eagle3-accept]`
 
-Differences are taken prompt by prompt against the first result, so that what makes prompts easy
-or hard for every head is not in their intervals. Results of `vllm bench serve`, Model-Optimizer
-(`acceptance_rate.json`) and speculators (`acceptance.csv`) stand beside ours under the definitions
-that they share.
+Differences are taken prompt by prompt against the first result, so their intervals do not include
+how hard the prompts are for every head. Results of `vllm bench serve`, Model-Optimizer
+(`acceptance_rate.json`) and speculators (`acceptance.csv`) stand beside ours where they share a
+definition.
 """
 
 import sys
@@ -34,7 +34,7 @@ from eval.measure.lengths import COUNTS
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.figures import plot_comparison, plot_reported
 
-# What must agree for two rows to say anything about each other.
+# Facts that must agree before two rows can be compared.
 SAME = (
     "mode", "num_prompts", "num_turns", "max_new_tokens", "temperature", "top_p", "top_k", "min_p",
     "stop", "ignore_eos", "generation_config",
@@ -42,24 +42,26 @@ SAME = (
 
 
 def find_all(paths: list[str]) -> dict[str, Path]:
-    """The file of each result, by what it is called.
+    """Find the file of each result, by the result's name.
 
     Raises:
         InputError: fewer than two, a missing file, or equal names.
     """
     if len(paths) < 2:
-        raise InputError(f"results={paths}: name at least two folders with acceptance.json")
+        raise InputError(
+            f"results={paths}: names fewer than two; name at least two folders with acceptance.json"
+        )
     found: dict[str, Path] = {}
     for path in paths:
         name, file = find(path)
         if name in found:
-            raise InputError(f"results: two folders are called {name}; rename one")
+            raise InputError(f"results: two folders have the name {name}; rename one")
         found[name] = file
     return found
 
 
 def load_results(paths: list[str]) -> dict[str, dict[str, Any]]:
-    """The contents of the `acceptance.json` of each folder, by the folder's name.
+    """Read the `acceptance.json` of each folder, by the folder's name.
 
     Raises:
         InputError: fewer than two, a missing or broken file, equal names, or measurements of
@@ -69,7 +71,7 @@ def load_results(paths: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """The contents of files of `eval/acceptance.py`, which are of the same thing.
+    """Read files of `eval/acceptance.py` that measure the same thing.
 
     Raises:
         InputError: a missing or broken file, or measurements of different things.
@@ -81,16 +83,19 @@ def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
         now = _statement(result)
         if keys := changed(before, now):
             raise InputError(
-                f"results: {first} and {name} are not of the same thing: "
+                f"results: {first} and {name} measure different things: "
                 f"{differences(before, now, keys)}"
             )
         if _texts(reference) != _texts(result):
-            raise InputError(f"results: {first} and {name} hold other texts: one is damaged")
+            raise InputError(
+                f"results: {first} and {name} have different texts, so one is damaged; measure "
+                "again"
+            )
     return found
 
 
 def _texts(result: dict[str, Any]) -> list[tuple[int, int]]:
-    """Dialogue and turn of the texts of chain and tree."""
+    """Dialogue and turn of each text of chain and tree."""
     texts = [*result["prompts"], *tree_figures(result)["prompts"]]
     return [(text["dialogue"], text["turn"]) for text in texts]
 
@@ -109,13 +114,13 @@ def _statement(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table of cells, the header first."""
+    """Make a table of cells; the first line is the header."""
     header, *others = (f"| {' | '.join(cells)} |" for cells in lines)
     return "\n".join([header, "|---" * len(lines[0]) + "|", *others])
 
 
 def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
-    """A header; tau of chain and tree, how much more than the first's, alpha per depth."""
+    """Make a header, and rows of tau of chain and tree, differences from the first, and alpha."""
     first = next(iter(results))
     header = (
         "head", "tau, chain", "95% interval", f"more than {first}", "tau, tree",
@@ -138,7 +143,7 @@ def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def _about(results: dict[str, dict[str, Any]]) -> str:
-    """The prompts that all results are of, in words."""
+    """Describe the prompts of all results."""
     first = next(iter(results.values()))
     data = Path(str((first.get("data") or {}).get("path") or "the embedded default")).name
     turns = "first turns" if first.get("num_turns") == 1 else "all turns"
@@ -155,7 +160,7 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def curve(results: dict[str, dict[str, Any]]) -> str | None:
-    """A golden file of one head with chains of several lengths; None of other results."""
+    """Golden file of one head with chains of several lengths; None for other results."""
     rows = {result.get("draft_tokens", 0): result for result in results.values()}
     heads = {result.get("head") for result in results.values()}
     if len(heads) > 1 or 0 in rows or len(rows) < len(results):
@@ -164,7 +169,7 @@ def curve(results: dict[str, dict[str, Any]]) -> str | None:
 
 
 def side_by_side(results: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Callable[..., None]]]:
-    """Our own results: the text, and what writes each file beside it."""
+    """Compare our own results: the text, and a writer for each file beside it."""
     text = f"{_about(results)}\n\n{markdown(rows(results))}"
     files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
     if lengths := curve(results):
@@ -173,7 +178,7 @@ def side_by_side(results: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Cal
 
 
 def with_others(files: Mapping[str, Path]) -> tuple[str, dict[str, Callable[..., None]]]:
-    """Results of several tools: the text, and what writes each file beside it."""
+    """Compare results of several tools: the text, and a writer for each file beside it."""
     results: dict[str, Reported] = {name: read(file) for name, file in files.items()}
     ours = {name: files[name] for name, each in results.items() if each.tool == "Headsmith"}
     own = load_files(ours) if ours else {}
@@ -189,7 +194,7 @@ def with_others(files: Mapping[str, Path]) -> tuple[str, dict[str, Callable[...,
 
 
 def main(config: CompareRun) -> None:
-    """Prints the table; writes `comparison.md` and `comparison.png`."""
+    """Print the table; write `comparison.md` and `comparison.png`."""
     found = find_all(config.results)
     if all(file.name == NAMES[0] for file in found.values()):
         text, files = side_by_side(load_files(found))

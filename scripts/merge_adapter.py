@@ -1,4 +1,4 @@
-"""Merges a target and its adapter into one model, for engines that take no adapter.
+"""Merges a target and its adapter into one model, for engines without adapters.
 
 `python scripts/merge_adapter.py target.path=... target.adapter=outputs/medusa2/adapter`
 """
@@ -26,7 +26,7 @@ from heads.target_model.load import load_model, load_tokenizer, resolve_dtype
 
 
 def main(config: MergeAdapterRun) -> None:
-    """Writes model, tokenizer, chat template and generation config to `out_dir`."""
+    """Write model, tokenizer, chat template and generation config to `out_dir`."""
     check_merge(config)
     target, out_dir, device = config.target, Path(config.out_dir), torch.device("cpu")
     model_config, tokenizer = load_tokenizer(target)
@@ -42,8 +42,8 @@ def main(config: MergeAdapterRun) -> None:
     print(f"merged {target.path} and {target.adapter} into {out_dir}")
     if has_layer(str(target.path), target.revision):
         print(
-            "without the target's MTP layer, which transformers does not load; with it:\n"
-            f"python scripts/mtp.py action=stitch target.path={out_dir} "
+            "the target's MTP layer is missing, as transformers does not load it; to add "
+            f"it:\npython scripts/mtp.py action=stitch target.path={out_dir} "
             f"head.path={target.path} out_dir={out_dir}-mtp"
         )
 

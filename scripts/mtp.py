@@ -1,11 +1,11 @@
-"""The MTP layer in a target's files: is it there, take it out, put another one in.
+"""Checks, extracts or replaces the MTP layer in a target's files.
 
     python scripts/mtp.py action=check target.path=DIR
     python scripts/mtp.py action=extract target.path=DIR out_dir=outputs/layer
     python scripts/mtp.py action=stitch target.path=DIR head.path=outputs/mtp/head out_dir=whole
 
-`stitch` also gives the layer of the original model (`head.path`) to one that fine-tuning, merging
-or quantising has robbed of it.
+`stitch` can also return the original model's layer (`head.path`) to a model that lost it by
+fine-tuning, merging or quantising.
 """
 
 import sys
@@ -46,10 +46,10 @@ from heads.target_model.weight_files import tensors, weight_files
 
 
 def main(config: MtpFilesRun) -> None:
-    """Does what `action` says.
+    """Run `action`.
 
     Raises:
-        InputError: no layer, or one that is not whole; a head of another kind.
+        InputError: no layer, an incomplete layer, or a head of another kind.
     """
     check_mtp(config)
     target = str(config.target.path)
@@ -72,16 +72,20 @@ def main(config: MtpFilesRun) -> None:
     check_left_alone(settings, shapes, target)
     promised = num_promised(settings, family)
     numbers = sum(tensor.numel() for tensor in head.files().tensors.values())
-    print(f"{target}: an MTP layer of {head.config.family}, {numbers / 1e6:.1f} M numbers, whole")
+    print(
+        f"{target}: an MTP layer of {head.config.family}, {numbers / 1e6:.1f} M numbers, complete"
+    )
     if promised != 1:
-        print(f"config.json names {promised} such layers; the first is read, and used again")
+        print(
+            f"config.json names {promised} such layers; the first is read, and used at every depth"
+        )
 
 
 def layer_in(folder: Path, path: str) -> MtpHead:
-    """The MTP layer in a folder.
+    """Read the MTP layer in a folder.
 
     Raises:
-        InputError: there is none, or one that is not whole.
+        InputError: no layer, or an incomplete one.
     """
     head = read_head(folder, path)
     if not isinstance(head, MtpHead):
@@ -90,10 +94,10 @@ def layer_in(folder: Path, path: str) -> MtpHead:
 
 
 def check_left_alone(settings: dict[str, Any], shapes: dict[str, list[int]], path: str) -> None:
-    """Refuses a quantised model whose config does not say that its MTP layer is none.
+    """Refuse a quantised model whose config does not exclude its MTP layer from quantisation.
 
     Raises:
-        InputError: engines would read the layer's weights as codes.
+        InputError: engines would read the layer's weights as quantised codes.
     """
     missing = unlisted(settings.get("quantization_config") or {}, matrices(shapes))
     if missing:
@@ -101,18 +105,18 @@ def check_left_alone(settings: dict[str, Any], shapes: dict[str, list[int]], pat
         raise InputError(
             f"{path}: quantization_config.{key} of config.json does not name {modules[0]} and "
             f"{len(modules) - 1} more modules of the MTP layer, which are not quantised; write the "
-            f"list anew: action=stitch head.path={path} out_dir=DIR"
+            f"list again: action=stitch head.path={path} out_dir=DIR"
         )
 
 
 def check_norms(folder: Path, head: MtpHead, path: str) -> None:
-    """Refuses norms to which a converter has added the one that such norms add by themselves.
+    """Refuse norms to which a converter added the 1 that such norms add themselves.
 
-    Of norms that multiply by 1 + weight, the target's own weights lie around 0, and so must the
-    layer's.
+    In norms that multiply by 1 + weight, the target's own weights are near 0, and the layer's must
+    be too.
 
     Raises:
-        InputError: they lie around 1.
+        InputError: they are near 1.
     """
     fresh: Any = None if head.norm is None else type(head.norm)(1)
     if fresh is None or fresh.weight.item() != 0:
@@ -126,13 +130,13 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
     if targets and median(own) - median(targets) > 0.5:
         raise InputError(
             f"{path}: the MTP layer's norms have weights around {median(own):.2f}, the target's "
-            f"own around {median(targets):.2f}: a converter has added 1 to them, which the norm "
-            "adds itself; take the layer of the original model (action=stitch head.path=ORIGINAL)"
+            f"own around {median(targets):.2f}; a converter added 1 to them, which the norm adds "
+            "itself; take the layer of the original model (action=stitch head.path=ORIGINAL)"
         )
 
 
 def some_norms(file: Path) -> Iterator[Tensor]:
-    """The norms of the target's own layers in a file."""
+    """Norms of the target's own layers in a file."""
     with safe_open(file, "pt") as opened:
         for name in tensors(file):
             if name.endswith("layernorm.weight") and "mtp" not in name:

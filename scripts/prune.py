@@ -1,7 +1,7 @@
 """Makes the logits of a trained head cheaper, and measures tau before and after.
 
 `python scripts/prune.py head.path=outputs/eagle3/head data.path=chats.jsonl sizes=[8192,16384]`
-writes heads with a smaller draft vocabulary; `ranks=[256,512]` shows what `output_rank` gives.
+writes heads with a smaller draft vocabulary; `ranks=[256,512]` shows the effect of `output_rank`.
 """
 
 import sys
@@ -68,7 +68,7 @@ Answered = tuple[list[int], list[int]]
 
 
 def main(config: PruneRun) -> None:
-    """Prints a table; writes `{size}/head` for each size, `prune.json` and `prune.png`."""
+    """Print a table; write `{size}/head` for each size, `prune.json` and `prune.png`."""
     check_prune(config)
     folder = locate(str(config.head.path), config.head.revision)
     trained = read_json(folder / PROVENANCE) or {}
@@ -77,7 +77,10 @@ def main(config: PruneRun) -> None:
     check_sizes(config.sizes, head.vocab, [])
     state = processes.start()
     if state.num_processes > 1:
-        raise InputError(f"{state.num_processes} processes: one prunes; start just that")
+        raise InputError(
+            f"{state.num_processes} processes: pruning needs one; start it without accelerate "
+            "launch"
+        )
     fill_unset(config)
     target = load_target(config.target, state.device)
     told = follow_or_tell(target)
@@ -85,12 +88,12 @@ def main(config: PruneRun) -> None:
     other = other_target_notice("head.path", str(config.head.path), config.head.revision, identity)
     for line in filter(None, (told, other)):
         print(line, file=sys.stderr)
-    # Still float32: what is saved must not be rounded to the target's dtype.
+    # Still float32: saved weights must not be rounded to the target's dtype.
     head.attach(target)
     check_sizes(config.sizes, head.vocab, target.special_ids)
     for rank in config.ranks:
         check_rank("ranks", rank, target)
-    # Split as training splits them.
+    # Split as in training.
     train, heldout, report = prepare(config.data, target.tokenizer, config.seed)
     print("\n".join(report.lines()))
     for data in (train, heldout):
@@ -127,29 +130,29 @@ def main(config: PruneRun) -> None:
 
 
 def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int]) -> None:
-    """Refuses sizes beyond the head's own, and those without room for special tokens.
+    """Refuse sizes above the head's own, and sizes without room for special tokens.
 
     Args:
-        sizes: rising.
-        vocab: of the head.
-        special: ids that are always kept where the head has them.
+        sizes: rising sizes.
+        vocab: draft vocabulary of the head.
+        special: ids that are always kept if the head has them.
 
     Raises:
-        InputError: with what is allowed.
+        InputError: a size is not allowed.
     """
     least, most = max(1, len(vocab.held(special))), len(vocab.ids)
     if sizes and not least <= sizes[0] <= sizes[-1] <= most:
         raise InputError(
-            f"sizes={list(sizes)}: this head drafts {most} ids; allowed: {least} to {most}, its "
-            "special and end tokens included"
+            f"sizes={list(sizes)}: this head drafts {most} ids; allowed: {least} to {most}, "
+            "including its special and end tokens"
         )
 
 
 def chain_depth(config: PruneRun, head: DraftHead) -> int:
-    """Draft tokens of the chain that is replayed.
+    """Number of draft tokens of the replayed chain.
 
     Raises:
-        InputError: the head cannot be pruned, or cannot draft as many tokens.
+        InputError: the head cannot be pruned, or cannot draft that many tokens.
     """
     check_depth(config.depth, head.most_tokens)
     problem = head.pruning_problem
@@ -159,15 +162,16 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
 
 
 def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Answered]:
-    """The target's greedy text after held-out prompts.
+    """Let the target answer held-out prompts greedily.
 
     Raises:
-        InputError: no prompt is short enough, or the text would not fit the target's window.
+        InputError: no prompt is short enough, or the answer would not fit the target's window.
     """
     chosen = heldout_prompts(heldout, config.num_replay_prompts)
     if not chosen:
         raise InputError(
-            "data: every held-out prompt is longer than 256 tokens: name others with data.eval_path"
+            "data: every held-out prompt is longer than 256 tokens; name other prompts with "
+            "data.eval_path"
         )
     for token_ids in chosen:
         prompt = Prompt("heldout", token_ids, where="a held-out prompt")
@@ -178,17 +182,17 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Ans
 
 @torch.no_grad()
 def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> Tensor:
-    """Counts of each id as the target's own first choice, along the answers of the data.
+    """Count how often each id is the target's first choice, along the answers of the data.
 
-    A draft is accepted where it is what the target says, not what the data says: of 4,096 ids
-    1,024 chosen so kept tau 3.41 of 3.49 on an 8M-parameter target, 1,024 chosen by the tokens
-    of the answers 3.34. Text that the target writes freely shows the same (3.45), but takes
-    ten times as long per token to count.
+    A draft token is accepted if it is the target's choice, not the data's. Of 4,096 ids, 1,024
+    chosen this way kept tau 3.41 of 3.49 on an 8M-parameter target; 1,024 chosen by the tokens of
+    the answers kept 3.34. Text that the target writes freely gives about the same (3.45), but takes
+    ten times as long per counted token.
 
     Args:
-        target: the target.
+        target: target model.
         data: packed sequences.
-        num_sequences: sequences to read at most.
+        num_sequences: most sequences to read.
 
     Returns:
         [V] int64, on the CPU.
@@ -208,10 +212,10 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
 def measure(
     target: Target, heads: Sequence[DraftHead], answers: Sequence[Answered], depth: int
 ) -> list[dict[str, Any]]:
-    """tau of each head on the same text, and the cost of a draft of it.
+    """Measure tau of each head on the same text, and the cost of a draft.
 
-    `speedup` is what tau and the times of a draft and of a verify pass let expect of greedy
-    decoding, one text at a time, over the same engine without drafting.
+    `speedup` is the speed-up of greedy decoding, one text at a time, over the same engine without
+    drafts, as expected from tau and the times of a draft and a verify pass.
     """
     chain = Tree.chain(depth)
     texts = sorted((prompt + text for prompt, text in answers), key=len)
@@ -241,12 +245,12 @@ def measure(
 
 
 def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int | None]:
-    """Attaches a head to be measured, and counts what drafting a token with it reads.
+    """Attach a head for measuring, and count the bytes that drafting a token reads.
 
     Args:
-        head: gets the target's dtype, and output heads of low rank.
-        target: lends its own output head to a head that has none.
-        rank: see `heads.layers.low_rank`; None leaves output heads as they are.
+        head: gets the target's dtype, and low-rank output heads.
+        target: lends its output head to a head without one.
+        rank: see `heads.layers.low_rank`; None keeps output heads as they are.
 
     Returns:
         Ids, rank, and bytes of weights without embeddings.
@@ -264,7 +268,7 @@ def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int |
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints the rows as a table, the head as it was last."""
+    """Print the rows as a table; the last one is the original head."""
     counted = f"{result['num_prompts']} prompts, {result['num_counted']:,} tokens counted"
     table = Table(title=f"Cheaper logits ({counted})")
     for column in (
@@ -283,13 +287,13 @@ def show(result: dict[str, Any], console: Console) -> None:
 def write(
     config: PruneRun, result: dict[str, Any], heads: Sequence[DraftHead], trained: dict[str, Any]
 ) -> None:
-    """Writes the heads, then the picture and the figures.
+    """Write the heads, then the picture and the figures.
 
     Args:
-        config: says where.
-        result: the contents of `prune.json`.
-        heads: one for each of its rows, with the weights as they were trained.
-        trained: the record of the head that was pruned; empty if nobody wrote one down.
+        config: settings of the command.
+        result: contents of `prune.json`.
+        heads: heads of its rows, with trained weights.
+        trained: training record of the pruned head; empty if none exists.
 
     Raises:
         InputError: the disk is full or not writable.

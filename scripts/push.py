@@ -1,4 +1,4 @@
-"""Publishes a head on the Hub, with a card that says what was measured.
+"""Publishes a head on the Hub, with a card of its measurements.
 
 python scripts/push.py head.path=outputs/medusa/head repo_id=me/my-model-medusa dry_run=true
 """
@@ -34,14 +34,14 @@ from scripts.publish.hub import Terms, ask_terms, files_of, link, upload
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 
 PICTURES = ("acceptance.png", "speedup.png")
-# Nothing else of a folder is a head's own; optimizer states, logs and data stay at home.
+# Other files of a folder stay at home, as optimizer states, logs and data.
 OWN_JSON = ("config.json", PROVENANCE, "draft_tree.json", "draft_confidence.json")
 OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".gguf")
 NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 
 
 def main(config: PushRun) -> None:
-    """Stages, then writes to `out_dir` (dry run) or uploads, in one commit per repository."""
+    """Stage, then write to `out_dir` (dry run) or upload, in one commit per repository."""
     check_push(config)
     exports = open_exports(config.exports)
     folder = Path(str(config.head.path)).expanduser()
@@ -65,8 +65,9 @@ def main(config: PushRun) -> None:
         copied = copied_weights(head.card(provenance, None), export_facts)
         holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
         notices = [
-            f"[{its.name}](https://huggingface.co/{its.name}) is gated: who downloads it agrees "
-            f"to its terms, and they apply to this head as far as it was made from it. {holds}."
+            f"[{its.name}](https://huggingface.co/{its.name}) is gated: users agree to its terms "
+            "before they download it, and the terms apply to this head to the extent that it was "
+            f"made from it. {holds}."
             for its in terms
             if its.gated
         ]
@@ -90,7 +91,7 @@ def main(config: PushRun) -> None:
         if config.dry_run:
             write_out(repos, Path(config.out_dir))
             print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
-            print(f"they will be at {', '.join(map(link, repos))}")
+            print(f"links after upload: {', '.join(map(link, repos))}")
             same = following.changed(config)
             for key in ("dry_run", "out_dir"):
                 same.pop(key, None)
@@ -100,17 +101,20 @@ def main(config: PushRun) -> None:
 
 
 def ask(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]:
-    """Asks the Hub about what the head was made from, and says what it answers.
+    """Ask the Hub about the head's sources, and print its answers.
 
     Raises:
-        InputError: one of them is private, and the head would be public.
+        InputError: a source is private, but the head would be public.
     """
     adapter = _target_settings(provenance).get("adapter")
     terms = []
     for name in filter(None, (_target_name(provenance, target), adapter)):
         asked = ask_terms(repository(name)) if is_hub_id(name) else "not a Hub id"
         if isinstance(asked, str):
-            print(f"{name}: {asked}. Its licence and terms are unknown here: look before you push")
+            print(
+                f"{name}: {asked}. Its licence and terms are unknown here; check them before you "
+                "push"
+            )
             continue
         if asked.private and not config.private and not config.publish_private_target:
             raise InputError(
@@ -119,7 +123,7 @@ def ask(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]
                 "it may be published"
             )
         if config.license is None and asked.license:
-            print(f"license is not set; {name} names {asked.license}: set license= to name one")
+            print(f"license is unset; {name} has {asked.license}; set license= to name one")
         terms.append(asked)
     if config.license is None:
         print("the card will name no licence")
@@ -127,10 +131,10 @@ def ask(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]
 
 
 def stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
-    """Fills `staged` with the head's own files."""
+    """Fill `staged` with the head's own files."""
     staged.mkdir()
     if not provenance:
-        print(f"{folder}: no {PROVENANCE}, so the card cannot say how it was trained")
+        print(f"{folder}: has no {PROVENANCE}, so the card cannot tell how it was trained")
     left_out = []
     for path in sorted(folder.iterdir()):
         own = path.name in OWN_JSON or path.name.endswith(OWN_SUFFIXES)
@@ -143,20 +147,20 @@ def stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
         else:
             place(path, staged / path.name)
     if left_out:
-        print(f"not the head's own, left out: {', '.join(left_out)}")
+        print(f"not part of the head, skipped: {', '.join(left_out)}")
 
 
 def facts_of(
     config: PushRun, head: DraftHead, folder: Path, provenance: dict[str, Any], places: list[Path]
 ) -> CardFacts:
-    """The facts of the head alone.
+    """Collect the facts of the head itself.
 
     Args:
-        config: the settings.
-        head: that is published.
-        folder: of the head.
-        provenance: of the head.
-        places: where measurements may lie; the first that has a file counts.
+        config: settings of the command.
+        head: the head to publish.
+        folder: folder of the head.
+        provenance: training record of the head.
+        places: folders with measurements; the first that has a file is used.
     """
     most = head.most_tokens
     acceptance = scrubbed(measurement(places, "acceptance", folder, most))
@@ -180,7 +184,7 @@ def _target_settings(provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def _target_name(provenance: dict[str, Any], target: str) -> str | None:
-    """The target as others can name it, or None for the embedded default."""
+    """Public name of the target; None for the embedded default."""
     if is_embedded(_target_settings(provenance).get("path") or ""):
         return None
     return target if is_hub_id(target) else Path(target).name
@@ -189,21 +193,24 @@ def _target_name(provenance: dict[str, Any], target: str) -> str | None:
 def measurement(
     places: list[Path], name: str, folder: Path, most: int | None
 ) -> dict[str, Any] | None:
-    """Reads `acceptance.json` or `speedup.json`.
+    """Read `acceptance.json` or `speedup.json`.
 
     Args:
-        places: folders, the first that has the file counts.
-        name: without its suffix.
-        folder: of the head.
-        most: draft tokens of the head; None for one that drafts to any depth.
+        places: folders; the first that has the file is used.
+        name: file name without suffix.
+        folder: folder of the head.
+        most: most draft tokens of the head; None for any depth.
 
     Raises:
-        InputError: it lacks what the card quotes, or measured another head.
+        InputError: the file lacks figures of the card, or measures another head.
     """
     path = first_of(places, f"{name}.json")
     if path is None:
         looked = ", ".join(str(place) for place in places)
-        print(f"no {name}.json in {looked}: the card will not quote it (eval/{name}.py writes it)")
+        print(
+            f"no {name}.json in {looked}, so the card has no figures of it (eval/{name}.py writes "
+            "it)"
+        )
         return None
     result = read_json(path) or {}
     wanted = {
@@ -212,25 +219,27 @@ def measurement(
     }[name]
     missing = [key for key in wanted if key not in result]
     if missing:
-        raise InputError(f"{path}: no {', '.join(missing)}; measure again with eval/{name}.py")
+        raise InputError(f"{path}: lacks {', '.join(missing)}; measure again with eval/{name}.py")
     other = result.get("head")
     if isinstance(other, str) and Path(other).is_dir() and not Path(other).samefile(folder):
-        raise InputError(f"{path}: measures another head, {other}; set measured=")
+        raise InputError(
+            f"{path}: measures another head, {other}; set measured= to this head's results"
+        )
     if most is not None and len(result.get("alpha", [])) > most:
         raise InputError(
-            f"{path}: measures drafts of {len(result['alpha'])} tokens, and this head drafts at "
-            f"most {most}"
+            f"{path}: measures drafts of {len(result['alpha'])} tokens, but this head drafts at "
+            f"most {most}; measure again with eval/{name}.py"
         )
     return result
 
 
 def first_of(places: list[Path], name: str) -> Path | None:
-    """The file of a name in the first folder that has it."""
+    """Find a file in the first folder that has it."""
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
 def write_out(repos: dict[str, Path], out_dir: Path) -> None:
-    """Writes what would be uploaded: a repository, or a folder for each of several."""
+    """Write the upload's files: one repository, or a folder for each of several."""
     try:
         for repo_id, staged in repos.items():
             there = out_dir if len(repos) == 1 else out_dir / repo_id.rsplit("/")[-1]

@@ -28,9 +28,9 @@ SPEEDUP = [
     "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,suffix]",
 ]  # fmt: skip
 PART_OF = {"HEADSMITH_PART_OF": "quickstart"}
-"""Has stages keep to themselves which command comes next."""
+"""Makes stages keep the next command to themselves."""
 NUM_ANSWERS = 3
-"""Answers that are shown."""
+"""Number of answers to show."""
 NEXT = """
 On your own model and conversations (source .venv/bin/activate):
   accelerate launch train/eagle.py target.path=MODEL data.path=CHATS.jsonl out_dir=outputs/mine
@@ -53,10 +53,10 @@ def stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
 
 
 def run(arguments: list[str]) -> None:
-    """Runs one stage.
+    """Run one stage.
 
-    Training takes all cores, which the launcher would not; decoding a model this small takes
-    one, so that the figures do not depend on what else the machine does.
+    Training takes all cores, which the launcher would not. Decoding a model this small takes one,
+    so that the figures do not depend on other load.
     """
     num_threads = min(8, os.cpu_count() or 1) if "-m" in arguments else 1
     environ = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | PART_OF
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> None:
 
 
 def summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
-    """The figures of both result files."""
+    """Show the figures of both result files."""
     keys = ("tau", "tokens_per_s", "speedup")
     title = f"Held-out prompts; speed-up over {speedup['baseline']}"
     table = Table("method", "tau", "tokens/s", "speed-up", title=title)
@@ -79,14 +79,14 @@ def summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
 
 
 def answers(speedup: dict[str, Any]) -> Iterator[Text]:
-    """Prompts, and what the target answers, with and without drafts alike."""
+    """Show prompts and the target's answers, which are the same with and without drafts."""
     for row in speedup["texts"][:NUM_ANSWERS]:
         answer = "".join(piece for piece, _ in row["methods"]["vanilla"]).removesuffix("<|end|>")
         yield Text.assemble((row["question"], "dim"), "\n", answer.rstrip(), "\n")
 
 
 def main(out_dir: Path) -> None:
-    """Runs what is missing, then sums up."""
+    """Run missing stages, then sum up."""
     seconds = {}
     for name, result, arguments in stages(out_dir):
         started = monotonic()
@@ -96,12 +96,12 @@ def main(out_dir: Path) -> None:
             run(arguments)
             seconds[name] = f"{monotonic() - started:.0f} s"
         if not result.exists():
-            sys.exit(f"{name} was stopped: `make quickstart` again continues")
+            sys.exit(f"{name} was stopped; run `make quickstart` again to continue")
     console = Console()
     speedup, acceptance = (
         json.loads((out_dir / f"{name}.json").read_text()) for name in ("speedup", "acceptance")
     )
-    console.print("\nThe embedded target goes on with code. A prompt (dim), and its answer:\n")
+    console.print("\nThe embedded target continues code. A prompt (dim), and its answer:\n")
     console.print(*answers(speedup), sep="\n")
     console.print(summary(speedup, acceptance))
     print(", ".join(f"{name} {value}" for name, value in seconds.items()))

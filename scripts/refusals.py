@@ -1,4 +1,4 @@
-"""Settings of scripts that are refused before anything heavy is imported."""
+"""Refuses settings of scripts before heavy imports."""
 
 from contextlib import suppress
 from ipaddress import ip_address
@@ -23,136 +23,138 @@ from scripts.publish.staging import read_json
 
 
 def taken(out_dir: str) -> bool:
-    """True of a file, and of a folder that holds something."""
+    """True for a file, and for a folder that is not empty."""
     path = Path(out_dir)
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def check_contest(config: ContestRun) -> None:
-    """Refuses two budgets or none, and what is not there.
+    """Refuse two budgets or none, and missing inputs.
 
     Raises:
-        InputError: which setting, and what it may be.
+        InputError: names the setting and its allowed values.
     """
     if (config.tokens is None) == (config.minutes is None):
         raise InputError(
-            f"tokens={config.tokens}, minutes={config.minutes}: set one of them, as the budget"
+            f"tokens={config.tokens}, minutes={config.minutes}: exactly one must be set, as the "
+            "budget; set tokens= or minutes="
         )
     check_data(config.prompts, "prompts")
     check_inputs(config)
 
 
 def check_export(config: ExportRun) -> None:
-    """Refuses to write over what is no export, and a head or a vocabulary that is not there.
+    """Refuse to overwrite other files, and a missing head or vocabulary.
 
     Raises:
-        InputError: which setting, and what it may be.
+        InputError: names the setting and its allowed values.
     """
     made = read_json(Path(config.out_dir) / PROVENANCE) or {}
     if taken(config.out_dir) and "export" not in made:
         raise InputError(
-            f"out_dir={config.out_dir}: holds something that is no export; choose another or "
+            f"out_dir={config.out_dir}: holds other files than an export; choose another folder or "
             "empty it"
         )
     if config.head.path is None:
-        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+        raise InputError("head.path is unset; type a folder with a trained head, or a Hub id")
     words = config.tokenizer_gguf
     if words is not None and config.format is not ExportFormat.llamacpp:
         raise InputError(
-            f"tokenizer_gguf={words}: format={config.format.value} has no place for it; leave it "
-            "unset, or format=llamacpp"
+            f"tokenizer_gguf={words}: format={config.format.value} has no place for it; leave "
+            "tokenizer_gguf unset, or set format=llamacpp"
         )
     if words is not None and not Path(words).expanduser().is_file():
-        raise InputError(f"tokenizer_gguf={words}: no such file")
+        raise InputError(f"tokenizer_gguf={words}: no such file; name a GGUF file")
     check_inputs(config)
 
 
 def check_mtp(config: MtpFilesRun) -> None:
-    """Refuses to write over anything, and folders that are not there.
+    """Refuse to overwrite anything, and missing folders.
 
     Raises:
-        InputError: which setting, and what it may be.
+        InputError: names the setting and its allowed values.
     """
     stitches = config.action is MtpAction.stitch
     if config.target.path is None:
-        raise InputError("target.path is unset: the folder of a model")
+        raise InputError("target.path is unset; type the folder of a model")
     if stitches is (config.head.path is None):
         raise InputError(
-            f"action={config.action.value}, head.path={config.head.path}: stitch takes the layer "
-            "to write, check and extract take none"
+            f"action={config.action.value}, head.path={config.head.path}: only stitch takes a "
+            "head.path, and needs one; for check and extract leave it unset"
         )
     if stitches and not Path(config.target.path).is_dir():
         raise InputError(
-            f"target.path={config.target.path}: stitch takes a folder: "
-            f"hf download {config.target.path} --local-dir DIR"
+            f"target.path={config.target.path}: stitch needs a folder; run hf download "
+            f"{config.target.path} --local-dir DIR"
         )
     if config.action is not MtpAction.check and taken(config.out_dir):
-        raise InputError(f"out_dir={config.out_dir}: is not empty; choose another")
+        raise InputError(f"out_dir={config.out_dir}: is not empty; choose another folder")
     check_target(config.target)
     check_head(config.head, None)
 
 
 def check_prune(config: PruneRun) -> None:
-    """Refuses a run without a head or sizes, data that are not there, and an earlier result.
+    """Refuse a run without a head or sizes, missing data, and an earlier result.
 
     Raises:
-        InputError: which setting, and what it may be.
+        InputError: names the setting and its allowed values.
     """
     if config.head.path is None:
-        raise InputError("head.path is unset: a folder with a trained head, or a Hub id")
+        raise InputError("head.path is unset; type a folder with a trained head, or a Hub id")
     if not config.sizes and not config.ranks:
         raise InputError(
-            "sizes=[]: name how many ids pruned heads draft, e.g. sizes=[8192,16384], or ranks"
+            "sizes=[]: names nothing to do; type how many ids pruned heads draft, e.g. "
+            "sizes=[8192,16384], or set ranks"
         )
     if taken(config.out_dir):
-        raise InputError(f"out_dir={config.out_dir} is not an empty folder: choose another")
+        raise InputError(f"out_dir={config.out_dir}: is not an empty folder; choose another folder")
     check_inputs(config)
 
 
 def check_merge(config: MergeAdapterRun) -> None:
-    """Refuses what cannot be merged.
+    """Refuse inputs that cannot be merged.
 
     Raises:
-        InputError: which setting, and what it may be.
+        InputError: names the setting and its allowed values.
     """
     for name in ("path", "adapter"):
         if getattr(config.target, name) is None:
-            raise InputError(f"target.{name} is unset: name what is merged, a folder or Hub id")
+            raise InputError(f"target.{name} is unset; name a folder or Hub id to merge")
     if config.target.quantization is not Quantization.none:
         raise InputError(
-            f"target.quantization={config.target.quantization.value}: merged weights are written "
-            "whole; leave it unset"
+            f"target.quantization={config.target.quantization.value}: merged weights are not "
+            "quantised; leave target.quantization unset"
         )
     if taken(config.out_dir):
-        raise InputError(f"out_dir={config.out_dir} is there and not empty: name another folder")
+        raise InputError(f"out_dir={config.out_dir}: is not empty; name another folder")
     check_inputs(config)
 
 
 def check_relay(config: RelayRun) -> None:
-    """Refuses to answer other machines without a token.
+    """Refuse to answer other machines without a token.
 
     Raises:
-        InputError: which variable, or that its value cannot be sent.
+        InputError: the variable is unset, or its value cannot be sent.
     """
     if token() is None and not is_loopback(config.host):
         raise InputError(
-            f"host={config.host}: other machines reach it; export {TOKEN}=$(openssl rand -hex 32) "
-            "here, and the same where trainers run"
+            f"host={config.host}: other machines can reach it, so a token is needed; run export "
+            f"{TOKEN}=$(openssl rand -hex 32) here, and set the same value where trainers run"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """True of an address, or name, that only this machine reaches."""
+    """True for an address or name that only this machine can reach."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
 
 
 def check_push(config: PushRun) -> None:
-    """Refuses a name that the Hub would not take, a head that is no folder, and a full `out_dir`.
+    """Refuse an invalid Hub name, a head that is no folder, and an `out_dir` that is not empty.
 
     Raises:
-        InputError: which setting, and what it may be.
+        InputError: names the setting and its allowed values.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -166,10 +168,13 @@ def check_push(config: PushRun) -> None:
         raise InputError(f"{form}: {error}") from error
     if config.dry_run and taken(config.out_dir):
         raise InputError(
-            f"out_dir={config.out_dir}: is not an empty folder; choose another or empty it"
+            f"out_dir={config.out_dir}: is not an empty folder; choose another folder or empty it"
         )
     if config.measured is not None and not Path(config.measured).is_dir():
-        raise InputError(f"measured={config.measured}: no such folder")
+        raise InputError(
+            f"measured={config.measured}: no such folder; name a folder with acceptance.json or "
+            "speedup.json"
+        )
     for folder in config.comparisons:
         if not (Path(folder) / "comparison.md").is_file():
             raise InputError(
@@ -177,14 +182,15 @@ def check_push(config: PushRun) -> None:
                 "scripts/compare.py wrote"
             )
     if config.head.path is None:
-        raise InputError("head.path is not set: name the folder of a trained head")
+        raise InputError("head.path is unset; name the folder of a trained head")
     if config.head.layers is not None:
         raise InputError(
-            f"head.layers={config.head.layers}: a head is published as it is; correct "
-            "eagle_aux_hidden_state_layer_ids in its config.json"
+            f"head.layers={config.head.layers}: a head is published unchanged; leave head.layers "
+            "unset, and correct eagle_aux_hidden_state_layer_ids in the head's config.json"
         )
     if not Path(config.head.path).expanduser().is_dir():
         raise InputError(
-            f"head.path={config.head.path}: no such folder (training writes out_dir/head)"
+            f"head.path={config.head.path}: no such folder; name a trained head (training writes "
+            "out_dir/head)"
         )
     check_head(config.head, None)

@@ -5,9 +5,9 @@ A draft head learns to predict its target, so it learns most from text that the 
     python scripts/regenerate.py data.path=chats.jsonl target.path=Qwen/Qwen3-8B
     python scripts/regenerate.py data.path=chats.jsonl endpoint=http://localhost:8000/v1
 
-A repetition penalty of the target's generation config is followed in process, as it is where heads
-are measured; vLLM follows it too, where it is served without `--generation-config vllm`. Serve with
-its parsers of reasoning and tool calls. vLLM tells the token ids of an answer, which are kept.
+A repetition penalty of the target's generation config also applies here, as in the measurement of
+heads; vLLM applies it too, unless served with `--generation-config vllm`. Serve with vLLM's parsers
+of reasoning and tool calls. vLLM sends the token ids of an answer, which are kept.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ from scripts.answers.local import LocalAnswers
 
 NUM_LISTED = 10
 BATCHES_AT_A_TIME = 8
-"""Batches of conversations that are finished before others begin: of few, more rows are idle at
-their ends; of many, more is answered again when a run is resumed."""
+"""Batches of conversations to finish before others begin. With few, more rows are idle at their
+ends; with many, more is answered again when a run is resumed."""
 
 
 @dataclass
 class Tally:
-    """Conversations that ended without a row, by reason, and the run's guard against dead ends."""
+    """Conversations that ended without a row, by reason; stops a run in which nothing works."""
 
     config: RegenerateRun
     problems: dict[type[Exception], list[str]] = field(default_factory=dict)
@@ -63,10 +63,10 @@ class Tally:
     num_cut: int = 0
 
     def take(self, outcomes: list[DialogueOutcome], journal: Journal) -> None:
-        """Writes the rows, then counts the rest.
+        """Write the rows, then count the others.
 
         Raises:
-            InputError: a row is refused and rows must not be skipped, or nothing works any more.
+            InputError: a row is refused but rows must not be skipped, or nothing works any more.
         """
         journal.append([o.dialogue.row() for o in outcomes if o.problem is None])
         for dialogue, problem in outcomes:
@@ -79,8 +79,7 @@ class Tally:
             self.problems.setdefault(type(problem), []).append(text)
             if isinstance(problem, RowRefused) and self.config.data.on_bad_row is OnBadRow.error:
                 raise InputError(
-                    f"{text} (set data.on_bad_row=skip to leave such rows out; start again to "
-                    "continue)"
+                    f"{text} (set data.on_bad_row=skip to skip such rows; start again to continue)"
                 )
             if self.num_failed_in_a_row >= 2 * self.config.concurrency:
                 raise InputError(
@@ -93,14 +92,14 @@ Report = Callable[[list[DialogueOutcome]], None]
 
 
 def main(config: RegenerateRun) -> None:
-    """Regenerates, or continues, then reports; exits with 1 when conversations failed."""
+    """Regenerate or continue, then report; exit with 1 if conversations failed."""
     fill_unset(config)
     records = load(config)
     chosen = records.records[: config.data.num_prompts]
     dialogues = [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     endpoint = None if config.endpoint is None else asyncio.run(named_endpoint(config))
-    # What decides the contents of a row: a second start must agree with all of it.
+    # Settings that affect the contents of a row: a second start must have the same.
     manifest: dict[str, object] = {
         "data_sha256": records.sha256,
         "form": records.form.value,
@@ -154,10 +153,10 @@ def main(config: RegenerateRun) -> None:
 
 
 def load(config: RegenerateRun) -> Records:
-    """Conversations of the data.
+    """Read the conversations of the data.
 
     Raises:
-        InputError: they are plain text.
+        InputError: the data are plain text.
     """
     path = str(config.data.path)
     records = load_records(path, config.data)
@@ -176,7 +175,7 @@ def load(config: RegenerateRun) -> Records:
 
 
 async def named_endpoint(config: RegenerateRun) -> Endpoint:
-    """The endpoint with its model's name, which it is asked for where that is not given."""
+    """Make the endpoint; ask the server for its model's name if none is given."""
     endpoint = Endpoint(
         str(config.endpoint),
         config.model,
@@ -197,11 +196,11 @@ def in_process(
     done: set[int],
     report: Report,
 ) -> None:
-    """Answers all dialogues that are not done, some batches of them at a time.
+    """Answer all open dialogues, some batches at a time.
 
-    Dialogues of like length are together, longest first, so that too large a batch shows at once.
-    Finished ones are grouped with the others: the sums in a batch depend, in the last bits, on
-    what it is padded to, and a resumed run must repeat those of an uninterrupted one.
+    Dialogues of similar length run together, longest first, so that too large a batch fails at
+    once. Finished dialogues are grouped with the others: the sums in a batch depend, in the last
+    bits, on its padding, and a resumed run must repeat those of an uninterrupted one.
     """
     target = load_target(config.target, device)
     follow(target, plain=config.plain)
@@ -221,11 +220,11 @@ def in_process(
 
 
 def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[DialogueOutcome]:
-    """Answers all dialogues of a group, turn by turn; their outcomes as they end."""
+    """Answer all dialogues of a group, turn by turn; yield their outcomes as they end."""
     following: list[tuple[Dialogue, list[int]]] = []
 
     def ask(dialogue: Dialogue) -> Iterator[DialogueOutcome]:
-        """Puts the next question into the following round; the outcome where there is none."""
+        """Put the next question into the next round; yield the outcome if there is none."""
         try:
             if dialogue.advance():
                 following.append((dialogue, local.prompt_ids(dialogue)))
@@ -252,7 +251,7 @@ def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[Dialogu
 async def from_endpoint(
     dialogues: Iterable[Dialogue], endpoint: Endpoint, config: RegenerateRun, report: Report
 ) -> None:
-    """Has a server answer all dialogues, many at a time."""
+    """Let a server answer all dialogues, many at a time."""
     settings: dict[str, object] = {
         "max_tokens": config.max_new_tokens,
         "temperature": config.temperature,
@@ -260,9 +259,9 @@ async def from_endpoint(
     }
     async with Client(endpoint, config.concurrency) as client:
         if await client.tells_token_ids():
-            # Text that the server's parsers leave as it is must say all that the ids do.
+            # Text that the server's parsers leave unchanged must contain all that the ids do.
             settings |= {"return_token_ids": True, "skip_special_tokens": False}
-            # Else it draws by what the target's generation_config.json says.
+            # Otherwise it samples according to the target's generation_config.json.
             settings |= {"top_k": 0, "min_p": 0.0}
 
         async def converse(dialogue: Dialogue) -> DialogueOutcome:
@@ -286,13 +285,13 @@ async def from_endpoint(
 
 
 def print_report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
-    """Says how many conversations there are, and what became of the others."""
+    """Print the number of conversations, and what happened to the others."""
     num_truncated = sum(bool(row["truncated_turns"]) for row in rows)
     print(f"{len(rows)} conversations in {Path(config.out_dir) / ROWS_NAME}")
     if num_truncated:
         print(
-            f"{num_truncated} of them hold an answer cut off at max_new_tokens="
-            f"{config.max_new_tokens}, or at a stop text; truncated_turns names it"
+            f"{num_truncated} of them hold an answer cut off at "
+            f"max_new_tokens={config.max_new_tokens}, or at a stop text; truncated_turns lists it"
         )
     if tally.num_cut:
         print(
@@ -300,8 +299,8 @@ def print_report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
             "the data had called"
         )
     for error, words in (
-        (RowEmpty, "left out, nothing was answered"),
-        (RowRefused, "left out, refused"),
+        (RowEmpty, "skipped, the target's answer is empty"),
+        (RowRefused, "skipped, refused"),
         (RowFailed, "failed; start again to retry them"),
     ):
         if problems := tally.problems.get(error):

@@ -1,11 +1,11 @@
-"""Hands hidden states that a vLLM server wrote to trainers that do not see its folder.
+"""Serves hidden states that a vLLM server wrote to trainers that cannot see its folder.
 
     export HEADSMITH_RELAY_TOKEN=$(openssl rand -hex 32)      # the same where trainers run
     python scripts/relay.py folder=/dev/shm/layers-2-18-33-36 host=10.0.0.5
 
-Runs beside the server, on the node of its first process; trainers then set
-`target.relay=[http://10.0.0.5:8100]`. `GET` and `DELETE` of a file's base name and `GET /health`
-is all that it answers.
+Runs beside the server, on the node of its first process; then set
+`target.relay=[http://10.0.0.5:8100]` for trainers. It answers `GET` and `DELETE` of a file's base
+name, and `GET /health`.
 """
 
 import sys
@@ -43,33 +43,33 @@ from data.servers.token import TOKEN, token
 NAME = re.compile(r"/(\w[\w.-]{0,200}\.safetensors)", re.ASCII)
 """Path of a request for a file: no folder, no hidden file."""
 WAIT_S = 600.0
-"""For which a file may be written."""
+"""Longest time for writing a file."""
 IDLE_S = 120.0
-"""After which a connection that asks for nothing is ended."""
+"""Idle time after which a connection is closed."""
 SWEEPS = 10
-"""In the age at which files are deleted."""
+"""Number of sweeps in the age at which files are deleted."""
 
 
 class RelayServer(ThreadingHTTPServer):
-    """Serves the files of a folder; a context manager, which also deletes old ones.
+    """Server for the files of a folder; a context manager, which also deletes old ones.
 
     Attributes:
-        folder: where the server writes.
-        url: to name in `target.relay`.
+        folder: folder that the vLLM server writes to.
+        url: address for `target.relay`.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, config: RelayRun, key: str | None) -> None:
-        """Listens, and answers nobody yet.
+        """Open the port, without answering yet.
 
         Args:
-            config: port 0 takes a free one.
-            key: the token that requests must have; None for none.
+            config: settings; port 0 takes a free port.
+            key: token that requests must have; None for none.
 
         Raises:
-            InputError: the folder cannot be made, or the address not be had.
+            InputError: the folder cannot be created, or the address is not available.
         """
         self.folder, self.max_age_s = Path(config.folder).expanduser(), config.max_age_s
         self._key = f"Bearer {key}".encode() if key else None
@@ -93,16 +93,16 @@ class RelayServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of connections that others ended."""
+        """Ignore connections that clients ended."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
     def allows(self, header: str) -> bool:
-        """True if a request with such an `Authorization` is answered."""
+        """Tell whether to answer a request with this `Authorization` header."""
         return self._key is None or hmac.compare_digest(header.encode(), self._key)
 
     def health(self) -> dict[str, float | None]:
-        """Bytes free, number of files of states, and seconds since the oldest was written."""
+        """Free bytes, number of files of states, and seconds since the oldest was written."""
         written = []
         for path in self.folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):
@@ -122,13 +122,13 @@ class RelayServer(ThreadingHTTPServer):
                 continue
             if num_files:
                 print(
-                    f"deleted {num_files} files that nobody has read for {self.max_age_s:.0f} s",
+                    f"deleted {num_files} files that nobody read for {self.max_age_s:.0f} s",
                     flush=True,
                 )
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handler of one connection."""
 
     server: RelayServer
     protocol_version = "HTTP/1.1"
@@ -136,19 +136,19 @@ class Handler(BaseHTTPRequestHandler):
     timeout = IDLE_S
 
     def log_message(self, *_: object) -> None:
-        """Says nothing: a line for each file would be many."""
+        """Log nothing, as a line per file would be too much."""
 
     def do_GET(self) -> None:
-        """Sends a file, or how the relay is."""
+        """Send a file, or the relay's state."""
         self._answer(self._send)
 
     def do_DELETE(self) -> None:
-        """Deletes a file and its lock, if they are there."""
+        """Delete a file and its lock, if they exist."""
         self._answer(self._delete)
 
     def _answer(self, of_file: Callable[[Path], None]) -> None:
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # nobody reads a body
+            self.close_connection = True  # the body of the request is not read
         named = NAME.fullmatch(self.path)
         try:
             if not self.server.allows(self.headers.get("Authorization", "")):
@@ -177,7 +177,7 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 self.end_headers()
                 self.connection.sendfile(file)
-            except OSError:  # whoever asked is gone, or sees a short body
+            except OSError:  # the client is gone, or sees a short body
                 self.close_connection = True
 
     def _delete(self, path: Path) -> None:
@@ -197,13 +197,13 @@ def _no_link(path: str, flags: int) -> int:
 
 
 def main(config: RelayRun) -> None:
-    """Serves until Ctrl-C."""
+    """Serve until Ctrl-C."""
     check_relay(config)
     key = token()
     with RelayServer(config, key) as relay:
         told = f", and {TOKEN} as here" if key else ""
         print(
-            f"{relay.folder}: set target.relay=[{relay.url}] where heads are trained{told}; end "
+            f"{relay.folder}: set target.relay=[{relay.url}] where heads are trained{told}; stop "
             "with Ctrl-C",
             flush=True,
         )

@@ -1,11 +1,11 @@
-"""Says which known fault the files of a head have, by what it would accept without it.
+"""Finds known faults in the files of a head, by what the head would accept without them.
 
 `python scripts/repair.py head.path=somebody/eagle3 target.path=Qwen/Qwen3-8B data.path=my.jsonl`
 
-Most faults of a head's config change no text, only how much of a draft is accepted. So the head is
-read as its files say and in every other way that its weights allow, and each variant is replayed
-over the target's own answers. What is better beyond doubt is written as a head of its own; of
-several that are as good as each other, the likeliest.
+Most faults of a head's config change no text, but lower its acceptance. So the head is read as its
+files state and in every other way that its weights allow; each variant is replayed over the
+target's own answers. If variants are significantly better, the best is written as a new head; among
+equally good ones, the likeliest.
 """
 
 import sys
@@ -44,17 +44,17 @@ from heads.kinds import load_head
 
 DECLARED = "as its files say"
 WORTH = 0.02
-"""Share of tau; what brings less may be chance, of so many variants, and costs little."""
+"""Share of tau. A smaller gain may be chance, as there are many variants, and is worth little."""
 
 
 @dataclass(frozen=True)
 class Interpretation:
-    """A head, read from its files in one way.
+    """A head that was read from its files in one way.
 
     Attributes:
-        changes: what is taken otherwise than the files say, one after the other.
-        head: attached to the target.
-        prompts: the passes over each prompt.
+        changes: differences from the files, one after the other.
+        head: head attached to the target.
+        prompts: passes over each prompt.
     """
 
     changes: tuple[str, ...]
@@ -63,30 +63,30 @@ class Interpretation:
 
     @property
     def name(self) -> str:
-        """The changes, as people read them."""
+        """The changes as text."""
         return "; ".join(self.changes) or DECLARED
 
     def than(self, other: "Interpretation") -> tuple[float, Any]:
-        """The tau that it has more, and the interval of that over dialogues."""
+        """Difference in tau from another variant, and its interval over dialogues."""
         first, second = ([p.row() for p in variant.prompts] for variant in (other, self))
         return tau_difference(first, second, seed=0)
 
     def beats(self, other: "Interpretation") -> bool:
-        """True if it is better beyond doubt, and by enough to care."""
+        """True if it is significantly better, by a relevant amount."""
         more, interval = self.than(other)
         return interval is not None and interval[0] > 0 and more >= WORTH * tau(other.prompts)
 
     def row(self, declared: "Interpretation") -> dict[str, Any]:
-        """The line of this variant in the results file."""
+        """Row of this variant in the results file."""
         more, interval = self.than(declared)
         return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": interval}
 
 
 @torch.no_grad()
 def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Interpretation | None]:
-    """The rows of all variants tried, and the one to take if it is not the files' own.
+    """Return the rows of all variants tried, and the best unless it is the files' own.
 
-    What is better is varied in every way again, as files may have more than one fault.
+    A better variant is varied in every way again, as files may have several faults.
     """
     target, head = bench.target, bench.head.head
     asked = [prompt.token_ids for prompt in bench.prompts]
@@ -121,7 +121,7 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Int
 
 
 def save(variant: Interpretation, config: RepairRun, bench: Bench, folder: Path) -> None:
-    """Writes the head of a variant, its weights as exact as they were in the files."""
+    """Write the head of a variant, with weights as exact as in the files."""
     ref = config.head
     assert ref.path is not None
     head: Any = load_head(ref.path, ref.revision, ref.layers).attach(bench.target)
@@ -132,7 +132,7 @@ def save(variant: Interpretation, config: RepairRun, bench: Bench, folder: Path)
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Prints a row per variant."""
+    """Print a row per variant."""
     table = Table(title="tau of chains, replayed over the target's own answers")
     for column in ("read", "tau", "more", "95% interval"):
         table.add_column(column, justify="left" if column == "read" else "right")
@@ -144,13 +144,13 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main(config: RepairRun) -> None:
-    """Measures, prints, writes `repair.json` and, where a fault was found, `out_dir/head`."""
+    """Measure, print, and write `repair.json`, and `out_dir/head` if a fault was found."""
     bench = open_bench(config, "repair.json")
     head = bench.head.head
     if next(head.readings(), None) is None:
         raise InputError(
-            f"head.path={config.head.path}: {head.phrase} has no setting that its files could get "
-            "wrong unseen"
+            f"head.path={config.head.path}: {head.phrase} has no settings with known silent "
+            "faults; measure it with eval/acceptance.py"
         )
     rows, best = repaired(bench, config)
     if not bench.main:
@@ -158,12 +158,12 @@ def main(config: RepairRun) -> None:
     console = Console()
     show(rows, console)
     if best is None:
-        console.print("no other reading is better beyond doubt: the files are right as they are")
+        console.print("no other reading is significantly better, so the files are right")
     else:
         folder = Path(config.out_dir) / "head"
         save(best, config, bench, folder)
         console.print(
-            f"the files should say: {best.name}; such a head is in {folder}", markup=False
+            f"the files should say: {best.name}; wrote such a head to {folder}", markup=False
         )
     path = write_result(config, "repair.json", {"readings": rows}, bench)
     console.print(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""Shows which tokens of a few samples are learnt, coloured, before a long training run."""
+"""Shows the learnt tokens of a few samples in colour, before a long training run."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ from heads.target_model.load import tokenizer_of
 
 
 def main(config: ShowMaskRun) -> None:
-    """Prints `num_samples` samples with their learnt tokens coloured."""
+    """Print `num_samples` samples with their learnt tokens coloured."""
     fill_unset(config)
     tokenizer = tokenizer_of(config.target)
     encoder = Encoder(tokenizer, config.data.chat_template_kwargs)
@@ -43,7 +43,7 @@ def main(config: ShowMaskRun) -> None:
 
 
 def summary(sample: Sample, max_length: int) -> str:
-    """Returns the counts of a sample, e.g. `12 of 40 tokens learnt (30.0%)`, and what is lost."""
+    """Describe a sample, e.g. `12 of 40 tokens learnt (30.0%)`, and its lost parts."""
     learnt, total = sum(sample.loss_mask), len(sample.input_ids)
     cut = f", cut at data.max_length={max_length}" if total > max_length else ""
     lost = f"; not rendered: {', '.join(sample.left_out)}" if sample.left_out else ""
@@ -51,7 +51,7 @@ def summary(sample: Sample, max_length: int) -> str:
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bool) -> Text:
-    """Returns the decoded sample, learnt tokens on green, or in [[ ]] where colours are lost."""
+    """Decode a sample, with learnt tokens on green, or in [[ ]] without colours."""
     text = Text()
     pairs = zip(sample.loss_mask, sample.input_ids, strict=True)
     for learnt, run_of_tokens in groupby(pairs, key=lambda pair: pair[0]):

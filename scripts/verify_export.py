@@ -1,7 +1,7 @@
 """Checks an export on any machine: `python scripts/verify_export.py DIR`.
 
-Reads the folder as its engine does, computes the head and compares its logits with the trained
-head's in `parity/`. Needs torch and safetensors, no engine, no target and no GPU.
+Reads the folder as its engine does, computes the head, and compares its logits with the trained
+head's in `parity/`. Needs only torch and safetensors: no engine, no target, no GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from eval.parity.gate import FORMATS, check_parity
 
 
 def main() -> int:
-    """Prints one line per check; 0 if the export holds what was trained, 2 if not."""
+    """Print one line per check; return 0 if the export computes the trained head, otherwise 2."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path, help="the folder of the export")
     parser.add_argument(

@@ -217,7 +217,11 @@ def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) ->
         ("eval/tree_search.py", "out_dir=done", "out_dir=done: already holds tree_search.json"),
         ("scripts/capture.py", "data.path=gone.csv", "data.path=gone.csv: no such file or folder"),
         ("scripts/regenerate.py", "data.path=gone.csv", "data.path=gone.csv: no such file"),
-        ("scripts/contest/run.py", "tokens=null", "tokens=None, minutes=None: set one of them"),
+        (
+            "scripts/contest/run.py",
+            "tokens=null",
+            "tokens=None, minutes=None: exactly one must be set",
+        ),
         ("scripts/export.py", "format=vllm", "head.path is unset"),
         ("scripts/prune.py", "sizes=[8]", "head.path is unset"),
         ("scripts/merge_adapter.py", "seed=null", None),
@@ -234,7 +238,10 @@ def test_refused_at_the_door(
     there = sorted(tmp_path.rglob("*"))
     more = ["head.path=./gone"] if entry == "eval/tree_search.py" else []
     if message is None:
-        given, message = "target.adapter=x", "target.path is unset: name what is merged"
+        given, message = (
+            "target.adapter=x",
+            "target.path is unset; name a folder or Hub id to merge",
+        )
     monkeypatch.setattr(sys, "argv", [entry, given, *more])
     with pytest.raises(SystemExit, match=r"^2$"):
         COMMANDS[entry].begin()

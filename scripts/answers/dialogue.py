@@ -1,4 +1,4 @@
-"""A conversation while its answers are being replaced."""
+"""A conversation while the target replaces its answers."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ from data.servers.endpoint import Answer
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row
-    """The target says nothing: no row to learn from, and no fault of anybody."""
+    """The target's answer is empty, so there is no row to learn from; this is no failure."""
 
 
 class Dialogue:
-    """One conversation while its answers are being replaced."""
+    """One conversation while the target replaces its answers."""
 
     def __init__(self, index: int, record: Record, seed: int) -> None:
-        """Starts before the first question.
+        """Start before the first question.
 
         Args:
-            index: the row's id.
-            record: its conversation; the assistant's turns are dropped.
-            seed: of the run.
+            index: id of the row.
+            record: conversation; the assistant's turns are dropped.
+            seed: seed of the run.
         """
         self.id = index
         self.where = record.where
@@ -31,7 +31,7 @@ class Dialogue:
         self.messages: list[dict] = []
         self.truncated: list[int] = []
         self.is_cut = False
-        """True where it ends early, at the result of a call that an earlier answer made."""
+        """True if it ends early, at the result of a tool call by an earlier answer."""
         self._num_answers = 0
         self._seed = seed
         self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
@@ -39,7 +39,7 @@ class Dialogue:
         self.num_chars = sum(len(m["content"]) for m in self._rest)
 
     def advance(self) -> bool:
-        """Moves on to the next question; False at the end."""
+        """Move on to the next question; return False at the end."""
         while self._rest and not self.is_cut:
             message = self._rest.pop(0)
             if message["role"] == "tool":
@@ -51,10 +51,10 @@ class Dialogue:
         return False
 
     def add(self, answer: Answer) -> None:
-        """Takes the answer to the current question as context of the next.
+        """Add the answer to the current question to the context of the next.
 
         Raises:
-            RowEmpty: there is nothing in it.
+            RowEmpty: the answer is empty.
         """
         if answer.is_empty:
             raise RowEmpty(f"the target's answer {self._num_answers + 1} is empty")
@@ -66,11 +66,11 @@ class Dialogue:
 
     @property
     def asked(self) -> list[dict]:
-        """The conversation so far, as a template takes it."""
+        """The conversation so far, as a chat template takes it."""
         return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
 
     def shown(self, template_kwargs: Mapping[str, Any] | None) -> dict:
-        """Facts for a server besides messages: tools, and arguments of the chat template."""
+        """Arguments for a server besides messages: tools, and arguments of the chat template."""
         told = {
             "tools": self.tools,
             "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
@@ -78,12 +78,12 @@ class Dialogue:
         return {key: value for key, value in told.items() if value}
 
     def seed(self) -> int:
-        """A seed for the current answer that depends on the run, the row and the turn alone."""
+        """A seed for the current answer that depends only on the run, the row and the turn."""
         key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
 
     def row(self) -> dict:
-        """The row to write; `truncated_turns` counts answers from 0."""
+        """Make the row to write; `truncated_turns` counts answers from 0."""
         own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
         return {
             "id": self.id,
@@ -95,7 +95,7 @@ class Dialogue:
 
 
 class DialogueOutcome(NamedTuple):
-    """The end of a conversation: a row, or a problem."""
+    """The result of a conversation: a row or an error."""
 
     dialogue: Dialogue
     problem: Exception | None = None

@@ -17,7 +17,7 @@ from scripts.answers.dialogue import Dialogue
 
 
 class LocalAnswers:
-    """A target that answers several conversations at once, following its generation config."""
+    """A target that answers several conversations at once, and applies its generation config."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class LocalAnswers:
             )
 
     def prompt_ids(self, dialogue: Dialogue) -> list[int]:
-        """Renders a conversation up to the target's turn.
+        """Render a conversation up to the target's turn.
 
         Raises:
-            RowRefused: the template refuses it, it leaves no room for the answer, or it has tokens
-                that the target does not have.
+            RowRefused: the template refuses it, it leaves no room for the answer, or the target
+                lacks some of its tokens.
         """
         try:
             ids = self.encoder.prompt(dialogue.asked, dialogue.tools, dialogue.template_kwargs)
@@ -60,15 +60,15 @@ class LocalAnswers:
     def answers(
         self, prompts: list[list[int]], seeds: list[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """Answers `batch_size` prompts at a time: where one answer ends, the next begins.
+        """Answer `batch_size` prompts at a time; when one answer ends, the next prompt starts.
 
         Args:
-            prompts: token ids of each.
-            seeds: one per prompt; not used at temperature 0.
+            prompts: token ids of each prompt.
+            seeds: one seed per prompt; unused at temperature 0.
 
         Yields:
-            Numbers of prompts and their answers' token ids, up to and with the one that ends the
-            turn, as they end.
+            Prompt number and token ids of each answer, including the token that ends the turn, as
+            answers end.
 
         Raises:
             InputError: the batch does not fit in memory.
@@ -79,15 +79,15 @@ class LocalAnswers:
             yield from answers(self.target, requests, *limits, self.sampling)
         except torch.OutOfMemoryError as error:
             raise InputError(
-                f"batch_size={self.batch_size}: out of device memory; lower it and start again "
-                "(finished rows are kept)"
+                f"batch_size={self.batch_size}: out of device memory; lower batch_size and start "
+                "again (finished rows are kept)"
             ) from error
 
     def read(self, ids: list[int], dialogue: Dialogue) -> Answer:
-        """Takes an answer apart: thinking, text and calls of tools.
+        """Split an answer into thinking, text and tool calls.
 
         Args:
-            ids: of one of `answer`.
+            ids: token ids of an answer from `answers`.
             dialogue: the conversation that it answers.
         """
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -1,8 +1,8 @@
-"""Training speed of EAGLE-3 and DFlash against speculators' step, of Medusa against the original's.
+"""Training speed of EAGLE-3 and DFlash against speculators, and of Medusa against the original.
 
 `python scripts/bench/against_peers.py` makes the hidden states of one packed sequence, an embedding
-and an output head, and trains a head on them, each toolkit's way in a process of its own: forward
-and backward pass, clipping at norm 1 and AdamW. Ways that train the same head from the same weights
+and an output head. It trains a head on them with each toolkit in a separate process: forward and
+backward pass, clipping at norm 1 and AdamW. Toolkits that train the same head from the same weights
 must agree on the first loss. `HEADSMITH_SPECULATORS_PYTHON` names a Python that has speculators;
 without it speculators is left out.
 """
@@ -30,7 +30,7 @@ SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
 
 
 class Peer(NamedTuple):
-    """A path of `peer_steps.py`, and the variable that names its Python where it is not ours."""
+    """A path of `peer_steps.py`, and the variable that names its Python if it needs another one."""
 
     name: str
     path: str
@@ -49,17 +49,17 @@ COLUMNS = (
     "path", "ms a step", "of ours", "tokens/s", "peak, MiB", "of ours", "first loss",
 )  # fmt: skip
 TOLERANCE = 1e-4
-"""Relative, between first losses."""
+"""Relative tolerance between first losses."""
 LEAST_TOKENS = 256
-"""The shortest prompt must be longer than the depth: speculators and the original read across
-the end of a document, and only where the next one's mask lets them."""
+"""The shortest prompt must be longer than the depth: speculators and the original read beyond the
+end of a document, except where the next document's mask stops them."""
 
 
 def table(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
-    """The cost of each path, the first of which is ours; and the versions that ran.
+    """Return the cost of each path, ours first, and the versions that ran.
 
     Raises:
-        InputError: a first loss is not ours, so it is not the same step.
+        InputError: a first loss differs from ours, so the steps are not the same.
     """
     ours: dict[str, Any] | None = None
     rows: list[list[str]] = []
@@ -68,9 +68,12 @@ def table(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
         python = sys.executable if peer.variable is None else os.environ[peer.variable]
         result = result_of("peer_steps", job | {"path": peer.path}, python)
         ours = ours or result
-        # Not a number compares false, so it is refused too.
+        # NaN compares as false, so it is refused too.
         if not abs(result["loss"] - ours["loss"]) <= TOLERANCE * abs(ours["loss"]):
-            raise InputError(f"{peer.name}: first loss {result['loss']}, ours {ours['loss']}")
+            raise InputError(
+                f"{peer.name}: first loss {result['loss']}, but ours is {ours['loss']}; the two do "
+                "not train the same step"
+            )
         seconds, peak = result["seconds"], result["peak_bytes"]
         rows.append([
             peer.name,
@@ -86,7 +89,7 @@ def table(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
 
 
 def print_tables(options: argparse.Namespace) -> None:
-    """A table per head, and per number of steps of EAGLE-3."""
+    """Print one table per head, and for EAGLE-3 one per number of steps."""
     print(
         f"{options.tokens} tokens in one packed sequence, two thirds of them learnt; hidden size "
         f"{options.hidden}, vocabulary {options.vocab}, float32; {where(best_device())}; median of "
@@ -117,7 +120,7 @@ def print_tables(options: argparse.Namespace) -> None:
 
 
 def runnable(peers: tuple[Peer, ...]) -> list[Peer]:
-    """The peers whose Python is there; says which are left out.
+    """Return the peers whose Python exists; print which are left out.
 
     Raises:
         InputError: a variable names no file.
@@ -128,17 +131,19 @@ def runnable(peers: tuple[Peer, ...]) -> list[Peer]:
         if python is None:
             print(f"{peer.name}: left out, {peer.variable} is not set")
         elif not Path(python).is_file():
-            raise InputError(f"{peer.variable}={python}: no such file; it must name a Python")
+            raise InputError(
+                f"{peer.variable}={python}: no such file; set it to the path of a Python"
+            )
         else:
             there.append(peer)
     return there
 
 
 def arguments() -> argparse.Namespace:
-    """The sizes.
+    """Read the sizes from the command line.
 
     Raises:
-        InputError: one is too small, or the draft vocabulary larger than the target's.
+        InputError: a size is too small, or the draft vocabulary exceeds the target's.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_sizes(parser, tokens=1024, hidden=512, vocab=8192, draft_vocab=4096)
@@ -158,7 +163,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     try:
         options = arguments()
         torch.set_num_threads(options.threads)

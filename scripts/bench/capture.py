@@ -1,10 +1,10 @@
-"""Capture beside the target's bare forward pass, and bytes of a store.
+"""Speed of capture against the target's bare forward pass, and bytes of a store.
 
 `python scripts/bench/capture.py --target FOLDER --data chats.jsonl` runs packed sequences in
-groups, each first through `Target.read` alone and then through every kind of capture, written to
-disk and synced, in turn; medians of tokens per second and of the ratio within a group are printed.
-A second baseline also computes the target's logits, which a teacher of its likeliest tokens is
-made from. The other table has the bytes per token of a target with 4,096 channels.
+groups: each group first through `Target.read` only, then through every kind of capture, written to
+disk and synced. It prints medians of tokens/s and of the ratio within a group. A second baseline
+also computes the target's logits, which a top-k teacher needs. The other table has the bytes per
+token of a target with 4,096 channels.
 """
 
 import sys
@@ -57,7 +57,7 @@ def stored_as(contents: Contents, state_format: StateFormat, teacher: TeacherKin
 
 @torch.no_grad()
 def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> None:
-    """Runs the target over the sequences of a shard, and nothing else."""
+    """Run the target over the sequences of a shard, without storing."""
     source = Source.of(target, work.plan.contents.layers)
     for rows in batches(work, shard, source.texts):
         states = source.states_of(
@@ -69,16 +69,16 @@ def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> 
 
 
 def written(work: Work, target: Target, shard: PlannedShard) -> None:
-    """Captures a shard to disk."""
+    """Capture a shard to disk."""
     source = Source.of(target, work.plan.contents.layers)
     with Writers() as writers:
         capture_shard(work, shard, target, source, writers, tqdm(disable=True))
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """Time of a run, the GPU's and the disk's work included.
+    """Measure the time of a run, including the work of GPU and disk.
 
-    On a CPU the processor time of all threads: where other programs run, the clock tells of those.
+    On a CPU this is the processor time of all threads, which other programs hardly change.
     """
     cuda = torch.cuda.is_available()
     watch = Stopwatch(torch.device("cuda" if cuda else "cpu"))
@@ -89,7 +89,7 @@ def seconds(run: Callable[[], None]) -> float:
 def measured(
     runs: dict[str, Callable[[PlannedShard], None]], shards: list[PlannedShard]
 ) -> dict[str, list[float]]:
-    """Tokens per second of each run on each shard, the runs in turn; the first shard warms up."""
+    """Measure tokens/s of each run on each shard, in turn; the first shard warms up."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for number, shard in enumerate(tqdm(shards, desc="measuring", unit="group")):
         for name, run in runs.items():
@@ -133,7 +133,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a packed sequence")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a packed sequence")
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument("--group", type=int, default=10, help="sequences timed at once")
     parser.add_argument("--micro-batch-size", type=int, default=4)
@@ -170,7 +170,7 @@ def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     Console().print(speed_table(speeds(arguments())))
     Console().print(size_table())
 

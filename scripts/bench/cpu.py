@@ -1,10 +1,11 @@
-"""The quickstart's parts on this processor, and on it as an old one that has AVX2 and no more.
+"""The quickstart's parts on this processor, and on it limited to AVX2.
 
-`python scripts/bench/cpu.py` runs passes of a target, training steps of heads and texts by ways to
-draft in two processes, one of which is told by its environment to leave newer instructions alone,
-and in two more in bfloat16. They take turns; a table shows medians, the part that loses most last.
-Ends with 1 if a float32 part takes more than `--limit` times as long on the old one: it fell off
-the fast path. What only a real old processor does not have, as its memory, is not seen.
+`python scripts/bench/cpu.py` runs passes of a target, training steps of heads, and texts by each
+drafting method. It uses two processes in float32 and two in bfloat16; one of each two is limited to
+AVX2 by environment variables. They take turns. A table shows medians, with the part that loses most
+last. The exit code is 1 if a float32 part takes more than `--limit` times as long with AVX2, which
+means that it left the fast path. Other limits of old processors, such as their memory, are not
+emulated.
 """
 
 import sys
@@ -52,13 +53,13 @@ SIZES = {
     "hidden": 256, "layers": 4, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,
     "new_tokens": 32, "threads": 1,
 }  # fmt: skip
-"""Sizes of the embedded default; a training step is one sequence of `length` tokens."""
+"""Sizes of the embedded default; a training step takes one sequence of `length` tokens."""
 OLD = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
-"""Variables that make an x86 CPU behave as one that has AVX2 and nothing newer."""
+"""Variables that limit an x86 CPU to AVX2."""
 COLUMNS = {
     "as it is": ({}, "float32"),
     "AVX2": (OLD, "float32"),
@@ -72,7 +73,7 @@ DEPTH = 4
 Times = Mapping[str, Mapping[str, Sequence[float]]]
 """Milliseconds by column and part."""
 Run = Callable[[], int]
-"""Runs a part once, and gives its steps."""
+"""Runs a part once, and returns its number of steps."""
 
 
 def parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
@@ -80,7 +81,7 @@ def parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
 
     Args:
         sizes: `SIZES`, and `dtype`.
-        folder: for what training leaves.
+        folder: folder for the output of training.
     """
     options = bench_train.arguments([
         "--hidden", str(sizes["hidden"]), "--layers", str(sizes["layers"]),
@@ -91,7 +92,7 @@ def parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
 
 
 def passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]:
-    """Passes of a target: over few rows, packed as it answers; over many, as it teaches."""
+    """Passes of a target: over few rows, packed, as in decoding; over many, as in training."""
     answers = bench_engine.random_target(
         getattr(torch, sizes["dtype"]), sizes["layers"], sizes["hidden"], sizes["vocab"]
     )
@@ -112,7 +113,7 @@ def passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]
 
 
 def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
-    """Steps of the training loop: the target's pass, forward, loss, backward, Muon."""
+    """Steps of the training loop: target pass, forward, loss, backward, Muon."""
 
     def step(run: Any) -> int:
         run.optimizer_step()
@@ -127,11 +128,11 @@ def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
 
 
 def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
-    """A text by each way to draft, of a target whose text no rounding changes."""
+    """A text by each drafting method, of a target whose text no rounding changes."""
     dtype, vocab = getattr(torch, sizes["dtype"]), sizes["vocab"]
     target = bench_engine.random_target(dtype, sizes["layers"], sizes["hidden"], vocab)
     length = sizes["new_tokens"]
-    # It says again what stands in its prompt, so that look-ups find it.
+    # Its text repeats the prompt, so that look-ups find matches.
     start = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:1].tolist()
     said = decode(target, NoDraft(), start, length).token_ids
     prompt = (start + said) * -(-sizes["prompt"] // (length + 1)) + start
@@ -160,9 +161,9 @@ def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
 
 
 def serve(sizes: dict[str, Any]) -> None:
-    """Runs a part for each line of standard input: its name; `MILLISECONDS STEPS` is the answer."""
+    """Run a part for each line of standard input, its name; answer `MILLISECONDS STEPS`."""
     torch.set_num_threads(sizes["threads"])
-    # What training says goes elsewhere.
+    # Other output of training goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
     with tempfile.TemporaryDirectory() as folder:
         runs = parts(sizes, Path(folder))
@@ -175,11 +176,11 @@ def serve(sizes: dict[str, Any]) -> None:
 
 
 class Worker:
-    """A process that serves parts, and goes on while others are started.
+    """A process that runs parts, and stays open while others start.
 
     Args:
-        variables: of its environment, besides ours.
-        sizes: for it.
+        variables: environment variables to add.
+        sizes: sizes for the process.
     """
 
     def __init__(self, variables: Mapping[str, str], sizes: Mapping[str, object]) -> None:
@@ -192,19 +193,19 @@ class Worker:
 
     @cached_property
     def about(self) -> tuple[str, list[str]]:
-        """Name of the processor, and names of the parts, once the process is ready.
+        """Return the processor's name and the parts' names once the process is ready.
 
         Raises:
-            InputError: it failed.
+            InputError: the process failed.
         """
         processor, names = json.loads(self._answer())
         return processor, names
 
     def run(self, part: str) -> tuple[float, int]:
-        """Milliseconds and steps of a part.
+        """Return milliseconds and steps of a part.
 
         Raises:
-            InputError: it failed.
+            InputError: the process failed.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(part + "\n")
@@ -213,7 +214,7 @@ class Worker:
         return float(milliseconds), int(num_steps)
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
+        """End the process at once."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -228,10 +229,10 @@ class Worker:
 
 
 def measured(workers: Mapping[str, Worker], repeats: int) -> Times:
-    """Times of all parts, each run by one process after the other, after one run to warm up.
+    """Time all parts, by one process after the other, after one run to warm up.
 
     Raises:
-        InputError: they do not take the same steps, so that their times say nothing.
+        InputError: the processes take different steps, so their times do not compare.
     """
     names = next(iter(workers.values())).about[1]
     times: dict[str, dict[str, list[float]]] = {
@@ -245,15 +246,15 @@ def measured(workers: Mapping[str, Worker], repeats: int) -> Times:
                 if repeat:
                     times[column][name].append(milliseconds)
             if len(set(steps.values())) > 1:
-                raise InputError(f"{name}: takes other steps in other processes: {steps}")
+                raise InputError(f"{name}: takes different steps in different processes: {steps}")
     return times
 
 
 def table(times: Times) -> tuple[list[tuple[str, ...]], float]:
-    """Rows of part, milliseconds as it is and with AVX2, their ratio, and milliseconds in bfloat16.
+    """Make rows: part, milliseconds natively and with AVX2, their ratio, milliseconds in bfloat16.
 
     Args:
-        times: of all columns of `COLUMNS`.
+        times: times of all columns of `COLUMNS`.
 
     Returns:
         The rows, the part that loses most last, and its ratio.
@@ -278,10 +279,10 @@ def table(times: Times) -> tuple[list[tuple[str, ...]], float]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Prints the table; 1 if a part fell off."""
+    """Print the table; return 1 if a part exceeds the limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_sizes(parser, **SIZES, repeats=5)
-    parser.add_argument("--limit", type=float, default=3.0, help="times as long, at most")
+    parser.add_argument("--limit", type=float, default=3.0, help="largest allowed ratio of times")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if options.serve:

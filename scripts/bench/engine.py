@@ -1,9 +1,9 @@
-"""Losses of the decoding engine: speed-up / tau with drafts of a set acceptance.
+"""Overhead of the decoding engine: speed-up / tau with drafts of a set acceptance.
 
 `python scripts/bench/engine.py` makes a random target of 105 million parameters with the
-proportions of a large one (32 layers, a small vocabulary), lets each drafter do its real work
-and then puts the target's own tokens in place of its drafts, so that they are accepted at the
-rate asked for. `python scripts/bench/engine.py bfloat16 0.8 48` sets dtype, rate and layers.
+proportions of a large one (32 layers, a small vocabulary). Each drafter does its real work; then
+the target's own tokens replace its draft tokens, so that a set share of them is accepted. `python
+scripts/bench/engine.py bfloat16 0.8 48` sets dtype, acceptance and layers.
 """
 
 import sys
@@ -45,7 +45,7 @@ PARTS = STEP_PARTS if torch.cuda.is_available() else [p for p in STEP_PARTS if p
 
 
 class Corrected:
-    """Lets a drafter work, then proposes an oracle's drafts instead of its own."""
+    """Runs a drafter, then proposes an oracle's draft instead of its own."""
 
     def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
         self.drafter, self.oracle = drafter, oracle
@@ -54,22 +54,22 @@ class Corrected:
         self.static_nodes = drafter.static_nodes and oracle.static_nodes
 
     def observe(self, seen: Committed) -> None:
-        """Shows both drafters what the target committed."""
+        """Show both drafters the committed tokens."""
         self.drafter.observe(seen)
         self.oracle.observe(seen)
 
     def propose(self, roots: Roots) -> Draft:
-        """Drafts of the oracle, when the drafter has done its work."""
+        """Return the oracle's draft after the drafter has done its work."""
         self.drafter.propose(roots)
         return self.oracle.propose(roots)
 
     def keep(self, rows: list[int]) -> None:
-        """Keeps some rows of both."""
+        """Keep some rows of both drafters."""
         self.drafter.keep(rows)
         self.oracle.keep(rows)
 
     def take(self, row: int, other: "Corrected") -> None:
-        """Takes a row of another's drafters."""
+        """Take a row of another object's drafters."""
         self.drafter.take(row, other.drafter)
         self.oracle.take(row, other.oracle)
 
@@ -77,10 +77,10 @@ class Corrected:
 def random_target(
     dtype: torch.dtype, num_layers: int = 32, width: int = 512, vocab: int = 4096
 ) -> Target:
-    """A packed target; with the usual sizes 105M parameters.
+    """Make a packed target; the default sizes give 105M parameters.
 
-    The output head is the embedding in another order, so that a token follows from the last one
-    by a wide margin: rounding in low precision must not change the text that the oracle knows.
+    The output head is the embedding in another order, so that each token follows from the last one
+    by a wide margin. Rounding in low precision must not change the text that the oracle knows.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -90,7 +90,7 @@ def random_target(
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     embedding = model.get_input_embeddings().weight.data
-    embedding.mul_(50)  # above what random layers add to it
+    embedding.mul_(50)  # larger than what random layers add to it
     model.lm_head.weight.data = embedding[torch.randperm(vocab)].clone()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pack(model.to(device, dtype))
@@ -98,7 +98,7 @@ def random_target(
 
 
 def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
-    """A fresh drafter of each kind, with drafts that are accepted at the rate."""
+    """Make a fresh drafter of each kind, whose drafts are accepted at `rate`."""
 
     def corrected(make: Callable[[], Drafter], tree: Tree) -> Callable[[], Drafter]:
         return lambda: Corrected(make(), Oracle([text], tree, rate, target.vocab_size))
@@ -126,7 +126,7 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
 def measure(
     target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
 ) -> dict[str, list[Generation]]:
-    """Texts of every drafter, interleaved, after a warm-up; on a GPU in captured steps."""
+    """Texts of every drafter, interleaved, after a warm-up; on a GPU as captured steps."""
     texts: dict[str, list[Generation]] = {name: [] for name in makes}
 
     def decoding(make: Callable[[], Drafter]) -> Decoding:
@@ -168,7 +168,7 @@ def measured(
 
 
 def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
-    """Prints the table."""
+    """Print the table."""
     target, texts = measured(dtype, float(rate), int(num_layers))
     size = sum(p.numel() for p in target.model.parameters()) / 1e6
     where = f"{target.device.type}, {torch.get_num_threads()} threads"

@@ -1,13 +1,13 @@
-"""Trainers beside a serving engine: how fast states get to them, and how long they wait for them.
+"""Training beside a serving engine: the rate of hidden states, and the time spent waiting for them.
 
-`python scripts/bench/engines.py` starts a stand-in for an engine, which answers with random states
-from files that are written before (hard links, so that it costs next to nothing), and processes
-that read them by `StatesPool`, through the folder or a relay. A table has bytes per second, and the
-processor's seconds per GB of copies, checks, files, requests, the stand-in and the relay.
+`python scripts/bench/engines.py` starts a stand-in for an engine and processes that read from it
+with `StatesPool`, through the folder or a relay. The stand-in answers with random states from files
+written in advance; it hard-links them, which costs next to nothing. A table has bytes per second,
+and processor seconds per GB of copies, checks, files, requests, the stand-in and the relay.
 
-`--train` trains small heads, one in each process, from a stand-in of a given tokens/s, and prints
-the share of the time that they wait. `--memory STEPS` prints the memory of such a process at a
-tenth of its steps and at the last.
+`--train` trains a small head in each process from a stand-in with a given tokens/s, and prints the
+share of the time spent waiting. `--memory STEPS` prints the memory of such a process at a tenth of
+its steps and at the last step.
 """
 
 import sys
@@ -49,7 +49,7 @@ from scripts.relay import RelayServer
 
 PARTS = ("copies", "checks", "files", "requests")
 SHARE_OF_MEMORY = 0.3
-"""Of the host's, for states on their way to all processes."""
+"""Share of the host's memory for states on their way to all processes."""
 SHARED = Path("/dev/shm")
 LAST = 8
 """Layers of the target of small heads."""
@@ -57,29 +57,29 @@ READ = {"medusa": [LAST], "eagle3": [2, 4, 5, LAST]}
 """Layers that a head reads."""
 HIDDEN, VOCAB = 256, 1024
 WARM_UP = 8
-"""Steps; before the last of them nothing was on its way."""
+"""Steps before timing; until the last of them no states were on their way."""
 NUM_DRAWN = 64
-"""Tokens whose states are drawn; those of others are the same again."""
+"""Tokens with random states of their own; later tokens repeat these."""
 TIMEOUT_S = 600.0
 
 
 class StandIn(ThreadingHTTPServer):
-    """Answers with random states, at once or at a rate; a context manager.
+    """Server that answers with random states, at once or at a rate; a context manager.
 
     Attributes:
         url: base URL.
-        folder: where it writes.
+        folder: folder that it writes to.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, taps: ServerTaps, tokens_per_s: float) -> None:
-        """Draws the states, in bfloat16.
+        """Draw the states, in bfloat16.
 
         Args:
             taps: layers and channels.
-            tokens_per_s: that it reads; 0 is at once.
+            tokens_per_s: rate at which it reads; 0 for no limit.
         """
         super().__init__(("127.0.0.1", 0), Answers)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -98,7 +98,7 @@ class StandIn(ThreadingHTTPServer):
         shutil.rmtree(self._root)
 
     def write(self, token_ids: list[int]) -> Path:
-        """A file of the states of a document, which is written before if it counts from 0."""
+        """File with the states of a document; written in advance if the document counts from 0."""
         size = len(token_ids)
         with self._lock:
             name = f"{next(self._numbers)}.safetensors"
@@ -126,22 +126,22 @@ class StandIn(ThreadingHTTPServer):
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers as vLLM does, as far as `HiddenStatesServer` asks."""
+    """Answers as vLLM does, to the extent that `HiddenStatesServer` asks."""
 
     server: StandIn
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """Tells the model, or the version."""
+        """Send the model's name, or the version."""
         models = {"data": [{"id": "stand-in"}]}
         self._say({"version": "0.32.0"} if self.path == "/version" else models)
 
     def do_POST(self) -> None:
-        """Writes a document's states."""
+        """Write a document's states."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         path = self.server.write(body["prompt"])
         self._say({"choices": [{}], "kv_transfer_params": {"hidden_states_path": str(path)}})
@@ -160,22 +160,22 @@ def taps_of(job: dict[str, Any]) -> ServerTaps:
 
 
 def pool_of(job: dict[str, Any]) -> StatesPool:
-    """The server of a job, for a process that reads from it."""
+    """Open the server of a job, in a process that reads from it."""
     way = Relay(job["relay"], TIMEOUT_S) if job["relay"] else None
     endpoint = Endpoint(job["url"], timeout_s=TIMEOUT_S)
     return StatesPool([HiddenStatesServer(endpoint, taps_of(job), job["concurrency"], way)])
 
 
-# The other processes. Each is told a job as a line of JSON, and tells what it found as another.
+# The other processes. Each reads a job as a line of JSON, and writes its result as another.
 
 
 def tell(value: dict[str, Any]) -> None:
-    """Tells the process that started this one."""
+    """Send a value to the parent process."""
     print(json.dumps(value), flush=True)
 
 
 def serve(job: dict[str, Any]) -> None:
-    """Runs a stand-in, or a relay, until the next line."""
+    """Run a stand-in, or a relay, until the next line of input."""
     server: StandIn | RelayServer
     if job["folder"]:
         config = RelayRun(folder=job["folder"])
@@ -191,7 +191,7 @@ def serve(job: dict[str, Any]) -> None:
 
 
 class Seconds:
-    """The processor's seconds of some functions, over all threads."""
+    """Processor seconds of some functions, over all threads."""
 
     def __init__(self) -> None:
         self._spent: list[tuple[str, float]] = []  # an append of a thread is one step
@@ -201,11 +201,11 @@ class Seconds:
         return sum(spent for each, spent in self._spent if each == name)
 
     def begin(self) -> None:
-        """Forgets all before."""
+        """Forget all earlier times."""
         self._spent.clear()
 
     def put_on(self, place: Any, function: str, name: str) -> None:
-        """Measures a function of a module or class from here on."""
+        """Measure a function of a module or class from now on."""
         plain: Callable[..., Any] = getattr(place, function)
 
         @wraps(plain)
@@ -221,7 +221,7 @@ class Seconds:
 
 @cache
 def measured_seconds() -> Seconds:
-    """Measures the parts of a reader from here on."""
+    """Measure the parts of a reader from now on."""
     seconds = Seconds()
     for module in (files, relay):
         seconds.put_on(module, "read_tensors", "copies")
@@ -232,12 +232,12 @@ def measured_seconds() -> Seconds:
 
 
 def read(job: dict[str, Any]) -> None:
-    """Reads documents for some seconds, once the next line says that all are ready."""
+    """Read documents for some seconds; start when the next line says that all are ready."""
     seconds = measured_seconds()
     document = list(range(job["length"]))
     with pool_of(job) as pool:
         for _ in pool.read_many([document] * (3 * job["concurrency"])):
-            pass  # memory is had, and the file written, by then
+            pass  # memory is allocated and the file written by then
         tell({})
         sys.stdin.readline()
         seconds.begin()
@@ -256,8 +256,8 @@ def read(job: dict[str, Any]) -> None:
 
 
 def train(job: dict[str, Any]) -> None:
-    """Trains a small head for some steps, once the next line says that all are ready."""
-    # Heavy, and of no use to the other processes.
+    """Train a small head for some steps; start when the next line says that all are ready."""
+    # Heavy, and not needed by the other processes.
     from conf.settings.target import Dtype
     from conf.settings.training import LogConfig, Schedule, TrainConfig
     from data.prepared.pack import PackedDataset
@@ -316,29 +316,31 @@ class Worker:
         self._process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)  # type: ignore[call-overload]
 
     def say(self, line: str = "") -> None:
-        """Tells it a line."""
+        """Send it a line."""
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
     def found(self) -> dict[str, Any]:
-        """What it tells next."""
+        """Its next result."""
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"a process ended with {self._process.wait()}: see above")
+            raise SystemExit(
+                f"a process ended with code {self._process.wait()}; its message is above"
+            )
         return json.loads(line)
 
     def busy_s(self) -> float:
-        """The processor's seconds that it took so far."""
+        """Processor seconds that it used so far."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
 
     def end(self) -> None:
-        """Waits for its end."""
+        """Wait until it ends."""
         self._process.communicate()
 
 
 class Workers:
-    """Processes of a kind, a stand-in and a relay; a context manager."""
+    """Processes of one kind, with a stand-in and a relay; a context manager."""
 
     def __init__(self, kind: str, most: int) -> None:
         self._servers = [Worker("serve"), Worker("serve")]
@@ -354,10 +356,11 @@ class Workers:
     def together(
         self, ranks: int, way: str, job: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], list[float]]:
-        """What some of them find that do a job at the same time.
+        """Run a job in some processes at the same time.
 
         Returns:
-            Of each process, and the processor's seconds of the stand-in and the relay meanwhile.
+            Each process's result, and the processor seconds of the stand-in and the relay
+            meanwhile.
         """
         servers = self._servers[: 1 + (way == "relay")]
         job = job | {"folder": None, "relay": None}
@@ -381,7 +384,7 @@ class Workers:
 
 
 def read_table(options: argparse.Namespace, workers: Workers) -> str:
-    """Bytes per second, and what they cost."""
+    """Make the table of bytes per second, and their costs."""
     header = ("states", "by", "processes", "tokens", "at once", "GB/s", *PARTS, "stand-in", "relay")
     rows = []
     room = SHARE_OF_MEMORY * psutil.virtual_memory().available
@@ -408,12 +411,12 @@ def read_table(options: argparse.Namespace, workers: Workers) -> str:
 
 
 def show(row: Sequence[str]) -> None:
-    """Shows a row before the table is whole."""
+    """Print a row before the table is complete."""
     print(*row, sep=" | ", file=sys.stderr, flush=True)
 
 
 def train_table(options: argparse.Namespace, workers: Workers) -> str:
-    """The share of the time that training waits."""
+    """Make the table of the time that training waits."""
     header = ("head", "by", "processes", "tokens", "at once", "tokens/s of the server", "learnt")
     rows = []
     for rate, head, way, length, concurrency, ranks in product(
@@ -433,7 +436,7 @@ def train_table(options: argparse.Namespace, workers: Workers) -> str:
 
 
 def tell_memory(options: argparse.Namespace, workers: Workers) -> None:
-    """Prints the memory of processes that train for long."""
+    """Print the memory of processes that train for long."""
     steps = options.memory
     for head, way in product(options.heads, options.ways):
         job = training_of(head, options.lengths[0], steps)
@@ -461,25 +464,31 @@ def shapes(text: str) -> list[tuple[int, int]]:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is measured."""
+    """Read the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", type=shapes, default="6x7168,4x4096,1x4096", help="of states")
     parser.add_argument("--lengths", type=numbers, default="512,2048,8192", help="of documents")
     parser.add_argument("--ranks", type=numbers, default="1,2,4", help="processes that read")
     parser.add_argument("--concurrency", type=numbers, default="1,4,16", help="requests of each")
     parser.add_argument("--ways", type=lambda s: s.split(","), default="folder,relay")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each line of the table")
-    parser.add_argument("--train", action="store_true", help="small heads, and how long they wait")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help=("seconds for each row of the table")
+    )
+    parser.add_argument(
+        "--train", action="store_true", help=("train small heads, and measure their waiting")
+    )
     parser.add_argument("--heads", type=lambda s: s.split(","), default="medusa,eagle3")
-    parser.add_argument("--rates", type=numbers, default="2000,8000,0", help="tokens/s; 0: at once")
-    parser.add_argument("--steps", type=int, default=40, help="of each line of that table")
+    parser.add_argument(
+        "--rates", type=numbers, default="2000,8000,0", help=("tokens/s; 0 for no limit")
+    )
+    parser.add_argument("--steps", type=int, default=40, help="steps for each row of that table")
     parser.add_argument("--memory", type=int, default=0, metavar="STEPS")
     parser.add_argument("--worker", choices=WORK, help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     options = arguments()
     if options.worker:
         torch.set_num_threads(1)

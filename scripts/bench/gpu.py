@@ -1,10 +1,10 @@
 """Every benchmark on this machine in one table, each figure beside its floor.
 
-`python scripts/bench/gpu.py [NAME ...] [--small]` runs the benchmarks named, all unless told, each
-in a process of its own, prints the table and writes it to `outputs/bench_gpu.json`; what an earlier
-call measured there stays, so that a machine with short commands can take them one by one. It ends
-with 1 if a figure lies below its floor or a benchmark failed. Small sizes, the only ones on a CPU,
-show that everything runs: nothing is judged then.
+`python scripts/bench/gpu.py [NAME ...] [--small]` runs the named benchmarks, or all, each in a
+separate process. It prints the table and writes it to `outputs/bench_gpu.json`. Results of earlier
+calls stay in that file, so benchmarks can run one by one. The exit code is 1 if a figure lies below
+its floor or a benchmark failed. Small sizes, the only ones on a CPU, only show that everything
+runs; no figure is compared with its floor.
 """
 
 import sys
@@ -49,8 +49,8 @@ FLOORS = {
     "engine": {"least speed-up / tau of a chain": 0.6, "least speed-up / tau of a tree": 0.5},
     "capture": {"int8, hidden over the bare pass": 0.7, "int8, top_k over pass and logits": 0.7},
 }
-"""Least values by benchmark; figures without one are told and not judged. Ratios are of what the
-same process measured, so they hold on any GPU."""
+"""Lowest allowed values by benchmark; other figures are printed only. Ratios compare measurements
+of one process, so they hold on any GPU."""
 PREDICTED: dict[str, int] = json.loads((ROOT / "scripts/bench/predicted.json").read_text())
 """Tokens per second of training by head, written by `scripts/bench/predict_gpu.py --save`."""
 TIMEOUT_S = 240
@@ -58,7 +58,7 @@ Figures = dict[str, float]
 
 
 def loss(small: bool) -> Figures:
-    """The fused loss beside whole logits."""
+    """Compare the fused loss with complete logits."""
     from scripts.bench.plain_forms import loss_costs
 
     sizes = (256, 64, 512) if small else (8192, 4096, 128256)
@@ -71,7 +71,7 @@ def loss(small: bool) -> Figures:
 
 
 def documents(small: bool) -> Figures:
-    """The target over packed documents."""
+    """Compare ways to run the target over packed documents."""
     from scripts.bench.plain_forms import document_costs
     from scripts.bench.training import arguments as sizes_of
 
@@ -88,7 +88,7 @@ def documents(small: bool) -> Figures:
 
 
 def unroll(small: bool) -> Figures:
-    """Attention of the training-time test at 7 steps."""
+    """Compare ways to compute attention of the training-time test at 7 steps."""
     from scripts.bench.plain_forms import unroll_costs
 
     costs = unroll_costs(*((128, torch.float32) if small else (4096, torch.bfloat16)), num_steps=7)
@@ -101,7 +101,7 @@ def unroll(small: bool) -> Figures:
 
 
 def eagle3(depth: int, small: bool) -> Figures:
-    """A step of EAGLE-3 on stored states, some steps deep."""
+    """Compare EAGLE-3 steps on stored states, at a given depth."""
     eager, compiled = (_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
     figures = {f"eager over compiled, {depth} steps": eager["seconds"] / compiled["seconds"]}
     theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
@@ -113,7 +113,7 @@ def eagle3(depth: int, small: bool) -> Figures:
 
 
 def medusa(small: bool) -> Figures:
-    """A step of Medusa on stored states beside the original's."""
+    """Compare a Medusa step on stored states with the original's."""
     ours, original = _step("medusa", 4, small), _step("original_medusa", 4, small)
     return {
         "original's time over ours": original["seconds"] / ours["seconds"],
@@ -136,7 +136,7 @@ def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> d
 
 
 def train(head: str, small: bool) -> Figures:
-    """The training loop itself, with a head."""
+    """Measure the training loop itself, with a head."""
     from scripts.bench import training as bench_train
 
     sizes = "--hidden 64 --layers 6 --vocab 256 --max-length 128 --steps 2"
@@ -156,7 +156,7 @@ def train(head: str, small: bool) -> Figures:
 
 
 def engine(small: bool) -> Figures:
-    """Decoding with drafts of a set acceptance."""
+    """Measure decoding with drafts of a set acceptance."""
     from scripts.bench import engine as bench_engine
 
     settings = ("float32", 0.8, 4) if small else ("bfloat16", 0.8, 32)
@@ -171,7 +171,7 @@ def engine(small: bool) -> Figures:
 
 
 def capture(small: bool) -> Figures:
-    """Storing states of a random target beside its bare pass."""
+    """Compare storing states of a random target with its bare pass."""
     from scripts.bench import capture as bench_capture
 
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +222,7 @@ BENCHES: dict[str, Callable[[bool], Figures]] = {
 
 
 def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
-    """Each figure with its floor; `passed` is None where it is not judged."""
+    """Make a row per figure with its floor; `passed` is None for figures that are not checked."""
     floors = FLOORS[name]
     missing = floors.keys() - figures.keys()
     assert not missing, f"{name} gave no {sorted(missing)}"
@@ -237,7 +237,7 @@ def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
 
 
 def run(name: str, small: bool) -> list[dict[str, Any]]:
-    """The rows of a benchmark, or one row that says how it failed."""
+    """Return the rows of a benchmark, or one row with its error."""
     size = ["--small"] if small else []
     command = [sys.executable, __file__, "--figures-of", name, *size]
     watch = Stopwatch()
@@ -283,10 +283,12 @@ def _shown(figure: float | None) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """Names and sizes of what runs."""
+    """Read names and sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU; nothing is judged")
+    parser.add_argument(
+        "--small", action="store_true", help=("sizes for a CPU; floors are not checked")
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench_gpu.json")
     parser.add_argument("--figures-of", choices=BENCHES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -298,7 +300,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints the table and writes it."""
+    """Print the table and write it."""
     options = arguments()
     if options.figures_of:
         print(json.dumps(BENCHES[options.figures_of](options.small)))
@@ -315,7 +317,7 @@ def main() -> None:
         options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     Console(width=110).print(table(rows, f"{about['device']}, torch {about['torch']}"))
     num_failed = sum(row["passed"] is False for row in rows)
-    print(f"{num_failed} of {len(rows)} figures failed; written to {options.out}")
+    print(f"{num_failed} of {len(rows)} figures failed; wrote {options.out}")
     sys.exit(1 if num_failed else 0)
 
 

@@ -1,6 +1,6 @@
 """Shared by benchmarks: time and memory of a computation, workers, flags and tables.
 
-Needs torch alone, so that it also runs in the environments of other toolkits.
+Needs only torch, so that it also runs in the environments of other toolkits.
 """
 
 import argparse
@@ -26,8 +26,8 @@ class Footprint(NamedTuple):
     """The cost of one call.
 
     Attributes:
-        seconds: median.
-        peak_bytes: peak of what was allocated beyond what was there before.
+        seconds: median time.
+        peak_bytes: peak of the memory allocated during the call.
     """
 
     seconds: float
@@ -35,31 +35,31 @@ class Footprint(NamedTuple):
 
 
 def footprint(run: Callable[[], object], device: torch.device, repeats: int) -> Footprint:
-    """After one call to warm up, one for the memory and `repeats` for the time."""
+    """Call once to warm up, once for the memory and `repeats` times for the time."""
     run()
     peak = peak_bytes(run, device)
     return Footprint(statistics.median(timed(run, device) for _ in range(repeats)), peak)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Peak of the tensor memory that a call allocates beyond what was there before."""
+    """Measure the peak of the tensor memory that a call allocates."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    # Every allocation, unlike resident memory, which also counts what nobody holds any more.
+    # Every allocation; resident memory would also count freed memory.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     return highest(profiler.profiler.kineto_results.events())
 
 
 def highest(events: list[Any], within: str | None = None) -> int:
-    """Most bytes that live at once.
+    """Most bytes that are alive at the same time.
 
     Args:
-        events: of a profile with memory, in their order.
-        within: name of a stretch that counts, with what lives from before; all of it unless told.
+        events: events of a profile with memory, in order.
+        within: name of a part to count, including tensors from before it; unset counts everything.
     """
     spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == within]
     begin, end = spans[0] if within else (0, math.inf)
@@ -73,18 +73,18 @@ def highest(events: list[Any], within: str | None = None) -> int:
 
 
 def result_of(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
-    """The result of a job in a process, or an environment, apart.
+    """Run a job in a separate process, and return its result.
 
-    A process of its own keeps one path's memory out of another's; another toolkit needs other
-    packages than ours anyway. A worker reads a job and writes a result, both JSON files.
+    A separate process keeps the memory of different paths apart; another toolkit also needs other
+    packages. A worker reads a job and writes a result, both JSON files.
 
     Args:
         worker: module of `scripts/bench/`.
-        job: for its JSON file.
+        job: content of its JSON file.
         python: the interpreter.
 
     Raises:
-        InputError: it failed, with the end of what it said.
+        InputError: the worker failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder) / "job.json", Path(folder) / "result.json"
@@ -92,7 +92,7 @@ def result_of(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
         command = [python, "-m", f"scripts.bench.{worker}", str(question), str(answer)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise InputError(f"{python}: {job} failed there:\n{done.stderr[-2000:]}")
+            raise InputError(f"{python}: {job} failed:\n{done.stderr[-2000:]}")
         return json.loads(answer.read_text())
 
 
@@ -103,12 +103,12 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
 
 
 def best_device() -> torch.device:
-    """CUDA where there is one."""
+    """CUDA if available."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def where(device: torch.device) -> str:
-    """The machine, as tables name it."""
+    """Name of the machine in tables."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} thread(s)"

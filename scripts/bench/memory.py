@@ -1,8 +1,8 @@
 """Memory of a run: estimated for an 8B target, and against peaks measured here.
 
-`python scripts/bench/memory.py` prints the estimate by part of every kind of head on a
-target of Llama-3-8B's shape, on 8 processes; then, at an eighth of its width and 4 layers, the
-estimate beside the peak of live memory of a training step, one process and two. Every token is
+`python scripts/bench/memory.py` prints the estimate by part of every kind of head on a target of
+Llama-3-8B's shape, on 8 processes. Then, at an eighth of its width and 4 layers, it prints the
+estimate beside the measured peak of a training step, with one process and with two. Every token is
 supervised, as the estimate assumes.
 """
 
@@ -99,7 +99,7 @@ def measured(name: str, length: int) -> dict[str, Any]:
 
 
 def launched(name: str, length: int, file: str | None) -> dict[str, Any]:
-    """`measured` in processes of its own: one, or two by a launch file."""
+    """Run `measured` in other processes: one, or two by a launch file."""
     command, environment = [sys.executable], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     if file is not None:
         config = ROOT / f"conf/accelerate/{file}.yaml"
@@ -124,7 +124,7 @@ def small(length: int) -> Table:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int, default=1024, help="tokens, where measured")
     parser.add_argument("--large-length", type=int, default=4096, help="tokens, on 8B")

@@ -1,10 +1,10 @@
-"""Trains a chat model and its layer for multi-token prediction together, to measure on.
+"""Trains a chat model together with a layer for multi-token prediction, for measurements.
 
     python scripts/bench/mtp_target.py MODEL CHATS.jsonl OUT --steps 300
 
-MODEL, of Llama's type, goes on learning CHATS in MiMo's layout (Qwen2 with biases of 0, and one
+MODEL, of Llama's type, trains further on CHATS in MiMo's layout (Qwen2 with biases of 0, and one
 MTP layer). The loss is DeepSeek-V3's (arXiv 2412.19437, eq. 24 and 25): the cross-entropy of the
-next token, and `--weight` times that of the token after it, whose gradient reaches the model too.
+next token, plus `--weight` times that of the token after it. Its gradient also reaches the model.
 """
 
 import sys
@@ -50,14 +50,16 @@ SHARED = (
 
 
 def main() -> None:
-    """Makes the model."""
+    """Make the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("model", "chats", "out"):
         parser.add_argument(name)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8, help=f"sequences of {LENGTH} tokens a step")
-    parser.add_argument("--rate", type=float, default=1e-3, help="highest, of AdamW")
-    parser.add_argument("--weight", type=float, default=0.3, help="of the layer's loss")
+    parser.add_argument(
+        "--batch", type=int, default=8, help=(f"sequences of {LENGTH} tokens per step")
+    )
+    parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate of AdamW")
+    parser.add_argument("--weight", type=float, default=0.3, help="weight of the layer's loss")
     given = parser.parse_args()
     torch.manual_seed(0)
     with TemporaryDirectory() as plain:
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def laid_out(model: str, folder: Path) -> None:
-    """Writes a Llama-type model in Qwen2's layout."""
+    """Write a Llama-type model in Qwen2's layout."""
     llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     settings = {name: getattr(llama.config, name) for name in SHARED}
     qwen = Qwen2ForCausalLM(Qwen2Config(**settings))
@@ -87,14 +89,14 @@ def laid_out(model: str, folder: Path) -> None:
 
 
 def named_mimo(folder: Path) -> None:
-    """Has readers take a folder for MiMo's, whose model type is Qwen2's but for the layer."""
+    """Make readers treat a folder as MiMo's, which differs from Qwen2 in the layer only."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"architectures": ["MiMoForCausalLM"]}
     file.write_text(json.dumps(config, indent=2))
 
 
 def train(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
-    """Trains all parameters of both."""
+    """Train all parameters of both."""
     data, _, report = prepare(DataConfig(path=given.chats, max_length=LENGTH), target.tokenizer, 0)
     print(*report.lines(), sep="\n")
     target.model.requires_grad_(True)
@@ -117,7 +119,7 @@ def train(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
 
 
 def losses_of(target: Target, head: MtpHead, data: PackedDataset, numbers: range) -> list[Tensor]:
-    """Cross-entropies of the next token and of the one after, over all tokens of documents."""
+    """Cross-entropies of the next token and of the one after it, over all tokens of documents."""
     batch = stacked(data, [number % len(data) for number in numbers])
     ids, positions = batch["input_ids"].flatten(), batch["position_ids"].flatten()
     own = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)

@@ -2,11 +2,11 @@
 
     python -m scripts.bench.peer_steps job.json result.json
 
-runs in the environment of the path that the job names, so besides torch it imports only that
-path's library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K depths.
+runs in the environment of the path that the job names, so it imports only torch and that path's
+library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K depths.
 
-Both DFlash paths draft behind the same tokens of one document, learn the target's distribution
-alike, and through its output head, which stays as it is.
+Both DFlash paths draft after the same tokens of one document. They learn the target's distribution
+in the same way, through its frozen output head.
 """
 
 import json
@@ -36,15 +36,15 @@ NUM_BLOCK_LAYERS, NUM_ANCHORS, GAMMA, MASK = 5, 128, 4.0, 0
 
 @dataclass(frozen=True)
 class StepJob:
-    """A path, and its sizes.
+    """A path and its sizes.
 
     Attributes:
         path: a key of `PATHS`.
         tokens, hidden, vocab, draft_vocab: T, H, V and W.
-        num_heads, num_kv_heads, head_dim, intermediate: of EAGLE's layer.
+        num_heads, num_kv_heads, head_dim, intermediate: sizes of EAGLE's layer.
         depth: K, steps of EAGLE's training-time test, Medusa heads or rows of a DFlash block.
-        threads: of torch, on a CPU.
-        repeats: timed steps.
+        threads: threads of torch, on a CPU.
+        repeats: number of timed steps.
     """
 
     path: str
@@ -116,8 +116,8 @@ class StepInputs:
         }
         order = torch.randperm(job.vocab, generator=generator)
         output_head = draw(job.vocab, job.hidden, scale=job.hidden**-0.5)
-        # As of frequent ids, the likeliest is always in the draft vocabulary: where it is not,
-        # ours learns nothing, like EAGLE-3, and speculators does.
+        # As the draft vocabulary has the frequent ids, it always has the likeliest id. For other
+        # ids ours and EAGLE-3 learn nothing, but speculators does.
         output_head[order[job.draft_vocab :].to(device)] *= 0.1
         return cls(
             text={name: row.to(device) for name, row in _text(job, generator).items()},
@@ -140,7 +140,7 @@ def _text(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
     lengths: list[int] = []
     while (left := job.tokens - sum(lengths)) > 0:
         drawn = int(torch.randint(job.tokens // 8, job.tokens // 2, (), generator=generator))
-        # A rest too short for a document of its own lengthens the last one.
+        # A remainder too short for a document lengthens the last one.
         lengths.append(left if left - drawn < job.tokens // 8 else drawn)
     places = [torch.arange(length) for length in lengths]
     answers = [place >= len(place) // 3 for place in places]
@@ -160,7 +160,7 @@ class PeerTraining(NamedTuple):
 
 
 def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTraining:
-    """`train/eagle.py`, with the output head frozen and steps weighed as speculators does.
+    """`train/eagle.py`, with a frozen output head and steps weighted as in speculators.
 
     `compiled` is `train.compile=true`.
     """
@@ -182,7 +182,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTrai
 
 
 def medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """`train/medusa.py`, with heads weighed as the original does."""
+    """`train/medusa.py`, with heads weighted as in the original."""
     from conf.settings.medusa import Labels, MedusaConfig
     from heads.medusa.head import MedusaHead
     from train.medusa import MedusaObjective
@@ -204,7 +204,7 @@ def target_of(job: StepJob, inputs: StepInputs) -> Any:
 
 
 def ours(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
-    """A step of an objective as the loop runs it."""
+    """Make a step of an objective as the training loop runs it."""
     from train.batch.prefetch import on_device
 
     if compiled:
@@ -223,10 +223,10 @@ def ours(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
 
 
 def original_medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """The step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
+    """Make the step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
 
-    Every head gives logits at every token, [K, T, V] in all; the mask is left to the
-    cross-entropy, and heads are summed without weights.
+    Every head gives logits at every token, [K, T, V] in all; the cross-entropy applies the mask,
+    and heads are summed without weights.
     """
     from heads.medusa.head import MedusaHead
 
@@ -252,8 +252,8 @@ def original_medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
 def speculators(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """EAGLE-3 of speculators, called as `speculators/train/trainer.py` calls it.
 
-    On CUDA as it comes; elsewhere its SDPA instead of flex attention, which has no backward
-    pass there, and its eager loss instead of its Triton kernel.
+    On CUDA unchanged. Elsewhere its SDPA replaces flex attention, which has no backward pass there,
+    and its eager loss replaces its Triton kernel.
     """
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
@@ -298,7 +298,7 @@ def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
         document = {
             "input_ids": text["input_ids"][own],
             "position_ids": text["position_ids"][own],
-            # Its mask lies on the token before the learnt one. Moved, the same tokens are learnt.
+            # Its mask lies one token before ours; shift it so that the same tokens are learnt.
             "loss_mask": F.pad(text["loss_mask"][own][1:], (0, 1)),
             "hidden_states": fused[own],
             "verifier_last_hidden_states": inputs.last[own],
@@ -316,7 +316,7 @@ def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
 
 
 def _fill(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> None:
-    """Copies weights by name; those of the decoder layer lie under `layer` in the module."""
+    """Copy weights by name; those of the decoder layer have the prefix `layer` in the module."""
     for name, weight in weights.items():
         module.get_parameter(name.replace("layer.", layer)).data.copy_(weight)
 
@@ -339,22 +339,22 @@ def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     )  # fmt: skip
     inputs = one_document(job, inputs)
     target = target_of(job, inputs)
-    # Its last hidden state, which has passed the final norm, is no feature.
+    # Its last hidden state has passed the final norm, so it is not read.
     target.config.num_hidden_layers = NUM_LAYERS + 1
     target.generation_config = GenerationConfig()
     shape = block_config(config, target, sample_from_anchor=False)
     head = DFlashHead(shape, DraftVocab.everything(job.vocab)).begin(target, seed=0)
     _fill_alike(head)
-    # Features end one token before the one that is sure.
+    # States end one token before the certain token.
     blocks.drawn = lambda *_args: _anchors(job) - 1
     objective = DFlashObjective(head, target, config)
-    # speculators divides by all drafts, not by those of a depth.
+    # speculators divides by all draft tokens, not by those of one depth.
     objective.weights = objective.weights / len(objective.weights)
     return ours(objective, inputs, compiled=False)
 
 
 def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """speculators' DFlash and the way its trainer calls it; on a CPU as `speculators`."""
+    """speculators' DFlash, called as its trainer does; on a CPU like `speculators`."""
     from speculators.models.dflash import DFlashSpeculatorConfig, core
     from transformers import Qwen3Config
 
@@ -401,12 +401,12 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
 
 
 def _anchors(job: StepJob) -> Tensor:
-    """[A] tokens of the answer behind which a whole block is learnt."""
+    """[A] tokens of the answer that have a whole block to learn after them."""
     return torch.linspace(job.tokens // 3 + 1, job.tokens - job.depth - 1, NUM_ANCHORS).long()
 
 
 def _fill_alike(head: nn.Module) -> None:
-    """Gives all trained matrices the same numbers, by their names."""
+    """Fill all trained matrices with the same numbers, by their names."""
     generator = torch.Generator().manual_seed(0)
     for name, matrix in sorted(head.named_parameters()):
         if matrix.dim() == 2 and name not in FROZEN:
@@ -437,7 +437,7 @@ PATHS: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
 
 
 def stepper(training: PeerTraining) -> Callable[[], Tensor]:
-    """One optimizer step, which returns the loss before it."""
+    """Make one optimizer step, which returns the loss before it."""
     parameters = [each for each in training.head.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
@@ -446,7 +446,7 @@ def stepper(training: PeerTraining) -> Callable[[], Tensor]:
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, LARGEST_NORM)
         optimizer.step()
-        # Here, so that a step's peak holds its own gradients and none from before.
+        # Here, so that a step's peak only holds its own gradients.
         optimizer.zero_grad()
         return total.detach()
 
@@ -466,7 +466,7 @@ def measured(job: StepJob, training: PeerTraining, device: torch.device) -> dict
 
 
 def main() -> None:
-    """Job in, result out."""
+    """Read a job, and write its result."""
     question, answer = map(Path, sys.argv[1:])
     job = StepJob(**json.loads(question.read_text()))
     torch.set_num_threads(job.threads)

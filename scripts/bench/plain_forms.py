@@ -1,4 +1,4 @@
-"""Parts of a training step beside their plain forms, as `scripts/bench/gpu.py` measures them.
+"""Parts of a training step compared with plain versions, as `scripts/bench/gpu.py` measures them.
 
 Letters: J steps, T tokens, H hidden, V vocabulary, Q query heads, d channels of a head.
 """
@@ -69,13 +69,13 @@ def loss_costs(
 
 @torch.no_grad()
 def document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
-    """A target over one packed sequence: by `Target.read`, and with the `mask` written out.
+    """Cost of a target over one packed sequence: by `Target.read`, and with an explicit `mask`.
 
     Args:
-        options: of `scripts.bench.training`.
+        options: options of `scripts.bench.training`.
 
     Raises:
-        RuntimeError: they do not give the same states.
+        RuntimeError: the two give different states.
     """
     device = best_device()
     target = random_target(options, device)
@@ -96,10 +96,10 @@ def document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
 
 
 def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[str, Footprint]:
-    """Attention of the training-time test over one text, forward and backward.
+    """Cost of the training-time test's attention over one text, forward and backward.
 
-    By `branch_attention`, which training runs, by `plain_attention`, which writes the scores of
-    some rows at a time, and by `full_masks` over [T, J * T] scores, as its mask is written down.
+    Compares `branch_attention`, which training runs, `plain_attention`, which writes the scores of
+    some rows at a time, and `full_masks` over [T, J * T] scores with an explicit mask.
     """
     device = best_device()
     torch.manual_seed(0)
@@ -118,7 +118,7 @@ def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[st
         "full": partial(run, full_masks),
     }
     peaks = {name: peak_bytes(call, device) for name, call in runs.items()}
-    # They take turns, so that a busy machine is busy for all.
+    # They take turns, so that other load affects all.
     turns = [[timed(call, device) for call in runs.values()] for _ in range(REPEATS)]
     medians = map(statistics.median, zip(*turns, strict=True))
     return {name: Footprint(next(medians), peak) for name, peak in peaks.items()}
@@ -141,7 +141,7 @@ def unrolled(
 
 
 def full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[J, T, Q, d]: the same by one softmax over all [T, (step + 1) * T] scores."""
+    """[J, T, Q, d]: the same, by one softmax over all [T, (step + 1) * T] scores."""
     groups = query.shape[2] // keys.shape[2]
     diagonal = torch.eye(query.shape[1], dtype=torch.bool, device=query.device)
     causal = torch.ones_like(diagonal).tril()

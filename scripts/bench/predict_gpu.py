@@ -1,13 +1,12 @@
-"""Times of a step on an H100 by arithmetic: predictions, of what no GPU has run.
+"""Predicted times of a step on an H100, by arithmetic; no GPU has confirmed them.
 
-`python scripts/bench/predict_gpu.py [--names medusa ...] [--targets 8b 70b]` runs training steps
-of every kind of head and steps of decoding on a device without numbers, which needs a C++ compiler
-and no GPU, and meters each operation that our code dispatches: 5 microseconds of the host to
-launch one (a captured step is one), and of the device 2 microseconds or, if that is longer, what
-its bytes take at 3.35 TB/s or its products at 990 TFLOP/s. A step takes as long as the slower of
-host and device. So it is a lower bound: kernels reach neither rate. On the other hand, every
-document counts as long as the longest of its sequence, what compiling would fuse is not, and a
-target is taken as if it fitted one GPU.
+`python scripts/bench/predict_gpu.py [--names medusa ...] [--targets 8b 70b]` runs training steps of
+every kind of head and decoding steps on a device without numbers. That needs a C++ compiler, but no
+GPU. Each operation that our code dispatches costs 5 microseconds of the host (a captured step is
+one operation). On the device it costs 2 microseconds, or the time of its bytes at 3.35 TB/s or of
+its products at 990 TFLOP/s if longer. A step takes as long as the slower of host and device. This
+is a lower bound, as kernels reach neither rate. On the other hand, every document counts as the
+longest of its sequence, compilation fuses nothing, and a target is assumed to fit one GPU.
 """
 
 import sys
@@ -37,15 +36,15 @@ TARGETS = {
     "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
 }
 PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
-"""Tokens per second by head, which `scripts/bench/gpu.py` shows beside what it measures."""
+"""Tokens/s by head, which `scripts/bench/gpu.py` shows beside its measurements."""
 RECIPES = ("medusa", "medusa2", *sorted(file.stem for file in (ROOT / "conf/head").glob("*.yaml")))
 ALIKE = ("medusa2", "hass", "eagle3_1")
-"""Draft as `medusa`, `eagle1` and `eagle3` do."""
+"""Heads that draft like `medusa`, `eagle1` and `eagle3`."""
 OTHERS = (
     "prompt_lookup", "ngram", "suffix", "recycling", "lookahead", "early_exit", "skip_layers",
     "draft_model",
 )  # fmt: skip
-"""Ways to draft without a head; the model has half the target's layers and half its width."""
+"""Drafting without a head; the draft model has half the target's layers and half its width."""
 TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
 OF_BENCH = {
     "hidden": 2048, "layers": 16, "vocab": 32000,
@@ -74,7 +73,7 @@ STEPS = (
 
 
 def counted(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Operations of a step, counted in a process of its own."""
+    """Count operations of a step, in a separate process."""
     bar.set_postfix_str(f"{name}, {shape}")
     job = {"name": name, "shape": shape, **sizes}
     with tempfile.TemporaryDirectory() as folder:
@@ -98,23 +97,23 @@ def seconds_of(step: dict[str, Any]) -> float:
 
 
 def guard() -> Path:
-    """The library that has PyTorch believe in a GPU.
+    """Compile the library that makes PyTorch report a GPU.
 
     Raises:
-        InputError: there is no compiler for it.
+        InputError: no compiler.
     """
     sys.path.insert(0, str(TESTS))
     from emulated.guard import compiled, compiler
 
     if compiler() is None:
-        raise InputError("no C++ compiler found: install g++ or clang++, or name one in CXX")
+        raise InputError("no C++ compiler found; install g++ or clang++, or name one in CXX")
     folder = ROOT / "outputs" / "emulated"
     folder.mkdir(parents=True, exist_ok=True)
     return compiled(folder)
 
 
 def training(name: str, step: dict[str, Any]) -> tuple[str, ...]:
-    """A line of the table of training steps."""
+    """Make a row of the table of training steps."""
     host, device = LAUNCH_S * step["num_launches"], step["device_s"]
     seconds, products = seconds_of(step), step["product_s"]
     binds = "launches" if host > device else "products" if products > device / 2 else "memory"
@@ -126,7 +125,7 @@ def training(name: str, step: dict[str, Any]) -> tuple[str, ...]:
 
 
 def decoding(name: str, step: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
-    """A line of the table of decoding steps, beside the one that drafts nothing."""
+    """Make a row of the table of decoding steps, compared with a step that drafts nothing."""
     seconds = seconds_of(step)
     return (
         name, f"{step['num_launches']:.0f}", f"{step['num_waits']:.0f}",
@@ -136,7 +135,7 @@ def decoding(name: str, step: dict[str, Any], plain: dict[str, Any]) -> tuple[st
 
 
 def predict(target: str, names: list[str], bar: tqdm) -> None:
-    """Prints both tables of a target."""
+    """Print both tables of a target."""
     sizes = TARGETS[target]
     trained = [name for name in names if name in RECIPES]
     rows = [training(name, counted(bar, name, "train", sizes | TRAINING)) for name in trained]
@@ -153,14 +152,14 @@ def predict(target: str, names: list[str], bar: tqdm) -> None:
 
 
 def shapes_of(name: str) -> tuple[str, ...]:
-    """Shapes of drafts; a way without a head has one."""
+    """Shapes of drafts; a method without a head has one."""
     if name in ALIKE:
         return ()
     return ("chain",) if name in OTHERS else ("chain", "tree")
 
 
 def save(bar: tqdm) -> None:
-    """Writes tokens per second of `scripts/bench/gpu.py`'s training, for heads that it trains."""
+    """Write predicted tokens/s of training in `scripts/bench/gpu.py`, for heads that it trains."""
     speeds = {}
     for name in json.loads(PREDICTED.read_text()):
         step = counted(bar, name, "train", OF_BENCH)
@@ -171,7 +170,7 @@ def save(bar: tqdm) -> None:
 
 
 def main() -> None:
-    """Prints the tables, or writes what the benchmark on a GPU shows beside its own."""
+    """Print the tables, or write the predictions that `scripts/bench/gpu.py` shows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     known = (*RECIPES, *OTHERS)
     parser.add_argument("--names", nargs="+", default=list(known), choices=known)

@@ -1,9 +1,9 @@
 """Cost of preparing data: conversations a second, memory, and the time of a second start.
 
-`python scripts/bench/preparing.py --target FOLDER --data chats.jsonl` repeats the rows of a file,
-each time with other words, to `--rows` conversations and prepares them with the target's tokenizer;
-then two processes open them at once, as two ranks do. The baseline, "one at a time, in memory", is
-a loop over the same rows in one process, for the first `--baseline-rows` of them.
+`python scripts/bench/preparing.py --target FOLDER --data chats.jsonl` repeats the rows of a file
+with changed words, up to `--rows` conversations, and prepares them with the target's tokenizer.
+Then two processes open them at the same time, like two ranks. The baseline, "one at a time, in
+memory", is a loop over the first `--baseline-rows` of these rows in one process.
 """
 
 import sys
@@ -45,14 +45,14 @@ INTERVAL_S = 0.5
 
 
 class Cost(NamedTuple):
-    """The cost of one way to the packed sequences.
+    """Cost of one way to make packed sequences.
 
     Attributes:
-        rows: conversations.
-        seconds: until they were packed.
-        busy: processor seconds of all processes; others may share the machine.
-        memory: bytes, by what they are.
-        checksum: of the training set.
+        rows: number of conversations.
+        seconds: time until they were packed.
+        busy: processor seconds of all processes, as others may share the machine.
+        memory: bytes by kind.
+        checksum: checksum of the training set.
     """
 
     rows: int
@@ -70,7 +70,7 @@ class Memory(NamedTuple):
 
 
 def memory(pid: int | str = "self") -> Memory:
-    """The memory of a process as Linux counts it; none of one that has ended."""
+    """Memory of a process as Linux counts it; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -80,7 +80,7 @@ def memory(pid: int | str = "self") -> Memory:
 
 
 def family(pid: int) -> list[int]:
-    """A process, those that it started, and those that they did."""
+    """A process and all its descendants."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(c) for task in tasks for c in (task / "children").read_text().split()]
@@ -90,7 +90,7 @@ def family(pid: int) -> list[int]:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time of a process in all its threads; 0 of one that has ended."""
+    """Processor time of a process in all its threads; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -109,7 +109,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def write_rows(source: str, path: Path, num_rows: int) -> None:
-    """Repeats rows, numbered in their first message, so that no two are alike."""
+    """Repeat rows, numbered in their first message, so that no two are equal."""
     records = load_records(source).records
     with path.open("w", encoding="utf-8") as file:
         for number, record in enumerate(islice(cycle(records), num_rows)):
@@ -122,7 +122,7 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
 
 
 def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
-    """The baseline: a loop over the rows, which stay in memory."""
+    """Run the baseline: a loop over the rows, which stay in memory."""
     encoder = Encoder(AutoTokenizer.from_pretrained(target))
     before = memory().pss
     watch = Stopwatch()
@@ -136,7 +136,7 @@ def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
 
 
 def prepared(config: DataConfig, target: str) -> Cost:
-    """The first start, with all processes that it takes, looked at twice a second."""
+    """Measure the first start with all its processes, sampled twice a second."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     sizes: list[list[int]] = []
     busy: dict[int, float] = {}
@@ -169,7 +169,7 @@ def prepared(config: DataConfig, target: str) -> Cost:
 
 
 def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
-    """A later start, in one of several processes that read every sequence."""
+    """Measure a later start, in one of several processes that read every sequence."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     before = memory()
     meeting.wait()
@@ -190,10 +190,10 @@ def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
-    """Costs of all ways, each in processes of its own.
+    """Measure all ways, each in separate processes.
 
     Raises:
-        RuntimeError: a second start does not find what the first made.
+        RuntimeError: a second start does not find the result of the first.
     """
     path = folder / "rows.jsonl"
     write_rows(options.data, path, options.rows)
@@ -223,7 +223,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
 
 
 def print_tables(costs: dict[str, Cost]) -> None:
-    """A line for each way, processor time in microseconds of a conversation; and its memory."""
+    """Print a row per way, with processor microseconds per conversation; then its memory."""
     table = Table("", "conversations", "seconds", "per second", "ratio", "processor us")
     sizes = Table("", "memory", "MiB")
     base, *_ = costs.values()
@@ -239,7 +239,7 @@ def print_tables(costs: dict[str, Cost]) -> None:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     options = arguments()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""Speed of training, the parts of its time, and the utilisation of the hardware.
+"""Speed of training, the time of its parts, and the utilisation of the hardware.
 
-`python scripts/bench/training.py [HEAD] [--hidden 4096 --layers 32 ...]` runs the
-training loop itself on a random target of that shape and on random documents of chat-like
-lengths. It prints tokens per second (padding not counted), peak memory, padding, the share of
-time in each part, and model FLOP utilisation: the FLOPs of the target's forward pass and of
-the head's forward and backward pass, counted on a step, over the time of a step and the FLOP/s
-of a square matrix product measured in the same run.
+`python scripts/bench/training.py [HEAD] [--hidden 4096 --layers 32 ...]` runs the training loop
+itself on a random target of that shape, with random documents of chat-like lengths. It prints
+tokens/s (without padding), peak memory, padding, the share of time of each part, and model FLOP
+utilisation. Utilisation is the FLOPs of the target's forward pass and of the head's forward and
+backward pass, counted on one step, divided by the time of a step and by the FLOP/s of a square
+matrix product measured in the same run.
 """
 
 import sys
@@ -55,13 +55,13 @@ MEAN_DOCUMENT_TOKENS = 400
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The settings; the defaults suit a CPU."""
+    """Read the settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(by_variant()))
     add_sizes(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences of a step")
-    parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
+    parser.add_argument("--steps", type=int, default=6, help="number of timed steps")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
     parser.add_argument("--compile", action="store_true")
@@ -69,7 +69,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def random_target(options: argparse.Namespace, device: torch.device) -> Target:
-    """A Llama of 128-wide heads, four of them to a key-value head."""
+    """Make a Llama with 128-wide heads, four per key-value head."""
     torch.manual_seed(0)
     num_heads = max(4, options.hidden // 128)
     config = LlamaConfig(
@@ -84,7 +84,7 @@ def random_target(options: argparse.Namespace, device: torch.device) -> Target:
 
 
 def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
-    """Random tokens; lengths are log-normal, and the first third is a prompt."""
+    """Make random tokens, with log-normal lengths; the first third is a prompt."""
     generator = random.Random(0)
     left = num_sequences * options.max_length
     while left > 0:
@@ -96,12 +96,12 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
 
 
 def fresh_objective(variant: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> Any:
-    """The objective with which an entry script trains an untrained head.
+    """Make the objective with which an entry script trains an untrained head.
 
     Args:
         variant: one of `heads.kinds.by_variant`.
         target: the frozen target.
-        vocab: of heads that may choose.
+        vocab: draft vocabulary, for heads that can have one.
     """
     head = fresh_head(variant, target, vocab)
     entry: Any = importlib.import_module(f"train.{name_of(head)}")
@@ -114,9 +114,9 @@ def start(
     """A run of the training loop before its first step, and its data.
 
     Args:
-        options: of `arguments`.
-        out_dir: for what training leaves.
-        samples: to learn; `documents` unless told.
+        options: result of `arguments`.
+        out_dir: folder for the output of training.
+        samples: samples to learn; unset takes `documents`.
     """
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
     config = TrainConfig(
@@ -148,14 +148,14 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def shares(run: loop.Run, num_steps: int) -> dict[str, float]:
-    """The share of each part in the time of some steps, under the profiler."""
+    """Share of each part in the time of some steps, under the profiler."""
     cuda = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         whole = sum(timed(run.optimizer_step, run.device) for _ in range(num_steps))
     parts = dict.fromkeys(PARTS, 0.0)
     for event in profiler.key_averages():
-        # On CUDA a part is told twice: what the host spent on it, and the device.
+        # On CUDA the profiler reports a part twice: time of the host, and time of the device.
         on_device = event.device_type != torch.autograd.DeviceType.CPU
         if event.key in parts and on_device == (cuda and event.key != "waiting"):
             spent = event.device_time_total if on_device else event.cpu_time_total
@@ -168,14 +168,14 @@ class Speed:
     """The cost of some training steps.
 
     Attributes:
-        step_s: median of a step.
+        step_s: median time of a step.
         tokens_per_s: without padding.
-        peak_gib: of the device's memory, or of the process's on a CPU, weights included.
-        padding: share of the tokens of the data set.
-        parts: share of the time of each of `PARTS`.
+        peak_gib: peak of the device's memory, or on a CPU of the process's, including weights.
+        padding: share of padding in the data set.
+        parts: share of the time for each of `PARTS`.
         matmul: FLOP/s of a square matrix product.
-        utilisation: FLOP/s of the steps over that.
-        head_size: parameters.
+        utilisation: FLOP/s of the steps divided by that.
+        head_size: number of parameters.
     """
 
     step_s: float
@@ -189,7 +189,7 @@ class Speed:
 
 
 def measured(options: argparse.Namespace) -> Speed:
-    """Trains for some steps."""
+    """Train for some steps."""
     with tempfile.TemporaryDirectory() as folder:
         run, train = start(options, Path(folder) / "out")
         for _ in range(NUM_WARM_UP):
@@ -221,7 +221,7 @@ def measured(options: argparse.Namespace) -> Speed:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     options = arguments()
     speed = measured(options)
     head = f"{options.head}, head of {speed.head_size / 1e6:.1f} M, {options.dtype}"

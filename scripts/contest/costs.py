@@ -1,6 +1,6 @@
 """Seconds of a step with each head on this machine, by batch size: `costs.json`.
 
-Started by `scripts/contest/run.py`, with settings of `eval/speedup.py`.
+`scripts/contest/run.py` starts it, with settings of `eval/speedup.py`.
 """
 
 import sys
@@ -29,7 +29,7 @@ from heads.target_model.model import prefill
 
 
 def steps_at(bench: Bench, context: list[int], size: int) -> dict[str, Any]:
-    """Seconds of a draft and its pass over `size` texts, per head and way; and of a plain pass."""
+    """Seconds of a draft and its pass over `size` texts, per method, and of a plain pass."""
     plain, heads = [], []
     for head in bench.heads:
         tree = head.tree
@@ -48,7 +48,7 @@ def steps_at(bench: Bench, context: list[int], size: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def main(config: SpeedupRun) -> None:
-    """Times what steps take."""
+    """Time the steps."""
     bench = open_bench(config, "costs.json", config.heads)
     prompt = sorted(bench.prompts, key=lambda each: len(each.token_ids))[len(bench.prompts) // 2]
     (answer,) = greedy_answers(bench.target, [prompt.token_ids], config.max_new_tokens)

@@ -1,4 +1,4 @@
-"""The plan of a contest: who competes, what runs, how long each trains, and what it will take."""
+"""Plans a contest: its heads, its tasks, how long each head trains, and the total cost."""
 
 import json
 import shlex
@@ -26,13 +26,13 @@ from scripts.contest.tasks import Task, Took, bytes_of, device_memory
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "conf" / "head"
 SETTLED = ("max_steps", "num_epochs", "batch_size", "batch_tokens", "micro_batch_size", "resume")
-"""Settings of `train` that the contest decides for all."""
+"""Settings of `train` that the contest sets for all heads."""
 WAYS = ("chain", "tree")
 SAVED_EVERY_S = 300.0
 NUM_PROBED = 2
-"""Dialogues of the measurement that tells what measuring takes."""
+"""Dialogues of the measurement that estimates the time of measuring."""
 USUAL_TAU = 1.7
-"""tau of heads once they are trained; those of a probe draft in vain."""
+"""tau of trained heads, for estimates, as a probe's head is not trained yet."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Entrant:
     """A head to train.
 
     Attributes:
-        label: its name in the contest.
+        label: the head's name in the contest.
         kind: its name in `heads/kinds.py`.
-        overrides: for the training command.
+        overrides: settings for the training command.
     """
 
     label: str
@@ -51,10 +51,10 @@ class Entrant:
 
 
 def read_recipes(entries: list[str]) -> list[Entrant]:
-    """Entrants from the entries of `recipes`.
+    """Read the entries of `recipes`.
 
     Raises:
-        InputError: no such recipe, or a setting that is the same for all.
+        InputError: no such recipe, or a setting that must be the same for all.
     """
     entrants: list[Entrant] = []
     counts: Counter[str] = Counter()
@@ -66,8 +66,8 @@ def read_recipes(entries: list[str]) -> list[Entrant]:
             group, _, rest = key.partition(".")
             if not equals or group not in ("head", "train") or rest in ("", *SETTLED):
                 raise InputError(
-                    f"recipes: {entry!r}: {override} is not for one recipe alone; allowed: "
-                    f"head.* and train.* but {', '.join(SETTLED)}"
+                    f"recipes: {entry!r}: {override} cannot differ between recipes; allowed: "
+                    f"head.* and train.* except {', '.join(SETTLED)}"
                 )
         counts[name] += 1
         label = name if counts[name] == 1 else f"{name}-{counts[name]}"
@@ -77,10 +77,10 @@ def read_recipes(entries: list[str]) -> list[Entrant]:
 
 
 def _kind_of_file(name: str) -> str:
-    """The name in `heads/kinds.py` of the head that a recipe of `conf/head` trains."""
+    """Name in `heads/kinds.py` of the head that a recipe of `conf/head` trains."""
     known = sorted({*HEADS, *(path.stem for path in RECIPES.glob("*.yaml"))})
     if name not in known:
-        raise InputError(f"recipes: {name!r} is none; allowed: {', '.join(known)}")
+        raise InputError(f"recipes: {name!r} is no recipe; allowed: {', '.join(known)}")
     content: Any = {"defaults": [name]}
     while "form" not in content.get("head", {}):
         content = OmegaConf.load(RECIPES / f"{content['defaults'][0]}.yaml")
@@ -88,7 +88,7 @@ def _kind_of_file(name: str) -> str:
 
 
 def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
-    """Methods of `eval/speedup.py`: the ways to draft with each head, by label and way."""
+    """Methods of `eval/speedup.py`: the methods of each head, by label and method."""
     counts: Counter[str] = Counter()
     methods = {}
     for entrant in entrants:
@@ -99,7 +99,7 @@ def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
 
 
 def overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
-    """The settings of a group that differ from the schema's, for a command line."""
+    """Settings of a group that differ from the schema's, for a command line."""
     usual = plain(type(config)())
     return [
         f"{prefix}.{key}={_written(value)}"
@@ -119,7 +119,7 @@ def _written(value: Any) -> str:
 
 
 def training(config: ContestRun, entrant: Entrant, out_dir: Path, *more: str) -> list[str]:
-    """The command that trains a head; it is evaluated once, at the end, and not by replay."""
+    """Make the command that trains a head and evaluates it once, at the end, without replay."""
     launcher = ["-m", "accelerate.commands.launch", *config.launch] if config.launch else []
     size = config.train
     return [
@@ -134,7 +134,7 @@ def training(config: ContestRun, entrant: Entrant, out_dir: Path, *more: str) ->
 def measuring(
     config: ContestRun, script: str, heads: list[Path], out_dir: Path, *more: str
 ) -> list[str]:
-    """A command that measures heads on the prompts."""
+    """Make a command that measures heads on the prompts."""
     first, *others = map(str, heads)
     return [
         sys.executable, str(ROOT / script),
@@ -146,13 +146,13 @@ def measuring(
 
 
 def settings(config: ContestRun) -> dict[str, Any]:
-    """The settings that decide the result of a contest, by dotted keys."""
+    """Settings that affect the result of a contest, by dotted key."""
     free = {"out_dir", "parts", "launch"}
     return flat({key: value for key, value in plain(config).items() if key not in free})
 
 
 def check_folder(config: ContestRun, out_dir: Path) -> None:
-    """Begins a contest in a folder, or makes sure that it is this one that goes on.
+    """Start a contest in a folder, or check that the folder holds this contest.
 
     Raises:
         InputError: the folder holds something else.
@@ -163,12 +163,14 @@ def check_folder(config: ContestRun, out_dir: Path) -> None:
         check_unchanged(f"out_dir={out_dir} holds a contest", before, now)
         return
     if any(each.name != ".lock" for each in out_dir.iterdir()):
-        raise InputError(f"out_dir={out_dir} is not empty and holds no contest: name another")
+        raise InputError(
+            f"out_dir={out_dir}: is not empty and holds no contest; name another folder"
+        )
     write_whole(path, json.dumps(now, indent=1) + "\n")
 
 
 def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
-    """A few steps of every head, then a look at the prompts with what came of them."""
+    """Tasks for a few steps of every head, and a short measurement of the results."""
     more = [
         f"train.{name}={config.probe_steps}" for name in ("max_steps", "eval_steps", "save_steps")
     ]
@@ -185,7 +187,9 @@ def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[T
         config, "eval/speedup.py", heads, folder, "num_repeats=1", "num_warmups=0",
         _methods(config, entrants),
     )  # fmt: skip
-    command.append(f"data.num_prompts={num_prompts}")  # later than that of `prompts`
+    command.append(
+        f"data.num_prompts={num_prompts}"
+    )  # after the number in `prompts`, which it replaces
     tasks.append(Task("probe speed", command, folder / "speedup.json", folder))
     return [*tasks, timing(config, heads, probe_of(out_dir, "costs"), "probe costs")]
 
@@ -193,7 +197,7 @@ def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[T
 def trainings(
     config: ContestRun, entrants: list[Entrant], out_dir: Path, plan: dict[str, Any]
 ) -> list[Task]:
-    """The training of every head, as the plan has it."""
+    """Tasks for the training of every head, according to the plan."""
     tasks = []
     for entrant in entrants:
         label, folder = entrant.label, out_dir / "heads" / entrant.label
@@ -207,7 +211,7 @@ def trainings(
 
 
 def measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
-    """Acceptance of each head, what steps cost, and the speed of all ways to draft."""
+    """Tasks for the acceptance of each head, the cost of steps, and the speed of all methods."""
     heads = [out_dir / "heads" / entrant.label / "head" for entrant in entrants]
     tasks = []
     for entrant, head in zip(entrants, heads, strict=True):
@@ -226,14 +230,14 @@ def measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> 
 
 
 def timing(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Task:
-    """Times steps with these heads at each batch size."""
+    """Task that times steps with these heads at each batch size."""
     sizes = ",".join(map(str, sorted({1, *config.concurrency})))
     command = measuring(config, "scripts/contest/costs.py", heads, folder, f"concurrency=[{sizes}]")
     return Task(name, command, folder / "costs.json")
 
 
 def probe_of(out_dir: Path, name: str) -> Path:
-    """The folder of a probe."""
+    """Folder of a probe."""
     return out_dir / "probes" / name
 
 
@@ -245,10 +249,10 @@ def _methods(config: ContestRun, entrants: list[Entrant]) -> str:
 def make_plan(
     config: ContestRun, entrants: list[Entrant], out_dir: Path, took: Took
 ) -> dict[str, Any]:
-    """Reads the probes, writes `plan.json`, which never changes again, and drops the probes.
+    """Read the probes, write `plan.json`, which never changes again, and delete the probes.
 
     Raises:
-        InputError: the budget buys a head no step.
+        InputError: the budget allows a head no step.
     """
     step_s = {
         entrant.label: seconds_per_step(probe_of(out_dir, entrant.label) / "metrics.jsonl")
@@ -280,7 +284,7 @@ def make_plan(
 
 
 def seconds_per_step(metrics: Path) -> float:
-    """The median of a run's steps but the first two, from how far it had come at each."""
+    """Median seconds per step of a run, without its first two steps."""
     rows = map(json.loads, metrics.read_text().splitlines())
     times = [
         row["train/tokens"] / row["train/tokens_per_s"]
@@ -291,16 +295,16 @@ def seconds_per_step(metrics: Path) -> float:
 
 
 def num_steps(config: ContestRun, label: str, step_s: float, num_entrants: int) -> int:
-    """Optimizer steps that the budget buys.
+    """Number of optimizer steps that the budget allows.
 
     Args:
-        config: the settings.
-        label: of the head.
+        config: settings of the command.
+        label: label of the head.
         step_s: seconds of one of its steps.
         num_entrants: heads that share the minutes.
 
     Raises:
-        InputError: it buys none.
+        InputError: the budget allows no step.
     """
     if config.tokens is not None:
         a_step = config.train.batch_size * config.data.max_length
@@ -310,21 +314,21 @@ def num_steps(config: ContestRun, label: str, step_s: float, num_entrants: int) 
         number = int(config.minutes * 60 / num_entrants / step_s)
         key, cost = f"minutes={config.minutes:g}", f"{step_s:.2f} s"
     if number < 1:
-        raise InputError(f"{key}: buys {label} no step of {cost}; raise it")
+        raise InputError(f"{key}: allows {label} no step of {cost}; raise it")
     return number
 
 
 def measuring_takes(
     config: ContestRun, ways: dict[str, dict[str, str]], out_dir: Path, num_prompts: int, took: Took
 ) -> dict[str, dict[str, Any]]:
-    """Seconds and memory of the tasks behind the trainings.
+    """Seconds and memory of the tasks after training.
 
     Args:
-        config: the settings.
-        ways: methods of each head by label and way.
-        out_dir: with probes.
-        num_prompts: dialogues that are measured.
-        took: by the probes.
+        config: settings of the command.
+        ways: methods of each head, by label and method.
+        out_dir: folder with the probes.
+        num_prompts: number of dialogues to measure.
+        took: costs of the probes.
     """
     speed, costs = (
         json.loads((probe_of(out_dir, folder) / name).read_text())
@@ -356,14 +360,15 @@ def _seconds(method: dict[str, Any]) -> list[float]:
 def seconds_per_dialogue(
     methods: dict[str, Any], costs: dict[str, Any], ways: dict[str, dict[str, str]]
 ) -> dict[tuple[str, int], float]:
-    """Seconds that a dialogue is going to take by each method at each batch size.
+    """Expected seconds per dialogue, by method and batch size.
 
-    As long as in the probe, less what heads learn until then; in a batch as its steps do.
+    This is the time of the probe, scaled by the tau of a trained head, and in a batch by the time
+    of its steps.
 
     Args:
-        methods: of `speedup.json` of the probe, one text at a time.
+        methods: methods of the probe's `speedup.json`, one text at a time.
         costs: `costs.json` of the probe.
-        ways: methods of each head by label and way.
+        ways: methods of each head, by label and method.
     """
     heads = {
         name: (place, way)

@@ -1,4 +1,4 @@
-"""The results of a contest: the winner, a table, a page, and the estimates beside what it took."""
+"""Reports a contest: the winner, a table, a page, and the estimates beside the actual costs."""
 
 import json
 import shutil
@@ -29,12 +29,12 @@ SAME = ("sha256", "num_train_sequences", "num_tokens")
 
 
 def minutes(seconds: float) -> str:
-    """Minutes, as people read them."""
+    """Minutes as text."""
     return f"{seconds / 60:.1f}"
 
 
 def shown_plan(plan: dict[str, Any]) -> str:
-    """The steps of each head, and the estimates of time, disk and memory."""
+    """Show the steps of each head, and the estimates of time, disk and memory."""
     lines = [
         f"{label}: {number} steps of {plan['seconds_per_step'][label]:.2f} s"
         for label, number in plan["steps"].items()
@@ -48,10 +48,10 @@ def shown_plan(plan: dict[str, Any]) -> str:
 
 
 def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: Took) -> str:
-    """Writes `contest.json`, `contest.md`, `contest.html` and `winner/head`; returns the table.
+    """Write `contest.json`, `contest.md`, `contest.html` and `winner/head`; return the table.
 
     Raises:
-        InputError: something is not measured yet, or heads were not trained on the same texts.
+        InputError: a measurement is missing, or heads were trained on different texts.
     """
     check_alike(entrants, out_dir)
     speed, costs = (_read(out_dir, name) for name in ("speed/speedup.json", "costs/costs.json"))
@@ -85,14 +85,14 @@ def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: To
     write_whole(out_dir / "contest.html", _page(words, tables, figures))
     source = out_dir / "heads" / label / "head"
     write_folder(out_dir / "winner" / "head", partial(shutil.copytree, source, dirs_exist_ok=True))
-    return f"{text}\nwrote {out_dir / 'contest.html'}; the winner is in {out_dir / 'winner/head'}"
+    return f"{text}\nwrote {out_dir / 'contest.html'}; winner: {out_dir / 'winner/head'}"
 
 
 def check_alike(entrants: list[Entrant], out_dir: Path) -> None:
-    """Refuses heads of different data: a file that changed between two trainings.
+    """Refuse heads of different data, as when a file changed between two trainings.
 
     Raises:
-        InputError: with the heads and what differs.
+        InputError: the data differ; names the heads and the differences.
     """
     data = {
         entrant.label: _read(out_dir, f"heads/{entrant.label}/head/{PROVENANCE}")["data"]
@@ -110,18 +110,18 @@ def check_alike(entrants: list[Entrant], out_dir: Path) -> None:
 def _read(out_dir: Path, name: str) -> dict[str, Any]:
     path = out_dir / name
     if not path.exists():
-        raise InputError(f"parts: {path} is not there; run the parts before report first")
+        raise InputError(f"parts: {path} is missing; run the other parts before report")
     return dict(json.loads(path.read_text()))
 
 
 def winner(speed: dict[str, Any], ways: dict[str, dict[str, str]]) -> tuple[str, str]:
-    """The head that is fastest over all batch sizes, and its faster way to draft."""
+    """Find the head that is fastest over all batch sizes, and its faster method."""
     drafting = [(label, method) for label, names in ways.items() for method in names.values()]
     return max(drafting, key=lambda pair: score(speed, pair[1]))
 
 
 def score(speed: dict[str, Any], method: str) -> float:
-    """The geometric mean of tokens/s over batch sizes: no size counts for more than another."""
+    """Geometric mean of tokens/s over batch sizes, so that each size counts the same."""
     sizes = speed["concurrency"].values()
     return geometric_mean(size["methods"][method]["tokens_per_s"] for size in sizes)
 
@@ -133,14 +133,14 @@ def methods(
     ways: dict[str, dict[str, str]],
     first: str,
 ) -> dict[str, dict[str, Any]]:
-    """Figures of each way to decode, the fastest first.
+    """Figures of each decoding method, the fastest first.
 
     Args:
         speed: `speedup.json`.
         costs: `costs.json`.
         results: `acceptance.json` of each head by label.
-        ways: methods of each head by label and way.
-        first: the method with which tau is compared.
+        ways: methods of each head, by label and method.
+        first: the method whose tau the others are compared with.
     """
     expected = predicted(costs, results, ways)
     labels = {name: label for label, names in ways.items() for name in names.values()}
@@ -169,10 +169,10 @@ def predicted(
     results: dict[str, dict[str, Any]],
     ways: dict[str, dict[str, str]],
 ) -> dict[str, dict[str, float]]:
-    """Tokens/s by method and batch size, of full batches; arguments as of `methods`.
+    """Predict tokens/s by method and batch size, for full batches; arguments as of `methods`.
 
-    A text takes what its prompt takes alone, and its share of as many steps as its tokens over
-    tau are; tau does not depend on the batch.
+    A text takes the time of its prompt, plus its share of (its tokens / tau) steps. tau does not
+    depend on the batch.
     """
 
     def rate(step_s: float, size: str, tau: float) -> float:
@@ -193,7 +193,7 @@ def predicted(
 
 
 def speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
-    """A line per way to decode."""
+    """Make a row per decoding method."""
     sizes = list(next(iter(figures.values()))["sizes"])
     lines: Lines = [
         ("head", "method", "tau", "tau, less the winner's", *(f"{s} at a time" for s in sizes))
@@ -224,7 +224,7 @@ def taken(plan: dict[str, Any], took: Took, out_dir: Path) -> dict[str, dict[str
 
 
 def cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> Lines:
-    """A line per task, and their sum."""
+    """Make a row per task, and their sum."""
     gpu = any("device" in row for row in plan["estimate"].values())
     on_device = ["GB on each device"] if gpu else []
     lines: Lines = [["part", "minutes", "MB on disk", "GB of memory", *on_device]]

@@ -1,10 +1,10 @@
-"""One fair contest of draft heads: the same target, texts, budget, prompts and machine for all.
+"""Runs a fair contest of draft heads: the same target, texts, budget, prompts and machine for all.
 
 `python scripts/contest/run.py target.path=... data.path=chats.jsonl prompts.path=my.jsonl`
 
-Trains every recipe of `recipes`, measures the heads and the ways to draft without one side by
-side, and copies the fastest head to `out_dir/winner/head`. Each part is a command of its own whose
-result is not made again, so that a contest which was stopped goes on when it is started again.
+Trains every recipe of `recipes`, compares the heads and the methods without a head, and copies the
+fastest head to `out_dir/winner/head`. Each part is a separate command whose result is kept, so a
+stopped contest continues when started again.
 """
 
 import signal
@@ -38,7 +38,7 @@ from scripts.contest import plan, report, tasks
 def run_missing(
     todo: list[tasks.Task], out_dir: Path, took: tasks.Took, estimate: dict[str, Any]
 ) -> None:
-    """Runs the tasks whose results are not there, and says what runs now and what comes."""
+    """Run the tasks without a result, and print the current task and the next ones."""
     missing = [task for task in todo if not task.result.exists()]
     for number, task in enumerate(missing, start=1):
         following = missing[number].name if number < len(missing) else "nothing more"
@@ -50,7 +50,7 @@ def run_missing(
 
 @contextmanager
 def stop_raises() -> Iterator[None]:
-    """SIGTERM is an exception, so that the command at work is stopped too."""
+    """Turn SIGTERM into an exception, so that the running command is stopped too."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -59,7 +59,7 @@ def stop_raises() -> Iterator[None]:
 
 
 def main(config: ContestRun) -> None:
-    """Plans, trains, measures; writes `contest.md`, `contest.html`, `contest.json`, `winner`."""
+    """Plan, train, measure; write `contest.md`, `contest.html`, `contest.json` and `winner`."""
     check_contest(config)
     entrants = plan.read_recipes(config.recipes)
     check_methods(config.untrained)
@@ -79,7 +79,7 @@ def main(config: ContestRun) -> None:
             run_missing(plan.probes(config, entrants, out_dir), out_dir, took, {})
             plan.make_plan(config, entrants, out_dir, took)
         if not path.exists():
-            raise InputError(f"parts: {path} is not there; run the part plan first")
+            raise InputError(f"parts: {path} is missing; run the part plan first")
         settled = json.loads(path.read_text())
         print(report.shown_plan(settled))
         todo: list[tasks.Task] = []

@@ -1,4 +1,4 @@
-"""A task of a contest: a command, the file that it leaves, and what it takes."""
+"""A task of a contest: a command, the file that it writes, and its cost."""
 
 import json
 import os
@@ -18,20 +18,20 @@ from conf.errors import InputError
 from conf.files import write_whole
 
 MARK = "HEADSMITH_CONTEST"
-"""The environment variable by which a contest knows its commands; holds its folder."""
+"""Environment variable that marks the commands of a contest; its value is the folder."""
 TAIL = 15
-"""Lines of a log that are shown where a task fails."""
+"""Lines of a log to show when a task fails."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A command whose result is not made again where it is.
+    """A command that is not run again if its result exists.
 
     Attributes:
-        name: of its log, and of what it took.
-        command: its words.
-        result: the file that is there once it is done.
-        fresh: a folder that goes before it starts, for what cannot go on.
+        name: name of its log and of its costs.
+        command: its arguments.
+        result: file that exists once it is done.
+        fresh: folder to delete before it starts, for a task that cannot continue.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Task:
 
 
 class Took:
-    """Seconds and peak memory of each task over all starts, in `took.json`."""
+    """Seconds and peak memory of each task over all starts, stored in `took.json`."""
 
     def __init__(self, out_dir: Path) -> None:
         self.path = out_dir / "took.json"
@@ -49,20 +49,20 @@ class Took:
         if self.path.exists():
             self.rows = json.loads(self.path.read_text())
         for name, row in self.rows.items():
-            if row["since"] is not None:  # killed: it was at work until its last word
+            if row["since"] is not None:  # killed: it worked until its last output
                 log = log_of(out_dir, name)
                 last = log.stat().st_mtime if log.exists() else row["since"]
                 row["seconds"] += max(0.0, last - row["since"])
                 row["since"] = None
 
     def begin(self, name: str) -> None:
-        """Counts from here on."""
+        """Start to count."""
         row = self.rows.setdefault(name, {"seconds": 0.0, "memory": 0})
         row["since"] = time.time()
         self._write()
 
     def end(self, name: str, memory: int) -> None:
-        """Counts until here, and a peak of so many bytes in one of the processes."""
+        """Stop to count, with the peak bytes of one of the processes."""
         row = self.rows[name]
         row["seconds"] += time.time() - row["since"]
         row |= {"memory": max(row["memory"], memory), "since": None}
@@ -73,10 +73,10 @@ class Took:
 
 
 def run(task: Task, out_dir: Path, took: Took) -> None:
-    """Runs a task.
+    """Run a task.
 
     Raises:
-        InputError: it left no result; with the last lines of its log.
+        InputError: it left no result; the message has the last lines of its log.
     """
     if task.fresh is not None:
         shutil.rmtree(task.fresh, ignore_errors=True)
@@ -88,7 +88,7 @@ def run(task: Task, out_dir: Path, took: Took) -> None:
         child = subprocess.Popen(task.command, stdout=file, stderr=file, env=environ)
         try:
             code, memory = _wait(child)
-        except BaseException:  # a signal: the command saves what it has
+        except BaseException:  # a signal: the command saves its state
             child.terminate()
             took.end(task.name, _wait(child)[1])
             raise
@@ -97,24 +97,24 @@ def run(task: Task, out_dir: Path, took: Took) -> None:
         lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()[-TAIL:]
         shown = "\n".join(f"  {line}" for line in lines)
         raise InputError(
-            f"{task.name} ended with code {code} and without {task.result}; {log} ends:\n{shown}"
+            f"{task.name} ended with code {code}, but without {task.result}; {log} ends:\n{shown}"
         )
 
 
 def _wait(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
-    """The exit code, and bytes of the largest process among it and what it waited for."""
+    """Wait; return the exit code, and bytes of the largest process of it and its children."""
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     return child.returncode, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def log_of(out_dir: Path, name: str) -> Path:
-    """The file for what a task prints."""
+    """File for a task's output."""
     return out_dir / "logs" / f"{name.replace(' ', '-')}.log"
 
 
 def end_orphans(out_dir: Path) -> None:
-    """Ends what a contest in this folder that was killed left running, and waits for it."""
+    """End processes that a killed contest in this folder left, and wait for them."""
     while pids := list(orphans(out_dir)):
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -123,7 +123,7 @@ def end_orphans(out_dir: Path) -> None:
 
 
 def orphans(out_dir: Path) -> Iterator[int]:
-    """Ids of the processes that contests in this folder have started."""
+    """Ids of processes that contests in this folder started."""
     wanted = f"{MARK}={out_dir.resolve()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # another user's, or just gone
@@ -132,7 +132,7 @@ def orphans(out_dir: Path) -> Iterator[int]:
 
 
 def device_memory(out_dir: Path, name: str) -> dict[str, float]:
-    """`device`: bytes that a training used on each GPU at most, as it said itself; or nothing."""
+    """`device`: most bytes of a training on each GPU, as its log states; empty if it does not."""
     log = log_of(out_dir, name)
     text = log.read_text(errors="replace") if log.exists() else ""
     said = re.findall(r"([\d.]+) GB measured at most", text)
@@ -140,5 +140,5 @@ def device_memory(out_dir: Path, name: str) -> dict[str, float]:
 
 
 def bytes_of(folder: Path) -> int:
-    """The size of all files below a folder."""
+    """Size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -30,8 +30,8 @@ CHAT_TEMPLATE = """\
 CATEGORIES = ("function", "method", "class", "module")
 _FEWEST_PROMPT_TOKENS = 8
 
-# A line break is always a token of its own: the one after <|assistant|> must not merge
-# with the indentation that an answer starts with, or prompts would end in half a token.
+# A line break is always a separate token: the one after <|assistant|> must not merge with the
+# indentation at the start of an answer, or prompts would end within a token.
 _WORDS = r"\n| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
 _EXCLUDED = {
@@ -48,18 +48,18 @@ PACKAGES = {
 }  # fmt: skip
 """Installed packages whose source the target reads beside the standard library's, by licence."""
 _FEWEST_BYTES = 3.6
-"""A piece that zlib packs below so many bytes of ten is a table: it teaches to repeat."""
+"""A piece with fewer compressed bytes per ten than this is a table, and teaches repetition."""
 _CONSTRUCT = re.compile(r" *(?:@|(?:async )?def |class )")
-_HELD_OUT_IN = 10  # one file of so many
+_HELD_OUT_IN = 10  # one file of ten
 _MIN_FILES = 50
 
 
 @dataclass(frozen=True)
 class CodeChat:
-    """One chat: the beginning of a piece of source, and how it goes on."""
+    """One chat: the start of a piece of source, and its continuation."""
 
     category: str
-    """function, method, class, module; or body, a later part of a long one."""
+    """function, method, class, module, or body for a later part of a long one."""
     file: str
     """Path inside the standard library."""
     prompt: str
@@ -78,13 +78,13 @@ class SourceFiles:
 def find_source_files(num_files: int | None = None) -> SourceFiles:
     """List the standard library's own modules.
 
-    A file's side depends on its name alone, so that Python versions agree on it.
+    A file's side depends only on its name, so that all Python versions agree on it.
 
     Args:
-        num_files: Keep only so many, evenly spread.
+        num_files: number of files to keep, evenly spread; unset keeps all.
 
     Raises:
-        InputError: This Python comes without its source.
+        InputError: this Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(
@@ -95,8 +95,9 @@ def find_source_files(num_files: int | None = None) -> SourceFiles:
     )
     if len(names) < _MIN_FILES:
         raise InputError(
-            f"{root}: {len(names)} source files of the standard library, the embedded default "
-            f"needs {_MIN_FILES}: set target.path and data.path, or use a Python with its source"
+            f"{root}: has {len(names)} source files of the standard library, but the embedded "
+            f"default needs {_MIN_FILES}; set target.path and data.path, or use a Python with its "
+            "source"
         )
     sides: tuple[list[str], list[str]] = [], []
     for name in _spread(names, num_files):
@@ -110,19 +111,19 @@ def _spread(names: list[str], count: int | None) -> list[str]:
 
 
 def find_packages(num_files: int | None = None) -> SourceFiles:
-    """List the modules of `PACKAGES`; all are for training.
+    """List the modules of `PACKAGES`, all for training.
 
     Args:
-        num_files: keep only so many, evenly spread.
+        num_files: number of files to keep, evenly spread; unset keeps all.
 
     Raises:
-        InputError: one is not installed.
+        InputError: a package is not installed.
     """
     names: list[str] = []
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
-            raise InputError(f"{package}: not installed; `make setup` installs what is read")
+            raise InputError(f"{package}: not installed; run `make setup`, which installs it")
         folder = Path(spec.origin).parent
         root = folder.parent
         paths = (path.relative_to(root) for path in folder.rglob("*.py"))
@@ -131,7 +132,7 @@ def find_packages(num_files: int | None = None) -> SourceFiles:
 
 
 def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
-    """Read files as UTF-8, without the few that are not."""
+    """Read files as UTF-8; skip the few with another encoding."""
     texts = {}
     for name in names:
         try:
@@ -142,10 +143,10 @@ def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
 
 
 def cut_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
-    """Cut a file into chats: at every def and class, and where one exceeds `max_chars`.
+    """Cut a file into chats: at every def and class, and within those above `max_chars`.
 
-    Dropped are blocks of fewer than three lines, tables, and lines that are only a comment:
-    licence headers and rulers teach a small model to repeat `#` for ever.
+    Skips blocks of fewer than three lines, tables, and comment lines: licence headers and rulers
+    teach a small model to repeat `#` without end.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     starts = [0]
@@ -156,8 +157,8 @@ def cut_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
         category = _category(lines[start:end])
         for block in _split(lines[start:end], max_chars):
             clean = textwrap.dedent("\n".join(block)).strip("\n").splitlines()
-            # The user's part: about a third, to the end of the first line that is no decorator
-            # at least, eight lines at most.
+            # The user's part: about a third, at least to the end of the first line that is no
+            # decorator, at most eight lines.
             head = next((i for i, x in enumerate(clean) if not x.startswith("@")), 0)
             cut = max(head + 1, min(len(clean) // 3, 8))
             code = "\n".join(clean).encode()
@@ -241,5 +242,5 @@ def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTr
 
 
 def render(piece: CodeChat, bos: str) -> str:
-    """The text that the chat template makes of a piece; a test holds the two together."""
+    """Render a piece as the chat template does; a test checks that both agree."""
     return f"{bos}<|user|>\n{piece.prompt}<|end|>\n<|assistant|>\n{piece.continuation}<|end|>\n"

@@ -1,8 +1,8 @@
-"""Makes the embedded default anew: `python scripts/embedded/make.py FOLDER`, about an hour.
+"""Makes the embedded default again: `python scripts/embedded/make.py FOLDER`, about an hour.
 
-A small Llama-type model is trained on Python source of permissive licences, then answers prompts
-from the standard library with its own greedy text. FOLDER gets what `data/embedded/` holds, and
-`trained`, the target before it unlearnt loops; a second start goes on behind what is there.
+A small Llama-type model is trained on Python source with permissive licences, then answers prompts
+from the standard library with its own greedy text. FOLDER gets the contents of `data/embedded/`,
+and `trained`, the target before it unlearnt loops. A second start continues.
 """
 
 import sys
@@ -26,11 +26,11 @@ from scripts.embedded import corpus
 from scripts.embedded.target import Recipe, respond, train_target, unlearn_loops
 
 STDLIB_EPOCHS = 3
-"""Times that the standard library is read for each of the packages: prompts are of its kind."""
+"""Times that the standard library is read per reading of the packages, as prompts are like it."""
 
 
 def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
-    """Writes the target, conversations to learn from, held-out prompts, and checksums."""
+    """Write the target, conversations to learn from, held-out prompts, and checksums."""
     library = corpus.find_source_files(recipe.num_files)
     texts = corpus.read_source(library, library.train)
     learnt, held_out = (
@@ -85,7 +85,7 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
 
 
 def save(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes both, rounded to bfloat16, or nothing."""
+    """Write both completely or not at all, rounded to bfloat16."""
     partial = folder.with_suffix(".partial")
     tokenizer.save_pretrained(partial)
     target.bfloat16().save_pretrained(partial)
@@ -93,13 +93,13 @@ def save(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: P
 
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Loads both in float32, as every user on a CPU loads them."""
+    """Load both in float32, as every user on a CPU does."""
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return target, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:
-    """Writes a line of JSON for each row."""
+    """Write a line of JSON for each row."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The embedded default's target: a small Llama-type model, trained from scratch, and its answers.
+"""Trains the embedded default's target, a small Llama-type model, and has it answer prompts.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -25,7 +25,8 @@ from heads.processor import this_processor
 from scripts.embedded import corpus
 
 LOOP = 6
-"""Tokens that are a loop where they stand in an answer twice; shorter ones are often good code."""
+"""A run of this many tokens that occurs twice in an answer is a loop; shorter ones are often good
+code."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Recipe:
     """Every size of the embedded default."""
 
     num_files: int | None = None
-    """Source files of each kind to read; unset takes all."""
+    """Source files of each kind to read; unset reads all."""
     max_piece_chars: int = 560
     vocab_size: int = 1024
     hidden_size: int = 256
@@ -50,9 +51,9 @@ class Recipe:
     warmup_steps: int = 100
     learning_rate: float = 4e-3
     num_loop_steps: int = 120
-    """Steps of unlearning loops, behind the training."""
+    """Steps of unlearning loops, after the training."""
     loop_batch_size: int = 48
-    """Answers of such a step."""
+    """Answers per such step."""
     loop_learning_rate: float = 4e-4
     num_conversations: int = 1536
     num_prompts: int = 64
@@ -68,7 +69,7 @@ def train_target(
     recipe: Recipe,
     progress: bool,
 ) -> LlamaForCausalLM:
-    """Train a Llama-type model from scratch on packed chats, loss on every token."""
+    """Train a Llama-type model from scratch on packed chats, with the loss on every token."""
     torch.manual_seed(recipe.seed)
     tokens = {
         name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -82,7 +83,7 @@ def train_target(
     )  # fmt: skip
     target = LlamaForCausalLM(config)
     target.generation_config = GenerationConfig(**tokens)
-    # Muon for the matrices of the blocks (about half the tokens for the same loss), else AdamW.
+    # Muon for the matrices of the blocks (about half the tokens for the same loss); others AdamW.
     blocks = [p for p in target.model.layers.parameters() if p.ndim == 2]
     taken = {id(p) for p in blocks}
     others = [p for p in target.parameters() if id(p) not in taken]
@@ -125,11 +126,11 @@ def unlearn_loops(
     recipe: Recipe,
     progress: bool,
 ) -> None:
-    """Teach a target not to repeat itself: it distils what it was, but for what repeats.
+    """Teach a target not to repeat itself: it distils itself, without repeated tokens.
 
-    Each step answers prompts greedily. The teacher's distribution at every token of the answers is
-    that of the target as it was, without the tokens that would end a run of `LOOP` tokens which the
-    answer had before. Unlikelihood (arXiv 1908.04319), tried first, left no sense in the answers.
+    Each step answers prompts greedily. At every token of the answers the teacher is the original
+    target, without the tokens that would end a run of `LOOP` tokens seen earlier in the answer.
+    Unlikelihood (arXiv 1908.04319) was tried first and destroyed the sense of the answers.
     """
     rng = random.Random(recipe.seed)
     teacher = copy.deepcopy(target)
@@ -180,12 +181,12 @@ def unlearn_loops(
 
 
 def _autocast() -> torch.autocast:
-    """Autocast for one forward pass, as it goes on with the weights that it has cast once."""
+    """Autocast for one forward pass; its weights stay cast until the pass ends."""
     return torch.autocast("cpu", torch.bfloat16, enabled=this_processor().is_fast(torch.bfloat16))
 
 
 def repeating(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
-    """Tokens that may not come at each place: they would end `length` that were there before."""
+    """Forbidden tokens per place: those that would complete `length` tokens seen before."""
     after: dict[tuple[int, ...], set[int]] = {}
     forbidden = []
     for place, token in enumerate(token_ids):

@@ -1,8 +1,8 @@
 """llama.cpp's server inside this process, on a CPU, in float32 throughout.
 
-Run by the Python of its own environment, on settings {"target": GGUF file, "draft": null or
-{"model": GGUF file of a head, "method": such as `draft-eagle3`, "num_tokens": of a step}, "batch":
-prompt tokens of a pass, "metrics": whether it counts, "num_threads"}, prints its URL and serves
+Runs in an environment of its own, with the settings {"target": GGUF file, "draft": null or
+{"model": GGUF file of a head, "method": such as `draft-eagle3`, "num_tokens": per step}, "batch":
+prompt tokens per pass, "metrics": whether it counts, "num_threads"}. Prints its URL and serves
 until its input ends:
 
     python scripts/llamacpp/server.py '{"target": "target.gguf", ...}'
@@ -24,14 +24,14 @@ def opened(
     metrics: bool = True,
     num_threads: int = 1,
 ) -> Any:
-    """The server, one request at a time; its `listening_address` is the URL."""
+    """Open the server, for one request at a time; its `listening_address` is the URL."""
     settings = llama.CommonParams()
     settings.model.path = target
-    settings.port = 0  # any that is free
+    settings.port = 0  # any free port
     settings.n_ctx, settings.n_parallel, settings.n_batch = CONTEXT, 1, batch
     settings.n_ubatch = min(settings.n_ubatch, batch)
     settings.endpoint_metrics, settings.verbosity = metrics, 1
-    # To fit the device's memory opens the head without its target.
+    # Fitting to the device's memory would open the head without its target.
     settings.fit_params, settings.warmup = False, False
     drafting = settings.speculative.draft
     if draft is not None:

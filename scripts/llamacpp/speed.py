@@ -1,14 +1,14 @@
-"""Greedy texts of llama.cpp and how fast it writes them, without a draft head and with one.
+"""Greedy texts of llama.cpp and its speed, without a draft head and with one.
 
-Run by the Python of its own environment, on settings {"target": GGUF file, "head": folder with one,
-"method": such as `draft-eagle3`, "depths": draft tokens of a step, 0 first for none, "prompts":
-file of rows with `turns`, "skip": rows that are left out, "num_tokens": of an answer at most,
-"num_repeats", "num_threads"}:
+Runs in an environment of its own, with the settings {"target": GGUF file, "head": folder with one,
+"method": such as `draft-eagle3`, "depths": draft tokens per step, 0 first for none, "prompts": file
+of rows with `turns`, "skip": rows to skip, "num_tokens": most tokens of an answer, "num_repeats",
+"num_threads"}:
 
     python scripts/llamacpp/speed.py '{"target": "target.gguf", ...}' result.json
 
 Writes {"questions", "rows": [{"depth", "num_tokens", "num_steps", "seconds"}], "answers": texts of
-each depth, "partings": texts that differ from those of depth 0, and where}.
+each depth, "partings": places where texts differ from those of depth 0}.
 """
 
 import json
@@ -26,7 +26,7 @@ LOOPBACK = build_opener(ProxyHandler({}))
 
 
 def asked(url: str, path: str, **body: Any) -> Any:
-    """The answer of a server to a request."""
+    """Send a request to a server and return its answer."""
     request = Request(
         f"{url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -34,7 +34,7 @@ def asked(url: str, path: str, **body: Any) -> Any:
 
 
 def answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any:
-    """A greedy answer, with its token ids and times."""
+    """Get a greedy answer, with its token ids and times."""
     return asked(
         url, "completion", prompt=prompt, n_predict=num_tokens, temperature=0, return_tokens=True,
         cache_prompt=False, **settings,
@@ -42,7 +42,7 @@ def answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any
 
 
 def prompts(url: str, questions: list[str]) -> list[list[int]]:
-    """Token ids of questions in the target's own chat template."""
+    """Get token ids of questions in the target's own chat template."""
     found = []
     for question in questions:
         messages = [{"role": "user", "content": question}]
@@ -53,9 +53,9 @@ def prompts(url: str, questions: list[str]) -> list[list[int]]:
 
 
 def counted(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
-    """Tokens and steps of a pass over the prompts, and seconds: each answer's median of all passes.
+    """Tokens, steps and seconds over the prompts; seconds are the sum of each answer's median.
 
-    The first token of an answer comes with its prompt: neither it nor the prompt is timed.
+    The first token of an answer comes with its prompt; neither of them is timed.
     """
     times = [[each["timings"] for each in answers] for answers in zip(*passes, strict=True)]
     num_tokens = sum(first["predicted_n"] - 1 for first, *_ in times)
@@ -70,7 +70,7 @@ def counted(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
 
 
 def parting(url: str, prompt: list[int], usual: list[int], other: list[int]) -> dict[str, Any]:
-    """Where a text parts from the usual one, and what the target thinks of its best two tokens."""
+    """Place where a text differs from the usual one, and the target's two best scores."""
     pairs = zip(usual, other, strict=False)
     place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(usual), len(other)))
     found = answer(url, prompt + usual[:place], 1, n_probs=2)["completion_probabilities"][0]
@@ -83,9 +83,9 @@ def parting(url: str, prompt: list[int], usual: list[int], other: list[int]) -> 
 
 
 def measured(settings: dict[str, Any]) -> dict[str, Any]:
-    """The result.
+    """Make the result.
 
-    All servers are open at once and take turns, so that other work on the machine slows all alike.
+    All servers are open at the same time and take turns, so that other load affects all equally.
     """
     depths, num_tokens = settings["depths"], settings["num_tokens"]
     (head,) = Path(settings["head"]).glob("*.gguf")
@@ -128,7 +128,7 @@ def measured(settings: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     result = Path(sys.argv[2])
-    # Whole or not at all; this environment lacks what conf.files needs.
+    # Written completely or not at all; this environment lacks the packages of conf.files.
     partial = result.with_name(f"{result.name}.tmp")
     partial.write_text(json.dumps(measured(json.loads(sys.argv[1])), indent=1))
     partial.replace(result)

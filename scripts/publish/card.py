@@ -1,4 +1,4 @@
-"""The model card of a published head: what it is, what it was made from, what it gives."""
+"""The model card of a published head: its kind, its origin, and its measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,14 +27,14 @@ class ExportFacts:
     """Facts of an export, as a card states them.
 
     Attributes:
-        format: its name.
-        repo_id: of the repository it lies in.
-        folder: in that repository; empty for its root.
-        loaders: the engines' versions whose loaders it was written for.
-        commands: what downloads it, where the engine does not, and serves it.
-        max_difference: of its logits from the trained head's, as an independent reader found it.
-        scale: the largest of those logits.
-        target_weights: what it holds of the target's weights, in words.
+        format: name of the format.
+        repo_id: repository of the export.
+        folder: folder in that repository; empty for its root.
+        loaders: engine versions whose loaders it was written for.
+        commands: commands that download it, unless the engine does, and serve it.
+        max_difference: difference of its logits from the trained head's, by an independent reader.
+        scale: largest of those logits.
+        target_weights: the target's weights that it contains, in words.
     """
 
     format: str
@@ -48,18 +48,18 @@ class ExportFacts:
 
     @property
     def where(self) -> str:
-        """The repository, and the folder in it."""
+        """Repository, and folder in it."""
         return f"{self.repo_id}/{self.folder}".removesuffix("/")
 
     @property
     def parity(self) -> str:
-        """The distance from the trained head's logits, in words."""
+        """Distance from the trained head's logits, in words."""
         return f"max |difference| {self.max_difference:.1e} of logits up to {self.scale:.1f}"
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Everything that a card states; paths in it are already scrubbed."""
+    """Contents of a card; paths are already removed."""
 
     repo_id: str
     head: HeadFacts
@@ -76,15 +76,15 @@ class CardFacts:
     """File names beside the card."""
     exports: list[ExportFacts] = field(default_factory=list)
     head_repo: str | None = None
-    """The repository of the head itself, on the card of an export's own."""
+    """Repository of the head itself, for the card of an export's own repository."""
     notices: list[str] = field(default_factory=list)
-    """Whose terms apply, one paragraph each."""
+    """Terms that apply, one paragraph each."""
 
 
 def is_hub_id(name: str) -> bool:
-    """True of a name that can be a Hub repository, of an owner, and is not a local path.
+    """Tell whether a name can be a Hub repository with an owner, and is no local path.
 
-    One without an owner, on a card of what was made elsewhere, was more likely a folder there.
+    On a card made elsewhere, a name without an owner was more likely a folder there.
     """
     try:
         return "/" in name and here("a name", name, SUFFIXES) is None
@@ -93,19 +93,19 @@ def is_hub_id(name: str) -> bool:
 
 
 def repository(name: str) -> str:
-    """The id of a Hub repository, of which a name may name a GGUF file."""
+    """Id of a Hub repository; the name may end in a GGUF file."""
     parts = gguf_parts(name)
     return name if parts is None else parts[0]
 
 
 def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]:
-    """The target's weights that a head and its exports hold copies of, in words."""
+    """The target's weights of which a head and its exports have copies, in words."""
     of_exports = [words for export in exports for words in export.target_weights]
     return list(dict.fromkeys([*head.copied, *of_exports]))
 
 
 def model_card(facts: CardFacts) -> ModelCard:
-    """Writes the card, its metadata included."""
+    """Write the card, with its metadata."""
     sections = [
         _introduction(facts), *facts.notices, _use(facts), _measured(facts), _training(facts)
     ]  # fmt: skip
@@ -117,9 +117,9 @@ def _metadata(facts: CardFacts) -> ModelCardData:
     data_path = str(facts.provenance.get("data", {}).get("path") or "")
     on_hub = facts.target is not None and is_hub_id(facts.target)
     return ModelCardData(
-        # The Hub refuses a base_model that is not an id, and calls every unnamed relation a
-        # finetune. It knows adapter, finetune, merge and quantized; an adapter is what adds to a
-        # base model without changing it. No pipeline_tag: a head alone generates nothing.
+        # The Hub refuses a base_model that is not an id, and treats every unnamed relation as a
+        # finetune. It knows adapter, finetune, merge and quantized; an adapter adds to a base model
+        # without changing it. No pipeline_tag: a head by itself generates nothing.
         base_model=repository(str(facts.target)) if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
         datasets=[data_path] if is_hub_id(data_path) else None,
@@ -135,7 +135,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
 
 
 def _results(acceptance: dict[str, Any]) -> list[EvalResult]:
-    """tau as the Hub's `model-index` holds it, of the chain and of the tree."""
+    """tau of the chain and of the tree, in the Hub's `model-index` form."""
     data = str((acceptance.get("data") or {}).get("path") or "headsmith-default")
     taus = {"chain": acceptance} | {
         key.replace("_", " "): acceptance[key]
@@ -171,13 +171,13 @@ def _introduction(facts: CardFacts) -> str:
     if gguf_parts(str(identity.get("name"))):
         trained += (
             f" It was trained on the weights in `{Path(identity['name']).name}`, of type "
-            f"{identity['quantization']}: those that llama.cpp serves."
+            f"{identity['quantization']}, which llama.cpp serves."
         )
     elsewhere = ""
     if facts.head_repo is not None:
         elsewhere = (
-            f"\n\nThis repository holds the head as {facts.exports[0].format} loads it; the head "
-            f"itself, for Headsmith, is in "
+            f"\n\nThis repository holds the head in the format {facts.exports[0].format}; the head "
+            "itself, for Headsmith, is in "
             f"[{facts.head_repo}](https://huggingface.co/{facts.head_repo})."
         )
     return (
@@ -202,7 +202,7 @@ def _measured(facts: CardFacts) -> str:
 
 
 def _acceptance(acceptance: dict[str, Any]) -> list[str]:
-    """tau in words, by category, and acceptance by depth."""
+    """Show tau in words, by category, and acceptance by depth."""
     temperature = acceptance.get("temperature")
     choice = f"temperature {temperature}" if temperature else "greedy"
     words = (
@@ -232,13 +232,13 @@ def _acceptance(acceptance: dict[str, Any]) -> list[str]:
 
 
 def _setting(result: dict[str, Any]) -> str:
-    """Names dtype and device, where the measurement says them."""
+    """Name dtype and device, if the measurement has them."""
     told = [str(result[key]) for key in ("target_dtype", "device") if result.get(key)]
     return f", {' on '.join(told)}" if told else ""
 
 
 def _speedup(speedup: dict[str, Any]) -> list[str]:
-    """Speed-up of every method, and how many texts are the target's own."""
+    """Show the speed-up of every method, and the number of texts equal to the target's own."""
     others = [f"`{name}`" for name in speedup["baselines"] if name != speedup["baseline"]]
     faster = f", the faster of it and {' and '.join(others)}" if others else ""
     words = (
@@ -287,7 +287,7 @@ def _use(facts: CardFacts) -> str:
 
 
 def _exports(facts: CardFacts) -> str:
-    """The engine of each export, how near it is to the trained head, and how it is served."""
+    """List the engine of each export, its distance from the trained head, and how to serve it."""
     rows = [
         [export.format, f"`{export.where}`", export.loaders, export.parity]
         for export in facts.exports
@@ -295,14 +295,13 @@ def _exports(facts: CardFacts) -> str:
     intro = "Serve it from the export for your engine."
     if any(export.folder for export in facts.exports):
         intro += (
-            " Engines look for weights at a repository's root alone, so its folder is downloaded "
-            "first."
+            " Engines only look for weights in a repository's root, so download its folder first."
         )
     parity = (
-        "Parity: what an independent reader, which knows only the engine's documented names, "
-        "computes from the export, against the trained head's logits on the golden features in "
-        "`parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on the "
-        "machine that serves."
+        "Parity: an independent reader, which only knows the engine's documented names, computes "
+        "logits from the export, and compares them with the trained head's on the golden features "
+        "in `parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on "
+        "the serving machine."
     )
     commands = [f"{export.format}:\n\n```\n{export.commands}\n```" for export in facts.exports]
     return "\n\n".join(
@@ -313,7 +312,7 @@ def _exports(facts: CardFacts) -> str:
 def _training(facts: CardFacts) -> str:
     provenance = facts.provenance
     if not provenance:
-        return "## Training\n\nThis head carries no record of how it was trained."
+        return "## Training\n\nThis head has no record of how it was trained."
     parts = ["## Training", _data_text(provenance.get("data") or {})]
     config = provenance.get("config") or {}
     settings = config.get("train") or {}
@@ -321,7 +320,7 @@ def _training(facts: CardFacts) -> str:
     rows += [
         [f"head.{key}", value]
         for key, value in trained_with(provenance).items()
-        # Where the head started from is its maker's own place.
+        # The starting head's path is a place on its maker's machine.
         if key not in ("path", "revision") and value is not None
     ]
     rows += [["seed", config["seed"]]] if "seed" in config else []

@@ -1,4 +1,4 @@
-"""Exports that are pushed with a head: are they of this head, and do they still compute it?"""
+"""Checks exports that are pushed with a head: they must belong to the head and still compute it."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from heads.kinds import load_head
 from scripts.publish.card import ExportFacts
 from scripts.publish.staging import place, published, read_json, scrubbed, write_json
 
-# Of these, too, only the root of a repository counts; the others open local folders.
+# For these, too, only the root of a repository works; the others open local folders.
 TAKE_HUB_IDS = (
     ExportFormat.vllm, ExportFormat.sglang, ExportFormat.tgi, ExportFormat.speculators
 )  # fmt: skip
@@ -37,7 +37,7 @@ TARGET_WEIGHTS = {
 
 @dataclass(frozen=True)
 class ExportFolder:
-    """An export folder and what its `headsmith.json` says of it."""
+    """An export folder and the contents of its `headsmith.json`."""
 
     folder: Path
     format: ExportFormat
@@ -45,7 +45,7 @@ class ExportFolder:
 
 
 def open_exports(folders: list[str]) -> list[ExportFolder]:
-    """Looks at export folders without reading their weights.
+    """Read export folders, without their weights.
 
     Raises:
         InputError: no such folder, not an export, or two of one format.
@@ -54,7 +54,9 @@ def open_exports(folders: list[str]) -> list[ExportFolder]:
     for name in folders:
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            raise InputError(f"exports={name}: no such folder")
+            raise InputError(
+                f"exports={name}: no such folder; name a folder that scripts/export.py wrote"
+            )
         facts = (read_json(folder / PROVENANCE) or {}).get("export") or {}
         try:
             engine = ExportFormat(facts.get("format"))
@@ -67,14 +69,14 @@ def open_exports(folders: list[str]) -> list[ExportFolder]:
         if engine in exports:
             raise InputError(
                 f"exports: {exports[engine].folder} and {name} are both for {engine.value}; name "
-                "one of each format"
+                "one per format"
             )
         exports[engine] = ExportFolder(folder, engine, getattr(torch, dtype.value))
     return list(exports.values())
 
 
 def check_same(head: DraftHead, export: ExportFolder) -> None:
-    """Checks that an export is of this head.
+    """Check that an export is of this head.
 
     Args:
         head: in float32.
@@ -90,13 +92,13 @@ def check_same(head: DraftHead, export: ExportFolder) -> None:
         )
         if name not in theirs or not torch.equal(theirs[name].to(tensor.dtype), expected):
             raise InputError(
-                f"exports={export.folder}: its {name} is not that of head.path: an export of "
-                "another head, or of an earlier state of it; export again"
+                f"exports={export.folder}: its {name} differs from that of head.path, so it is an "
+                "export of another head or of an earlier state; export again"
             )
 
 
 def stage_export(export: ExportFolder, staged: Path) -> None:
-    """Fills `staged` with the files of an export that others may have."""
+    """Fill `staged` with the publishable files of an export."""
     staged.mkdir()
     for path in sorted(export.folder.iterdir()):
         if path.name == PROVENANCE:
@@ -113,16 +115,16 @@ def stage_export(export: ExportFolder, staged: Path) -> None:
 
 
 def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> ExportFacts:
-    """Checks a staged export with the independent reader.
+    """Check a staged export with the independent reader.
 
     Args:
-        export: what was staged.
+        export: the staged export.
         staged: exactly the files that will be uploaded.
-        repo_id: of the repository they go to.
-        folder: in it; empty for its root.
+        repo_id: repository that they go to.
+        folder: folder in it; empty for its root.
 
     Raises:
-        InputError: it does not compute the trained head.
+        InputError: the export does not compute the trained head.
     """
     try:
         verdict = check_parity(staged)
@@ -138,10 +140,12 @@ def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> E
     text = readme.read_text("utf-8") if readme.is_file() else ""
     command = re.search(r"^## Serve\n+```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
     if command is None:
-        raise InputError(f"exports={export.folder}: its README.md says nothing under Serve")
+        raise InputError(
+            f"exports={export.folder}: its README.md has no command under Serve; export again"
+        )
     told = re.sub(r"\bDIR\b", served, command[1])
     if export.format is ExportFormat.llamacpp and not folder:
-        # It fetches by itself, of a repository's root, the file whose prefix is the kind of head.
+        # llama.cpp downloads from a repository's root the file whose prefix is the kind of head.
         line, told = "", re.sub(r" -md \S+", f" -hfd {repo_id}", told)
     names = {part for name in _tensor_names(staged) for part in name.split(".")}
     facts = ExportFacts(
@@ -159,7 +163,7 @@ def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> E
 
 
 def _tensor_names(staged: Path) -> Iterator[str]:
-    """The names of all tensors in a folder and the folders in it."""
+    """Names of all tensors in a folder and its subfolders."""
     for path in staged.rglob(f"*{WEIGHTS}"):
         with safe_open(path, "pt") as file:
             yield from file.keys()

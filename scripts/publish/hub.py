@@ -14,13 +14,13 @@ from conf.command.statement import plain
 from conf.errors import InputError
 from heads.folders import PROVENANCE
 
-# What a head's repository holds of an earlier head; exports are told by their own `headsmith.json`.
+# Files of an earlier head in a head's repository; exports are recognised by their own
+# `headsmith.json`.
 OF_A_HEAD = ["*.safetensors", "*.gguf", "*.safetensors.index.json", "*.png", "draft_*.json"]
-# Storage is reached by signed links: whoever has one may write there for a while.
+# Storage has signed links; whoever has one may write there for a while.
 SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 RESUME = (
-    "nothing of it is visible yet. Start the same command again: files that arrived are not "
-    "sent twice"
+    "nothing of it is visible yet. Run the same command again; uploaded files are not sent twice"
 )
 
 
@@ -29,10 +29,10 @@ class Terms:
     """Terms of a repository, as the Hub tells them.
 
     Attributes:
-        name: its id.
-        private: only some may see it.
-        gated: whoever downloads it agrees to terms first.
-        license: SPDX id, or the name of another licence; None if it names none.
+        name: id of the repository.
+        private: only some users may see it.
+        gated: users must agree to terms before they download it.
+        license: SPDX id, or the name of another licence; None if none is named.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Terms:
 
 
 def ask_terms(name: str) -> Terms | str:
-    """Asks the Hub about a repository, as the user whose token is set.
+    """Ask the Hub about a repository, as the user whose token is set.
 
     Args:
         name: Hub id.
@@ -54,11 +54,11 @@ def ask_terms(name: str) -> Terms | str:
     try:
         info = api.model_info(name, expand=["private", "gated", "cardData"])
     except errors.RepositoryNotFoundError:
-        return f"{api.endpoint} does not show it to you: it is private to others, or gone"
+        return f"{api.endpoint} does not show it to you; it is private to others, or deleted"
     except errors.HfHubHTTPError as error:
         return f"{api.endpoint} answered HTTP {error.response.status_code}"
     except errors.OfflineModeIsEnabled:
-        return "HF_HUB_OFFLINE is set, so nobody asked"
+        return "HF_HUB_OFFLINE is set, so the Hub was not asked"
     except errors.HTTPError as error:
         return f"cannot reach {api.endpoint}: {told(error)}"
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
@@ -69,30 +69,30 @@ def ask_terms(name: str) -> Terms | str:
 
 
 def link(repo_id: str) -> str:
-    """The address of a repository's page."""
+    """Address of a repository's page."""
     return f"{HfApi().endpoint}/{repo_id}"
 
 
 def upload(folders: dict[str, Path], private: bool) -> list[str]:
-    """Uploads each folder to its repository, in one commit each.
+    """Upload each folder to its repository, in one commit each.
 
-    `HfApi.upload_folder` and its large brother commit in batches where Xet is installed, and
-    whoever downloads in between gets half a head. What was uploaded before an interruption is
-    kept by the Hub, and the client asks before it sends a file (or, with Xet, a chunk) again.
+    `HfApi.upload_folder` and `upload_large_folder` commit in batches if Xet is installed, and users
+    who download in between get half a head. After an interruption the Hub keeps what was uploaded,
+    and the client asks before it sends a file (with Xet, a chunk) again.
 
     Args:
-        folders: by Hub id, `user/name`.
-        private: what the repositories are if they are new; True refuses one that is public.
+        folders: folders by Hub id, `user/name`.
+        private: visibility of new repositories; True refuses an existing public one.
 
     Returns:
         URLs of the repositories.
 
     Raises:
-        InputError: no right to write there, the Hub is out of reach, or the upload stopped.
+        InputError: no right to write there, the Hub is unreachable, or the upload stopped.
     """
     api = HfApi()
     urls = []
-    for repo_id in folders:  # before the first upload: no right to one of them may stop it all
+    for repo_id in folders:  # before the first upload, as a missing right to one must stop all
         with _explained(repo_id, api.endpoint):
             urls.append(str(api.create_repo(repo_id, private=private, exist_ok=True)))
             if private and not api.repo_info(repo_id).private:
@@ -115,7 +115,7 @@ def upload(folders: dict[str, Path], private: bool) -> list[str]:
 
 
 def _stale(there: list[str], files: dict[str, Path]) -> list[str]:
-    """Files of an earlier head: they must not mix with this one's."""
+    """Files of an earlier head, which must not mix with this one's."""
     exports = {name.parent for name in map(PurePosixPath, there) if name.name == PROVENANCE}
     exports.discard(PurePosixPath())
     old = set(filter_repo_objects(there, allow_patterns=OF_A_HEAD))
@@ -124,19 +124,19 @@ def _stale(there: list[str], files: dict[str, Path]) -> list[str]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Every file in a folder and the folders in it, sorted."""
+    """Every file in a folder and its subfolders, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def told(error: BaseException) -> str:
-    """The words of an error and its cause, on one line and without keys."""
+    """Message of an error and its cause, on one line and without keys."""
     cause = f" {error.__cause__}" if error.__cause__ else ""
     return " ".join(str(plain(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
 
 
 @contextmanager
 def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
-    """Turns the client's errors into words for who runs the command."""
+    """Turn the client's errors into messages for the user."""
     try:
         yield
     except InputError:
@@ -147,11 +147,14 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         if status == 401:
             problem = f"not logged in to {endpoint}: run `hf auth login` or set HF_TOKEN"
         elif status == 403:
-            problem = f"this token may not write there (HTTP 403): {told(error)}"
+            problem = (
+                f"this token may not write there (HTTP 403): {told(error)}; set HF_TOKEN to one "
+                "that may"
+            )
         raise InputError(f"repo_id={repo_id}: {problem}") from error
     except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
         raise InputError(f"cannot reach {endpoint}: {told(error)}; {RESUME}") from error
     except ValueError as error:
         raise InputError(f"repo_id={repo_id}: {told(error)}") from error
-    except (RuntimeError, OSError) as error:  # what the client raises about a file's transfer
+    except (RuntimeError, OSError) as error:  # the client's errors about a file's transfer
         raise InputError(f"repo_id={repo_id}: {told(error)}; {RESUME}") from error

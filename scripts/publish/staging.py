@@ -1,4 +1,4 @@
-"""Files as others may have them: no local paths, no keys, no data."""
+"""Prepares files for publication: no local paths, no keys, no data."""
 
 import json
 import os
@@ -21,18 +21,18 @@ OWN_SERVER = re.compile(r"(https?://)(?!localhost|127\.)[^/\s,\]]+:\d+")
 
 
 def published(provenance: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a `headsmith.json` as others may read them."""
+    """Publishable contents of a `headsmith.json`."""
     data = provenance.get("data")
     if isinstance(data, dict):
-        # Malformed rows are quoted there: somebody's data, of no use to the head's users.
+        # Malformed rows are quoted there; they are private data and not needed.
         provenance = {**provenance, "data": {k: v for k, v in data.items() if k != "bad"}}
     return dict(scrubbed(provenance))
 
 
 def scrubbed(value: Any) -> Any:
-    """Leaves only the last name of every absolute local path in a JSON value, and masks keys.
+    """Leave only the last name of every absolute local path in a JSON value, and mask keys.
 
-    So are the hosts of URLs with a port: those are servers of one's own.
+    Also removes the hosts of URLs with a port, as these are private servers.
     """
     if isinstance(value, dict):
         return {_scrubbed_text(str(key)): scrubbed(item) for key, item in value.items()}
@@ -42,7 +42,7 @@ def scrubbed(value: Any) -> Any:
 
 
 def _scrubbed_text(text: str) -> str:
-    # A text that is one path, or key=path, may hold spaces; inside prose a path ends at them.
+    # A text that is one path, or key=path, may contain spaces; inside prose a path ends at them.
     text = OWN_SERVER.sub(r"\1HOST", text)
     key, equals, path = text.rpartition("=")
     if not re.search(r"[\s=]", key) and "\n" not in path:
@@ -54,32 +54,34 @@ def _scrubbed_text(text: str) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file.
+    """Read the object in a JSON file; None if there is no such file.
 
     Raises:
-        InputError: it is not JSON, or no object.
+        InputError: the file is not JSON, or no object.
     """
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
+        raise InputError(f"{path}: not JSON: {error}; repair the file") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path}: holds a {type(content).__name__}, not an object")
+        raise InputError(
+            f"{path}: holds a {type(content).__name__}, not an object; repair the file"
+        )
     return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file."""
+    """Write a JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def place(source: Path, there: Path) -> None:
-    """Puts a large file there without copying it.
+    """Place a large file there without copying it.
 
-    A hard link keeps what was checked even if training writes the head anew meanwhile; where the
-    file system has none, or `there` is on another, it is a symbolic one.
+    A hard link keeps the checked contents even if training rewrites the head. Without hard links,
+    or across file systems, it is a symbolic link.
     """
     try:
         os.link(source.resolve(), there)

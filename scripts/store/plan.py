@@ -1,4 +1,4 @@
-"""Plans a capture: the contents of the store, its shards, and the disk space for them."""
+"""Plans a capture: the contents of the store, its shards, and their disk space."""
 
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -30,16 +30,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Work:
-    """One capture: the data, and where which part of them goes.
+    """One capture: its data, and the place of each part.
 
     Attributes:
-        config: its settings.
-        folder: the store.
-        plan: what it will hold.
-        shards: all of them, in order; shard s is written by process s % num_processes.
+        config: settings of the command.
+        folder: folder of the store.
+        plan: planned contents.
+        shards: all shards in order; process s % num_processes writes shard s.
         sets: packed sequences by split.
-        prompts: that the target answers.
-        report: what became of the data.
+        prompts: prompts that the target answers.
+        report: what happened to the rows of the data.
     """
 
     config: CaptureRun
@@ -52,7 +52,7 @@ class Work:
 
 
 def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
-    """Tokenises, packs and plans; the target's weights are not needed yet.
+    """Tokenise, pack and plan; this does not need the target's weights yet.
 
     Raises:
         InputError: bad data, or layers that the target does not have.
@@ -90,10 +90,10 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
 
 
 def contents_of(config: CaptureRun, model_config: Any) -> Contents:
-    """The parts of a target's pass that will be stored.
+    """Choose the parts of a target's pass to store.
 
     Raises:
-        InputError: a layer that it does not have.
+        InputError: the target does not have a layer.
     """
     num_layers = sizes.num_layers(model_config)
     layers = config.layers
@@ -108,9 +108,9 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
     width, ends = sizes.hidden_size(model_config), sizes.embedding_size(model_config)
     if layers and width != ends:
         raise InputError(
-            f"layers={layers}: the hidden states of target.path={config.target.path} are {width} "
-            f"wide and its final ones {ends}, and stored ones have one width; allowed: layers=[], "
-            "or training online"
+            f"layers={layers}: the hidden states of target.path={config.target.path} have width "
+            f"{width}, but its last ones {ends}, and a store has one width; set layers=[], or "
+            "train online"
         )
     k = min(config.top_k, model_config.vocab_size) if config.teacher is TeacherKind.top_k else 0
     return Contents(ends, tuple(sorted(layers)), config.teacher, k, config.format)
@@ -119,17 +119,17 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
 def target_json(
     config: CaptureRun, tokenizer: Any, device: torch.device, loaded: bool
 ) -> dict[str, Any]:
-    """The identity of the target, and how it is run.
+    """Identity of the target, and how it runs.
 
     Args:
-        config: where the target is.
-        tokenizer: its own.
-        device: of the pass.
-        loaded: whether weights from the Hub are on this machine by now.
+        config: settings with the target's location.
+        tokenizer: the target's tokenizer.
+        device: device of the pass.
+        loaded: whether weights from the Hub are already on this machine.
     """
     target = config.target
     identity = identify(target, tokenizer, resolve_dtype(target.dtype, device))
-    # The commit says as much; an adapter's is not known.
+    # The commit suffices; an adapter's is not known.
     if not (loaded or here("target.path", str(target.path))):
         identity = replace(identity, weights=None)
     if not (loaded or here("target.adapter", str(target.adapter))):
@@ -142,10 +142,10 @@ def target_json(
 
 
 def check_disk(work: Work, say: bool) -> None:
-    """Says how much will be written, in each format, and refuses what does not fit.
+    """Print how much will be written, in each format, and refuse what does not fit.
 
     Raises:
-        InputError: with both sizes.
+        InputError: the disk is too small; names both sizes.
     """
     tokens = sum(shard.num_tokens for shard in work.shards)
     left = [s for s in work.shards if not (work.folder / f"{s.name}.json").exists()]
@@ -163,7 +163,7 @@ def check_disk(work: Work, say: bool) -> None:
         print(f"  still to write: {needed / GIB:,.2f} GiB, free: {free / GIB:,.2f} GiB")
     if needed > free:
         raise InputError(
-            f"out_dir={work.folder}: needs {needed / GIB:,.2f} GiB more, of which "
-            f"{free / GIB:,.2f} GiB are free: name another disk, fewer layers, data.num_prompts, "
-            "format=int8 or fp8, or teacher=top_k"
+            f"out_dir={work.folder}: needs {needed / GIB:,.2f} GiB more, but {free / GIB:,.2f} GiB "
+            "are free; name another disk, fewer layers, data.num_prompts, format=int8 or fp8, or "
+            "teacher=top_k"
         )

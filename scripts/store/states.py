@@ -1,4 +1,4 @@
-"""Takes from the target what a feature store holds of each packed sequence.
+"""Computes with the target what a feature store holds of each packed sequence.
 
 Letters: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k teacher tokens.
 """
@@ -34,11 +34,11 @@ GROUP = 8
 
 StatesOf = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """From a batch of packed sequences, [B, T] tensors on the CPU, to [B, T, D] `hidden_states` and
-`layers.{i}`, in the target's dtype or any."""
+`layers.{i}`, in any dtype."""
 
 
 def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
-    """States by the target's own forward pass."""
+    """Make states with the target's own forward pass."""
 
     def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         documents = Documents.of(batch["document_ids"]).on(target.device)
@@ -63,7 +63,7 @@ class Source:
 
     @classmethod
     def of(cls, target: Target, layers: tuple[int, ...]) -> "Source":
-        """Those of a target that is here, and of its layers."""
+        """Source from a target in this process, and its layers."""
         return cls(states_from_target(target, layers), OwnTexts(target))
 
 
@@ -71,13 +71,13 @@ class Source:
 def source_of(
     config: TargetConfig, target: EmbeddingsAndHead, layers: tuple[int, ...], text: list[int]
 ) -> Iterator[Source]:
-    """The target's states and its own texts, from a pass of it here or from engines.
+    """Open a source of the target's states and own texts, from a pass here or from engines.
 
     Args:
-        config: names the engines.
-        target: the whole of it, or the parts that engines leave to us.
-        layers: to read.
-        text: token ids of the data, to probe engines with.
+        config: settings with the engines.
+        target: complete target, or the parts that engines leave to us.
+        layers: layers to read.
+        text: token ids of the data, to test engines with.
 
     Raises:
         InputError: an engine does not write these states.
@@ -101,13 +101,13 @@ def source_of(
 def top_k(
     target: EmbeddingsAndHead, hidden_states: Tensor, k: int, asked: Tensor
 ) -> dict[str, Tensor]:
-    """The target's likeliest tokens, where somebody will ask for them.
+    """Compute the target's likeliest tokens, where a loss will ask for them.
 
     Args:
-        target: its output head.
+        target: has the output head.
         hidden_states: [n, D], after the final norm.
-        k: at most V.
-        asked: [n] bool, on the CPU; elsewhere the teacher gives no token any probability.
+        k: number of tokens, at most V.
+        asked: [n] bool, on the CPU; elsewhere the teacher gives every token probability 0.
 
     Returns:
         [n, k] int32 ids, likeliest first, and [n, k] float16 log-probabilities over all V tokens.
@@ -129,13 +129,13 @@ def stored(
     states: Mapping[str, Tensor],
     tokens: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Encodes the states [n, D] of a sequence as a store holds them, on the target's device.
+    """Encode the states [n, D] of a sequence as a store holds them, on the target's device.
 
     Args:
-        target: its output head.
-        contents: what is stored.
-        states: by name.
-        tokens: [n], what `token_fields` gives.
+        target: has the output head.
+        contents: contents of the store.
+        states: states by name.
+        tokens: [n], result of `token_fields`.
     """
     tensors = {}
     for name in contents.states:
@@ -144,7 +144,7 @@ def stored(
         if scale is not None:
             tensors[name + SCALE] = scale
     if contents.top_k:
-        # Losses hold heads against the target wherever a token of the document follows.
+        # Losses compare heads with the target wherever a token of the document follows.
         asked = tokens["document_ids"].roll(-1) == tokens["document_ids"]
         asked[-1] = False
         tensors |= top_k(target, states[HIDDEN].to(target.device), contents.top_k, asked)
@@ -152,6 +152,6 @@ def stored(
 
 
 def token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Ids, documents and masks [n] of a packed sequence, as they are stored."""
+    """Ids, documents and masks [n] of a packed sequence, as the store holds them."""
     num_tokens = int((row["document_ids"] >= 0).sum())
     return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in TOKEN_FIELDS}

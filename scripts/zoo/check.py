@@ -1,8 +1,8 @@
-"""Which architectures of transformers are served: makes each tiny, and asks everything of it.
+"""Finds the architectures of transformers that work: makes each tiny, and tests all features.
 
-`python scripts/zoo/check.py [model_types=[llama,qwen3_next]]` makes a random target of every
-model type, holds decoding to `generate`, trains heads and replays them, and writes the table
-`targets.md` and `targets.json`. A second start goes on; who is to be checked again loses its
+`python scripts/zoo/check.py [model_types=[llama,qwen3_next]]` makes a random target of every model
+type, compares decoding with `generate`, trains heads and replays them, and writes the table
+`targets.md` and `targets.json`. A second start continues; to check a model type again, delete its
 file in `out_dir/found`.
 """
 
@@ -42,11 +42,11 @@ HEADINGS = {
 }  # fmt: skip
 STATES = ("works", "works with chains", "refused", "differs", "fails", "not made")
 Results = dict[str, dict[str, Any]]
-"""The result of a check, by model type."""
+"""Result of a check, by model type."""
 
 
 def main(config: TargetsRun) -> None:
-    """Prints how many work; writes `targets.md` and `targets.json`."""
+    """Print how many work; write `targets.md` and `targets.json`."""
     names = chosen(config.model_types)
     out_dir = Path(config.out_dir)
     try:
@@ -82,7 +82,7 @@ def main(config: TargetsRun) -> None:
 
 
 def chosen(names: list[str]) -> list[str]:
-    """The model types to check.
+    """Model types to check.
 
     Raises:
         InputError: transformers has no such causal or image-text-to-text model.
@@ -90,17 +90,17 @@ def chosen(names: list[str]) -> list[str]:
     known = model_types()
     for name in names:
         if name not in known:
-            raise InputError(f"model_types: {name} is none of transformers; allowed: {known}")
+            raise InputError(f"model_types: {name} is unknown; allowed: {known}")
     return names or known
 
 
 def result_at(out_dir: Path, name: str) -> Path:
-    """The file with the result of one model type."""
+    """File with the result of one model type."""
     return out_dir / "found" / f"{name}.json"
 
 
 def check_apart(out_dir: Path, name: str, timeout: float) -> None:
-    """Checks a model type in a process of its own, which may crash or hang."""
+    """Check a model type in a separate process, which may crash or hang."""
     log = out_dir / "found" / f"{name}.log"
     process = PROCESSES.Process(target=check_one, args=(name, out_dir, log))
     process.start()
@@ -119,7 +119,7 @@ def check_apart(out_dir: Path, name: str, timeout: float) -> None:
 
 
 def check_one(name: str, out_dir: Path, log: Path) -> None:
-    """Makes a target, checks it and writes the result, in a process of its own."""
+    """Make a target, check it and write the result, in a separate process."""
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     warnings.simplefilter("ignore")
@@ -127,7 +127,7 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
     torch.set_num_threads(1)  # matrices this small take longer with more
     try:
         folder = tiny_target(name, out_dir / "made")
-    except Exception as error:  # noqa: BLE001 whatever transformers says of it
+    except Exception as error:  # noqa: BLE001 any error of transformers
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
     else:
@@ -136,26 +136,26 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
 
 
 def counted(results: Results) -> dict[str, int]:
-    """Model types in each state that there is."""
+    """Number of model types in each state."""
     numbers = Counter(result["state"] for result in results.values())
     return {state: numbers[state] for state in STATES if numbers[state]}
 
 
 def counts(results: Results) -> str:
-    """One line: how many work, are refused and so on."""
+    """Summarise on one line how many work, are refused and so on."""
     parts = ", ".join(f"{number} {state}" for state, number in counted(results).items())
     return f"{len(results)} model types of transformers {transformers.__version__}: {parts}"
 
 
 def table(results: Results, left_out: dict[str, str]) -> str:
-    """Markdown: a row a model type, the reasons of those that do not work, and who is no target."""
+    """Make Markdown: a row per model type, reasons for failures, and types that are no targets."""
     names = [HEADINGS.get(name, name) for name in COLUMNS]
     lines = [
         "# Targets",
         "",
         f"{counts(results)}. Written by `scripts/zoo/check.py`; each is a random model of 4 "
         "layers, hidden size 64, vocabulary 320. Texts of 48 tokens after prompts of 40 to 70, "
-        "past windows of 12, chunks of 8 and RoPE switches at 64, are held to `generate`.",
+        "beyond windows of 12, chunks of 8 and RoPE switches at 64, are compared with `generate`.",
         "",
         f"| model type | {' | '.join(names)} | attention | how made |",
         f"|---|{'---|' * len(names)}---|---|",
@@ -170,7 +170,7 @@ def table(results: Results, left_out: dict[str, str]) -> str:
 
 
 def row(name: str, result: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Make a row of the table."""
     cells = [result["columns"].get(column, "").split(":")[0] for column in COLUMNS]
     for head, tau in result.get("tau", {}).items():
         cells[COLUMNS.index(head)] += f", tau {tau:.2f}"
@@ -187,7 +187,7 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 
 def reason(result: dict[str, Any]) -> str:
-    """Why a model type was not made, or each check that it did not pass."""
+    """Explain why a model type was not made, or list the checks that it failed."""
     if "why" in result:
         return f"not made: {result['why']}"
     reasons = [

@@ -1,4 +1,4 @@
-"""Checks of one tiny target: everything that users ask of theirs, held to `generate`."""
+"""Checks all features on one tiny target, and compares its texts with `generate`."""
 
 import json
 import traceback
@@ -45,11 +45,11 @@ CPU = torch.device("cpu")
 PROMPT_LENGTHS = (40, 53, 61, 70)
 NUM_NEW = 48
 NUM_UPDATES = 16
-"""Three show that training runs, but leave drafts that are never right, of which replay is easy."""
+"""Three show that training runs, but leave drafts that are never right, which makes replay easy."""
 RATE = 0.6
-"""Acceptance of drafts that are the text itself with mistakes."""
+"""Acceptance of drafts that are the text itself with errors."""
 TIE = 1e-4
-"""The margin between the two likeliest logits below which float32 may choose either."""
+"""Margin between the two likeliest logits below which float32 may choose either."""
 CHAIN = Tree.chain(4)
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0, 0]])
 MEDUSA_TREE = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
@@ -60,7 +60,7 @@ SHAPES = (
     ),
     Tree.from_paths([[rank] for rank in range(5)] + [[rank, 0] for rank in range(4)]),
 )
-"""Trees of as many nodes each, for texts whose trees differ."""
+"""Trees with equal numbers of nodes, for texts whose trees differ."""
 
 YES = "yes"
 COLUMNS = ("loads", "check", "chain", "tree", "batch", "medusa", "eagle", "replay")
@@ -68,15 +68,15 @@ COLUMNS = ("loads", "check", "chain", "tree", "batch", "medusa", "eagle", "repla
 
 @dataclass
 class Findings:
-    """The result of each check of one architecture.
+    """Result of each check of one architecture.
 
     Attributes:
-        folder: the target's, which errors name and the table does not.
-        columns: by name, `yes`, `refused: ...`, `differs: ...` or `FAILED: ...`; what was not
-            reached is not there.
-        attention: how the target attends, as it says itself.
+        folder: folder of the target, which errors name but the table does not.
+        columns: `yes`, `refused: ...`, `differs: ...` or `FAILED: ...` by name; checks that were
+            not reached are missing.
+        attention: attention of the target, as its config names it.
         tau: of each head's chain, replayed.
-        traceback: of the first failure.
+        traceback: traceback of the first failure.
     """
 
     folder: str
@@ -98,7 +98,7 @@ class Findings:
 
     @contextmanager
     def column(self, name: str) -> Iterator[None]:
-        """Runs one check; whatever it raises stands in its column."""
+        """Run one check; its column gets any error that it raises."""
         try:
             yield
             self.columns.setdefault(name, YES)
@@ -106,28 +106,28 @@ class Findings:
             self.columns[name] = f"refused: {_line(error, self.folder)}"
         except Differs as error:
             self.columns[name] = f"differs: {error}"
-        except Exception as error:  # noqa: BLE001 what comes is what is looked for
+        except Exception as error:  # noqa: BLE001 every error is a result
             self.columns[name] = f"FAILED: {type(error).__name__}: {_line(error, self.folder)}"
             self.traceback = self.traceback or traceback.format_exc()
 
     def ok(self, name: str) -> bool:
-        """True of a check that went through."""
+        """True for a check that passed."""
         return self.columns.get(name) == YES
 
 
-class Differs(Exception):  # noqa: N818 not an error of ours, but what is measured
-    """Texts or steps are not those that they should be."""
+class Differs(Exception):  # noqa: N818 a measured result, not an error of ours
+    """Texts or steps differ from the expected ones."""
 
 
 def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
-    """Runs all checks of one tiny target.
+    """Run all checks of one tiny target.
 
     Args:
-        folder: of `scripts.zoo.tiny.tiny_target`.
-        heads: train some too, and replay them.
+        folder: folder from `scripts.zoo.tiny.tiny_target`.
+        heads: also train and replay some heads.
 
     Returns:
-        JSON content: `Findings` and its state.
+        JSON content: `Findings` and their state.
     """
     findings = Findings(str(folder))
     config = TargetConfig(path=str(folder))
@@ -156,7 +156,7 @@ class _Checks:
         self.texts: list[list[int]] = []
 
     def run(self, heads: bool) -> None:
-        """Every column after the check."""
+        """Run every column after the check."""
         with self.findings.column("loads"):
             self._stop_at([])
             self.texts = self._generated()
@@ -166,11 +166,12 @@ class _Checks:
         with self.findings.column("chain"):
             self._lossless(Oracle, CHAIN, 1)
         with self.findings.column("tree"):
-            # Of several texts: who sees a token too many tells the same ones more often than not.
+            # With several texts: a target that sees one token too many usually still gives the same
+            # ones.
             self._lossless(Oracle, TREE, len(self.prompts))
             self._lossless(Shaped, TREE, 1)
         with self.findings.column("batch"):
-            # Texts end apart, a third and two thirds through.
+            # Texts end at different places, after a third and two thirds.
             self._stop_at([self.texts[n][n * len(self.texts[n]) // 3] for n in (1, 2)])
             self._lossless(Oracle, CHAIN, len(self.prompts))
             if self.findings.ok("tree"):
@@ -187,7 +188,7 @@ class _Checks:
         self.target.model.generation_config.eos_token_id = ids
 
     def _same_as_saved(self) -> None:
-        """The whole model, as transformers itself loads it, gives the same text."""
+        """Check that the complete model, loaded by transformers itself, gives the same text."""
         made = json.loads((Path(self.findings.folder) / MADE).read_text())
         if made["left_out"]:
             return
@@ -201,14 +202,14 @@ class _Checks:
         self._same_texts([Generation(whole)])
 
     def _generated(self) -> list[list[int]]:
-        """One after another: what fills up a batch is nothing that `generate` is asked about."""
+        """Generate one text after another, as `generate` must not see padding."""
         return [
             hf_generate(self.target, [prompt], NUM_NEW, GREEDY, 0)[0].token_ids
             for prompt in self.prompts
         ]
 
     def _lossless(self, kind: type[Oracle], tree: Tree, num_texts: int) -> None:
-        """Drafts that are right at RATE, for the first prompts together."""
+        """Check drafts that are right at RATE, for the first prompts together."""
         drafter = kind(self.texts[:num_texts], tree, RATE, self.target.vocab_size)
         self._same_texts(self._decoded(drafter, num_texts))
 
@@ -260,7 +261,7 @@ class _Checks:
         return PackedDataset(samples, 256, seed=0)
 
     def _replayed(self, name: str, head: Any, tree: Tree, drafter: Drafter) -> None:
-        """Decoding is lossless, and its steps are those that replay tells."""
+        """Check that decoding is lossless, and that its steps equal those of replay."""
         decoded = self._decoded(drafter)
         self._same_texts(decoded)
         with self.findings.column("replay"):
@@ -275,7 +276,7 @@ class _Checks:
 
 
 class Shaped(Oracle):
-    """Trees of another shape for every text and place, as dynamic ones are."""
+    """Trees of another shape for every text and place, like dynamic trees."""
 
     @property
     def static_nodes(self) -> int | None:
@@ -283,7 +284,7 @@ class Shaped(Oracle):
         return None
 
     def propose(self, roots: Roots) -> Draft:
-        """One of SHAPES each."""
+        """Propose one of SHAPES for each text."""
         assert self.places is not None
         rows, parents, device = [], [], roots.tokens.device
         for (number, text), place in zip(self.texts, self.places.tolist(), strict=True):
@@ -295,7 +296,7 @@ class Shaped(Oracle):
 
 
 def _train(objective: Objective, data: PackedDataset) -> None:
-    """A few updates on one batch.
+    """Train for a few updates on one batch.
 
     Raises:
         RuntimeError: the loss is not finite.
@@ -320,5 +321,5 @@ def _train(objective: Objective, data: PackedDataset) -> None:
 
 
 def _line(error: BaseException, folder: str) -> str:
-    """An error in a line."""
+    """Put an error on one line."""
     return " ".join(str(error).replace(folder, Path(folder).name).split())[:300]

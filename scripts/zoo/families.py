@@ -1,4 +1,4 @@
-"""Settings of some families that are said by hand, and model types that are no targets at all."""
+"""Settings of some families that need values set by hand, and model types that are no targets."""
 
 from typing import Any
 
@@ -57,14 +57,14 @@ _SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "no window by default": {
         "mistral mixtral starcoder2": {"sliding_window": 12},
     },
-    "transformers raises time steps to the least in a pass, and not where it decodes": {
+    "transformers raises time steps to the minimum in a pass, but not in decoding": {
         "nemotron_h zamba2": {"time_step_min": 1e-6},
     },
     "not LongRoPE by default": {
         "phi3 phi4_multimodal": {"rope_parameters": LONG_ROPE},
         "phimoe": {"rope_parameters": {**LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.3}},
     },
-    "the last layers share what one of each kind before them keeps": {
+    "the last layers share the cache of one earlier layer of each kind": {
         "gemma3n_text gemma4_text": {
             "layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2,
             "num_hidden_layers": 4,
@@ -117,7 +117,7 @@ _SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "swa_v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 24,
         },
     },
-    "keys and values of as many heads as queries": {
+    "keys and values with as many heads as queries": {
         "glm5_next_text": {"num_key_value_heads": 4},
     },
     "a share of the head that is turned": {
@@ -169,14 +169,14 @@ _NO_TARGET = {
     "an encoder: its checkpoints read the tokens to come as well":
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
         "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod xlm",
-    "the decoder of an encoder-decoder: its text answers what the encoder reads":
+    "the decoder of an encoder-decoder: its text depends on the encoder's input":
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
         "prophetnet whisper t5gemma2 udop vision-encoder-decoder pix2struct florence2 "
         "pp_formulanet trocr",
     "gives sound, several codes at a time": "moshi musicgen musicgen_melody",
     "gives the motion of a robot": "pi0",
     "predicts in permuted order, in two streams": "xlnet",
-    "hashes its own queries: what a token sees depends on the length": "reformer",
+    "hashes its own queries: the tokens that it sees depend on the length": "reformer",
     "fills blocks by diffusion: no token comes after another": "diffusion_gemma",
     "drafts for another model, whose hidden states it reads":
         "gemma4_assistant gemma4_unified_assistant",

@@ -1,7 +1,7 @@
 """Tiny random targets of every architecture of transformers.
 
-`tiny_target("qwen3_next", Path("outputs/zoo"))` gives a folder for `target.path`, made on first
-use: random weights of a fixed seed, a tokenizer with a chat template, `made.json`.
+`tiny_target("qwen3_next", Path("outputs/zoo"))` makes a folder for `target.path` on first use:
+random weights with a fixed seed, a tokenizer with a chat template, `made.json`.
 """
 
 import json
@@ -30,11 +30,11 @@ from scripts.zoo.families import BY_HAND
 LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 4, 64, 4, 16, 320
 WINDOW, CHUNK, SWITCH, CONTEXT = 12, 8, 64, 512
 EOS, BOS, PAD = 5, 0, 1
-"""Special tokens, as the tokenizer of the embedded default has them."""
+"""Special tokens, as in the tokenizer of the embedded default."""
 TOKENS = ("token_id", "token_index", "token_ids")
-"""Endings of settings that are ids of tokens."""
+"""Endings of the names of settings that hold token ids."""
 NUM_TOKENS = 290
-"""Ids of the tokenizer; images, audio and the like lie behind them."""
+"""Number of ids in the tokenizer; images, audio and so on have larger ids."""
 FIRST_OTHER = 300
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
@@ -107,7 +107,7 @@ _NAMES = (
 )  # fmt: skip
 TINY = {name: size for size, names in _NAMES for name in names.split()}
 
-# Indices of layers, which have to lie among those that are left.
+# Indices of layers, which must be among the remaining layers.
 INDEXES: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1],
     "global_attn_indexes": [0, 1], "intermediate_layers_indices": [0, 1],
@@ -116,12 +116,12 @@ INDEXES: dict[str, Any] = {
 
 MADE = "made.json"
 WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
-"""Gain of a matrix (its output's deviation over its input's) and deviation of embeddings: the first
-that gives fit texts. Large tied embeddings make a token call for itself."""
+"""Gain of a matrix (its output's deviation over its input's) and deviation of embeddings. The first
+pair that gives suitable texts is used. With large tied embeddings a token predicts itself."""
 DISTINCT, REACH = 8, 0.05
-"""Distinct tokens and reach of fit texts: see `judged`."""
+"""Distinct tokens and reach of suitable texts: see `judged`."""
 AS_THEY_ARE = {"A_log", "dt_proj", "time_decay", "time_first"}
-"""Rates of decay, whose size is their meaning."""
+"""Decay rates, which must keep their size."""
 TIMM = {"gemma3n_vision", "timm_wrapper"}
 PROMPT = torch.arange(20, 44).unsqueeze(0)
 TEXT = ("def read(path):\n    return open(path).read()\n", "class Reader:\n    lines = 0\n")
@@ -135,11 +135,11 @@ def model_types() -> list[str]:
 
 
 def tiny_target(model_type: str, root: Path) -> Path:
-    """The folder of a tiny random target, made if it is not there.
+    """Folder of a tiny random target, made on first use.
 
     Args:
         model_type: one of `model_types`.
-        root: holds a folder for each.
+        root: folder with a folder for each.
     """
     folder = root / model_type
     if not (folder / MADE).is_file():
@@ -153,7 +153,7 @@ def tiny_target(model_type: str, root: Path) -> Path:
 
 
 def _make(model_type: str, folder: Path) -> None:
-    # The class that its checkpoints are saved with: the wrapper's where there is one.
+    # The class that checkpoints are saved with: the wrapper's class if there is one.
     wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
     name = wrapper or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     config = tiny_config(model_type)
@@ -175,11 +175,11 @@ def _make(model_type: str, folder: Path) -> None:
 
 
 def tiny_config(model_type: str) -> Any:
-    """The default config of a model type, shrunk."""
+    """Shrink the default config of a model type."""
     make = CONFIG_MAPPING[model_type]
     try:
         default = make()
-    except ValueError:  # some defaults contradict themselves; what is said by hand mends them
+    except ValueError:  # some defaults contradict themselves; values set by hand correct them
         default = make(**BY_HAND[model_type])
     return make(**_settings(default))
 
@@ -198,12 +198,12 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def tiny_sizes(config: Any) -> dict[str, Any]:
-    """The settings of one config, its parts left out, that make it tiny.
+    """Settings that make one config tiny, without its parts.
 
-    Nothing grows: a default that is smaller already, 0 or below, or unset stays as it is.
+    No value grows: a default that is already smaller, 0 or below, or unset stays unchanged.
 
     Args:
-        config: of defaults.
+        config: default config.
     """
     sizes: dict[str, Any] = {}
     others = 0
@@ -234,7 +234,7 @@ def _token(name: str, value: Any, others: int) -> tuple[Any, int]:
 
 
 def _latent_heads(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
-    """Head sizes that are sums or copies of others, as multi-head latent attention has them."""
+    """Head sizes that are sums or copies of others, as in multi-head latent attention."""
     if "qk_rope_head_dim" not in sizes:
         return {}
     usual, parts = vars(config), {}
@@ -249,7 +249,7 @@ def _latent_heads(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
 
 
 def _picture(config: Any) -> dict[str, Any]:
-    """Pictures of four by four patches."""
+    """Make pictures of four by four patches."""
     patch, image = (vars(config).get(name) for name in ("patch_size", "image_size"))
     if isinstance(patch, int) and isinstance(image, int):
         return {"image_size": 4 * patch}
@@ -259,7 +259,7 @@ def _picture(config: Any) -> dict[str, Any]:
 
 
 def _kinds_of_layers(config: Any) -> dict[str, Any]:
-    """Every list with an entry a layer: four entries at least and each kind once."""
+    """Give every list with an entry per layer at least four entries, with each kind once."""
     name = next((each for each in LAYER_COUNTS if each in vars(config)), "num_hidden_layers")
     count = vars(config).get(name)
     lists = {
@@ -284,7 +284,7 @@ def _kinds_of_layers(config: Any) -> dict[str, Any]:
 
 
 def _rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """RoPE whose switch lies inside a text, and whose sections fill a head."""
+    """Make RoPE whose switch lies inside a text, and whose sections fill a head."""
     scaled = dict(rope)
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
@@ -313,10 +313,10 @@ def _layers(text: Any) -> str:
 
 @contextmanager
 def without_timm() -> Iterator[list[str]]:
-    """Inside, towers that only timm could make are a module of next to nothing.
+    """Replace towers that only timm could build by an almost empty module, inside the context.
 
     Yields:
-        what is left out, filled meanwhile.
+        names of the replaced towers, filled while the context is open.
     """
     left_out: list[str] = []
     usual = AutoModel.from_config
@@ -332,11 +332,11 @@ def without_timm() -> Iterator[list[str]]:
 
 
 def random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
-    """A model whose greedy text varies and depends on what was said before, and its weights.
+    """Make a model whose greedy text varies and depends on earlier tokens; return its weights too.
 
     Args:
         kind: class of transformers.
-        config: of a tiny model.
+        config: config of a tiny model.
 
     Raises:
         RuntimeError: its logits are not finite.
@@ -357,17 +357,17 @@ def random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def spread(model: Any, gain: float, embedding: float) -> None:
-    """Matrices that hand on what they read, and noise where weights start as constants.
+    """Scale matrices so that they pass on their input, and add noise to constant weights.
 
-    However a family initialises, a matrix of n inputs gets a deviation of gain / sqrt(n). A
-    bias that starts as zero, or a norm as one, would hide that somebody leaves it out.
+    In every family, a matrix of n inputs gets a deviation of gain / sqrt(n). A bias that starts as
+    zero, or a norm as one, would hide that an implementation leaves it out.
     """
     generator = torch.Generator().manual_seed(1)
     embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
         if last == "dt_bias":
-            # As initialised, a state is forgotten in two tokens; trained ones last for many.
+            # As initialised, a state is forgotten in two tokens; trained states last for many.
             parameter.sub_(4)
         elif parameter.numel() == 1 or bool((parameter == parameter.flatten()[0]).all()):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
@@ -376,19 +376,20 @@ def spread(model: Any, gain: float, embedding: float) -> None:
             inputs = math.prod(shape[1:]) if "conv" in name else min(shape[-2:])
             deviation = embedding if id(parameter) in embeddings else gain / math.sqrt(inputs)
             parameter.mul_(deviation / parameter.std())
-    # Tokens that stand for pictures and sounds are never said: a whole model reads them anew.
+    # Tokens that stand for pictures and sounds are never predicted; a complete model would read
+    # them.
     head = model.get_output_embeddings()
     if head is not None:
         head.weight[placeholders(model.config)] = 0
-    # The final norm gets a gain, so that the logits of any family have a deviation of 2, beside
-    # the 1 that norms start with, in the weight or in code.
+    # The final norm gets a gain, so that the logits of any family have a deviation of 2, in
+    # addition to the 1 that norms start with, in the weight or in code.
     deviation, norm = _deviation(model)
     if norm is not None and 0 < deviation < 2:
         norm.weight.add_(2 / deviation - 1)
 
 
 def placeholders(config: Any) -> list[int]:
-    """Ids of the tokens of a config and its parts that stand for pictures and the like."""
+    """Ids of tokens that stand for pictures and so on, in a config and its parts."""
     ids = set()
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -399,7 +400,7 @@ def placeholders(config: Any) -> list[int]:
 
 
 def _deviation(model: Any) -> tuple[float, Any]:
-    """The deviation of logits, and the norm that runs last before them."""
+    """Deviation of logits, and the last norm before them."""
     ran: list[nn.Module] = []
     hooks = [
         module.register_forward_hook(lambda module, *_: ran.append(module))
@@ -414,12 +415,12 @@ def _deviation(model: Any) -> tuple[float, Any]:
 
 @torch.no_grad()
 def judged(model: Any) -> dict[str, Any]:
-    """Facts that say if texts of a model are fit to be compared.
+    """Facts that tell whether texts of a model can be compared.
 
     Returns:
-        logits_std: below 1, ties of float32 decide.
-        num_distinct_tokens: of 32 that follow a prompt greedily.
-        reach: how far another token 6 places before moves the logits, in their deviations.
+        logits_std: deviation of the logits; below 1, float32 rounding decides.
+        num_distinct_tokens: distinct tokens among 32 that follow a prompt greedily.
+        reach: how far a changed token 6 places earlier moves the logits, in their deviations.
 
     Raises:
         RuntimeError: its logits are not finite.

@@ -326,7 +326,7 @@ def test_too_small_a_disk_is_refused_before_the_target_is_loaded(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20 // 2))
     monkeypatch.setattr(places, "LEAST_FREE", 0)
     config = settings(inputs, tmp_path / "store")
-    with pytest.raises(InputError, match=r"needs 0\.00 GiB more, of which 0\.00 GiB are free"):
+    with pytest.raises(InputError, match=r"needs 0\.00 GiB more, but 0\.00 GiB are free"):
         capture(config, SHARD_BYTES)
     assert not (tmp_path / "store").exists()
     said = capsys.readouterr().out

@@ -89,7 +89,7 @@ def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
         ),
         (
             {"target_identity": {**dict.fromkeys(CHECKSUMS, "ab"), "weights": "cd"}},
-            r"a and b are not of the same thing: target\.weights was 'ab', is 'cd'",
+            r"a and b measure different things: target\.weights was 'ab', is 'cd'",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_measurements_of_different_things_are_refused(tmp_path, changes, message
 def test_results_of_other_texts_are_refused(tmp_path: Path) -> None:
     """Pairs of texts are compared, which damaged files do not have."""
     lost = result(2.0, prompts=prompts(1))
-    with pytest.raises(InputError, match="a and b hold other texts: one is damaged"):
+    with pytest.raises(InputError, match="a and b have different texts, so one is damaged"):
         compare.load_results(folders(tmp_path, a=result(1.5), b=lost))
 
 
@@ -138,5 +138,5 @@ def test_sampled_results_are_of_one_seed(tmp_path: Path) -> None:
 
 def test_results_of_before_hold_no_prompts(tmp_path: Path) -> None:
     old = {key: value for key, value in result(1.5).items() if key != "prompts"}
-    with pytest.raises(InputError, match=r"a.acceptance\.json holds no prompts; measure again"):
+    with pytest.raises(InputError, match=r"a.acceptance\.json: holds no prompts; measure again"):
         compare.load_results(folders(tmp_path, a=old, b=result(2.0)))

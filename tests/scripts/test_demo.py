@@ -99,7 +99,7 @@ def test_a_stage_that_leaves_nothing_ends_the_demonstration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "run", lambda _: None)
-    with pytest.raises(SystemExit, match="answer was stopped: `make demo` again continues"):
+    with pytest.raises(SystemExit, match="answer was stopped; run `make demo` again to continue"):
         demo.prepare(tmp_path, tmp_path / "model.gguf")
 
 
@@ -148,7 +148,7 @@ def test_the_environment_of_llamacpp_is_looked_for_first(
 ) -> None:
     monkeypatch.setattr(demo, "LLAMACPP", tmp_path / "python")
     monkeypatch.setattr(demo, "shipped", lambda: pytest.fail("something was begun"))
-    with pytest.raises(SystemExit, match="python is not there: `make demo` makes it"):
+    with pytest.raises(SystemExit, match="python is missing; run `make demo`, which creates it"):
         demo.main(tmp_path / "out")
 
 
@@ -188,21 +188,21 @@ def test_a_row_of_figures() -> None:
     [
         (
             rows((1.5, 1.25), (1.8, 2.0)),
-            "F: with 1 draft a step the head gains, 1.20 times as fast (tau 1.50, 1.25 needed).",
+            "F: with 1 draft a step the head is 1.20 times as fast (tau 1.50, 1.25 needed).",
         ),
         (
             rows((1.3, 1.3), (1.5, 1.6)),
-            "F: this head does not gain on this CPU, best is 1 draft a step: 1.00 times as fast "
-            "(tau 1.30, 1.30 needed). One trained on more text drafts better.",
+            "F: this head is not faster on this CPU; best is 1 draft a step: 1.00 times as fast "
+            "(tau 1.30, 1.30 needed). A head trained on more text drafts better.",
         ),
         (
             rows((1.3, 2.3), (1.5, 2.9)),
-            "F: this head does not gain on this CPU, best is 1 draft a step: 0.57 times as fast "
-            "(tau 1.30, 2.30 needed). One trained on more text drafts better.",
+            "F: this head is not faster on this CPU; best is 1 draft a step: 0.57 times as fast "
+            "(tau 1.30, 2.30 needed). A head trained on more text drafts better.",
         ),
         (
             rows((1.3, 2.3), (1.5, 3.7), (1.6, 4.0)),
-            "F: no head can gain on this CPU: steps with 1, 2, 3 drafts cost 2.30, 3.70, 4.00 "
+            "F: no head can be faster on this CPU: steps with 1, 2, 3 drafts cost 2.30, 3.70, 4.00 "
             "plain ones, and write at most one token more than they draft.",
         ),
     ],
@@ -220,9 +220,9 @@ def test_texts_are_said_to_be_equal_or_where_they_part() -> None:
         {"question": "Why?", "depth": 2, "margin": 0.00312, **top_two},
     ]
     assert demo.sameness(result) == (
-        "2 of 4 texts with the head part from those without, as llama.cpp rounds passes over one "
-        "token and over several otherwise; at the widest margin 'Why?', with 2 drafts, at token 7: "
-        "log-probabilities of ' the' and ' a' are 0.0031 apart"
+        "2 of 4 texts with the head differ from those without, as llama.cpp rounds passes over "
+        "one token and over several differently; at the widest margin 'Why?', with 2 drafts, at "
+        "token 7: log-probabilities of ' the' and ' a' are 0.0031 apart"
     )
 
 

@@ -135,8 +135,11 @@ def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("vllm", "format=vllm has no place for it; leave it unset, or format=llamacpp"),
-        ("llamacpp", "no such file"),
+        (
+            "vllm",
+            "format=vllm has no place for it; leave tokenizer_gguf unset, or set format=llamacpp",
+        ),
+        ("llamacpp", "no such file; name a GGUF file"),
     ],
 )
 def test_a_vocabulary_that_is_not_there_or_not_taken_is_refused(
@@ -196,7 +199,9 @@ def test_what_the_reader_refuses_stays_and_is_said(
 
     monkeypatch.setattr(export, "check_parity", verify)
     out = tmp_path / "out"
-    with pytest.raises(InputError, match=rf"{out}: logits differ\. {out} is left .*not serve it"):
+    with pytest.raises(
+        InputError, match=rf"{out}: logits differ\. {out} is kept, but do not serve it"
+    ):
         run(heads, "medusa", "vllm", out)
     assert (out / "model.safetensors").is_file()
 
@@ -213,7 +218,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else(
     mine.mkdir()
     (mine / "notes").touch()
     for folder in (mine, heads / "eagle"):
-        with pytest.raises(InputError, match=rf"out_dir={folder}: holds something that is no exp"):
+        with pytest.raises(InputError, match=rf"out_dir={folder}: holds other files than an exp"):
             run(heads, "eagle", "vllm", folder)
     assert [p.name for p in mine.iterdir()] == ["notes"]
 
@@ -242,7 +247,9 @@ def test_a_head_that_names_no_target_needs_one(heads: Path, tmp_path: Path) -> N
 
 
 def test_a_head_must_be_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"head\.path is unset: a folder with a trained head, or"):
+    with pytest.raises(
+        InputError, match=r"head\.path is unset; type a folder with a trained head, or"
+    ):
         export.main(ExportRun(format=ExportFormat.vllm, out_dir=str(tmp_path / "out")))
 
 

@@ -154,7 +154,7 @@ def test_rows_that_do_not_fit_the_window(
         run_local(target_path, data, tmp_path / "out")
     rows = run_local(target_path, data, tmp_path / "out", on_bad_row=OnBadRow.skip)
     assert [row["id"] for row in rows] == [1]
-    assert "1 conversations left out, refused:" in capsys.readouterr().out
+    assert "1 conversations skipped, refused:" in capsys.readouterr().out
     with pytest.raises(InputError, match="max_new_tokens=256: leaves no room"):
         run_local(target_path, data, tmp_path / "out2", max_new_tokens=256)
 

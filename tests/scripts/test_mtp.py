@@ -196,7 +196,7 @@ def test_a_merge_names_the_command_that_gives_the_layer_back(
 def test_the_layer_is_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(tmp_path / "model", "Glm4MoeForCausalLM")
     run(MtpAction.check, folder, tmp_path / "none")
-    assert "an MTP layer of Glm4MoeForCausalLM, 0.1 M numbers, whole" in capsys.readouterr().out
+    assert "an MTP layer of Glm4MoeForCausalLM, 0.1 M numbers, complete" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
     run(MtpAction.extract, folder, tmp_path / "layer")
     found, expected = load_head(str(tmp_path / "layer")), load_head(str(folder))
@@ -219,7 +219,7 @@ def test_norms_shifted_twice_are_refused(tmp_path: Path) -> None:
     run(MtpAction.check, saved(tmp_path / "right", architecture, near_zero), tmp_path / "none")
     twice = {name: 1.0 + tensor for name, tensor in near_zero.items()}
     folder = saved(tmp_path / "twice", architecture, twice)
-    with pytest.raises(InputError, match=r"weights around 1\.10, .* around 0\.00: a converter"):
+    with pytest.raises(InputError, match=r"weights around 1\.10, .* around 0\.00; a converter"):
         run(MtpAction.check, folder, tmp_path / "none")
 
 
@@ -284,9 +284,9 @@ def test_a_quantised_model_must_say_that_the_layer_is_none(
 
 def test_settings_that_say_nothing_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "MiMoForCausalLM")
-    with pytest.raises(InputError, match="stitch takes the layer to write"):
+    with pytest.raises(InputError, match=r"only stitch takes a head\.path"):
         run(MtpAction.stitch, folder, tmp_path / "whole")
-    with pytest.raises(InputError, match="check and extract take none"):
+    with pytest.raises(InputError, match="for check and extract leave it unset"):
         run(MtpAction.check, folder, tmp_path / "whole", folder)
     with pytest.raises(InputError, match="is not empty; choose another"):
         run(MtpAction.extract, folder, tmp_path)

@@ -144,9 +144,9 @@ def test_choices_are_the_targets_first_along_the_answers() -> None:
     ("head", "changes", "message"),
     [
         ("eagle1", {}, r"this eagle1 head drafts with the target's output head"),
-        ("eagle3", {"sizes": []}, r"sizes=\[\]: name how many ids"),
+        ("eagle3", {"sizes": []}, r"sizes=\[\]: names nothing to do; type how many ids"),
         ("eagle3", {"sizes": [60, 151]}, r"this head drafts 150 ids; allowed: 1 to 150"),
-        ("eagle3", {"sizes": [2]}, r"allowed: 4 to 150, its special and end tokens included"),
+        ("eagle3", {"sizes": [2]}, r"allowed: 4 to 150, including its special and end tokens"),
         ("medusa", {"depth": 4}, r"depth=4: this head drafts at most 3"),
         ("medusa", {"max_new_tokens": 300}, r"max_new_tokens=300 are 326, above"),
         ("medusa", {"head": HeadRef()}, r"head\.path is unset"),

@@ -140,7 +140,7 @@ def test_a_refused_row_stops_or_is_left_out(
             run_with(server, data, tmp_path / "out")
         rows = run_with(server, data, tmp_path / "out", on_bad_row=OnBadRow.skip)
     assert [row["id"] for row in rows] == [0, 1, 2, 3, *range(5, 12)]
-    assert "1 conversations left out, refused:" in capsys.readouterr().out
+    assert "1 conversations skipped, refused:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_truncated_and_empty_answers_are_counted(
             run_with(server, data, tmp_path / "out2", max_retries=0)
     output = capsys.readouterr().out
     assert "1 of them hold an answer cut off at max_new_tokens=512" in output
-    assert "1 conversations left out, nothing was answered" in output
+    assert "1 conversations skipped, the target's answer is empty" in output
     assert "the reply's content is NoneType" in output
 
 

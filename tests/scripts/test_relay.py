@@ -351,7 +351,7 @@ def test_old_files_are_deleted(folder: Path, capsys: pytest.CaptureFixture[str])
             if told := capsys.readouterr().out:
                 break
     assert [each.name for each in folder.iterdir()] == ["young.safetensors"]
-    assert told == "deleted 1 files that nobody has read for 1 s\n"
+    assert told == "deleted 1 files that nobody read for 1 s\n"
 
 
 def test_what_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +412,6 @@ def test_the_command_says_how_to_use_it_and_ends_with_ctrl_c(folder: Path) -> No
     assert process.returncode == 0
     assert told == (
         f"{folder}: set target.relay=[http://127.0.0.1:{port}] where heads are trained, and "
-        f"{TOKEN} as here; end with Ctrl-C\nended\n"
+        f"{TOKEN} as here; stop with Ctrl-C\nended\n"
     )
     assert relay_script.WAIT_S >= 600

@@ -86,7 +86,7 @@ def test_a_head_says_which_weights_it_was_trained_on(run_dir: Path, folder: Path
     )  # fmt: skip
     card = (run_dir / "staged" / "README.md").read_text()
     assert "speculative decoding of `Q4_1.gguf`" in card
-    assert "the weights in `Q4_1.gguf`, of type Q4_1: those that llama.cpp serves" in card
+    assert "the weights in `Q4_1.gguf`, of type Q4_1, which llama.cpp serves" in card
     assert "base_model:" not in card
     assert str(folder) not in card
 

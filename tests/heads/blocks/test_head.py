@@ -275,7 +275,9 @@ def test_a_head_is_as_wide_as_a_projected_embedding_and_keeps_it(tmp_path) -> No
 def test_states_of_two_widths_are_not_stored() -> None:
     config, run = made("opt, projected").config, CaptureRun()
     run.layers = [1, 2]
-    with pytest.raises(InputError, match=r"layers=\[1, 2\]: .* are 64 wide and its final ones 32"):
+    with pytest.raises(
+        InputError, match=r"layers=\[1, 2\]: .* have width 64, but its last ones 32"
+    ):
         contents_of(run, config)
     run.layers = []
     assert contents_of(run, config).hidden_size == 32

@@ -62,7 +62,7 @@ def test_a_part_that_falls_off_ends_with_1(limit, code, monkeypatch, capsys) -> 
 def test_texts_of_other_steps_are_not_compared(monkeypatch) -> None:
     monkeypatch.setattr(bench_cpu, "Worker", Quick)
     monkeypatch.setattr(Quick, "wrong", True)
-    with pytest.raises(SystemExit, match="a pass: takes other steps in other processes"):
+    with pytest.raises(SystemExit, match="a pass: takes different steps in different processes"):
         bench_cpu.main(["--repeats", "1"])
 
 

@@ -153,7 +153,9 @@ def test_a_contest_ends_with_a_table_a_page_and_a_head(tmp_path: Path) -> None:
 def test_a_report_needs_what_is_measured(tmp_path: Path) -> None:
     took = measured(tmp_path)
     (tmp_path / "costs/costs.json").unlink()
-    with pytest.raises(InputError, match=r"costs\.json is not there; run the parts before report"):
+    with pytest.raises(
+        InputError, match=r"costs\.json is missing; run the other parts before report"
+    ):
         report.write(RECIPES, tmp_path, PLAN, took)
 
 

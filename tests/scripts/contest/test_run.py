@@ -40,12 +40,18 @@ def test_a_recipe_is_a_name_with_settings_behind() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("eagle4", r"recipes: 'eagle4' is none; allowed: dflash, dflash2, dspark, eagle, eagle1"),
-        ("", r"recipes: '' is none"),
-        ("medusa data.path=x", r"data\.path=x is not for one recipe alone; allowed: head\.\* and"),
-        ("medusa train.batch_size=2", r"train\.batch_size=2 is not for one recipe alone"),
-        ("medusa seed=1", r"seed=1 is not for one recipe alone"),
-        ("medusa head.num_heads", r"head\.num_heads is not for one recipe alone"),
+        (
+            "eagle4",
+            r"recipes: 'eagle4' is no recipe; allowed: dflash, dflash2, dspark, eagle, eagle1",
+        ),
+        ("", r"recipes: '' is no recipe"),
+        (
+            "medusa data.path=x",
+            r"data\.path=x cannot differ between recipes; allowed: head\.\* and",
+        ),
+        ("medusa train.batch_size=2", r"train\.batch_size=2 cannot differ between recipes"),
+        ("medusa seed=1", r"seed=1 cannot differ between recipes"),
+        ("medusa head.num_heads", r"head\.num_heads cannot differ between recipes"),
     ],
 )
 def test_unknown_recipes_and_unfair_settings_are_refused(entry: str, message: str) -> None:
@@ -94,9 +100,9 @@ def test_a_budget_buys_steps(tmp_path: Path) -> None:
     assert plan.num_steps(in_tokens, "medusa", 100.0, 2) == 15
     # Half of three minutes, at 4 s each.
     assert plan.num_steps(in_minutes, "medusa", 4.0, 2) == 22
-    with pytest.raises(InputError, match=r"tokens=511: buys medusa no step of 512 tokens; raise"):
+    with pytest.raises(InputError, match=r"tokens=511: allows medusa no step of 512 tokens; raise"):
         plan.num_steps(settings(tmp_path, tokens=511), "medusa", 1.0, 2)
-    with pytest.raises(InputError, match=r"minutes=3: buys eagle no step of 91\.00 s"):
+    with pytest.raises(InputError, match=r"minutes=3: allows eagle no step of 91\.00 s"):
         plan.num_steps(in_minutes, "eagle", 91.0, 2)
 
 
@@ -212,20 +218,20 @@ def test_a_folder_holds_one_contest(tmp_path: Path) -> None:
         plan.check_folder(settings(tmp_path, tokens=9000), out_dir)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
-    with pytest.raises(InputError, match=r"mine is not empty and holds no contest: name another"):
+    with pytest.raises(InputError, match=r"mine: is not empty and holds no contest; name another"):
         plan.check_folder(config, tmp_path / "mine")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": None}, r"tokens=None, minutes=None: set one of them, as the budget"),
-        ({"minutes": 1.0}, r"tokens=7680, minutes=1\.0: set one of them"),
+        ({"tokens": None}, r"tokens=None, minutes=None: exactly one must be set, as the budget"),
+        ({"minutes": 1.0}, r"tokens=7680, minutes=1\.0: exactly one must be set"),
         ({"target": TargetConfig(path="/gone")}, r"target\.path=/gone: no such folder"),
         ({"data": DataConfig(path="gone/chat.jsonl")}, r"data\.path=gone/chat\.jsonl: no such"),
         ({"prompts": DataConfig(path="./gone")}, r"prompts\.path=\./gone: no such file or folder"),
-        ({"untrained": ["magic"]}, r"methods=\['magic'\]: allowed: all"),
-        ({"parts": [ContestPart.train]}, r"plan\.json is not there; run the part plan first"),
+        ({"untrained": ["magic"]}, r"methods=\['magic'\]: unknown; allowed: all"),
+        ({"parts": [ContestPart.train]}, r"plan\.json is missing; run the part plan first"),
     ],
 )
 def test_what_cannot_begin_is_refused(
@@ -268,7 +274,7 @@ def test_what_is_there_is_not_made_again(
 
 def test_a_task_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
     took = Took(tmp_path)
-    with pytest.raises(InputError, match=r"a task ended with code 3 and without .*\n  error: why"):
+    with pytest.raises(InputError, match=r"a task ended with code 3, but without .*\n  error: why"):
         tasks.run(task(tmp_path, "print('error: why'); raise SystemExit(3)"), tmp_path, took)
     assert took.rows["a task"]["since"] is None
 

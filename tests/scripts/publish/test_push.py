@@ -155,7 +155,7 @@ def test_dry_run_writes_exactly_what_would_be_uploaded(
 ) -> None:
     staged = dry(run_dir, tmp_path, private=False)
     said = capsys.readouterr().out
-    assert "they will be at https://huggingface.co/me/qwen-medusa\n" in said
+    assert "links after upload: https://huggingface.co/me/qwen-medusa\n" in said
     again = PushRun(HeadRef(str(run_dir / "head")), "me/qwen-medusa", private=False)
     assert pasted(said) == ("scripts/push.py", again)
     assert sorted(path.name for path in staged.iterdir()) == [
@@ -333,14 +333,14 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     refused("measured=nowhere: no such folder", measured="nowhere")
     refused("comparisons=nowhere: has no comparison.md", comparisons=["nowhere"])
     refused("not an empty folder", out_dir=str(run_dir))
-    with pytest.raises(InputError, match=r"head\.path is not set"):
+    with pytest.raises(InputError, match=r"head\.path is unset"):
         push.main(PushRun(repo_id="me/x", dry_run=True, out_dir=str(tmp_path / "o")))
     with pytest.raises(InputError, match=r"head\.path=nowhere: no such folder"):
         push.main(PushRun(head=HeadRef(path="nowhere"), repo_id="me/x"))
     (run_dir / "acceptance.json").write_text(json.dumps({"tau": 1}))
-    refused(r"acceptance.json: no alpha, per_position")
+    refused(r"acceptance.json: lacks alpha, per_position")
     (run_dir / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "alpha": [0.1] * 3}))
-    refused("measures drafts of 3 tokens, and this head drafts at most 2")
+    refused("measures drafts of 3 tokens, but this head drafts at most 2")
     make_head(tmp_path / "other")
     (run_dir / "acceptance.json").write_text(
         json.dumps({**ACCEPTANCE, "head": str(tmp_path / "other")})

@@ -161,7 +161,7 @@ def test_without_provenance_three_tokens_are_drafted(tmp_path: Path) -> None:
 def test_other_layers_than_the_published_ones_are_refused(tmp_path: Path) -> None:
     head = HeadRef(path=str(tmp_path), layers=[1, 17, 32])
     with pytest.raises(
-        InputError, match=r"head\.layers=\[1, 17, 32\]: a head is published as it is"
+        InputError, match=r"head\.layers=\[1, 17, 32\]: a head is published unchanged"
     ):
         push.main(PushRun(head=head, repo_id="me/x"))
 

@@ -84,7 +84,7 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
         "speculative-decoding", "eagle3", "draft-head", "sglang", "vllm",
     ]  # fmt: skip
     for text in (
-        "Engines look for weights at a repository's root alone, so its folder is downloaded first.",
+        "Engines only look for weights in a repository's root, so download its folder first.",
         "| format | where | loaders read | parity |",
         "| vllm | `me/toy-eagle3/vllm` | vLLM 0.32 | max \\|difference\\| ",
         "hf download me/toy-eagle3 --include 'vllm/*' --local-dir toy-eagle3\n"
@@ -120,7 +120,7 @@ def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -
     card = files["README.md"].decode()
     for text in (
         "# toy-eagle3-vllm",
-        "This repository holds the head as vllm loads it; the head itself, for Headsmith, is in "
+        "This repository holds the head in the format vllm; the head itself, for Headsmith, is in "
         "[me/toy-eagle3](https://huggingface.co/me/toy-eagle3).",
         '{"method": "eagle3", "model": "me/toy-eagle3-vllm", "num_speculative_tokens": ',
         "python eval/acceptance.py head.path=me/toy-eagle3 ",
@@ -128,7 +128,7 @@ def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -
     ):
         assert text in card
     assert "hf download" not in card
-    assert "root alone" not in card
+    assert "repository's root" not in card
     assert "sglang" not in card
     assert "me/toy-eagle3-sglang" in (hub.repos[REPO].files("main") or {})["README.md"].decode()
 
@@ -197,7 +197,7 @@ def test_an_export_of_another_head_is_refused(
     target: Target, hub: HubServer, run_dir: Path
 ) -> None:
     export(make_head(target, seed=1), ExportFormat.sglang, run_dir / "sglang")
-    with pytest.raises(InputError, match=r"sglang: its [\w.]+ is not that of head\.path"):
+    with pytest.raises(InputError, match=r"sglang: its [\w.]+ differs from that of head\.path"):
         pushed(run_dir)
     assert not hub.repos
 
@@ -218,7 +218,7 @@ def test_folders_that_are_no_exports_are_named(run_dir: Path) -> None:
 
     refused("exports=.*nowhere: no such folder", run_dir / "nowhere")
     refused("headsmith.json says None is not a valid ExportFormat", run_dir / "head")
-    refused("are both for vllm; name one of each format", run_dir / "vllm", run_dir / "vllm")
+    refused("are both for vllm; name one per format", run_dir / "vllm", run_dir / "vllm")
     (run_dir / "vllm" / "headsmith.json").write_text("{")
     refused("headsmith.json: not JSON", run_dir / "vllm")
 
@@ -242,7 +242,8 @@ def test_copies_of_a_gated_targets_weights_are_told(hub: HubServer, tmp_path: Pa
         )
     )
     assert (
-        "[me/gated](https://huggingface.co/me/gated) is gated: who downloads it agrees to its "
-        "terms, and they apply to this head as far as it was made from it. It holds its token "
+        "[me/gated](https://huggingface.co/me/gated) is gated: users agree to its terms "
+        "before they download it, and the terms apply to this head to the extent that it was made "
+        "from it. It holds its token "
         "embedding, some rows of its token embedding, rows of its output head."
     ) in (hub.repos[REPO].files("main") or {})["README.md"].decode()

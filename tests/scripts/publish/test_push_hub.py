@@ -35,7 +35,7 @@ def test_a_broken_connection_is_the_clients_to_mend(hub: HubServer, run_dir: Pat
 
 def test_what_arrived_is_not_sent_again(hub: HubServer, run_dir: Path) -> None:
     hub.faults.append(Fault(10_000, "refuse"))
-    expected = r"Error while uploading 'medusa_lm_head.safetensors'.*Start the same command again"
+    expected = r"Error while uploading 'medusa_lm_head.safetensors'.*Run the same command again"
     with pytest.raises(InputError, match=expected) as refused:
         upload(run_dir)
     assert "signature" not in str(refused.value)
@@ -135,8 +135,9 @@ def test_the_card_tells_a_gated_targets_terms(hub: HubServer, run_dir: Path) -> 
     target(hub, gated="manual")
     upload(run_dir, private=False)
     assert (
-        "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B) is gated: who downloads it agrees "
-        "to its terms, and they apply to this head as far as it was made from it. It holds output "
+        "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B) is gated: users agree to its "
+        "terms before they download it, and the terms apply to this head to the extent that it was "
+        "made from it. It holds output "
         "layers that started as copies of its own."
     ) in card_of(hub)
 
@@ -144,8 +145,8 @@ def test_the_card_tells_a_gated_targets_terms(hub: HubServer, run_dir: Path) -> 
 @pytest.mark.parametrize(
     ("card", "said"),
     [
-        ({"license": "apache-2.0"}, "Qwen/Qwen3-8B names apache-2.0: set license="),
-        ({"license": "other", "license_name": "qwen-research"}, "names qwen-research: set"),
+        ({"license": "apache-2.0"}, "Qwen/Qwen3-8B has apache-2.0; set license="),
+        ({"license": "other", "license_name": "qwen-research"}, "has qwen-research; set"),
         ({}, "the card will name no licence"),
     ],
 )
@@ -167,7 +168,7 @@ def test_an_unknown_target_is_said_to_be_unknown(
 ) -> None:
     upload(run_dir, private=False)
     assert (
-        f"Qwen/Qwen3-8B: {hub.url} does not show it to you: it is private to others, or gone. "
-        "Its licence and terms are unknown here: look before you push"
+        f"Qwen/Qwen3-8B: {hub.url} does not show it to you; it is private to others, or deleted. "
+        "Its licence and terms are unknown here; check them before you push"
     ) in capsys.readouterr().out
     assert "gated" not in card_of(hub)
