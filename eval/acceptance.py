@@ -53,7 +53,7 @@ from eval.measure.lengths import show_lengths
 from eval.measure.prompts import Prompt, num_thinking
 from eval.measure.replay import agreements, ranked_drafts, replayed, steps_along
 from eval.measure.stats import PromptSteps, shown, summary, tree_figures
-from eval.measure.under import conditions_table, finished, write_conditions
+from eval.report.by_condition import conditions_table, finished, write_conditions
 from eval.report.figures import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
 

@@ -11,7 +11,8 @@ from conf.errors import InputError
 from conf.settings.measure import AcceptanceRun, Mode
 from eval import acceptance
 from eval.measure import bench
-from eval.measure.under import conditions_table, runs_under
+from eval.measure.under import runs_under
+from eval.report.by_condition import conditions_table
 from tests.eval.test_commands import made, settings
 
 

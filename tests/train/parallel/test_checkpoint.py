@@ -135,7 +135,7 @@ def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
 )
 def test_checkpoint_of_another_head(tmp_path: Path, head: nn.Module, message: str) -> None:
     saved = save(tmp_path, tensors(), 1)
-    with pytest.raises(InputError, match=f"{saved}: the checkpoint of another head: {message}"):
+    with pytest.raises(InputError, match=f"train.resume={saved}: of another head: {message}"):
         checkpoint.check_fits(saved, checkpoint.read(saved)[1], head, adamw(head))
 
 
