@@ -242,7 +242,7 @@ def test_a_head_that_names_no_target_needs_one(heads: Path, tmp_path: Path) -> N
     config = json.loads((nameless / "config.json").read_text())
     del config["base_model_name_or_path"]
     (nameless / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"target\.path is unset, and head\.path=.*: set target"):
+    with pytest.raises(InputError, match=r"target\.path is unset, and head\.path=.*; set target"):
         run(tmp_path, "nameless", "vllm", tmp_path / "out")
 
 

@@ -93,4 +93,4 @@ def test_lengths_are_named_by_the_nearest_power_of_two(tokens: int, name: str) -
 def test_the_page_has_every_definition() -> None:
     page = Path(lengths.__file__).with_name("README.md").read_text()
     assert all(f"| `{count}` |" in page for count in COUNTS)
-    assert all(f"`{mean}` (" in page for mean in MEANS)
+    assert all(f"- `{mean}`: " in page for mean in MEANS)
