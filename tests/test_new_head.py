@@ -46,6 +46,7 @@ from scripts import export, prune
 from scripts.bench import engine as bench_engine
 from scripts.bench.training import fresh_objective
 from tests.scripts.publish.test_push import hub, upload
+from train import api
 from train.objective import Objective
 
 __all__ = ["hub"]  # a fixture
@@ -144,6 +145,17 @@ def test_replay_and_decoding_agree(inputs: Path, head: Path, tmp_path: Path) -> 
     for figure in ("tau", "alpha", "per_position", "static_tree"):
         assert found[Mode.replay][figure] == found[Mode.decode][figure]
     assert len(found[Mode.replay]["alpha"]) == 1
+
+
+def test_other_programs_draft_with_it_and_train_it(inputs: Path, head: Path) -> None:
+    target = api.load_target(str(inputs / "target"), device="cpu")
+    loaded = api.load_head(str(head), target)
+    own, drafted = (api.generate(target, each, "hello there", 12) for each in (None, loaded))
+    assert drafted.token_ids == own.token_ids
+    ids = torch.tensor([own.prompt_ids + own.token_ids])
+    step = api.training_step(api.training_objective(loaded, target), ids, torch.ones_like(ids))
+    step.loss.backward()
+    assert loaded.out.weight.grad.any()
 
 
 def test_texts_that_end_give_their_rows_to_others(inputs: Path, head: Path) -> None:
