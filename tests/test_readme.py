@@ -71,7 +71,7 @@ NAMES = """
     target_attention target_state_bytes baseline baselines prompts by_part by_input_length histogram
     conditions
     draft_seconds from value role content tool_calls save_to_disk null
-    d2t lm_head token_map output_hidden_states size_n first_token
+    d2t lm_head token_map output_hidden_states size_n first_token smollm2
 """
 
 
