@@ -41,6 +41,7 @@ from data.rows.records import Records, load_records
 from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
 from data.templates.encoder import Encoder
 from eval.decode.generation_config import follow
+from eval.measure.prompts import questions
 from heads.layers.packed import pack
 from heads.target_model.identity import identify
 from heads.target_model.load import generation_config, load_target, resolve_dtype, tokenizer_of
@@ -149,7 +150,7 @@ def main(config: RegenerateRun) -> None:
         sys.exit(1)
     name = config.target.path if endpoint is None else config.model or "MODEL"
     target = following.changed(config, "target") | {"target.path": name}
-    following.tell("regenerate", target | {"data.path": journal.path})
+    following.tell("regenerate", {"head": "eagle3_1", **target, "data.path": journal.path})
 
 
 def load(config: RegenerateRun) -> Records:
@@ -169,6 +170,14 @@ def load(config: RegenerateRun) -> Records:
         f"data: {path}, form {records.form.value}, {len(records.records)} conversations, "
         f"{len(records.bad)} malformed rows skipped"
     )
+    silent = [record for record in records.records if not questions(record)]
+    if len(silent) == len(records.records):
+        raise InputError(
+            f"data.path={path}: no row has a user message to answer, first {silent[0].where}; "
+            "give rows with a question"
+        )
+    if silent:
+        print(f"{len(silent)} of them have no user message to answer, first {silent[0].where}")
     for line in records.lines():
         print(f"  {line}")
     return records

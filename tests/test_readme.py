@@ -38,7 +38,7 @@ MEASURE = "eval/measure/README.md"
 SERVED = "docs/results/serving.md"
 RESULTS = [page for page in DOCS if re.fullmatch(r"docs/results/[a-z]+\.md", page)]
 LIMITS = {
-    "README.md": (170, 1500),
+    "README.md": (175, 1500),
     **dict.fromkeys(OF_FOLDERS, (120, 850)),
     MEASURE: (200, 1800),
     **dict.fromkeys(DOCS, (350, 2500)),

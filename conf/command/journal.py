@@ -14,6 +14,8 @@ ROWS_NAME = "conversations.jsonl"
 
 
 MANIFEST_NAME = "manifest.json"
+PARTIAL = ".partial"
+"""End of the names of folders that hold a measurement until its result is written."""
 
 
 class Journal:
@@ -137,4 +139,6 @@ def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:
         raise InputError(
             f"out_dir={out_dir}: {path.name} is not JSON ({error}); type another out_dir"
         ) from error
-    check_unchanged(f"out_dir={out_dir} holds rows", before, manifest)
+    partial = next((folder for folder in out_dir.parents if folder.suffix == PARTIAL), None)
+    remedy = "type another out_dir" if partial is None else f"delete {partial} to begin anew"
+    check_unchanged(f"out_dir={out_dir} holds rows", before, manifest, remedy)

@@ -33,9 +33,10 @@ def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -
     said = str(error).strip().splitlines()
     if several := SEVERAL.match(said[0]):
         key, value = several.groups()
+        as_list = f"type '{key}=[{value}]' for a list, or " if _is_list(schema, key) else ""
         return InputError(
-            f"{key}={value}: several values; allowed: one; type '{key}=[{value}]' for a list, or "
-            "add --multirun to run the command for each"
+            f"{key}={value}: several values; allowed: one; {as_list}add --multirun to run the "
+            "command for each"
         )
     merged = MERGED.match(said[0])
     given = error.override if isinstance(error, OverrideParseException) else merged and merged[1]
@@ -53,3 +54,9 @@ def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -
     name = key.lstrip("+~")
     allowed = known.get(name, "see --help")
     return InputError(f"{name}={value}: not allowed here; allowed: {allowed}; try --help {name}")
+
+
+def _is_list(schema: type[Any], key: str) -> bool:
+    """Say whether a setting takes a list."""
+    kinds = {s.name: s.kind for s in words.settings(schema, OmegaConf.structured(schema))}
+    return kinds.get(key, "").startswith(("list", "anything"))

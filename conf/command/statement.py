@@ -77,13 +77,19 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterabl
     return "; ".join(f"{k} was {_shown(before.get(k))}, is {_shown(now.get(k))}" for k in keys)
 
 
-def check_unchanged(holds: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_unchanged(
+    holds: str,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    remedy: str = "type another out_dir",
+) -> None:
     """Refuses to go on with what was made in another way.
 
     Args:
         holds: which folder holds what, the beginning of the message.
         before: what decided the content so far.
         now: what would decide the rest.
+        remedy: what to type to begin anew.
 
     Raises:
         InputError: naming each value that differs.
@@ -91,7 +97,7 @@ def check_unchanged(holds: str, before: Mapping[str, Any], now: Mapping[str, Any
     keys = changed(before, now)
     if keys:
         raise InputError(
-            f"{holds} made in another way: {differences(before, now, keys)}; type another out_dir, "
+            f"{holds} made in another way: {differences(before, now, keys)}; {remedy}, "
             "or the setting as it was to continue"
         )
 

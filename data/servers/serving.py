@@ -32,6 +32,7 @@ COUNTER = re.compile(
 POSITION = re.compile(r'position="(\d+)"')
 # Room for a draft of one token, between the prompt's token and a bonus token.
 FIRST_TOKENS = 3
+START = "start a server there with the line that scripts/export.py prints, or name its address"
 NO_HEAD = "drafts nothing: start it with a draft head (the README of an export has the command)"
 
 
@@ -192,7 +193,8 @@ class ServingEngine(Connection):
         try:
             return self.portal.call(work, *arguments)
         except (RowFailed, RowRefused, ReplyError) as error:
-            raise InputError(f"{self.endpoint}: {error}") from error
+            start = "" if self.name else f"; {START}"
+            raise InputError(f"{self.endpoint}: {error}{start}") from error
 
     async def _start(self) -> None:
         reply = await self.client.request("GET", "v1/models")

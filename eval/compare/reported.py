@@ -377,6 +377,12 @@ def _configured(file: Path) -> dict[str, Any]:
 
 
 def _ours(row: Mapping[str, Any]) -> Reported:
+    if "served" in row:
+        raise MalformedRowError(
+            "served",
+            "a result of eval/serve.py",
+            "acceptance.json; serve.json holds its own comparison, under served and replayed",
+        )
     if "acceptance_length" not in row:
         raise MalformedRowError(
             "acceptance_length",

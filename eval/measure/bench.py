@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.command.journal import Journal
+from conf.command.journal import PARTIAL, Journal
 from conf.command.provenance import provenance
 from conf.command.statement import flat, plain
 from conf.errors import InputError
@@ -364,7 +364,7 @@ def checksums(path: str) -> list[str | None]:
 
 def partial_folder(run: MeasureRun, name: str) -> Path:
     """Folder of a measurement's journals until its result is written."""
-    return (Path(run.out_dir) / name).with_suffix(".partial")
+    return (Path(run.out_dir) / name).with_suffix(PARTIAL)
 
 
 def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Bench) -> Path:

@@ -122,7 +122,7 @@ def readme(
         f"For speculative decoding with {ENGINES[engine]}, {dtype_of(head)} weights{taps}. "
         f"Written by Headsmith after the loaders of {LOADERS[engine]}.\n\n"
         "## Serve\n\n"
-        f"```\n{export.command}\n```\n\n{further}"
+        f"```\n{export.command}\n```\n\n`DIR` is this folder.\n\n{further}"
         "## Verify\n\n"
         "`parity/parity.safetensors` holds hidden states of the target and the logits of the "
         "trained head on them. On any machine with Headsmith\n\n"

@@ -38,9 +38,9 @@ def killed_after(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_acceptance_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch, mode) -> None:
-    def run(name: str) -> dict:
+    def run(name: str, max_new_tokens: int = 12) -> dict:
         own = settings(setting, tmp_path / name)
-        own["data"].num_prompts, own["max_new_tokens"] = 2, 12
+        own["data"].num_prompts, own["max_new_tokens"] = 2, max_new_tokens
         acceptance.main(AcceptanceRun(**own, mode=mode))
         return json.loads((tmp_path / name / "acceptance.json").read_text())
 
@@ -55,6 +55,8 @@ def test_acceptance_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch, 
     monkeypatch.setattr(
         acceptance, "_measured", lambda *given: measured.append(given[2]) or one(*given)
     )
+    with pytest.raises(InputError, match=r"delete .*/killed/acceptance.partial to begin anew, or"):
+        run("killed", max_new_tokens=13)
     again = run("killed")
     assert [(prompt.dialogue, prompt.turn) for prompt in measured] == [(1, 2)]
     for key in ("tau", "tau_ci95", "alpha", "by_category", "prompts", "static_tree"):

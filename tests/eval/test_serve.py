@@ -389,6 +389,14 @@ def test_llamacpp_without_a_head_or_counters_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_address_without_a_server_says_what_to_start(setting, tmp_path: Path) -> None:
+    with serving("vllm", setting["answers"]) as server:
+        pass
+    words = r"endpoint=.*ConnectError.*; start a server there with the line that scripts/export.py"
+    with pytest.raises(InputError, match=words):
+        measured(setting, server, tmp_path)
+
+
 def test_llamacpp_names_no_window_while_it_loads(setting, tmp_path: Path) -> None:
     with serving("llamacpp", setting["answers"]) as server:
         server.models = (server.models[0] | {"meta": None},)

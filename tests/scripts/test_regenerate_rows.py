@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.scripts import RegenerateRun
 from data.rows.records import load_records
@@ -92,3 +93,13 @@ def test_a_conversation_ends_before_a_result_that_no_answer_called(
         (found,) = run(server, tmp_path, [row])
     assert [message["role"] for message in found["messages"]] == ["user", "assistant"]
     assert "1 of them end early, before the result of a tool" in capsys.readouterr().out
+
+
+def test_conversations_without_a_question_are_told(tmp_path: Path, capsys) -> None:
+    silent, asking = {"messages": [assistant("x")]}, {"messages": [user("a"), assistant("x")]}
+    with ChatServer() as server:
+        run(server, tmp_path, [asking, silent])
+        said = "1 of them have no user message to answer, first "
+        assert f"{said}{tmp_path}/in.jsonl:2" in capsys.readouterr().out
+        with pytest.raises(InputError, match=r"no row has a user message to answer, first .*:1; "):
+            run(server, tmp_path, [silent])

@@ -96,6 +96,11 @@ def test_settings_are_found(text: str, bold: list[str]) -> None:
             "head.layers=1,2: several values; allowed: one; type 'head.layers=[1,2]' for a list, "
             "or add --multirun to run the command for each",
         ),
+        (
+            "train.seed=1,2",
+            "train.seed=1,2: several values; allowed: one; add --multirun to run the command for "
+            "each",
+        ),
         ("~nothing", "Could not delete from config. 'nothing' does not exist."),
     ],
 )

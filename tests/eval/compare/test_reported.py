@@ -222,6 +222,7 @@ def test_what_has_no_definition_in_common_is_refused(folder) -> None:
          [MODEL_OPTIMIZER[0] | {"Acceptance_Length_Histogram": {"1": 3, "1000000000": 1}}],
          "Acceptance_Length_Histogram': found 1000000000.*from 0 to 10000"),
         ("ours", {"prompts": []}, "'acceptance_length': found nothing; .*; measure again"),
+        ("ours", {"prompts": [], "served": {}}, "'served': found a result of eval/serve.py; allow"),
     ],
 )  # fmt: skip
 def test_files_that_say_nothing_are_named(tmp_path: Path, name, content, message) -> None:
