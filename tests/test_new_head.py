@@ -190,6 +190,7 @@ def test_a_drafter_goes_on_with_some_texts() -> None:
     assert drafter.propose(Roots.of([7])).tokens.tolist() == [[1]]
 
 
+@pytest.mark.slow
 def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_path) -> None:
     assert {"toy_chain", "toy_tree", "toy_typical"} <= known_methods().keys()
     speedup.main(SpeedupRun(**measuring(inputs, head, tmp_path), num_repeats=1, num_warmups=0))

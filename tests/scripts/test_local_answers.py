@@ -50,8 +50,10 @@ def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> l
     "family",
     [
         "llama",
-        "lfm2",
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "qwen3_next")),
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("lfm2", "gpt_oss", "qwen3_next")
+        ),
     ],
 )
 def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> None:

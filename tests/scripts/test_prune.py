@@ -89,9 +89,8 @@ def test_tau_is_what_acceptance_measures_of_the_saved_heads(setting, tmp_path, h
     assert (tmp_path / "out/prune.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("head", "num_heads"), [("eagle1", 1), pytest.param("medusa", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("head", "num_heads"), [("eagle1", 1), ("medusa", 3)])
 def test_ranks_are_measured_as_acceptance_does(setting, tmp_path, head, num_heads) -> None:
     changes = {"sizes": [], "ranks": [4, 16]}
     prune.main(settings(setting, tmp_path / "out", head, **changes))

@@ -208,6 +208,7 @@ def test_readings_are_as_long_as_the_shortest(
     assert rows[1]["tau"] < rows[0]["tau"]
 
 
+@pytest.mark.slow
 def test_two_faults_are_found_one_after_the_other(
     folder: Path, heads: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,9 @@ def passes(target: Target) -> Iterator[list[int]]:
     hook.remove()
 
 
-@pytest.mark.parametrize("family", ["llama", AGAIN, "gemma2", NEOX, EXPERTS])
+@pytest.mark.parametrize(
+    "family", ["llama", AGAIN, pytest.param("gemma2", marks=pytest.mark.slow), NEOX, EXPERTS]
+)
 def test_greedy_text_is_the_targets_alone_and_in_a_batch(family: str) -> None:
     target = endless(family)
     draft = noisy_copy(target, 0.05)
