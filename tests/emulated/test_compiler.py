@@ -45,7 +45,7 @@ def test_who_asks_for_it_is_refused_before_anything_is_loaded(
     for module in (command, bench):
         monkeypatch.setattr(module, "load_target", lambda *_: pytest.fail("loaded"))
     forget()
-    with pytest.raises(InputError, match=r"^train\.compile=true: torch\.compile needs a C comp"):
+    with pytest.raises(InputError, match=r"^train\.compile=true: torch\.compile lacks a C comp"):
         run_of("medusa", inputs, tmp_path / "run", compile=True)()
     forget()
     run = SpeedupRun(
@@ -55,7 +55,7 @@ def test_who_asks_for_it_is_refused_before_anything_is_loaded(
         compile=True,
         out_dir=str(tmp_path / "out"),
     )
-    with pytest.raises(InputError, match=r"^compile=true: torch\.compile needs a C comp"):
+    with pytest.raises(InputError, match=r"^compile=true: torch\.compile lacks a C comp"):
         speedup.main(run)
 
 
