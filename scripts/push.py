@@ -126,7 +126,7 @@ def ask(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]
             print(f"license is unset; {name} has {asked.license}; set license= to name one")
         terms.append(asked)
     if config.license is None:
-        print("the card will name no licence")
+        print("the card will name no licence; license=apache-2.0, for example, names one")
     return terms
 
 

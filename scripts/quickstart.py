@@ -33,7 +33,9 @@ NUM_ANSWERS = 3
 """Number of answers to show."""
 NEXT = """
 On your own model and conversations (source .venv/bin/activate):
-  accelerate launch train/eagle.py target.path=MODEL data.path=CHATS.jsonl out_dir=outputs/mine
+  accelerate launch train/eagle.py head=eagle3_1 target.path=MODEL data.path=CHATS.jsonl \\
+      out_dir=outputs/mine
+  python eval/acceptance.py head.path=outputs/mine/head target.path=MODEL data.path=PROMPTS.jsonl
   python eval/speedup.py head.path=outputs/mine/head target.path=MODEL data.path=PROMPTS.jsonl
   python scripts/export.py head.path=outputs/mine/head format=vllm out_dir=outputs/mine-vllm
 """

@@ -199,6 +199,7 @@ def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_
     assert result["lossless"]["num_equal"] == result["lossless"]["num_prompts"] == 3
 
 
+@pytest.mark.slow
 def test_it_is_calibrated_and_cut(inputs: Path, head: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
     own = Path(shutil.copytree(head, tmp_path / "head"))

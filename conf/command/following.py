@@ -59,7 +59,9 @@ def tell(ended: str, settings: Mapping[str, Any]) -> None:
         settings: of the next command, by dotted key.
     """
     if PART_OF not in os.environ:
-        print(f"\nnext, {NEXT[ended].words}:\n  {line(NEXT[ended].script, settings)}", flush=True)  # noqa: T201
+        typed_line = line(NEXT[ended].script, settings)
+        yours = f" (your file in place of {PROMPTS})" if PROMPTS in typed_line else ""
+        print(f"\nnext, {NEXT[ended].words}{yours}:\n  {typed_line}", flush=True)  # noqa: T201
 
 
 def line(script: str, settings: Mapping[str, Any]) -> str:

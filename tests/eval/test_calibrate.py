@@ -258,6 +258,7 @@ def test_every_kind_has_a_cut_chain_which_needs_calibrating(setting, tmp_path) -
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch) -> None:
     head = Path(shutil.copytree(setting["head"], tmp_path / "head"))
     whole = calibrated(setting, head, tmp_path / "whole")

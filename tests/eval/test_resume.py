@@ -65,6 +65,7 @@ def test_acceptance_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch, 
     assert not (tmp_path / "killed/acceptance.partial").exists()
 
 
+@pytest.mark.slow
 def test_speedup_goes_on_with_the_same_layers(setting, tmp_path, monkeypatch, capsys) -> None:
     def run(**changes) -> None:
         own = settings(setting, tmp_path)

@@ -70,6 +70,7 @@ def accepted(setting: Path, head: Path, out_dir: Path, **changes) -> dict:
 
 
 @pytest.mark.parametrize("head", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_tau_is_what_acceptance_measures_of_the_saved_heads(setting, tmp_path, head: str) -> None:
     prune.main(settings(setting, tmp_path / "out", head))
     result = json.loads((tmp_path / "out/prune.json").read_text())

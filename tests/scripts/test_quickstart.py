@@ -23,7 +23,7 @@ def test_what_is_there_is_not_made_again_but_shown(tmp_path: Path, capsys) -> No
     assert "def f(a):\n    return a\n" in shown
     assert "1.50" in shown and "done before" in shown
     assert f"{tmp_path}/speedup.png" in shown.replace("\n", "")
-    assert "accelerate launch train/eagle.py target.path=MODEL" in shown
+    assert "accelerate launch train/eagle.py head=eagle3_1 target.path=MODEL" in shown
 
 
 def test_what_is_missing_is_run(tmp_path: Path) -> None:

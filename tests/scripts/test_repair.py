@@ -197,6 +197,7 @@ def test_a_right_head_is_left_alone(
     assert all(row["more"] < 0 for row in rows[1:4])
 
 
+@pytest.mark.slow
 def test_readings_are_as_long_as_the_shortest(
     folder: Path, heads: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -437,7 +437,9 @@ def print_end(outcome: Outcome, out_dir: Path) -> None:
     """Print where the head is, or how to continue."""
     if outcome.finished:
         tau = outcome.evaluation.get("eval/tau")
-        measured = "" if tau is None else f", tau {tau:.2f} on held-out prompts (chain)"
+        measured = (
+            "" if tau is None else f", tau {tau:.2f} on prompts held out of data.path (chain)"
+        )
         change = outcome.evaluation.get("eval/target_change_percent")
         if change is not None:
             measured += f", the target's own held-out loss {change:+.2f}%"

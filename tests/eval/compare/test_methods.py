@@ -178,6 +178,7 @@ def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
     assert list(again["methods"]) == names
 
 
+@pytest.mark.slow
 def test_every_output_head_that_drafts_is_of_the_rank_wanted(llama, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("heads.layers.low_rank.NUM_CANDIDATES", 1)
     names = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]

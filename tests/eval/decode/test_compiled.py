@@ -101,6 +101,7 @@ def test_a_target_that_needs_masks_is_compiled_with_them() -> None:
     assert COUNTERS["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_generate_is_compiled_beside_it_over_a_static_cache(monkeypatch) -> None:
     target = target_of(num_layers=1)
     expected = [text.token_ids for text in hf_generate(target, PROMPTS, 20, GREEDY, 0)]

@@ -90,6 +90,7 @@ def compiled(num_layers: int) -> Target:
     return target
 
 
+@pytest.mark.slow
 def test_what_a_compiled_target_leaves_to_launch_does_not_grow_with_its_layers() -> None:
     one, two = (a_step(compiled(num_layers)).total() for num_layers in (1, 2))
     assert one == two < 40

@@ -58,6 +58,7 @@ def test_layers_that_do_nothing_are_found(target, own) -> None:
     assert 6 + 5 + 4 + 3 + 2 < found.num_tried <= 6 + 5 + 4 + 3 + 2 + len(exits)
 
 
+@pytest.mark.slow
 def test_the_best_sets_have_the_tau_of_decoding(target, own) -> None:
     """In a target all of whose layers matter, but not much."""
     target = agreeing_target()

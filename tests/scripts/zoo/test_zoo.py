@@ -183,6 +183,7 @@ def test_a_tree_whose_siblings_see_each_other_differs(zoo, monkeypatch) -> None:
     assert found["state"] == "differs"
 
 
+@pytest.mark.slow
 def test_states_that_replay_reads_otherwise_differ(zoo, monkeypatch) -> None:
     def change(target) -> None:
         read_text = target.read_text
