@@ -141,7 +141,7 @@ class MtpNetwork(ContinuingHead):
         for name, parameter in sorted(self.named_parameters()):
             if parameter.dim() > 1:
                 parameter.data.normal_(std=0.02, generator=generator)
-            elif name.endswith("bias"):
+            elif not name.endswith("weight"):  # biases, and sinks that nobody filled
                 parameter.data.zero_()
         return self.attach(target)
 

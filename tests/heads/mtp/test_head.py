@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
-from mtp_targets import saved, target_with_layer
+import torch
+from mtp_targets import TARGETS, saved, target_with_layer
 
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
 from heads.mtp.head import MtpHead
+from heads.vocab import DraftVocab
 from scripts import export
 
 
@@ -45,3 +47,19 @@ def test_an_export_names_the_command_that_stitches(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"write it there with `scripts/mtp\.py action=stitch`"):
         export.main(run)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_no_weight_of_a_fresh_layer_is_left_to_memory(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that nobody has filled is NaN here."""
+    target, head = target_with_layer(architecture)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        fresh = MtpHead(head.config, DraftVocab.everything(target.vocab_size))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, parameter in fresh.begin(target, seed=0).named_parameters():
+        assert parameter.isfinite().all(), name
