@@ -53,7 +53,7 @@ from eval.served.check import Checked, checked, figures
 
 @dataclass(frozen=True)
 class ServedAnswers:
-    """Writes earlier answers of a dialogue with the server itself."""
+    """Write earlier answers of a dialogue with the server itself."""
 
     server: ServingEngine
 
@@ -66,7 +66,7 @@ class ServedAnswers:
 
 
 def main(config: ServeRun) -> None:
-    """Asks the servers, replays the head, prints, writes `serve.json` and its picture."""
+    """Ask the servers, replay the head, print, and write `serve.json` and its picture."""
     CHECK(config)
     with ExitStack() as stack:
         servers = {load.WITH: stack.enter_context(connected(config, config.endpoint, "endpoint"))}
@@ -114,14 +114,14 @@ def main(config: ServeRun) -> None:
 
 
 def connected(config: ServeRun, url: str, setting: str, drafts: bool = True) -> ServingEngine:
-    """Returns a connection to a server, not yet opened."""
+    """Return a connection to a server, not yet opened."""
     key = os.environ.get(config.api_key_env)
     endpoint = Endpoint(url, config.model, api_key=key, timeout_s=3600.0, setting=setting)
     return ServingEngine(endpoint, max(config.concurrency, default=1), drafts)
 
 
 def check_depth(config: ServeRun, server: ServingEngine) -> None:
-    """Takes the server's depth, or refuses another one.
+    """Take the server's depth, or refuses another one.
 
     Raises:
         InputError: with both.
@@ -135,7 +135,7 @@ def check_depth(config: ServeRun, server: ServingEngine) -> None:
 
 
 def check_room(config: ServeRun, bench: Bench, server: ServingEngine) -> None:
-    """Refuses texts near the end of the server's window, where it drafts less.
+    """Refuse texts near the end of the server's window, where it drafts less.
 
     Raises:
         InputError: with the lengths.
@@ -152,7 +152,7 @@ def check_room(config: ServeRun, bench: Bench, server: ServingEngine) -> None:
 
 
 def sizes_of(config: ServeRun, bench: Bench) -> list[int]:
-    """Returns the numbers of requests in flight that do not exceed the number of prompts."""
+    """Return the numbers of requests in flight that do not exceed the number of prompts."""
     sizes, most = sorted(set(config.concurrency)), len(bench.prompts)
     if left_out := [size for size in sizes if size > most]:
         tell(f"concurrency={left_out}: left out, as there are {most} prompts")
@@ -162,7 +162,7 @@ def sizes_of(config: ServeRun, bench: Bench) -> list[int]:
 def acceptance(
     bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
 ) -> dict[str, Any]:
-    """Compares texts and counts of the server with the target and the replayed head.
+    """Compare texts and counts of the server with the target and the replayed head.
 
     Compares nothing above temperature 0, as drawn texts cannot be replayed, or without a head.
     """
@@ -198,7 +198,7 @@ def acceptance(
 def compared(
     bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
 ) -> Iterator[Checked]:
-    """Asks the server for all texts, then checks each."""
+    """Ask the server for all texts, then check each."""
     limit, depth = config.max_new_tokens, server.depth
     for number, prompt in enumerate(tqdm(bench.prompts, desc=server.name, unit="prompt")):
         if number not in journal.done:
@@ -214,12 +214,12 @@ def compared(
 
 
 def tell(line: str) -> None:
-    """Prints a line to stderr."""
+    """Print a line to stderr."""
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Prints acceptance by the server and by replay, then speed and waits."""
+    """Print acceptance by the server and by replay, then speed and waits."""
     served, replayed, texts = result["served"], result["replayed"], result["texts"]
     engine = result["servers"][load.WITH]["engine"]
     if texts is not None:

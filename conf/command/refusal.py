@@ -30,10 +30,12 @@ def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -
         return InputError(
             f"{group}={name}: no such recipe; allowed: {', '.join(recipes)} (conf/{group})"
         )
+    known = {s.name: s.kind for s in words.settings(schema, OmegaConf.structured(schema))}
     said = str(error).strip().splitlines()
     if several := SEVERAL.match(said[0]):
         key, value = several.groups()
-        as_list = f"type '{key}=[{value}]' for a list, or " if _is_list(schema, key) else ""
+        takes_list = known.get(key, "").startswith(("list", "anything"))
+        as_list = f"type '{key}=[{value}]' for a list, or " if takes_list else ""
         return InputError(
             f"{key}={value}: several values; allowed: one; {as_list}add --multirun to run the "
             "command for each"
@@ -50,13 +52,6 @@ def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -
             f"{given}: the value cannot be read; allowed: words and numbers, [a,b] for a list; "
             f"put a text with other signs in two kinds of quotes: '{key}=\"...\"'"
         )
-    known = {s.name: s.kind for s in words.settings(schema, OmegaConf.structured(schema))}
     name = key.lstrip("+~")
     allowed = known.get(name, "see --help")
     return InputError(f"{name}={value}: not allowed here; allowed: {allowed}; try --help {name}")
-
-
-def _is_list(schema: type[Any], key: str) -> bool:
-    """Say whether a setting takes a list."""
-    kinds = {s.name: s.kind for s in words.settings(schema, OmegaConf.structured(schema))}
-    return kinds.get(key, "").startswith(("list", "anything"))

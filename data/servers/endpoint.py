@@ -195,7 +195,7 @@ class Client:
         return await self._send("GET", path, None, lambda response: response.text)
 
     async def events(self, path: str, body: dict) -> AsyncGenerator[dict, None]:
-        """Streams the pieces of a reply as they come; a request that fails is not sent again.
+        """Stream the pieces of a reply as they come; a request that fails is not sent again.
 
         Args:
             path: behind the base URL.

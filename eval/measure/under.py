@@ -21,7 +21,7 @@ CHANGEABLE = (
 
 
 def runs_under(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
-    """Makes the settings of each condition.
+    """Make the settings of each condition.
 
     Args:
         config: the settings, with `conditions`.

@@ -17,7 +17,7 @@ from eval.measure.under import CONDITIONS
 
 
 def finished(run: AcceptanceRun) -> dict[str, Any] | None:
-    """Reads the result of a condition that an earlier start measured; None if there is none.
+    """Read the result of a condition that an earlier start measured; None if there is none.
 
     Raises:
         InputError: the result has other settings.
@@ -32,7 +32,7 @@ def finished(run: AcceptanceRun) -> dict[str, Any] | None:
 
 
 def conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
-    """Makes a table with a row per condition; `tokens` is the median of the prompts' tokens."""
+    """Make a table with a row per condition; `tokens` is the median of the prompts' tokens."""
     rows = _rows(results)
     parts = [
         part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())
@@ -54,7 +54,7 @@ def conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
 
 
 def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]]) -> list[Path]:
-    """Writes `conditions.json`, a row per condition.
+    """Write `conditions.json`, a row per condition.
 
     Returns:
         The file, and the picture that goes beside it.

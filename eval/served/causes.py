@@ -16,7 +16,7 @@ ENOUGH = 8
 
 
 def other_template(server: ServingEngine, prompts: Sequence[Prompt]) -> tuple[str | None, int]:
-    """Compares a few prompts with the server's own rendering of their conversations.
+    """Compare a few prompts with the server's own rendering of their conversations.
 
     Returns:
         The difference, or None; and the number of prompts compared, 0 if the server renders no
@@ -52,7 +52,7 @@ def problems(
     max_new_tokens: int,
     tolerance: float,
 ) -> list[str]:
-    """Names the cause if a server's texts or drafts are not those of the target with the head.
+    """Name the cause if a server's texts or drafts are not those of the target with the head.
 
     Args:
         server: the server that wrote the texts; it is asked once more.
@@ -108,7 +108,7 @@ def _other_texts(
 
 
 def summary(texts: Sequence[Checked]) -> dict[str, Any]:
-    """Counts texts, tokens and differences, for the results file."""
+    """Count texts, tokens and differences, for the results file."""
     others = [other for text in texts for other in text.others]
     return {
         "num_texts": len(texts),

@@ -68,7 +68,7 @@ def checked(
     max_new_tokens: int,
     within: bool,
 ) -> Checked:
-    """Reads a server's text with the target, and replays the head's chain along it.
+    """Read a server's text with the target, and replay the head's chain along it.
 
     Args:
         bench: with the head, its chain as deep as the server drafts.
@@ -112,7 +112,7 @@ def checked(
 def figures(
     prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
 ) -> dict[str, object]:
-    """Computes acceptance from a server's counts, under every definition that the counts allow.
+    """Compute acceptance from a server's counts, under every definition that the counts allow.
 
     A server whose drafts end with the text does not count passes without drafts. Its result has no
     lengths per pass.
@@ -147,7 +147,7 @@ def _per_draft(dialogues: Sequence[Sequence[Passes]], _runs: object) -> float:
 
 
 def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[str]:
-    """Lists the counts that differ from the replay, a line each.
+    """List the counts that differ from the replay, a line each.
 
     Args:
         texts: all texts of a server.

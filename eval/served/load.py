@@ -14,7 +14,8 @@ from tqdm import tqdm
 from conf.command.journal import Journal
 from conf.settings.measure import ServeRun
 from data.servers.counts import DraftCounts
-from data.servers.serving import Asked, Pass, ServingEngine, Streamed
+from data.servers.protocols import Asked, Streamed
+from data.servers.serving import Pass, ServingEngine
 from eval.measure.bench import seed_of
 from eval.measure.prompts import Prompt
 from eval.measure.stats import Interval, interval, percentiles_ms
@@ -33,7 +34,7 @@ def run_passes(
     size: int,
     journal: Journal,
 ) -> Passes:
-    """Times all prompts on every server, after warm-ups.
+    """Time all prompts on every server, after warm-ups.
 
     Each repeat draws the order of prompts and of servers. Within a pass, the prompts of a dialogue
     share the server's cache of prompt beginnings. No pass profits from an earlier one.
@@ -75,7 +76,7 @@ def _timed(
     size: int,
     words: str | None = None,
 ) -> Pass:
-    """Runs one pass; its texts come in the order of the prompts, not of the requests."""
+    """Run one pass; its texts come in the order of the prompts, not of the requests."""
     nonce, asked = secrets.token_hex(8), sampling_of(config)
     jobs = []
     for number in order:
@@ -90,7 +91,7 @@ def _timed(
 
 
 def sampling_of(config: ServeRun) -> dict[str, float | int]:
-    """Returns the sampling fields of a request."""
+    """Return the sampling fields of a request."""
     if not config.temperature:
         return {"temperature": 0}
     told: dict[str, float | int] = {"temperature": config.temperature, "top_p": config.top_p}
@@ -99,7 +100,7 @@ def sampling_of(config: ServeRun) -> dict[str, float | int]:
 
 
 def figures(passes: Passes, prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
-    """Computes throughput, waits and drafts of every server.
+    """Compute throughput, waits and drafts of every server.
 
     Speed-up: seconds per token of all requests without drafts, divided by seconds per token of all
     requests with drafts; medians over repeats.

@@ -3,7 +3,8 @@
 import pytest
 
 from data.servers.counts import DraftCounts
-from data.servers.serving import Pass, Streamed
+from data.servers.protocols import Streamed
+from data.servers.serving import Pass
 from eval.measure.prompts import Prompt
 from eval.served.load import WITH, WITHOUT, figures
 

@@ -1,0 +1,297 @@
+"""How each serving engine is asked for a text, and where it counts draft tokens.
+
+vLLM and llama.cpp count in `/metrics`, over all requests; SGLang in the reply to each.
+
+Sources: vLLM 0.32 `v1/spec_decode/metrics.py`, `v1/core/sched/scheduler.py` and
+`entrypoints/openai/completion/protocol.py`; SGLang `srt/managers/schedule_batch.py`,
+`update_spec_correct_drafts_histogram`, and `srt/managers/tokenizer_manager.py`; llama.cpp b11434
+`tools/server/server-context.cpp`.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+from conf.command.clock import Stopwatch
+from conf.errors import InputError
+from data.servers.counts import DraftCounts
+from data.servers.endpoint import Client
+
+COUNTER = re.compile(
+    r"^(?:vllm|llamacpp):spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE
+)
+POSITION = re.compile(r'position="(\d+)"')
+# Room for a draft of one token, between the prompt's token and a bonus token.
+FIRST_TOKENS = 3
+NO_HEAD = "drafts nothing: start it with a draft head (the README of an export has the command)"
+
+
+class ReplyError(Exception):
+    """An answer that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a text is to be written.
+
+    Attributes:
+        max_new_tokens: of the text at most.
+        sampling: `temperature`, `top_p`, `top_k`, `min_p` and `seed`, of those that are set.
+        ignore_eos: go on behind stop tokens.
+        salt: vLLM shares cached beginnings only among requests of one salt. llama.cpp is told not
+            to cache, and the cache of SGLang is emptied before each pass.
+    """
+
+    max_new_tokens: int
+    sampling: dict[str, float | int] | None = None
+    ignore_eos: bool = False
+    salt: str | None = None
+
+    @property
+    def chosen(self) -> dict[str, float | int]:
+        """The sampling, greedy where none is set."""
+        return self.sampling or {"temperature": 0}
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """When a text came.
+
+    Attributes:
+        num_tokens: of the text.
+        arrivals_s: seconds from the request to each piece that held tokens.
+        lengths: draft tokens that each pass accepted, if the engine returns them with the text.
+    """
+
+    num_tokens: int
+    arrivals_s: list[float]
+    lengths: list[int]
+
+
+class Protocol(ABC):
+    """The requests to one serving engine; each may raise what `Client.request` does."""
+
+    within = False
+    path: str
+
+    def __init__(self, client: Client, model: str) -> None:
+        self.client, self.model = client, model
+        self.depth = 0
+
+    @abstractmethod
+    async def start(self, drafts: bool) -> None:
+        """Find the depth, the draft tokens of a pass, of an engine that drafts."""
+
+    @abstractmethod
+    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+        """The request."""
+
+    @abstractmethod
+    def token_ids(self, reply: dict) -> list[int]:
+        """Tokens of a reply, or of a piece of it that is streamed."""
+
+    @abstractmethod
+    async def answer(self, prompt_ids: list[int], asked: Asked) -> DraftCounts:
+        """One text and its counts."""
+
+    @abstractmethod
+    async def count(self) -> list[int]:
+        """Drafts, their tokens, and those accepted at each position, since the server's start."""
+
+    @abstractmethod
+    def difference(self, before: list[int], after: list[int]) -> DraftCounts | None:
+        """What two counts are apart; None where counts come with the texts."""
+
+    @abstractmethod
+    async def forget(self) -> None:
+        """Empty the engine's memory of beginnings, where requests cannot be kept apart."""
+
+    async def stream(self, prompt_ids: list[int], asked: Asked) -> Streamed:
+        """One text as it comes."""
+        num_tokens, arrivals, event = 0, list[float](), dict[str, Any]()
+        body, watch = self.body(prompt_ids, asked) | {"stream": True}, Stopwatch()
+        async for event in self.client.events(self.path, body):
+            arrived = watch.seconds()
+            if "error" in event:
+                raise ReplyError(f"broke a text off: {str(event['error'])[:300]}")
+            total = self.total(event, num_tokens)
+            if total > num_tokens:
+                arrivals.append(arrived)
+                num_tokens = total
+        if not arrivals:
+            raise ReplyError(f"streams no token at {self.path}: {str(event)[:200]}")
+        return Streamed(num_tokens, arrivals, self.lengths(event))
+
+    def total(self, event: dict, before: int) -> int:
+        """Tokens of a text up to a streamed piece, behind so many."""
+        return before + len(self.token_ids(event))
+
+    @abstractmethod
+    def lengths(self, reply: dict) -> list[int]:
+        """Draft tokens that each pass accepted, where a reply tells."""
+
+
+class _Metered(Protocol):
+    """Counters before a request, and after."""
+
+    async def answer(self, prompt_ids: list[int], asked: Asked) -> DraftCounts:
+        before = await self.count()
+        reply = await self.client.request("POST", self.path, self.body(prompt_ids, asked))
+        found = self.difference(before, await self.count())
+        return replace(found, text=self.token_ids(reply))
+
+    async def count(self) -> list[int]:
+        if not self.depth:
+            return []
+        return await self._counters()
+
+    async def _counters(self) -> list[int]:
+        totals, accepted = {"num_drafts": 0, "num_draft_tokens": 0}, dict[int, int]()
+        for name, labels, value in COUNTER.findall(await self.client.page("metrics")):
+            if name in totals:
+                totals[name] += int(float(value))
+            elif name == "num_accepted_tokens_per_pos":
+                position = int(POSITION.findall(labels)[0])
+                accepted[position] = accepted.get(position, 0) + int(float(value))
+        self.depth = len(accepted)
+        return [*totals.values(), *(accepted[position] for position in sorted(accepted))]
+
+    def difference(self, before: list[int], after: list[int]) -> DraftCounts:
+        if not self.depth:
+            return DraftCounts([], 0, 0, [])
+        new = [count - old for count, old in zip(after, before, strict=True)]
+        return DraftCounts([], new[0], new[1], new[2:])
+
+    async def forget(self) -> None:
+        pass
+
+    def lengths(self, _reply: dict) -> list[int]:
+        return []
+
+
+class _Vllm(_Metered):
+    path = "v1/completions"
+
+    async def start(self, drafts: bool) -> None:
+        await self._counters()
+        if drafts and not self.depth:
+            raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
+
+    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": prompt_ids,
+            "max_tokens": asked.max_new_tokens,
+            "return_token_ids": True,
+            # A model's generation_config.json can ask for a penalty, which servers take over.
+            "repetition_penalty": 1.0,
+            **asked.chosen,
+            **({"ignore_eos": True} if asked.ignore_eos else {}),
+            **({"cache_salt": asked.salt} if asked.salt else {}),
+        }
+
+    def token_ids(self, reply: dict) -> list[int]:
+        try:
+            return list(reply["choices"][0]["token_ids"]) if reply["choices"] else []
+        except (KeyError, IndexError, TypeError) as error:
+            raise ReplyError("the reply has no choices[0].token_ids: vLLM is too old") from error
+
+
+class _LlamaCpp(_Metered):
+    within = True
+    path = "completion"
+
+    async def start(self, drafts: bool) -> None:
+        """Have something drafted: before that no position is counted."""
+        first = self.body([0], Asked(FIRST_TOKENS, ignore_eos=True))
+        self.token_ids(await self.client.request("POST", self.path, first))
+        try:
+            await self._counters()
+        except InputError as error:
+            if drafts:
+                raise ReplyError(f"counts nothing: start it with --metrics ({error})") from error
+        if drafts and not self.depth:
+            raise ReplyError(f"{NO_HEAD}, and without --spec-draft-p-min")
+
+    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+        return {
+            "prompt": prompt_ids,
+            "n_predict": asked.max_new_tokens,
+            "repeat_penalty": 1.0,
+            "return_tokens": True,
+            # Behind a prompt that it has read before, a head misses a feature.
+            "cache_prompt": False,
+            **asked.chosen,
+            **({"ignore_eos": True} if asked.ignore_eos else {}),
+        }
+
+    def token_ids(self, reply: dict) -> list[int]:
+        try:
+            return list(reply["tokens"])
+        except (KeyError, TypeError) as error:
+            raise ReplyError("the reply has no tokens: llama.cpp is too old") from error
+
+
+class _Sglang(Protocol):
+    """Count that come with the text."""
+
+    path = "generate"
+
+    async def start(self, drafts: bool) -> None:
+        settings = await self.client.request("GET", "get_server_info")
+        if not settings.get("speculative_algorithm"):
+            if drafts:
+                raise ReplyError(NO_HEAD)
+            return
+        width = settings.get("speculative_eagle_topk")
+        if width != 1:
+            raise ReplyError(
+                f"drafts trees, speculative_eagle_topk={width}: only chains can be compared; "
+                "start it with --speculative-eagle-topk 1"
+            )
+        self.depth = int(settings["speculative_num_steps"])
+
+    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+        sampling = {"max_new_tokens": asked.max_new_tokens, "repetition_penalty": 1.0}
+        sampling |= {key: value for key, value in asked.chosen.items() if key != "seed"}
+        sampling |= {"ignore_eos": True} if asked.ignore_eos else {}
+        return {"input_ids": prompt_ids, "sampling_params": sampling}
+
+    def token_ids(self, reply: dict) -> list[int]:
+        try:
+            return list(reply["output_ids"])
+        except (KeyError, TypeError) as error:
+            raise ReplyError("the reply has no output_ids: SGLang is too old") from error
+
+    async def answer(self, prompt_ids: list[int], asked: Asked) -> DraftCounts:
+        reply = await self.client.request("POST", self.path, self.body(prompt_ids, asked))
+        return DraftCounts.of(self.token_ids(reply), self.lengths(reply), self.depth)
+
+    async def count(self) -> list[int]:
+        return []
+
+    def difference(self, _before: list[int], _after: list[int]) -> None:
+        return None
+
+    async def forget(self) -> None:
+        await self.client.page("flush_cache")
+
+    def total(self, event: dict, _before: int) -> int:
+        return int(event["meta_info"]["completion_tokens"])
+
+    def lengths(self, reply: dict) -> list[int]:
+        # The second is its older name. A text of one token has had no pass.
+        names = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+        meta = reply.get("meta_info") or {}
+        histogram = next((meta[name] for name in names if name in meta), None)
+        if histogram is None and self.depth and len(self.token_ids(reply)) > 1:
+            raise ReplyError(f"the reply's meta_info has none of {', '.join(names)}")
+        return [n for n, passes in enumerate(histogram or []) for _ in range(passes)]
+
+
+PROTOCOLS: dict[str, type[Protocol]] = {
+    "vllm": _Vllm,
+    "sglang": _Sglang,
+    "llamacpp": _LlamaCpp,
+}
