@@ -123,6 +123,7 @@ def test_a_profile_shows_the_parts(monkeypatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_slow_host_is_not_taken_for_a_busy_device() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)
