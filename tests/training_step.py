@@ -94,13 +94,6 @@ class FirstStep(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def gradients(
-    kind: str, device: str, dtype: Dtype, out_dir: Path, compiled: bool = False
-) -> dict[str, Tensor]:
-    """Float32, on the CPU, by the names of the head's parameters."""
-    return first_step(kind, device, dtype, out_dir, compiled).gradients
-
-
 def first_step(
     kind: str,
     device: str,

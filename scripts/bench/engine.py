@@ -77,11 +77,7 @@ class Corrected:
 def random_target(
     dtype: torch.dtype, num_layers: int = 32, width: int = 512, vocab: int = 4096
 ) -> Target:
-    """Make a packed target; the default sizes give 105M parameters.
-
-    The output head is the embedding in another order, so that each token follows from the last one
-    by a wide margin. Rounding in low precision must not change the text that the oracle knows.
-    """
+    """Make a packed target with sure texts; the default sizes give 105M parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=width, intermediate_size=3 * width,
@@ -89,12 +85,22 @@ def random_target(
         num_key_value_heads=width // 128, max_position_embeddings=1024, eos_token_id=None,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
-    embedding = model.get_input_embeddings().weight.data
-    embedding.mul_(50)  # larger than what random layers add to it
-    model.lm_head.weight.data = embedding[torch.randperm(vocab)].clone()
+    make_sure(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pack(model.to(device, dtype))
     return Target(model, None, "random")
+
+
+def make_sure(model: Any) -> None:
+    """Make each token follow from the last one by a wide margin, in a random model.
+
+    The output head becomes the embedding in another order. Rounding in low precision must not
+    change the text that the oracle knows.
+    """
+    embedding = model.get_input_embeddings().weight.data
+    embedding.mul_(50)  # larger than what random layers add to it
+    order = torch.randperm(len(embedding)).to(embedding.device)
+    model.lm_head.weight.data = embedding[order].clone()
 
 
 def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:

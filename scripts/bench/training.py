@@ -25,6 +25,7 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,9 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import add_sizes, best_device, where
-from train.loop import loop
+from train.loop import loop, memory
 from train.loop.loop import Job
+from train.loss.sizes import LaunchSizes
 from train.parallel import processes
 
 PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
@@ -172,7 +174,6 @@ class Speed:
         tokens_per_s: without padding.
         peak_gib: peak of the device's memory, or on a CPU of the process's, including weights.
         padding: share of padding in the data set.
-        parts: share of the time for each of `PARTS`.
         matmul: FLOP/s of a square matrix product.
         utilisation: FLOP/s of the steps divided by that.
         head_size: number of parameters.
@@ -182,26 +183,39 @@ class Speed:
     tokens_per_s: float
     peak_gib: float
     padding: float
-    parts: dict[str, float]
     matmul: float
     utilisation: float
     head_size: int
 
 
-def measured(options: argparse.Namespace) -> Speed:
-    """Train for some steps."""
+@contextmanager
+def running(options: argparse.Namespace) -> Iterator[tuple[loop.Run, PackedDataset]]:
+    """A run of the training loop before its first step, and its data, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         run, train = start(options, Path(folder) / "out")
-        for _ in range(NUM_WARM_UP):
-            run.optimizer_step()
-        with FlopCounterMode(display=False) as counter:
-            run.optimizer_step()
-        tokens, times = run.tokens, []
-        for _ in range(options.steps):
-            times.append(timed(run.optimizer_step, run.device))
-        tokens = run.tokens - tokens
-        parts = shares(run, options.steps)
-        run.close()
+        try:
+            yield run, train
+        finally:
+            run.close()
+
+
+def estimated_bytes(run: loop.Run, options: argparse.Namespace) -> int | None:
+    """Estimate of the memory of one process on a GPU; None without a formula."""
+    sizes = LaunchSizes.of(run.config, options.max_length, "DDP", run.accelerator)
+    parts = memory.estimate(run.job.objective, sizes)
+    return None if parts is None else sum(parts.values())
+
+
+def measure_steps(run: loop.Run, train: PackedDataset, options: argparse.Namespace) -> Speed:
+    """Train for some steps."""
+    for _ in range(NUM_WARM_UP):
+        run.optimizer_step()
+    with FlopCounterMode(display=False) as counter:
+        run.optimizer_step()
+    tokens, times = run.tokens, []
+    for _ in range(options.steps):
+        times.append(timed(run.optimizer_step, run.device))
+    tokens = run.tokens - tokens
     rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
     step_s = statistics.median(times)
     if run.device.type == "cuda":
@@ -213,7 +227,6 @@ def measured(options: argparse.Namespace) -> Speed:
         tokens_per_s=tokens / sum(times),
         peak_gib=peak_gib,
         padding=1 - train.num_tokens / (len(train) * options.max_length),
-        parts=parts,
         matmul=rate,
         utilisation=counter.get_total_flops() / step_s / rate,
         head_size=sum(p.numel() for p in run.job.objective.head.parameters()),
@@ -223,16 +236,17 @@ def measured(options: argparse.Namespace) -> Speed:
 def main() -> None:
     """Print the table."""
     options = arguments()
-    speed = measured(options)
+    with running(options) as (run, train):
+        speed, parts = measure_steps(run, train, options), shares(run, options.steps)
     head = f"{options.head}, head of {speed.head_size / 1e6:.1f} M, {options.dtype}"
     table = Table("figure", "value", title=f"{head}, {where(best_device())}")
     table.add_row("time of a step", f"{1000 * speed.step_s:.0f} ms")
     table.add_row("tokens per second", f"{speed.tokens_per_s:,.0f}")
     table.add_row("peak memory", f"{speed.peak_gib:.2f} GiB")
     table.add_row("padding", f"{speed.padding:.1%}")
-    for name, share in speed.parts.items():
+    for name, share in parts.items():
         table.add_row(f"time: {name}", f"{share:.1%}")
-    table.add_row("time: rest", f"{1 - sum(speed.parts.values()):.1%}")
+    table.add_row("time: rest", f"{1 - sum(parts.values()):.1%}")
     table.add_row("matmul", f"{speed.matmul / 1e12:.2f} TFLOP/s")
     table.add_row("model FLOP utilisation", f"{speed.utilisation:.1%}")
     Console(width=80).print(table)

@@ -1,83 +1,192 @@
-"""The table of all benchmarks: every figure beside its floor, and nothing that fails is lost."""
+"""The run of a GPU: most important first, and nothing that is known is lost."""
 
 import json
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from training_step import KINDS
 
-from scripts.bench import gpu as bench_gpu
+from scripts import demo
+from scripts.bench import gpu, gpu_figures
+from tests.gpu.test_decoding import captured_kinds
+from tests.test_readme import composes
 
-
-def test_every_benchmark_has_a_floor() -> None:
-    assert bench_gpu.FLOORS.keys() == bench_gpu.BENCHES.keys()
-    assert all(bench_gpu.FLOORS.values())
-
-
-def test_figures_are_held_against_their_floors() -> None:
-    name, floor = "medusa", bench_gpu.FLOORS["medusa"]
-    reached = dict(floor) | {"tokens/s": 12345.0}
-    assert [row["passed"] for row in bench_gpu.rows_of(name, reached, True)] == [True, True, None]
-    missed = {figure: value * 0.99 for figure, value in floor.items()}
-    assert [row["passed"] for row in bench_gpu.rows_of(name, missed, True)] == [False, False]
-    assert [row["passed"] for row in bench_gpu.rows_of(name, missed, False)] == [None, None]
-    with pytest.raises(AssertionError, match="medusa gave no"):
-        bench_gpu.rows_of(name, {"tokens/s": 1.0}, True)
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The exit code and the rows of a call, in which `unroll` fails."""
-
-    def run(name: str, small: bool) -> list[dict[str, Any]]:
-        if name == "unroll":
-            return [bench_gpu.failed(name, "out of memory")]
-        return bench_gpu.rows_of(name, dict(bench_gpu.FLOORS[name]), True)
-
-    def call(*names: str) -> tuple[Any, list[dict[str, Any]]]:
-        out = tmp_path / "bench_gpu.json"
-        monkeypatch.setattr("sys.argv", ["gpu.py", "--out", str(out), *names])
-        with pytest.raises(SystemExit) as ended:
-            bench_gpu.main()
-        return ended.value.code, json.loads(out.read_text())["rows"]
-
-    monkeypatch.setattr(bench_gpu, "run", run)
-    return call
+def results(tmp_path: Path) -> gpu.Results:
+    return gpu.Results(tmp_path / "out")
 
 
-def test_calls_one_after_another_fill_one_table(
-    called: Any, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def runner(results: gpu.Results) -> gpu.Runner:
+    return gpu.Runner(results, 600.0, small=True)
+
+
+def test_floors_and_predictions_are_of_stages() -> None:
+    assert gpu_figures.FLOORS.keys() <= gpu_figures.FIGURES.keys()
+    assert gpu_figures.PREDICTED.keys() <= gpu_figures.FIGURES.keys()
+
+
+def test_each_gpu_test_is_in_a_check() -> None:
+    files = {path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text()}
+    checked = {ROOT / file for file, _ in gpu.CHECKS.values()}
+    assert files - {Path(__file__)} == checked
+    assert list(gpu.HEADS) == [kind.split(",")[0] for kind in KINDS]
+    assert list(gpu.DRAFTERS) == [kind.id for kind in captured_kinds()]
+
+
+def test_figures_are_held_against_their_floors() -> None:
+    floor = gpu_figures.FLOORS["medusa"]["original's time over ours"]
+    for value, passed in ((floor, True), (0.99 * floor, False)):
+        row = gpu_figures.row_of("medusa", "original's time over ours", value, judged=True)
+        assert (row["floor"], row["passed"]) == (floor, passed)
+    row = gpu_figures.row_of("medusa", "original's time over ours", 0.0, judged=False)
+    assert (row["floor"], row["passed"]) == (None, None)
+    row = gpu_figures.row_of("train eagle3", "tokens/s", 1.0, judged=True)
+    assert row["predicted"] == gpu_figures.PREDICTED["train eagle3"]["tokens/s"]
+
+
+def test_a_line_that_a_kill_cut_short_harms_no_other(results: gpu.Results) -> None:
+    results.append({"stage": "decode", "ended": True, "code": 0})
+    with results.file.open("a") as file:
+        file.write('{"stage": "loss", "ended": tr')
+    results.append({"stage": "unroll", "ended": True, "code": 0})
+    results.append({"stage": "eagle3", "ended": True, "code": "no end within 80 s"})
+    assert results.ended() == {"decode", "unroll"}
+
+
+TESTS = """
+import pytest
+pytestmark = pytest.mark.gpu
+def test_first(record_property):
+    record_property("worst", 0.5)
+def test_second(): assert 1 + 1 == 3
+def test_third(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_fourth(): pass
+"""
+
+
+def test_a_broken_device_costs_one_test_and_tests_with_a_line_run_once(
+    runner: gpu.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert called("loss")[0] == 0
-    code, rows = called("unroll", "loss")
-    assert code == 1
-    assert [(row["bench"], row["passed"]) for row in rows] == [
-        ("unroll", False), ("loss", True), ("loss", True),
+    (tmp_path / "test_own.py").write_text(TESTS)
+    monkeypatch.setattr(gpu, "CHECKS", {"own": (str(tmp_path / "test_own.py"), "")})
+    runner.check(["own"])
+    *rows, end = runner.results.rows()
+    assert [(row["test"].split("_")[-1], row["passed"]) for row in rows] == [
+        ("first", True), ("second", False), ("third", False), ("fourth", True),
     ]  # fmt: skip
-    said = capsys.readouterr().out
-    assert "failed: out of memory" in said
-    assert "1 of 3 figures failed" in said
+    assert rows[0]["worst"] == 0.5
+    assert "assert (1 + 1) == 3" in rows[1]["error"]
+    # All have a line now; the stage itself did not end well before.
+    assert end["ended"]
+    assert len(gpu.failures([*rows, end])) == 2
+    runner.results.append({"stage": "own", "again": True})
+    runner.check(["own"])
+    assert sum("test" in row for row in runner.results.rows()) == 8
 
 
-def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_gpu, "TIMEOUT_S", 0.5)
-    began = time.monotonic()
-    (row,) = bench_gpu.run("loss", True)
-    assert row["figure"] == "failed: no end within 0.5 s"
-    assert row["passed"] is False
-    assert time.monotonic() - began < 20
+def test_what_does_not_end_is_ended_with_all_that_it_started(runner: gpu.Runner) -> None:
+    code = "import subprocess, time; subprocess.Popen(['sleep', '77.5']); time.sleep(77)"
+    begun = time.monotonic()
+    assert runner.run("endless", ["-c", code], 2.0) == "no end within 2 s"
+    assert time.monotonic() - begun < 20
+    left = [
+        each for each in psutil.process_iter(["cmdline"]) if "77.5" in (each.info["cmdline"] or [])
+    ]
+    assert left == []
+
+
+def test_a_second_start_leaves_out_what_has_ended(
+    results: gpu.Results, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, machine = gpu.begin(Namespace(names=["figures"], small=True), results)
+    assert names == ["ceilings", "train eagle3", "decode", "train dflash", "train medusa"]
+    results.append({"stage": "decode", "ended": True, "code": 0})
+    results.append({"stage": "train dflash", "ended": True, "code": 1})
+    names, _ = gpu.begin(Namespace(names=["figures"], small=True), results)
+    assert names == ["ceilings", "train eagle3", "train dflash", "train medusa"]
+    assert "ended before: decode" in capsys.readouterr().out
+    names, _ = gpu.begin(Namespace(names=["ceilings", "decode"], small=True), results)
+    assert names == ["ceilings", "decode"]
+    with pytest.raises(SystemExit, match="name a new folder"):
+        gpu.begin(Namespace(names=[], small=False), results)
+    with pytest.raises(SystemExit, match=r"\['decodes'\]: allowed: checks, figures, model, more"):
+        gpu.begin(Namespace(names=["decodes"], small=True), results)
+    assert sum("about" in row for row in results.rows()) == 1
+    assert machine["small"]
+
+
+def test_failed_stages_tests_and_figures_are_told_once() -> None:
+    ended = {"stage": "loss", "ended": True}
+    figure = {"stage": "loss", "figure": "a ratio", "value": 0.5, "floor": 1.0, "passed": False}
+    rows = [
+        {"about": {}}, {**ended, "code": "no end within 80 s"}, figure, {**ended, "code": 1},
+        {"stage": "kernels", "test": "t", "passed": False, "error": "Tensors are not close"},
+        {"stage": "kernels", "test": "u", "passed": False}, {"stage": "kernels", "again": True},
+        {"stage": "kernels", "test": "u", "passed": True},
+    ]  # fmt: skip
+    assert gpu.failures(rows) == [
+        "loss: 1", "loss: a ratio: 0.5, floor 1", "kernels: t: Tensors are not close",
+    ]  # fmt: skip
+
+
+def test_a_model_that_travels_in_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "unpack", lambda wheel: wheel.read_bytes())
+    work, first, second = (tmp_path / name for name in ("work", "first", "second"))
+    for folder, part in ((first, b"wh"), (second, b"eel")):
+        folder.mkdir()
+        (folder / f"part{int(folder == second)}").write_bytes(part)
+    (second / "prompts.jsonl").write_text('{"turns": ["Hello?"]}\n')
+    assert gpu.gather_model(work, [first]) is None
+    found: Any = gpu.gather_model(work, [second])  # in another call
+    assert found == b"wheel"
+    assert (work / "prompts.jsonl").read_text() == '{"turns": ["Hello?"]}\n'
+    assert len((work / "questions.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_commands_of_the_model_compose(small: bool) -> None:
+    for command in gpu.commands(Path("model.gguf"), Path("work"), small):
+        script, *words = command.words
+        composes(script, [*words, "out_dir=work/x"])
+
+
+def test_the_figures_of_a_commands_results(tmp_path: Path) -> None:
+    lines = [{"step": 20, "loss": 2.0, "tokens_per_second": 5}, {"step": 40, "tau": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = {
+        "methods": {"vanilla": {"tau": 1.0, "tokens_per_s": 9.0, "speedup": None}},
+        "concurrency": [{"method": "vanilla", "batch_size": 4, "tokens_per_s": 30.0}],
+    }
+    (tmp_path / "speedup.json").write_text(json.dumps(found))
+    (tmp_path / "acceptance.json").write_text('{"tau": 1.39}')
+    assert list(gpu_figures.figures_of_results(tmp_path)) == [
+        ("loss", 2.0), ("tokens/s", 5), ("tau", 1.5), ("tau", 1.39), ("vanilla, tau", 1.0),
+        ("vanilla, tokens/s", 9.0), ("vanilla, 4 at a time, tokens/s", 30.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["documents", "unroll"])
 def test_parts_of_a_step_are_held_against_plain_forms(name: str) -> None:
-    figures = bench_gpu.BENCHES[name](True)
-    assert figures.keys() >= bench_gpu.FLOORS[name].keys()
+    figures = dict(gpu_figures.FIGURES[name](True))
+    assert figures.keys() >= gpu_figures.FLOORS[name].keys()
     assert min(figures.values()) > 0
 
 
 @pytest.mark.slow
-def test_a_small_benchmark_runs_from_start_to_end() -> None:
-    rows = bench_gpu.run("loss", True)
-    assert [row["passed"] for row in rows] == [None, None]
-    assert all(row["value"] > 0 for row in rows)
+@pytest.mark.parametrize("name", ["ceilings", "train eagle3", "decode", "loss"])
+def test_a_stage_runs_from_start_to_end(runner: gpu.Runner, name: str) -> None:
+    runner.measure([name])
+    *rows, end = runner.results.rows()
+    assert end["code"] == 0
+    floors = {*gpu_figures.FLOORS.get(name, {})}
+    missing = floors - {row["figure"] for row in rows}
+    assert all("tree" in figure for figure in missing)  # only in large sizes
+    assert all(row["value"] >= 0 for row in rows)

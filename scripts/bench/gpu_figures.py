@@ -1,0 +1,379 @@
+"""Figures that `scripts/bench/gpu.py` measures, their floors and their predictions.
+
+A stage is a function that takes small sizes, or those of 8B parameters, and yields names and values
+as soon as they are known.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.command.clock import Stopwatch, timed
+from scripts.bench.harness import ROOT, best_device, result_of
+
+Figures = Iterator[tuple[str, float]]
+Row = dict[str, Any]
+LARGE = {"hidden": 4096, "layers": 32, "vocab": 128256}
+"""Llama-3-8B's shape."""
+OF_TRAINING = {"max-length": 4096, "batch-size": 2, "micro-batch-size": 1}
+PROMPT_LENGTH, NUM_TOKENS, ACCEPTANCE = 512, 96, 0.8
+SHAPES = {"eagle3": (4, (8, 10, 59)), "medusa": (4, None), "dflash": (7, (7, 10, 59))}
+"""Depth of chains; depth, width and number of draft tokens of trees, by head."""
+FLOORS: dict[str, dict[str, float]] = {
+    "loss": {"textbook's time over ours": 1.0, "textbook's memory over ours": 4.0},
+    "documents": {"time of a written mask over ours": 1.5, "its memory over ours": 1.2},
+    "unroll": {"time of full masks over ours, 7 steps": 1.5, "their memory over ours": 2.0},
+    "eagle3": {"eager over compiled, 3 steps": 1.2},
+    "eagle3_7": {"eager over compiled, 7 steps": 1.2},
+    "medusa": {"original's time over ours": 1.5, "original's memory over ours": 2.0},
+    "train medusa": {"FLOP/s over those of a matmul": 0.25},
+    "train eagle1": {"FLOP/s over those of a matmul": 0.2},
+    "train eagle3": {"FLOP/s over those of a matmul": 0.2},
+    "train dflash": {"FLOP/s over those of a matmul": 0.1},
+    "train peagle": {"FLOP/s over those of a matmul": 0.1},
+    "decode": {
+        "same tokens, captured or not": 1.0,
+        **{f"speed-up / tau, {head} chain": 0.6 for head in SHAPES},
+        **{f"speed-up / tau, {head} tree": 0.5 for head in ("eagle3", "dflash")},
+    },
+    "capture": {"int8, hidden over the bare pass": 0.7, "int8, top_k over pass and logits": 0.7},
+}
+"""Lowest allowed values by stage; other figures are printed only. Ratios compare measurements of
+one process, so they hold on any GPU."""
+PREDICTED: dict[str, dict[str, float]] = json.loads(
+    (ROOT / "scripts/bench/predicted.json").read_text()
+)
+"""Figures by stage for an H100, written by `scripts/bench/predict_gpu.py --save`."""
+USUAL_MOST_S = 80.0
+MOST_S = {"ceilings": 30.0, "decode": 90.0, "train medusa": 70.0}
+"""Seconds after which a stage is ended."""
+
+
+def ceilings(small: bool) -> Figures:
+    """Measure what the card does at most, and what a launch and a graph's node cost."""
+    from scripts.bench.training import matmul_flops_per_s
+
+    device = best_device()
+    dtype = torch.float32 if small else torch.bfloat16
+    yield "matmul, TFLOP/s", matmul_flops_per_s(device, dtype) / 1e12
+    source = torch.empty(1 << 20 if small else 1 << 30, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    seconds = statistics.median(timed(lambda: target.copy_(source), device) for _ in range(20))
+    yield "copy, TB/s read and written", 2 * source.nbytes / seconds / 1e12
+    number = torch.zeros(1, device=device)
+    watch = Stopwatch(device)
+    for _ in range(2000):
+        number.add_(1)
+    yield "launch, microseconds of the host", 1e6 * watch.host_seconds() / 2000
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(1000):
+                number.add_(1)
+        seconds = statistics.median(timed(graph.replay, device) for _ in range(10))
+        yield "node of a graph, microseconds", 1e6 * seconds / 1000
+
+
+def train(head: str, small: bool) -> Figures:
+    """Measure the training loop itself, with a head."""
+    from scripts.bench import training as bench_train
+
+    options = bench_train.arguments(_sizes(head, small))
+    with bench_train.running(options) as (run, data):
+        estimated = bench_train.estimated_bytes(run, options)
+        speed = bench_train.measure_steps(run, data, options)
+        yield "tokens/s", speed.tokens_per_s
+        yield "ms per step", 1000 * speed.step_s
+        yield "FLOP/s over those of a matmul", speed.utilisation
+        yield "matmul, TFLOP/s", speed.matmul / 1e12
+        yield "peak, GB", speed.peak_gib * 2**30 / 1e9
+        if estimated is not None:
+            yield "peak, GB, estimated", estimated / 1e9
+        yield "padding", speed.padding
+        for name, share in bench_train.shares(run, 3).items():
+            yield f"share of {name}", share
+
+
+def _sizes(head: str, small: bool) -> list[str]:
+    """Arguments of `scripts/bench/training.py`."""
+    if small:
+        return [head, "--hidden=64", "--layers=6", "--vocab=256", "--max-length=128", "--steps=2"]
+    sizes = [f"--{name}={value}" for name, value in (LARGE | OF_TRAINING).items()]
+    return [head, *sizes, "--steps=12", "--dtype=bfloat16", "--compile"]
+
+
+@torch.inference_mode()
+def decode(small: bool) -> Figures:
+    """Measure a step without and with drafts, beside a random target of 8B's shape."""
+    from eval.decode.engine import NoDraft, Request, decode_many
+    from eval.decode.generate import hf_generate
+    from heads.decoding.sampling import GREEDY
+    from scripts.bench.engine import make_sure
+    from scripts.bench.training import arguments, random_target
+
+    target = random_target(arguments(_sizes("eagle3", small)), best_device())
+    make_sure(target.model)
+    num_prompt, num_tokens = (32, 16) if small else (PROMPT_LENGTH, NUM_TOKENS)
+    generator = torch.Generator().manual_seed(1)
+    prompt: Any = torch.randint(10, target.vocab_size, (num_prompt,), generator=generator)
+    prompt = prompt.tolist()
+
+    def plainly(length: int) -> Any:
+        return decode_many(target, lambda _: NoDraft(), [Request(prompt)], length, 1)[0]
+
+    plainly(num_tokens)
+    eager = plainly(num_tokens)
+    yield "ms per token, launched one by one", _ms_per_step(eager)
+    for _ in range(2):
+        (generated,) = hf_generate(target, [prompt], num_tokens, GREEDY, 0)
+    yield "ms per token, generate", _ms_per_step(generated)
+    plain = _captured(target, lambda _: NoDraft(), prompt, num_tokens)
+    yield "ms per token, captured", _ms_per_step(plain)
+    yield "same tokens, captured or not", float(plain.token_ids == eager.token_ids)
+    drawn = _captured(target, lambda _: NoDraft(), prompt, num_tokens, temperature=1.0)
+    yield "ms per token, captured, temperature 1", _ms_per_step(drawn)
+    answer = plainly(num_tokens + 16).token_ids
+    for kind in SHAPES:
+        yield from _with_head(kind, target, prompt, answer, (plain, drawn), small)
+    if target.device.type == "cuda":
+        yield "peak, GB", torch.cuda.max_memory_allocated() / 1e9
+
+
+def _with_head(
+    kind: str, target: Any, prompt: list[int], answer: list[int], base: tuple[Any, Any], small: bool
+) -> Figures:
+    """Steps of an untrained head, of which an oracle then corrects some drafts.
+
+    Args:
+        kind: key of `SHAPES`.
+        target: the target.
+        prompt: token ids.
+        answer: the target's own tokens after the prompt, some more than are decoded.
+        base: texts without drafts, greedy and at temperature 1.
+        small: draft chains only.
+    """
+    from heads.decoding.sampling import GREEDY, Sampling
+    from heads.decoding.tree import DynamicShape, Tree
+    from heads.kinds import fresh_head
+    from heads.vocab import DraftVocab
+    from scripts.bench.engine import Corrected, Oracle
+
+    plain, drawn = base
+    num_tokens, size = len(plain.token_ids), target.vocab_size
+    vocab = DraftVocab.everything(size)
+    if kind == "eagle3":
+        vocab = DraftVocab.choose(torch.arange(size), min(size, 32000), [])
+    head = fresh_head(kind, target, vocab)
+    head.attach(target, target.dtype).eval()
+    depth, of_tree = SHAPES[kind]
+    chain = Tree.chain(min(depth, head.longest))
+    shapes: dict[str, Any] = {"chain": chain}
+    if of_tree is not None and not small:
+        shapes["tree"] = DynamicShape(*of_tree)
+    for name, shape in shapes.items():
+        make = partial(head.drafter, shape, GREEDY)
+        step = _ms_per_step(_captured(target, make, prompt, num_tokens))
+        yield f"ms per step, {kind} {name}", step
+        yield f"speed-up / tau, {kind} {name}", _ms_per_step(plain) / step
+
+    def corrected(seeds: list[int]) -> Any:
+        oracle = Oracle([answer], chain, ACCEPTANCE, size)
+        return Corrected(head.drafter(chain, GREEDY, seeds), oracle)
+
+    text = _captured(target, corrected, prompt, num_tokens)
+    yield f"tau at {ACCEPTANCE:.0%}, {kind} chain", (num_tokens - 1) / len(text.steps)
+    yield f"speed-up at {ACCEPTANCE:.0%}, {kind} chain", plain.times.decode / text.times.decode
+    if kind == "eagle3":
+        make = partial(head.drafter, chain, Sampling(temperature=1.0))
+        step = _ms_per_step(_captured(target, make, prompt, num_tokens, temperature=1.0))
+        yield f"speed-up / tau, {kind} chain, temperature 1", _ms_per_step(drawn) / step
+
+
+def _captured(
+    target: Any, make: Any, prompt: list[int], num_tokens: int, temperature: float = 0.0
+) -> Any:
+    """The faster of two texts of captured steps, after a first one; on a CPU, a text."""
+    from eval.decode.captured import Captured
+    from eval.decode.engine import Request, decode_many
+    from heads.decoding.sampling import Sampling
+
+    sampling, requests = Sampling(temperature=temperature), [Request(prompt)]
+    if target.device.type != "cuda":
+        return decode_many(target, make, requests, num_tokens, 1, sampling)[0]
+    way = Captured(target, make, num_tokens, sampling)
+    way.decode(requests, 1)
+    texts = [way.decode(requests, 1)[0] for _ in range(2)]
+    return min(texts, key=lambda text: text.times.decode)
+
+
+def _ms_per_step(text: Any) -> float:
+    return 1000 * text.times.decode / max(1, len(text.steps))
+
+
+def loss(small: bool) -> Figures:
+    """Compare the fused loss with complete logits."""
+    from scripts.bench.plain_forms import loss_costs
+
+    sizes = (256, 64, 512) if small else (8192, 4096, 128256)
+    costs = loss_costs(*sizes, torch.float32 if small else torch.bfloat16)
+    fused, whole = costs["fused"], costs["whole"]
+    yield "textbook's time over ours", whole.seconds / fused.seconds
+    yield "textbook's memory over ours", whole.peak_bytes / fused.peak_bytes
+
+
+def documents(small: bool) -> Figures:
+    """Compare ways to run the target over packed documents."""
+    from scripts.bench.plain_forms import document_costs
+    from scripts.bench.training import arguments as sizes_of
+
+    sizes = "--max-length 512 --hidden 64 --layers 4"
+    if not small:
+        sizes = "--max-length 8192 --hidden 2048 --layers 8 --vocab 32000 --dtype bfloat16"
+    costs = document_costs(sizes_of(sizes.split()))
+    ours, mask = costs["read"], costs["mask"]
+    yield "time of a written mask over ours", mask.seconds / ours.seconds
+    yield "its memory over ours", mask.peak_bytes / ours.peak_bytes
+    yield "milliseconds", 1000 * ours.seconds
+
+
+def unroll(small: bool) -> Figures:
+    """Compare ways to compute attention of the training-time test at 7 steps."""
+    from scripts.bench.plain_forms import unroll_costs
+
+    costs = unroll_costs(*((128, torch.float32) if small else (4096, torch.bfloat16)), num_steps=7)
+    fused, plain, full = (costs[name] for name in ("fused", "plain", "full"))
+    yield "time of full masks over ours, 7 steps", full.seconds / fused.seconds
+    yield "their memory over ours", full.peak_bytes / fused.peak_bytes
+    yield "time of plain torch over ours", plain.seconds / fused.seconds
+
+
+def eagle3(depth: int, small: bool) -> Figures:
+    """Compare EAGLE-3 steps on stored states, at a given depth."""
+    eager, compiled = (_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
+    yield f"eager over compiled, {depth} steps", eager["seconds"] / compiled["seconds"]
+    theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
+    if theirs is not None:
+        peer = _step("speculators", depth, small, theirs)
+        yield f"speculators' over compiled, {depth} steps", peer["seconds"] / compiled["seconds"]
+
+
+def medusa(small: bool) -> Figures:
+    """Compare a Medusa step on stored states with the original's."""
+    ours, original = _step("medusa", 4, small), _step("original_medusa", 4, small)
+    yield "original's time over ours", original["seconds"] / ours["seconds"]
+    yield "original's memory over ours", original["peak_bytes"] / ours["peak_bytes"]
+
+
+def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> dict[str, Any]:
+    job: dict[str, Any] = {
+        "tokens": 256, "hidden": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32,
+        "intermediate": 96, "vocab": 512, "draft_vocab": 256,
+    }  # fmt: skip
+    if not small:
+        job = {
+            "tokens": 4096, "hidden": 2048, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128,
+            "intermediate": 5632, "vocab": 32000, "draft_vocab": 32000,
+        }  # fmt: skip
+    job |= {"path": path, "depth": depth, "threads": torch.get_num_threads(), "repeats": 3}
+    return result_of("peer_steps", job, python)
+
+
+def capture(small: bool) -> Figures:
+    """Compare storing states of a random target with its bare pass."""
+    from scripts.bench import capture as bench_capture
+
+    with tempfile.TemporaryDirectory() as folder:
+        target, data = _inputs(Path(folder), small)
+        few = ["--tokens", "128", "--sequences", "6", "--group", "2"]
+        given = few if small else ["--sequences", "60"]
+        options = ["--target", target, "--data", data, *given]
+        speeds = bench_capture.speeds(bench_capture.arguments(options))
+    median = {name: statistics.median(each) for name, each in speeds.items()}
+    bare, with_logits = median["target.read"], median["target.read and logits"]
+    yield "int8, hidden over the bare pass", median["int8, hidden"] / bare
+    yield "int8, top_k over pass and logits", median["int8, top_k"] / with_logits
+    yield "tokens/s of int8, hidden", median["int8, hidden"]
+
+
+def _inputs(folder: Path, small: bool) -> tuple[str, str]:
+    """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
+    from scripts.bench import training as bench_train
+    from scripts.embedded.corpus import find_source_files, read_source, train_tokenizer
+
+    files = find_source_files(8 if small else 150)
+    texts = list(read_source(files, files.train).values())
+    tokenizer = train_tokenizer(texts[:20], 1024, 4096)
+    shape = "--hidden 64 --layers 6" if small else "--hidden 2048 --layers 16 --dtype bfloat16"
+    sizes = f"{shape} --vocab {len(tokenizer)} --max-length 4096"
+    target = bench_train.random_target(bench_train.arguments(sizes.split()), torch.device("cpu"))
+    target.model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    data = folder / "texts.jsonl"
+    pieces = [text[at : at + 4000] for text in texts for at in range(0, len(text), 4000)]
+    data.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    return str(folder / "target"), str(data)
+
+
+MAIN: dict[str, Callable[[bool], Figures]] = {
+    "ceilings": ceilings,
+    "train eagle3": partial(train, "eagle3"),
+    "decode": decode,
+    "train dflash": partial(train, "dflash"),
+    "train medusa": partial(train, "medusa"),
+}
+MORE: dict[str, Callable[[bool], Figures]] = {
+    "loss": loss,
+    "documents": documents,
+    "unroll": unroll,
+    "eagle3": partial(eagle3, 3),
+    "eagle3_7": partial(eagle3, 7),
+    "medusa": medusa,
+    "train eagle1": partial(train, "eagle1"),
+    "train peagle": partial(train, "peagle"),
+    "capture": capture,
+}
+FIGURES = MAIN | MORE
+"""Stages by name, most important first."""
+
+
+def row_of(stage: str, figure: str, value: float, judged: bool) -> Row:
+    """Make the line of a figure; `passed` is None where no floor is looked at."""
+    floor = FLOORS.get(stage, {}).get(figure) if judged else None
+    return {
+        "stage": stage, "figure": figure, "value": value, "floor": floor,
+        "predicted": PREDICTED.get(stage, {}).get(figure) if judged else None,
+        "passed": None if floor is None else value >= floor,
+    }  # fmt: skip
+
+
+def figures_of_results(folder: Path) -> Figures:
+    """Find the figures in what a command has written: tau, tokens/s, speed-ups."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        last = [json.loads(line) for line in metrics.read_text().splitlines()]
+        for name in ("loss", "tokens_per_second", "tau"):
+            values = [row[name] for row in last if name in row]
+            if values:
+                yield name.replace("_per_second", "/s"), values[-1]
+    for file in sorted(folder.glob("*.json")):
+        found = json.loads(file.read_text())
+        if "tau" in found:
+            yield "tau", found["tau"]
+        for method, row in found.get("methods", {}).items():
+            for name in ("tau", "tokens_per_s", "speedup"):
+                if row.get(name) is not None:
+                    yield f"{method}, {name.replace('_per_s', '/s')}", row[name]
+        for row in found.get("concurrency", []):
+            for name in ("tokens_per_s", "speedup"):
+                if row.get(name) is not None:
+                    label = f"{row['method']}, {row['batch_size']} at a time"
+                    yield f"{label}, {name.replace('_per_s', '/s')}", row[name]
