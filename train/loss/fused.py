@@ -42,6 +42,8 @@ CPU_PIECE_BYTES = 2 * 2**20
 """Bytes of a chunk and of a piece on a CPU, chosen to stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """Bytes of a float32 piece of a projection's gradient or of its factors."""
+MOST_GRAPHS = 64
+"""Criteria, teachers and dtypes of a process that Dynamo compiles; its own limit is 8."""
 MISUSED = (
     "a total must be run backward once and unscaled: its gradients are computed in the forward pass"
 )
@@ -145,6 +147,8 @@ def compared(
 @cache
 def _compiled() -> Compare:
     # Imported on use: the compiler takes as long to import as torch.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     return torch.compile(compared, dynamic=True)
 
 

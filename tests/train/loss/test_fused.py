@@ -236,6 +236,33 @@ def test_what_is_compiled_is_the_comparison_of_several_rows(compiled: list) -> N
     assert bool(sizes) == (min(most, fused.CPU_CHUNK_BYTES // (8 * VOCAB)) > 1)
 
 
+def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo gives up on the ninth kind, and runs it and all later ones as they are written."""
+    given, usual, counted = [], torch.compile, torch._dynamo.utils.counters["stats"]
+
+    def cheap(function: Callable, **options: object) -> Callable:
+        given.append(options)
+        return usual(function, dynamic=True, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", cheap)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    vocab, log_p = DraftVocab.everything(VOCAB), random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1)
+    part = student(random(NUM_ROWS, WIDTH, seed=0), torch.nn.Parameter(random(VOCAB, WIDTH, seed=1)))
+    torch._dynamo.reset()
+    fused._compiled.cache_clear()
+    for of_first_round in (2, 0):  # with gradients and without
+        for kind in Divergence:
+            criterion, before = EagleCriterion(EagleConfig(divergence=kind), vocab), dict(counted)
+            for enabled in (True, False):
+                with torch.set_grad_enabled(enabled):
+                    fused_linear([part], Exact(vocab, log_p), criterion, compiled=True)
+            graphs = counted["unique_graphs"] - before.get("unique_graphs", 0)
+            assert graphs == of_first_round, kind
+    fused._compiled.cache_clear()
+    torch._dynamo.reset()
+    assert given == [{"dynamic": True}]
+
+
 def test_logits_of_all_chunks_lie_in_one_place(
     compiled: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
