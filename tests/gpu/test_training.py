@@ -10,12 +10,19 @@ import pytest
 import torch
 from devices import DEVICE, on_cuda, on_device
 from safetensors.torch import load_file
+from torch._inductor import metrics
 from training_step import KINDS, FirstStep, differences, first_step
 
 from conf.settings.target import Dtype
+from heads.layers.projection import Projection
 from scripts.bench import training as bench_train
 from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
 from tests.train.parallel.test_placement import launched
+from train.batch.supervision import SortedIndices
+from train.loss import fused
+from train.loss.fused import Student, fused_linear
+from train.loss.medusa import text_criterion
+from train.loss.teachers import TextTeacher
 
 __all__ = ["inputs"]
 OF_BFLOAT16 = 0.12
@@ -93,6 +100,27 @@ def test_thirty_steps_compile_nothing_anew(form: str, tmp_path: Path) -> None:
     run.close()
     assert before > 0
     assert graphs["unique_graphs"] == before
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_the_first_rows_do_not_choose_the_kernels_of_a_loss() -> None:
+    """With few rows for the multiprocessors, Inductor splits sums into kernels of their own."""
+    num_kernels = []
+    for num_rows in (100, 528):
+        torch._dynamo.reset()
+        fused._compiled.cache_clear()
+        before = metrics.generated_kernel_count
+        hidden = torch.randn(num_rows, 64, device="cuda")
+        projection = Projection(torch.randn(65536, 64, device="cuda"))
+        rows = torch.arange(num_rows)
+        student = Student(hidden, projection, SortedIndices(rows, rows.cuda()), hidden[:, 0])
+        text = TextTeacher(rows.cuda())
+        with torch._inductor.config.patch(force_disable_caches=True):
+            fused_linear([student], text, text_criterion, compiled=True)
+        num_kernels.append(metrics.generated_kernel_count - before)
+    few, full = num_kernels
+    assert few == full > 0
 
 
 @pytest.mark.gpu

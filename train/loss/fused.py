@@ -149,7 +149,9 @@ def _compiled() -> Compare:
     # Imported on use: the compiler takes as long to import as torch.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
-    return torch.compile(compared, dynamic=True)
+    # With few rows in the first piece, Inductor would split each row's sums into kernels of their
+    # own for the pieces of all sizes.
+    return torch.compile(compared, dynamic=True, options={"split_reductions": False})
 
 
 def _compare_compiled(

@@ -247,7 +247,9 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", cheap)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     vocab, log_p = DraftVocab.everything(VOCAB), random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1)
-    part = student(random(NUM_ROWS, WIDTH, seed=0), torch.nn.Parameter(random(VOCAB, WIDTH, seed=1)))
+    part = student(
+        random(NUM_ROWS, WIDTH, seed=0), torch.nn.Parameter(random(VOCAB, WIDTH, seed=1))
+    )
     torch._dynamo.reset()
     fused._compiled.cache_clear()
     for of_first_round in (2, 0):  # with gradients and without
@@ -260,7 +262,7 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
             assert graphs == of_first_round, kind
     fused._compiled.cache_clear()
     torch._dynamo.reset()
-    assert given == [{"dynamic": True}]
+    assert given == [{"dynamic": True, "options": {"split_reductions": False}}]
 
 
 def test_logits_of_all_chunks_lie_in_one_place(
