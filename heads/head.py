@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
+from conf.command.compiler import hide_hints
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from heads.decoding.chains import Calibration
@@ -395,6 +396,7 @@ class DraftHead(nn.Module, ABC):
     @final
     def compile_layers(self) -> None:
         """Compile the modules other than attention, on first use."""
+        hide_hints()
         for module in self.modules():
             if isinstance(module, self.compiled):
                 module.compile(dynamic=True)

@@ -146,7 +146,9 @@ def busy_seconds(run: Callable[[], object]) -> dict[str, float]:
     The profiler slows down what launches, not what is launched: against the clock of the same
     call without it, the difference is what Python and launching cost.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    # Without `acc_events`, torch 2.11 warns in the middle of a progress bar.
+    with profile(activities=activities, acc_events=True) as traced:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

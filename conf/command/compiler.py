@@ -6,6 +6,7 @@ Both go through Python.h, which many images of a cluster lack.
 
 import os
 import sysconfig
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -40,6 +41,12 @@ def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
         raise InputError(
             f"{setting}=true: torch.compile lacks {what}; get it, or type {setting}=false"
         )
+
+
+def hide_hints() -> None:
+    """Hide two warnings of torch.compile, which nobody can heed and which break progress bars."""
+    for hint in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
+        warnings.filterwarnings("ignore", hint, UserWarning)
 
 
 def _toolchain(device_type: str) -> str:

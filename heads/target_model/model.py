@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from conf.command.compiler import hide_hints
 from conf.errors import InputError
 from heads.decoding.cache import Kept, TreeCache, move
 from heads.decoding.recurrent_states import RecurrentStates
@@ -409,6 +410,7 @@ class CompiledPasses:
     def __init__(self, target: Target, capacity: int, backend: str) -> None:
         self.target, self.device = target, target.device
         self.capacity = capacity if self.device.type == "cuda" else None
+        hide_hints()
         # The caches are rebuilt inside the trace, which is right.
         warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")
         # Every set of tapped layers is a graph; on a GPU, every shape too.

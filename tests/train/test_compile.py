@@ -1,15 +1,19 @@
 """When a run is compiled, and what is said where it cannot be."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from toys import noisy_head, random_target
 
 from conf.command.compiler import check_compile, missing
 from conf.errors import InputError
 from conf.settings.training import TrainConfig
 from train.loop.command import LOGITS_THAT_PAY, wants_compile
+from train.loss import fused
 
 MILLION = 10**6
 
@@ -89,3 +93,26 @@ def test_python_h_and_triton_are_needed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("conf.command.compiler.find_spec", lambda _: None)
     assert missing("cuda") == "Triton (pip install triton)"
     assert not missing("cpu")
+
+
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        fused._compiled.__wrapped__,
+        lambda: noisy_head(random_target(), 1).compile_layers(),
+        lambda: random_target().compile(8),
+    ],
+    ids=["loss", "layers of a head", "target"],
+)
+def test_hints_that_nobody_can_heed_stay_off_progress_bars(
+    compiles: Callable, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_options: function)
+    compiles()
+    for text in (
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.",
+        "\nOnline softmax is disabled on the fly since Inductor decides to\nsplit the reduction.",
+        "TensorFloat32 is of no use to softmax",
+    ):
+        warnings.warn(text, stacklevel=1)
+    assert [str(each.message) for each in recwarn] == ["TensorFloat32 is of no use to softmax"]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from conf.command.compiler import hide_hints
 from heads.layers.projection import Projection
 from train.batch.supervision import SortedIndices
 from train.loss.divergences import Softmax
@@ -146,6 +147,7 @@ def compared(
 
 @cache
 def _compiled() -> Compare:
+    hide_hints()
     # Imported on use: the compiler takes as long to import as torch.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)

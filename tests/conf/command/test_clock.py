@@ -108,9 +108,10 @@ def test_the_devices_work_belongs_to_the_part_that_launched_it() -> None:
     assert busy_by_part([{"ph": "M"}, *events]) == {"draft": 4.0, "verify": 4.0}
 
 
-def test_a_profile_shows_the_parts(monkeypatch) -> None:
+def test_a_profile_shows_the_parts(monkeypatch, recwarn) -> None:
     """On a CPU no device worked; that parts are found is seen by their names."""
     seen = []
+    monkeypatch.setattr("torch.profiler.profiler._WARNINGS_SHOWN", set())
     monkeypatch.setattr("conf.command.clock.busy_by_part", lambda events: seen.extend(events) or {})
 
     def run() -> None:
@@ -120,6 +121,8 @@ def test_a_profile_shows_the_parts(monkeypatch) -> None:
     assert busy_seconds(run) == {}
     shown = [each["name"] for each in seen if each.get("cat") == "user_annotation"]
     assert shown == ["part: draft"]
+    # Progress bars stand there.
+    assert not [each for each in recwarn if "clears events" in str(each.message)]
 
 
 @pytest.mark.gpu
