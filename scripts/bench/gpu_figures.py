@@ -52,6 +52,8 @@ PREDICTED: dict[str, dict[str, float]] = json.loads(
     (ROOT / "scripts/bench/predicted.json").read_text()
 )
 """Figures by stage for an H100, written by `scripts/bench/predict_gpu.py --save`."""
+OF_METRICS = ("train/loss", "train/tokens", "train/tokens_per_s", "eval/loss", "eval/tau")
+"""Figures of a training, of which the last is shown."""
 USUAL_MOST_S = 80.0
 MOST_S = {"ceilings": 30.0, "decode": 90.0, "train medusa": 70.0}
 """Seconds after which a stage is ended."""
@@ -356,24 +358,21 @@ def row_of(stage: str, figure: str, value: float, judged: bool) -> Row:
 
 
 def figures_of_results(folder: Path) -> Figures:
-    """Find the figures in what a command has written: tau, tokens/s, speed-ups."""
+    """Find the figures in what a command has written: losses, tau, tokens/s, speed-ups."""
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
-        last = [json.loads(line) for line in metrics.read_text().splitlines()]
-        for name in ("loss", "tokens_per_second", "tau"):
-            values = [row[name] for row in last if name in row]
-            if values:
-                yield name.replace("_per_second", "/s"), values[-1]
-    for file in sorted(folder.glob("*.json")):
-        found = json.loads(file.read_text())
+        last: dict[str, float] = {}
+        for line in metrics.read_text().splitlines():
+            last |= json.loads(line)
+        yield from ((name, last[name]) for name in OF_METRICS if name in last)
+    for file in (folder / "acceptance.json", folder / "speedup.json"):
+        found = json.loads(file.read_text()) if file.exists() else {}
         if "tau" in found:
             yield "tau", found["tau"]
-        for method, row in found.get("methods", {}).items():
-            for name in ("tau", "tokens_per_s", "speedup"):
-                if row.get(name) is not None:
-                    yield f"{method}, {name.replace('_per_s', '/s')}", row[name]
-        for row in found.get("concurrency", []):
-            for name in ("tokens_per_s", "speedup"):
-                if row.get(name) is not None:
-                    label = f"{row['method']}, {row['batch_size']} at a time"
-                    yield f"{label}, {name.replace('_per_s', '/s')}", row[name]
+        sizes = {str(found.get("batch_size")): found, **found.get("concurrency", {})}
+        for size, result in sizes.items():
+            for method, row in result.get("methods", {}).items():
+                at_a_time = "" if size == "1" else f", {size} at a time"
+                for name in ("tau", "tokens_per_s", "speedup"):
+                    if row.get(name) is not None:
+                        yield f"{method}{at_a_time}, {name.replace('_per_s', '/s')}", row[name]

@@ -159,17 +159,17 @@ def test_the_commands_of_the_model_compose(small: bool) -> None:
 
 
 def test_the_figures_of_a_commands_results(tmp_path: Path) -> None:
-    lines = [{"step": 20, "loss": 2.0, "tokens_per_second": 5}, {"step": 40, "tau": 1.5}]
+    lines = [{"train/loss": 3.0, "train/tokens_per_s": 5}, {"train/loss": 2.0}, {"eval/tau": 1.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = {
-        "methods": {"vanilla": {"tau": 1.0, "tokens_per_s": 9.0, "speedup": None}},
-        "concurrency": [{"method": "vanilla", "batch_size": 4, "tokens_per_s": 30.0}],
-    }
+    alone = {"vanilla": {"tau": 1.0, "tokens_per_s": 9.0, "speedup": None}}
+    four = {"methods": {"vanilla": {"tokens_per_s": 30.0, "speedup": 1.1}}}
+    found = {"batch_size": 1, "methods": alone, "concurrency": {"1": {"methods": alone}, "4": four}}
     (tmp_path / "speedup.json").write_text(json.dumps(found))
     (tmp_path / "acceptance.json").write_text('{"tau": 1.39}')
     assert list(gpu_figures.figures_of_results(tmp_path)) == [
-        ("loss", 2.0), ("tokens/s", 5), ("tau", 1.5), ("tau", 1.39), ("vanilla, tau", 1.0),
-        ("vanilla, tokens/s", 9.0), ("vanilla, 4 at a time, tokens/s", 30.0),
+        ("train/loss", 2.0), ("train/tokens_per_s", 5), ("eval/tau", 1.5), ("tau", 1.39),
+        ("vanilla, tau", 1.0), ("vanilla, tokens/s", 9.0),
+        ("vanilla, 4 at a time, tokens/s", 30.0), ("vanilla, 4 at a time, speedup", 1.1),
     ]  # fmt: skip
 
 
