@@ -369,7 +369,7 @@ def figures_of_results(folder: Path) -> Figures:
         found = json.loads(file.read_text()) if file.exists() else {}
         if "tau" in found:
             yield "tau", found["tau"]
-        sizes = {str(found.get("batch_size")): found, **found.get("concurrency", {})}
+        sizes = {**found.get("concurrency", {}), str(found.get("batch_size")): found}
         for size, result in sizes.items():
             for method, row in result.get("methods", {}).items():
                 at_a_time = "" if size == "1" else f", {size} at a time"

@@ -163,7 +163,7 @@ def test_the_figures_of_a_commands_results(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     alone = {"vanilla": {"tau": 1.0, "tokens_per_s": 9.0, "speedup": None}}
     four = {"methods": {"vanilla": {"tokens_per_s": 30.0, "speedup": 1.1}}}
-    found = {"batch_size": 1, "methods": alone, "concurrency": {"1": {"methods": alone}, "4": four}}
+    found = {"batch_size": 1, "methods": alone, "concurrency": {"1": {}, "4": four}}
     (tmp_path / "speedup.json").write_text(json.dumps(found))
     (tmp_path / "acceptance.json").write_text('{"tau": 1.39}')
     assert list(gpu_figures.figures_of_results(tmp_path)) == [
