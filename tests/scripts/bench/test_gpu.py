@@ -87,9 +87,14 @@ def test_a_broken_device_costs_one_test_and_tests_with_a_line_run_once(
     # All have a line now; the stage itself did not end well before.
     assert end["ended"]
     assert len(gpu.failures([*rows, end])) == 2
+    monkeypatch.setenv(gpu.RESULTS, str(runner.results.folder))
+    monkeypatch.setenv(gpu.STAGE, "own")
+    items = [Namespace(nodeid=rows[0]["test"]), Namespace(nodeid="another")]
+    gpu.pytest_collection_modifyitems(left := [*items])
+    assert left == items[1:]
     runner.results.append({"stage": "own", "again": True})
-    runner.check(["own"])
-    assert sum("test" in row for row in runner.results.rows()) == 8
+    gpu.pytest_collection_modifyitems(left := [*items])
+    assert left == items
 
 
 def test_what_does_not_end_is_ended_with_all_that_it_started(runner: gpu.Runner) -> None:
@@ -121,6 +126,17 @@ def test_a_second_start_leaves_out_what_has_ended(
         gpu.begin(Namespace(names=["decodes"], small=True), results)
     assert sum("about" in row for row in results.rows()) == 1
     assert machine["small"]
+
+
+def test_a_head_that_is_not_here_is_trained_again(
+    results: gpu.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path))
+    for name in ("answers", "eagle3_1"):
+        results.append({"stage": name, "ended": True, "code": 0})
+    (tmp_path / "gpu/answers").mkdir(parents=True)
+    names, _ = gpu.begin(Namespace(names=["model"], small=True), results)
+    assert names[:2] == ["eagle3_1", "acceptance"]
 
 
 def test_failed_stages_tests_and_figures_are_told_once() -> None:
