@@ -60,8 +60,9 @@ BROKEN = 70
 SPOILS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
 SHARE_OF_CHECKS, MOST_CHECKS = 0.4, 12
 """Largest share of the seconds for checks, and number of checks at a time, which compile."""
-SLOWER = 5
-"""Times as long as its limit a stage of small sizes may take, which run on CPUs."""
+PLANNED_S = 760
+"""Seconds of checks, figures and model for which stages have their limits; with more seconds for
+all, each limit grows in proportion."""
 LEAST_S, RESERVE_S = 15, 5
 """Seconds that a stage of figures needs at least, and seconds left for the end."""
 PARTS, PROMPTS, QUESTIONS = ("part0", "part1"), "prompts.jsonl", "questions.jsonl"
@@ -193,7 +194,7 @@ class Runner:
 
     def __init__(self, results: Results, seconds: float, small: bool) -> None:
         self.results, self.small = results, small
-        self.end = time.monotonic() + seconds
+        self.end, self.patience = time.monotonic() + seconds, max(1.0, seconds / PLANNED_S)
         self.device = best_device().type
 
     def left(self) -> float:
@@ -202,7 +203,7 @@ class Runner:
 
     def limit(self, most_s: float) -> float:
         """Seconds that a stage may take."""
-        return min(most_s * (SLOWER if self.small else 1), self.left() - RESERVE_S)
+        return min(most_s * self.patience, self.left() - RESERVE_S)
 
     def run(self, name: str, command: list[str], limit: float, **environ: str) -> int | str:
         """Run a command of a stage with a limit in seconds; return its exit code, or why none."""

@@ -108,6 +108,13 @@ def test_what_does_not_end_is_ended_with_all_that_it_started(runner: gpu.Runner)
     assert left == []
 
 
+def test_limits_grow_with_the_seconds_for_all(results: gpu.Results) -> None:
+    short, long = (gpu.Runner(results, seconds, small=True) for seconds in (280.0, 7600.0))
+    assert short.limit(80.0) == 80.0
+    assert long.limit(80.0) == 800.0
+    assert short.limit(400.0) == pytest.approx(280.0 - gpu.RESERVE_S, abs=1.0)
+
+
 def test_a_second_start_leaves_out_what_has_ended(
     results: gpu.Results, capsys: pytest.CaptureFixture[str]
 ) -> None:
