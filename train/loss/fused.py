@@ -237,9 +237,10 @@ class _Fused(torch.autograd.Function):
         grads: list[Tensor | None] = []
         for grad, weight in zip(ctx.state_grads, ctx.weights, strict=True):
             grads.append(grad)
-            # Not None: DDP and others wait for this gradient.
+            # Not None: DDP and others wait for this gradient. Without entries, as autograd would
+            # read and write all of `.grad` to add zeros.
             trained = weight.requires_grad
-            grads.append(weight.new_zeros(()).expand_as(weight) if trained else None)
+            grads.append(torch.zeros_like(weight, layout=torch.sparse_coo) if trained else None)
         ctx.state_grads = None
         return None, None, None, None, None, *grads
 

@@ -286,6 +286,34 @@ def test_slices_are_few_and_alike() -> None:
     assert [fused.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
 
 
+class _Added(TorchDispatchMode):
+    """Numbers that in-place additions add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_added: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if func is torch.ops.aten.add_.Tensor:
+            other = args[1]
+            self.num_added.append(other._nnz() if other.is_sparse else other.numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_backward_pass_only_tells_that_a_projections_gradient_is_there() -> None:
+    (part,), (hidden, weight) = hard_students([VOCAB])
+    hooked: list[Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda each: hooked.append(each.grad.clone()))
+    for _ in range(2):
+        total, _ = fused_linear([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
+        with _Added() as added:
+            total.backward()
+    assert added.num_added == [hidden.numel(), 0]
+    torch.testing.assert_close(hooked[1], 2 * hooked[0])
+
+
 def test_what_is_frozen_gets_no_gradient() -> None:
     (first, second), (_, weight, hidden, _) = hard_students([VOCAB, VOCAB])
     weight.requires_grad_(False)
