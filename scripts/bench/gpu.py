@@ -523,6 +523,8 @@ def begin(options: argparse.Namespace, results: Results) -> tuple[list[str], Row
         results.append({"about": machine, "day": time.strftime("%Y-%m-%d")})
     for name in again:
         results.append({"stage": name, "again": True})
+        if name in model_stages():
+            shutil.rmtree(work_dir() / name, ignore_errors=True)
     # A head of another machine's folder cannot be measured here.
     lost = {name for name in model_stages() if not (work_dir() / name).exists()}
     ended = results.ended() - again - lost

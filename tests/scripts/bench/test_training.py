@@ -1,9 +1,16 @@
 import pytest
+import torch
 from toys import random_target
+from torch.utils.flop_counter import flop_registry
 
 from conf.settings.training import Optimizer
 from heads.vocab import DraftVocab
-from scripts.bench.training import fresh_objective
+from scripts.bench.training import FLASH_FLOPS, counted_flops, fresh_objective
+
+FORWARD, BACKWARD = (
+    torch.ops.aten._flash_attention_forward,
+    torch.ops.aten._flash_attention_backward,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,30 @@ def test_the_usual_rates_of_a_head(
     target = random_target(hidden_size=64, num_hidden_layers=4)
     vocab = DraftVocab.everything(target.vocab_size)
     assert fresh_objective(form, target, vocab).usual_rates(optimizer) == rates
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+def test_attention_counts_each_head_of_queries_within_its_document(num_kv_heads: int) -> None:
+    """Documents of 5 and 7 tokens: 2 or 5 products of 8 heads with 16 numbers, 25 + 49 pairs."""
+    query = torch.empty(12, 8, 16, device="meta")
+    text = [query[:, :num_kv_heads]] * 2
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    rest = (bounds, bounds, 7, 7, 0.0, True)
+    norm, unused = torch.empty(8, 12, device="meta"), torch.empty(2)
+    calls = {
+        FORWARD: (query, *text, *rest, False),
+        BACKWARD: (query, query, *text, query, norm, *rest, unused, unused),
+    }
+    found = {each: FLASH_FLOPS[each](*given, scale=0.25) for each, given in calls.items()}
+    assert found == {
+        FORWARD: 2 * 2 * 8 * 16 * (25 + 49),
+        BACKWARD: 2 * 5 * 8 * 16 * (25 + 49),
+    }
+    if num_kv_heads == 8:  # which torch 2.11 counts as well
+        own = {each: flop_registry[each](*given, scale=0.25) for each, given in calls.items()}
+        assert found == own
+
+
+def test_products_are_counted_as_torch_counts_them() -> None:
+    a, b = torch.ones(3, 5), torch.ones(5, 7)
+    assert counted_flops(lambda: a @ b) == 2 * 3 * 5 * 7
