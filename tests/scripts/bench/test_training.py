@@ -1,7 +1,7 @@
 import pytest
 import torch
-from toys import random_target
 from torch.utils.flop_counter import flop_registry
+from toys import random_target
 
 from conf.settings.training import Optimizer
 from heads.vocab import DraftVocab
