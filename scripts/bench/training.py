@@ -18,6 +18,7 @@ from conf.command.launch import rest_while_waiting
 rest_while_waiting()
 
 import argparse
+import gc
 import importlib
 import math
 import random
@@ -35,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from conf.command.clock import timed
 from conf.settings.target import Dtype
@@ -82,7 +83,7 @@ def random_target(options: argparse.Namespace, device: torch.device) -> Target:
         max_position_embeddings=options.max_length, eos_token_id=None,
     )  # fmt: skip
     with torch.device(device):
-        model: Any = LlamaForCausalLM(config).to(getattr(torch, options.dtype))
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
     return Target(model, None, "random")
 
 
@@ -187,6 +188,14 @@ def counted_flops(run: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
+def forget_peak(device: torch.device) -> None:
+    """Start the peak of a CUDA device's memory anew, without what nobody holds any more."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def shares(run: loop.Run, num_steps: int) -> dict[str, float]:
     """Share of each part in the time of some steps, under the profiler."""
     cuda = run.device.type == "cuda"
@@ -210,7 +219,8 @@ class Speed:
     Attributes:
         step_s: median time of a step.
         tokens_per_s: without padding.
-        peak_gib: peak of the device's memory, or on a CPU of the process's, including weights.
+        peak_gib: peak of the device's memory in training, or on a CPU of the process's memory.
+            Weights are in it.
         padding: share of padding in the data set.
         matmul: FLOP/s of a square matrix product.
         utilisation: FLOP/s of the steps divided by that.
@@ -246,6 +256,7 @@ def estimated_bytes(run: loop.Run, options: argparse.Namespace) -> int | None:
 
 def measure_steps(run: loop.Run, train: PackedDataset, options: argparse.Namespace) -> Speed:
     """Train for some steps."""
+    forget_peak(run.device)
     for _ in range(NUM_WARM_UP):
         run.optimizer_step()
     flops = counted_flops(run.optimizer_step)

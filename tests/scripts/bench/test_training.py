@@ -1,11 +1,21 @@
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from toys import random_target
 
 from conf.settings.training import Optimizer
 from heads.vocab import DraftVocab
-from scripts.bench.training import FLASH_FLOPS, counted_flops, fresh_objective
+from scripts.bench.training import (
+    FLASH_FLOPS,
+    arguments,
+    counted_flops,
+    forget_peak,
+    fresh_objective,
+)
+from scripts.bench.training import random_target as target_of_sizes
 
 FORWARD, BACKWARD = (
     torch.ops.aten._flash_attention_forward,
@@ -55,3 +65,39 @@ def test_attention_counts_each_head_of_queries_within_its_document(num_kv_heads:
 def test_products_are_counted_as_torch_counts_them() -> None:
     a, b = torch.ones(3, 5), torch.ones(5, 7)
     assert counted_flops(lambda: a @ b) == 2 * 3 * 5 * 7
+
+
+class _Made(TorchDispatchMode):
+    """The largest number of elements of float32 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype is torch.float32:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_a_random_target_is_made_in_its_own_dtype() -> None:
+    options = arguments(
+        ["--hidden", "64", "--layers", "2", "--vocab", "256", "--dtype", "bfloat16"]
+    )
+    with _Made() as made:
+        target = target_of_sizes(options, torch.device("cpu"))
+    assert {each.dtype for each in target.model.parameters()} == {torch.bfloat16}
+    assert made.largest < 64 * 64  # no weight, only frequencies of positions
+    spread = target.output_head.weight.float().std().item()
+    assert spread == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_the_peak_of_memory_begins_anew() -> None:
+    device = torch.device("cuda")
+    torch.empty(2**28, device=device)
+    forget_peak(device)
+    assert torch.cuda.max_memory_allocated(device) < 2**28
