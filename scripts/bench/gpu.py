@@ -403,8 +403,8 @@ def keep_results(folder: Path, work: Path) -> None:
             if wanted and file.parent.name != "answers" and file.stat().st_size < 2e6:
                 tar.add(file, file.relative_to(work))
     packed.with_suffix(".new").replace(packed)
-    head = work / "eagle3_1/head/model.safetensors"
-    if head.exists() and not (folder / "head.part0").exists():
+    head, part = work / "eagle3_1/head/model.safetensors", folder / "head.part0"
+    if head.exists() and not (part.exists() and part.stat().st_mtime > head.stat().st_mtime):
         from safetensors.torch import load_file, save
 
         narrow = {
