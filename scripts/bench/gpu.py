@@ -70,7 +70,7 @@ PARTS, PROMPTS, QUESTIONS = ("part0", "part1"), "prompts.jsonl", "questions.json
 HEADS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark", "peagle", "mtp")
 DRAFTERS = (
     "vanilla", "prompt_lookup", "medusa_tree", "eagle_chain", "eagle_tree", "dflash_tree",
-    "dspark_chain", "peagle_tree",
+    "dflash2_tree", "dspark_chain", "peagle_tree",
 )  # fmt: skip
 TRAINING, DECODING = "tests/gpu/test_training.py", "tests/gpu/test_decoding.py"
 CHECKS = {
