@@ -137,13 +137,17 @@ def test_captured_steps_on_cuda_are_those_that_are_not(
 
 def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     before, numbers = torch.cuda.current_stream(), torch.zeros(4, device="cuda")
+
+    def add_one() -> None:
+        numbers.add_(1)
+
     with pytest.raises(CaptureError, match="captur") as failed:
         Graph(lambda: numbers.add_(1).tolist() and None, torch.cuda.graph_pool_handle())
     assert "previous error" not in str(failed.value)
     assert torch.cuda.current_stream() == before
     torch.randn(4, device="cuda")
     numbers.zero_()
-    graph = Graph(lambda: numbers.add_(1) and None, torch.cuda.graph_pool_handle())
+    graph = Graph(add_one, torch.cuda.graph_pool_handle())
     graph.launch()
     assert numbers.tolist() == [1.0] * 4
 
