@@ -22,7 +22,7 @@ TESTS = {
     "eval/measure/handed_on.py": "eval/measure/test_handed_on",
     "eval/compare/reported.py": "eval/compare/test_reported",
     "eval/measure/replay.py": "eval/decode/test_engine",
-    "heads/decoding/sampling.py": "eval/decode/test_accept_rules",
+    "heads/decoding/sampling.py": "heads/decoding/test_sampling eval/decode/test_accept_rules",
     "eval/decode/accept.py": "eval/decode/test_accept_rules",
     "eval/compare/timing.py": "eval/compare/test_timing",
     "eval/compare/sizes.py": "eval/compare/test_sizes",

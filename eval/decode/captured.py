@@ -25,7 +25,7 @@ from eval.decode.engine import Batch, Generation, Make, NewTokens, Prefilled, Re
 from eval.decode.verify_pass import ContextLimits, HostStep, Verified, read_trees
 from heads.decoding.cache import Kept, TreeCache
 from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target
 
@@ -205,9 +205,7 @@ def _verify(
     limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: Taps
 ) -> Verified:
     """Greedy pass that needs nothing from the host; cache and roots are written in place."""
-    verified = read_trees(limits, draft, roots, cache, taps).accept(
-        draft, GREEDY, Generators([], [])
-    )
+    verified = read_trees(limits, draft, roots, cache, taps).accept(draft, GREEDY, NO_DRAWS)
     if draft.is_chain:
         cache.slots.advance(verified.counts, [])
     else:

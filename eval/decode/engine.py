@@ -19,7 +19,7 @@ from eval.decode.generation_config import Processors, Stops
 from eval.decode.verify_pass import ContextLimits, HostStep, Nodes, read_trees
 from heads.decoding.cache import Kept, TreeCache
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, Generators, Sampling, sample_tokens
+from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target, prefill_parts
 from heads.upload import upload
@@ -257,7 +257,7 @@ class Batch:
         self.running: list[int] = []
         self.drafter: Drafter = NoDraft()
         self.roots = torch.empty(0, dtype=torch.int64)
-        self.generators = Generators([], [])
+        self.generators = NO_DRAWS
 
     def decoded(self) -> list[Generation]:
         """Decode and return all texts."""

@@ -21,7 +21,7 @@ from eval.decode.captured import CaptureError, Graph, obstacle, slots_for
 from eval.measure.heads import device_name
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, Generators
+from heads.decoding.sampling import GREEDY, NO_DRAWS
 from heads.decoding.tree import Tree
 from heads.target_model.model import Taps, Target, prefill
 from heads.upload import upload
@@ -203,10 +203,7 @@ def _verify(target: Target, cache: TreeCache, roots: Roots, taps: Taps, size: in
     draft = Draft.of(tree, tokens[:, 1:])
     layout = draft.layout()
     output = target.extend(cache, tokens, layout.mask, layout.depths, taps)
-    accepted = verify(
-        draft, tokens, target.logits(output.hidden_states), GREEDY, Generators([], [])
-    )
-    return accepted.bonus
+    return verify(draft, tokens, target.logits(output.hidden_states), GREEDY, NO_DRAWS).bonus
 
 
 def _draft(drafter: Drafter, seen: Committed, roots: Roots) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heads.decoding.drafting import PAD, Draft
-from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.vocab import DraftVocab
 
@@ -100,7 +100,7 @@ class ChainSampler:
 
     vocab: DraftVocab
     sampling: Sampling = GREEDY
-    generators: Generators = field(default_factory=lambda: Generators([], []))
+    generators: Generators = NO_DRAWS
     calibration: Calibration | None = None
     probs: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
@@ -109,7 +109,7 @@ class ChainSampler:
 
     def __post_init__(self) -> None:
         if self.calibration is not None and not self.sampling.greedy:
-            # The longest chain of a batch decides how many numbers each text draws.
+            # The longest chain of a batch decides how often each text draws.
             self.generators = self.generators.next_step()
 
     def token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads.upload import upload
+
 
 @dataclass(frozen=True)
 class Typical:
@@ -78,57 +80,86 @@ class Sampling:
 GREEDY = Sampling()
 
 
-@dataclass
+GOLDEN, *FACTORS = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+"""Constants of splitmix64, as signed numbers."""
+
+
+def mix(numbers: Tensor) -> Tensor:
+    """Hash int64 of any shape in place, one to one, so that close numbers have nothing in common.
+
+    Products wrap around.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014; the factors
+        are Stafford's variant 13, as in Vigna's `splitmix64.c`.
+    """
+    # For all shifts, as fresh memory costs a CPU more than the arithmetic.
+    shifted = torch.empty_like(numbers)
+    numbers.bitwise_xor_(_shift_right(numbers, 30, shifted)).mul_(FACTORS[0])
+    numbers.bitwise_xor_(_shift_right(numbers, 27, shifted)).mul_(FACTORS[1])
+    return numbers.bitwise_xor_(_shift_right(numbers, 31, shifted))
+
+
+def _shift_right(numbers: Tensor, num_bits: int, out: Tensor) -> Tensor:
+    # Shifts of int64 repeat the sign, which the mask removes.
+    shifted = torch.bitwise_right_shift(numbers, num_bits, out=out)
+    return shifted.bitwise_and_((1 << (64 - num_bits)) - 1)
+
+
+@dataclass(frozen=True)
 class Generators:
-    """One random generator per text, so that no text depends on another.
+    """Random numbers of each text, so that no text depends on another.
+
+    Number i of a draw is a hash of the text's key, the draw's number and i. A hash needs nothing of
+    the host, so a CUDA graph holds draws, and each replay draws anew. A draw of any size counts as
+    one, so other texts of a batch, which set the sizes, change nothing.
 
     Attributes:
-        per_text: one generator per text.
-        num_steps: calls of `next_step` so far, per text.
+        keys: [B] int64.
+        counts: [B] int64 draws so far, counted in place.
     """
 
-    per_text: list[torch.Generator]
-    num_steps: list[int]
+    keys: Tensor
+    counts: Tensor
 
     @classmethod
     def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
-        """Make a generator per text from its seed, which must be at least 0."""
-        # The CPU's generator reads 32 bits of a seed, so higher bits are mixed in.
-        mixed = (seed ^ (seed >> 32) * 0x9E3779B1 for seed in seeds)
-        return cls([torch.Generator(device).manual_seed(seed) for seed in mixed], [0] * len(seeds))
+        """Make the generator of each text from 64 bits of its seed, without waiting."""
+        signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
+        keys = mix(upload(torch.tensor(signed, dtype=torch.int64), device) + GOLDEN)
+        return cls(keys, torch.zeros_like(keys))
 
     def rows(self, rows: list[int]) -> "Generators":
-        """Generators of some texts."""
-        steps = [self.num_steps[row] for row in rows]
-        return Generators([self.per_text[row] for row in rows], steps)
+        """Generators of some texts, in new memory."""
+        index = upload(rows, self.keys.device)
+        return Generators(self.keys[index], self.counts[index])
 
     def take(self, row: int, other: "Generators") -> None:
         """Start the single text of another object in a row."""
-        self.per_text[row], self.num_steps[row] = other.per_text[0], other.num_steps[0]
+        self.keys[row], self.counts[row] = other.keys[0], other.counts[0]
 
     def next_step(self) -> "Generators":
-        """Make generators for one step.
+        """Make generators for one step, which counts as one draw.
 
-        How many numbers a step draws for a text depends on the batch, but later draws must not.
+        How many draws a step takes for a text may depend on the batch, but later draws must not.
         """
-        self.num_steps = [num + 1 for num in self.num_steps]
-        own = []
-        for generator, number in zip(self.per_text, self.num_steps, strict=True):
-            seed = (generator.initial_seed() * 1_000_003 + number) % (1 << 63)
-            own.append(torch.Generator(generator.device).manual_seed(seed))
-        return Generators(own, [0] * len(own))
+        return Generators(self._next_keys(), torch.zeros_like(self.counts))
 
     def uniform(self, num_nodes: int) -> Tensor:
-        """[B, N] float32 in [0, 1), from generators of one step."""
-        own = self.next_step().per_text
-        return torch.stack([torch.rand(num_nodes, generator=g, device=g.device) for g in own])
+        """[B, N] float32 in [0, 1)."""
+        bits = self._bits(num_nodes)
+        return _shift_right(bits, 40, bits).float().mul_(2.0**-24)
 
     def exponential(self, like: Tensor) -> Tensor:
-        """Exponential draws of the shape [B, ...] of `like`."""
-        draws = torch.empty_like(like)
-        for row, generator in zip(draws, self.per_text, strict=True):
-            row.exponential_(generator=generator)
-        return draws
+        """Exponential float32 draws above 0 of the shape [B, ...] of `like`."""
+        # The weight with the smallest draw in proportion wins, so an unlikely token wins by a tiny
+        # draw alone. A draw from 24 bits, as in `uniform`, is 0 with a chance of 2^-24, and a token
+        # of any weight would win by it. All 63 bits keep float32's relative precision down to
+        # 2^-64. They are scaled to at most 1 - 2^-24, as log1p(-1) is infinite.
+        bits = self._bits(like.shape[1:].numel())
+        draws = _shift_right(bits, 1, bits).float().add_(0.5)
+        return draws.mul_((2.0**-24 - 1) * 2.0**-63).log1p_().neg_().view_as(like)
 
     def sample(self, probs: Tensor) -> Tensor:
         """Sample [B] int64 from weights [B, V], which need not sum to 1.
@@ -138,6 +169,21 @@ class Generators:
         Source: gpt-fast `generate.py`, `multinomial_sample_one_no_sync`.
         """
         return (probs / self.exponential(probs)).argmax(-1)
+
+    def _bits(self, num: int) -> Tensor:
+        """[B, num] int64, all bits random."""
+        places = torch.arange(num, device=self.keys.device)
+        return mix(torch.add(self._next_keys().unsqueeze(1), places, alpha=GOLDEN))
+
+    def _next_keys(self) -> Tensor:
+        """[B] int64 keys of the next draw."""
+        keys = mix(torch.add(self.keys, self.counts, alpha=GOLDEN))
+        self.counts.add_(1)
+        return keys
+
+
+NO_DRAWS = Generators(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+"""Generators of no text, where all choices are greedy."""
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, generators: Generators) -> Tensor:

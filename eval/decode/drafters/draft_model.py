@@ -120,7 +120,7 @@ class DraftModel:
         rows = [[*tokens, root] for tokens, root in zip(self.unread, roots.ids, strict=True)]
         logits = read_rows(self.model, self.cache, rows)
         if not self.sampling.greedy:
-            # The longest draft of a batch decides how many numbers each text draws.
+            # The longest draft of a batch decides how often each text draws.
             self.draws = self.generators.next_step()
         rooms = [room(self.model, length + 1) for length in self.lengths]
         self.drafted, self.depth = list(map(min, self.limits, rooms)), 0

@@ -46,26 +46,6 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class OneSource(Generators):
-    """One generator for all texts: a generator each would take a minute for so many."""
-
-    def __init__(self, generator: torch.Generator, num_texts: int) -> None:
-        super().__init__([generator], [0])
-        self.num_texts = num_texts
-
-    def uniform(self, num_nodes: int) -> Tensor:
-        return torch.rand(self.num_texts, num_nodes, generator=self.per_text[0])
-
-    def exponential(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like).exponential_(generator=self.per_text[0])
-
-
-def test_one_source_draws_as_a_generator_per_text_does() -> None:
-    ours, theirs = OneSource(generator(1), 1), Generators([generator(1)], [0])
-    for probs in torch.rand(20, 1, V, generator=generator()):
-        assert torch.equal(ours.sample(probs), theirs.sample(probs))
-
-
 LOGITS = torch.randn(V, V, generator=generator(1))
 """The target's, row per last token."""
 DRAFT_LOGITS = LOGITS + torch.randn(V, V, generator=generator(2))
@@ -143,21 +123,22 @@ PROPOSALS: dict[str, Proposal] = {
 
 def first_two(proposal: str, rule: Rule, sampling: Sampling) -> Tensor:
     """[V, V] counts of the first two tokens after ROOT, over NUM_TEXTS texts."""
-    rng, draws, q = generator(3), generator(4), sampling.probabilities(DRAFT_LOGITS)
+    rng, q = generator(3), sampling.probabilities(DRAFT_LOGITS)
+    draws = Generators.seeded(range(NUM_TEXTS), torch.device("cpu"))
 
-    def step(roots: Tensor) -> tuple[Tensor, Tensor]:
+    def step(roots: Tensor, generators: Generators) -> tuple[Tensor, Tensor]:
         """The tokens given [B, 2] and how many [B]; a third is forgotten."""
         draft = PROPOSALS[proposal](roots, q, rng)
         tokens = torch.cat([roots.unsqueeze(1), draft.tokens], 1)
-        generators = OneSource(draws, len(roots))
         accepted = rule(draft, tokens, LOGITS[tokens.clamp_min(0)], sampling, generators)
         kept = tokens.gather(1, accepted.nodes[:, 1:3])
         bonus_at = torch.arange(2) == accepted.num_accepted.unsqueeze(1)
         return kept.where(~bonus_at, accepted.bonus.unsqueeze(1)), accepted.num_accepted + 1
 
-    text, length = step(torch.full((NUM_TEXTS,), ROOT))
+    text, length = step(torch.full((NUM_TEXTS,), ROOT), draws)
     short = length == 1
-    text[short, 1] = step(text[short, 0])[0][:, 0]
+    rest = Generators(draws.keys[short], draws.counts[short])
+    text[short, 1] = step(text[short, 0], rest)[0][:, 0]
     return (text[:, 0] * V + text[:, 1]).bincount(minlength=V * V).view(V, V).float()
 
 

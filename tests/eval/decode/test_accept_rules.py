@@ -16,7 +16,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from eval.decode.accept import Accepted, verify
 from heads.decoding.drafting import PAD, Draft, TreeLayout, tree_layout
-from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical, drafter_seeds
+from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical
 from heads.decoding.tree import Tree, default_tree
 
 V = 6
@@ -154,60 +154,10 @@ def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(q, monkeypatch) -> 
     assert outcomes(verified(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
 
 
-def test_each_text_draws_from_its_own_generator() -> None:
-    probs = torch.rand(3, V, generator=generator())
-    together, alone = seeded(3, first=7), [seeded(1, first=7 + text) for text in range(3)]
-    for _ in range(2):
-        assert torch.equal(together.uniform(5), torch.cat([one.uniform(5) for one in alone]))
-        sampled = [one.sample(row) for one, row in zip(alone, probs.split(1), strict=True)]
-        assert torch.equal(together.sample(probs), torch.cat(sampled))
-    rest, probs = together.rows([2, 0]), probs[[2, 0]]
-    sampled = [alone[text].sample(row) for text, row in zip((2, 0), probs.split(1), strict=True)]
-    assert torch.equal(rest.sample(probs), torch.cat(sampled))
-
-
-def test_a_larger_tree_changes_nothing_that_is_drawn_for_a_text() -> None:
-    probs, small, large = torch.rand(3, V, generator=generator()), seeded(3), seeded(3)
-    drawn = []
-    for _ in range(3):
-        drawn.append(small.uniform(4))
-        assert torch.equal(large.uniform(40)[:, :4], drawn[-1])
-        assert torch.equal(small.sample(probs), large.sample(probs))
-    assert len(torch.cat(drawn).unique()) == 3 * 3 * 4  # every step draws anew
-
-
-def test_seeds_that_differ_above_32_bits_draw_differently() -> None:
-    seeds = [1, 1 + (1 << 32), 1 + (1 << 33), 1 + (1 << 62)]
-    generators = Generators.seeded(seeds, torch.device("cpu"))
-    assert len(generators.uniform(1).unique()) == 4
-    assert len(generators.sample(torch.ones(4, 10_000)).unique()) == 4
-
-
 def random_parents(num_nodes: int) -> Tensor:
     """[NUM_TEXTS, N - 1], another tree in every text."""
     rng = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
     return (rng * torch.arange(1, num_nodes)).long()
-
-
-def test_what_a_seed_draws_is_fixed() -> None:
-    """Or texts sampled by another version of this could not be had again."""
-    high = (1 << 32) + 3
-    drawn = Generators.seeded([3, high], torch.device("cpu"))
-    for step in (1, 2):
-        found = drawn.uniform(4)
-        for row, seed in zip(found, (3, high ^ 2654435761), strict=True):
-            own = generator((seed * 1_000_003 + step) % (1 << 63))
-            assert row.tolist() == torch.rand(4, generator=own).tolist()
-    huge = Generators.seeded([(1 << 61) + 1], torch.device("cpu"))
-    mixed = ((1 << 61) + 1) ^ ((1 << 29) * 2654435761)
-    own = generator((mixed * 1_000_003 + 1) % (1 << 63))
-    assert huge.uniform(3)[0].tolist() == torch.rand(3, generator=own).tolist()
-    assert drafter_seeds([0, 5]) == [4294967296, 4294967301]
-
-
-def test_as_many_texts_as_generators_draw() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        seeded(2).exponential(torch.ones(3, V))
 
 
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:

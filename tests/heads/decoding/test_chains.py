@@ -20,7 +20,7 @@ from eval.decode.accept import verify
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from heads.decoding.chains import Calibration, ChainSampler, largest
 from heads.decoding.drafting import PAD, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
 from heads.head import DraftHead
@@ -50,7 +50,7 @@ def test_a_chance_by_hand() -> None:
 
 def drawn(chances: list[list[float]], calibration: Calibration | None) -> Draft:
     """Chains of texts that are as sure as given at each depth; token d at depth d, from 1."""
-    draws = ChainSampler(DraftVocab.everything(9), GREEDY, Generators([], []), calibration)
+    draws = ChainSampler(DraftVocab.everything(9), GREEDY, NO_DRAWS, calibration)
     tree, tokens = Tree.chain(len(chances[0])), []
     for depth, each in enumerate(zip(*chances, strict=True), start=1):
         if draws.ended:
