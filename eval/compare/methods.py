@@ -98,8 +98,8 @@ class Decoding:
         self.max_new_tokens, self.settings = max_new_tokens, dict[str, Any]()
         self._captured: Captured | None = None
         if target.device.type == "cuda":
-            why = obstacle(target, sampling) if capture else "cuda_graphs=false"
-            self._captured = None if why else Captured(target, make, max_new_tokens)
+            why = obstacle(target) if capture else "cuda_graphs=false"
+            self._captured = None if why else Captured(target, make, max_new_tokens, sampling)
             self.settings["captured"] = self._captured.what if self._captured else f"no: {why}"
 
     def __call__(

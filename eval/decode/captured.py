@@ -24,10 +24,10 @@ from torch.nn.functional import pad
 from eval.decode.engine import Batch, Generation, Make, NewTokens, Prefilled, Request
 from eval.decode.verify_pass import ContextLimits, HostStep, Verified, read_trees
 from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
+from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target
+from heads.target_model.model import Target
 
 Output = TypeVar("Output")
 WIDTH = 512
@@ -112,10 +112,8 @@ def _was_open(pool: Any, device: int) -> bool:
     return True
 
 
-def obstacle(target: Target, sampling: Sampling) -> str:
+def obstacle(target: Target) -> str:
     """Reason why passes of a target cannot be captured; empty if they can."""
-    if not sampling.greedy:
-        return "tokens are sampled by generators of the host"
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         return "the target's layers lie on several devices"
     if target.is_recurrent:
@@ -137,12 +135,13 @@ def slots_for(length: int, num_nodes: int) -> int:
 
 
 class Captured:
-    """Decodes greedy texts with one drafter; its graphs serve all later texts.
+    """Decodes texts with one drafter; its graphs serve all later texts.
 
     Args:
         target: target without an `obstacle`.
         make: function that makes a drafter.
         max_new_tokens: largest number of tokens per text.
+        sampling: how the target chooses.
 
     Attributes:
         what: captured part of a step.
@@ -150,8 +149,11 @@ class Captured:
             time.
     """
 
-    def __init__(self, target: Target, make: Make, max_new_tokens: int) -> None:
-        self.target, self.make, self.max_new_tokens = target, make, max_new_tokens
+    def __init__(
+        self, target: Target, make: Make, max_new_tokens: int, sampling: Sampling = GREEDY
+    ) -> None:
+        self.target, self.make = target, make
+        self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.what = "verify pass" if make([0]).static_nodes is None else "step"
         self.kept: Any = None
 
@@ -163,7 +165,9 @@ class Captured:
         """
         kind: type[StepBatch] | type[PassBatch]
         kind = StepBatch if self.what == "step" else PassBatch
-        batch = kind(self.target, self.make, requests, self.max_new_tokens, batch_size)
+        batch = kind(
+            self.target, self.make, requests, self.max_new_tokens, batch_size, self.sampling
+        )
         # Captured passes need a fixed number of texts; steps do not.
         if batch_size == 1 or self.what == "step":
             batch.captured = self.kept
@@ -201,30 +205,42 @@ class _Graphs(Generic[Output]):
         return call()
 
 
-def _verify(
-    limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: Taps
-) -> Verified:
-    """Greedy pass that needs nothing from the host; cache and roots are written in place."""
-    verified = read_trees(limits, draft, roots, cache, taps).accept(draft, GREEDY, NO_DRAWS)
-    if draft.is_chain:
-        cache.slots.advance(verified.counts, [])
-    else:
-        path = verified.accepted.nodes[:, : draft.depth + 1]
-        cache.commit([], Kept(path, verified.counts))
-    roots.copy_(verified.accepted.bonus)
-    return verified
+class _Rows:
+    """Rows of a batch in fixed memory, which captured graphs read and write.
+
+    Args:
+        batch: batch whose drafter has observed its texts.
+        cache: cache of the texts.
+
+    Attributes:
+        roots: [B] int64.
+        generators: generators of the target's draws.
+    """
+
+    def __init__(self, batch: Batch, cache: TreeCache) -> None:
+        self.target, self.taps, self.sampling = batch.target, batch.drafter.taps, batch.sampling
+        self.roots, self.generators, self.cache = batch.roots, batch.generators, cache
+        self.context_limits = ContextLimits(batch.target, [])
+
+    def _verify(self, draft: Draft) -> Verified:
+        """Verify a draft without the host; cache, roots and generators are written in place."""
+        nodes = read_trees(self.context_limits, draft, self.roots, self.cache, self.taps)
+        verified = nodes.accept(draft, self.sampling, self.generators)
+        if draft.is_chain:
+            self.cache.slots.advance(verified.counts, [])
+        else:
+            path = verified.accepted.nodes[:, : draft.depth + 1]
+            self.cache.commit([], Kept(path, verified.counts))
+        self.roots.copy_(verified.accepted.bonus)
+        return verified
 
 
-class CapturedSteps:
+class CapturedSteps(_Rows):
     """Rows of a batch with captured steps: everything that a step reads and writes.
 
     Args:
-        target: the target.
-        drafter: drafter with `static_nodes` that has observed the rows' texts.
-        roots: [B] int64.
-        generators: generators of the rows.
-        cache: cache of the rows.
-        longest: tokens of the longest text to come.
+        batch: batch whose drafter has `static_nodes` and has observed its texts.
+        cache: cache of the texts.
 
     Attributes:
         committed: committed tokens of the last step, in fixed memory; None before the first step.
@@ -235,22 +251,15 @@ class CapturedSteps:
         CaptureError: a compiled target's cache is too small.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        roots: Tensor,
-        generators: Generators,
-        cache: TreeCache,
-        longest: int,
-    ) -> None:
-        assert drafter.static_nodes is not None
-        self.target, self.drafter, self.num_nodes = target, drafter, drafter.static_nodes
-        self.roots, self.generators, self.cache = roots, generators, cache
-        self.context_limits = ContextLimits(target, [])
-        self.capacity = target.capacity or slots_for(longest, self.num_nodes)
-        if not self.fits(longest):
-            raise CaptureError(f"{longest} tokens in a compiled target's {self.capacity} slots")
+    def __init__(self, batch: Batch, cache: TreeCache) -> None:
+        super().__init__(batch, cache)
+        assert batch.drafter.static_nodes is not None
+        self.drafter, self.num_nodes = batch.drafter, batch.drafter.static_nodes
+        self.capacity = self.target.capacity or slots_for(batch.longest, self.num_nodes)
+        if not self.fits(batch.longest):
+            raise CaptureError(
+                f"{batch.longest} tokens in a compiled target's {self.capacity} slots"
+            )
         self.committed: Committed | None = None
         self.width, self.graphs = 0, _Graphs[None]()
         self.buffers: list[Tensor] = []
@@ -293,8 +302,8 @@ class CapturedSteps:
         return buffer, done
 
     def _step(self) -> None:
-        draft, taps = self.drafter.propose(Roots(self.roots, [])), self.drafter.taps
-        verified = _verify(self.context_limits, draft, self.roots, self.cache, taps)
+        draft = self.drafter.propose(Roots(self.roots, []))
+        verified = self._verify(draft)
         path = verified.accepted.nodes[:, : draft.depth + 1]
         new = Committed(
             token_ids=[],
@@ -331,7 +340,7 @@ class _Launched:
 
 
 class StepBatch(Batch):
-    """Greedy texts of a drafter with `static_nodes` on a GPU, in captured steps.
+    """Texts of a drafter with `static_nodes` on a GPU, in captured steps.
 
     Attributes:
         captured: the rows, possibly of an earlier finished batch.
@@ -355,25 +364,15 @@ class StepBatch(Batch):
         """Let new texts take the rows of finished ones; the drafter has observed its steps."""
         if self.captured is None:
             committed = super()._go_on(prefilled, committed)
-            self.captured = self._captured_rows(committed)
+            self.captured = CapturedSteps(self, committed.cache)
         elif 2 * (len(self.running) + len(prefilled)) <= len(self.rows):
             committed = self._drop(len(prefilled), committed)
             self._seat(prefilled, committed.cache)
-            self.captured = self._captured_rows(committed)
+            self.captured = CapturedSteps(self, committed.cache)
             self.captured.committed = committed
         else:
             self._seat(prefilled, committed.cache)
         return committed
-
-    def _captured_rows(self, committed: Committed) -> CapturedSteps:
-        return CapturedSteps(
-            target=self.target,
-            drafter=self.drafter,
-            roots=self.roots,
-            generators=self.generators,
-            cache=committed.cache,
-            longest=self.longest,
-        )
 
     def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:  # noqa: ARG002
         """Launch a step; return the new tokens of the previous one, by text."""
@@ -401,51 +400,62 @@ class PassShape(NamedTuple):
         tree: tree of all texts; None for different trees.
         num_tokens: N - 1.
         depth: depth D, or more.
+        num_inner: rows P of `draft_probs`; 0 if tokens were not sampled.
     """
 
     tree: Tree | None
     num_tokens: int
     depth: int
+    num_inner: int = 0
 
     @classmethod
     def of(cls, draft: Draft) -> "PassShape":
         """Smallest shape that holds a draft."""
         tree, num_tokens = draft.tree, draft.tokens.shape[1]
+        num_inner = 0 if draft.draft_probs is None else draft.draft_probs.shape[1]
         if isinstance(tree, Tree) and not draft.is_chain:
-            return cls(tree, num_tokens, tree.depth)
+            return cls(tree, num_tokens, tree.depth, num_inner)
         size, depth = (
             next((size for size in SIZES if size >= number), number)
             for number in (num_tokens, draft.depth)
         )
         if isinstance(tree, Tree):
-            return cls(Tree.chain(size), size, size)
+            return cls(Tree.chain(size), size, size, size if num_inner else 0)
         return cls(None, size, min(size, depth))
 
+    def padded(self, draft: Draft) -> Draft:
+        """Pad a draft to this shape, in new memory; its missing nodes are never reached."""
+        missing = self.num_tokens - draft.tokens.shape[1]
+        tree = draft.tree if self.tree is None else self.tree
+        if isinstance(tree, Tensor):
+            tree = pad(tree, (0, missing))
+        draft_probs = draft.draft_probs
+        if draft_probs is not None:
+            draft_probs = pad(draft_probs, (0, 0, 0, self.num_inner - draft_probs.shape[1]))
+        return Draft(tree, pad(draft.tokens, (0, missing), value=PAD), self.depth, draft_probs)
 
-class CapturedPasses:
+
+class CapturedPasses(_Rows):
     """Captured verify passes of a batch.
 
     Args:
-        target: the target.
+        batch: the batch.
         cache: cache of the texts.
-        roots: [B] int64 in fixed memory.
-        taps: hidden states that the drafter needs.
-        longest: tokens of the longest text to come.
 
     Attributes:
+        longest: tokens of the longest text to come.
         most: largest number of draft tokens of a text so far.
         capacity: slots of the caches.
+        inputs: drafts in fixed memory.
         key: key of the next pass: its shape and slots.
     """
 
-    def __init__(
-        self, target: Target, cache: TreeCache, roots: Tensor, taps: Taps, longest: int
-    ) -> None:
-        self.context_limits, self.taps = ContextLimits(target, []), taps
-        self.cache, self.roots, self.longest, self.most = cache, roots, longest, 0
-        self.capacity = target.capacity or slots_for(longest, 1)
-        self.fixed = target.capacity is not None
-        self.inputs: dict[PassShape, tuple[Tensor, Tensor]] = {}
+    def __init__(self, batch: Batch, cache: TreeCache) -> None:
+        super().__init__(batch, cache)
+        self.longest, self.most = batch.longest, 0
+        self.capacity = self.target.capacity or slots_for(self.longest, 1)
+        self.fixed = self.target.capacity is not None
+        self.inputs: dict[PassShape, Draft] = {}
         self.graphs = _Graphs[Verified]()
         self.key = PassShape(None, 0, 0), 0
 
@@ -453,11 +463,12 @@ class CapturedPasses:
         """Tell whether a text of this length has room, with the largest draft so far."""
         return slots_for(longest, 1 + self.most) <= self.capacity
 
-    def take(self, committed: Committed, roots: Tensor, longest: int) -> Committed:
-        """Continue the single text of another cache here, and return its prompt for the drafter."""
-        self.longest = longest
+    def take(self, batch: Batch, committed: Committed) -> Committed:
+        """Continue the single text of another batch here, and return its prompt for the drafter."""
+        self.longest = batch.longest
         self.cache.take(0, committed.cache)
-        self.roots.copy_(roots)
+        self.roots.copy_(batch.roots)
+        self.generators.take(0, batch.generators)
         # Before a head reads the prompt with as many slots as the last text had.
         self._hold(self.cache.slots.lengths[0], 1)
         return replace(committed, cache=self.cache)
@@ -498,23 +509,22 @@ class CapturedPasses:
 
     def _write(self, shape: PassShape, draft: Draft) -> None:
         """Write a draft where its graph reads it."""
-        missing = shape.num_tokens - draft.tokens.shape[1]
-        tokens, parents = pad(draft.tokens, (0, missing), value=PAD), draft.tree
-        parents = tokens if isinstance(parents, Tree) else pad(parents, (0, missing))
-        if shape not in self.inputs:
-            self.inputs[shape] = tokens.clone(), parents.clone()
-        for own, new in zip(self.inputs[shape], (tokens, parents), strict=True):
-            own.copy_(new)
+        new = shape.padded(draft)
+        own = self.inputs.setdefault(shape, new)
+        for held, written in zip(_tensors(own), _tensors(new), strict=True):
+            held.copy_(written)
 
     def _pass(self) -> Verified:
-        shape, _ = self.key
-        tokens, parents = self.inputs[shape]
-        draft = Draft(parents if shape.tree is None else shape.tree, tokens, shape.depth)
-        return _verify(self.context_limits, draft, self.roots, self.cache, self.taps)
+        return self._verify(self.inputs[self.key[0]])
+
+
+def _tensors(draft: Draft) -> list[Tensor]:
+    values = (draft.tree, draft.tokens, draft.draft_probs)
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 class PassBatch(Batch):
-    """Greedy texts of any drafter on a GPU, in captured verify passes.
+    """Texts of any drafter on a GPU, in captured verify passes.
 
     Attributes:
         captured: the passes, possibly of an earlier finished batch of one text.
@@ -528,8 +538,8 @@ class PassBatch(Batch):
         if self.captured is not None and not self.captured.fits(self.longest):
             self.captured = None
         if self.captured is not None:
-            committed = self.captured.take(committed, self.roots, self.longest)
-            self.roots = self.captured.roots
+            committed = self.captured.take(self, committed)
+            self.roots, self.generators = self.captured.roots, self.captured.generators
         return committed, new
 
     def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
@@ -538,10 +548,7 @@ class PassBatch(Batch):
             self.captured = None
         committed = super()._go_on(prefilled, committed)
         if self.captured is None:
-            taps = self.drafter.taps
-            self.captured = CapturedPasses(
-                self.target, committed.cache, self.roots, taps, self.longest
-            )
+            self.captured = CapturedPasses(self, committed.cache)
         return committed
 
     def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:

@@ -131,7 +131,7 @@ def time_steps(
         seen = Committed(tokens, output, cache, logits=logits, on_device=on_device)
         for drafter in drafters.values():
             _draft(drafter, seen, roots).tolist()
-    captures = target.device.type == "cuda" and not obstacle(target, GREEDY)
+    captures = target.device.type == "cuda" and not obstacle(target)
     if captures:
         width = target.capacity or slots_for(len(context) + 1, sizes[-1])
         cache.hold(width, sizes[-1], width)

@@ -151,8 +151,3 @@ class ChainSampler:
         confidence = torch.stack(self.confidence, 1)[:, :depth]
         probs = None if probs is None else probs[:, :depth]
         return Draft(tree.down_to(depth), tokens[:, :depth], depth, probs, confidence)
-
-
-def chain_nodes(depth: int, sampling: Sampling, calibration: Calibration | None) -> int | None:
-    """`Drafter.static_nodes` of a chain; None if the host draws or chains are cut."""
-    return 1 + depth if sampling.greedy and calibration is None else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import SlotBuffer, Slots
-from heads.decoding.chains import Calibration, ChainSampler, chain_nodes
+from heads.decoding.chains import Calibration, ChainSampler
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, rerank
 from heads.decoding.sampling import GREEDY, Generators, Sampling
@@ -100,7 +100,7 @@ class HeadChain(HeadDrafter):
     ) -> None:
         self.tree, self.sampling = Tree.chain(depth), sampling
         super().__init__(head, self.tree, calibration)
-        self.static_nodes = chain_nodes(depth, sampling, calibration)
+        self.static_nodes = 1 + depth if calibration is None else None
         self.generators = Generators.seeded(seeds, next(head.parameters()).device)
         self.state = (*self.state, "generators")
 

@@ -68,7 +68,7 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
     requests = list(map(Request, prompts()[:2]))
     texts = []
     for kind in (captured.StepBatch, Batch):
-        batch = kind(target, lambda _: KINDS[name].make(target, GREEDY), requests, 40, 2)
+        batch = kind(target, lambda seeds: KINDS[name].make(target, GREEDY, seeds), requests, 40, 2)
         steps = batch.run()
         for _ in range(3):
             next(steps)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from heads.decoding import cache as tree_cache
 from heads.decoding.drafting import Committed, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, Sampling
+from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import DynamicShape
 from heads.head import DraftHead
 from heads.target_model.model import Target
@@ -42,18 +42,18 @@ class Learnt:
 
     trained: Callable[[Target], DraftHead]
     fresh: Callable[[Target], DraftHead]
-    drafter: Callable[[Any, list[int]], Drafter]
+    drafter: Callable[[Any, Sampling, list[int]], Drafter]
 
 
-def chain(head: Any, seeds: list[int]) -> Drafter:
-    return head.chain(head, 3, GREEDY, seeds)
+def chain(head: Any, how: Sampling, seeds: list[int]) -> Drafter:
+    return head.chain(head, 3, how, seeds)
 
 
-def tree(head: Any, _seeds: list[int]) -> Drafter:
+def tree(head: Any, _how: Sampling, _seeds: list[int]) -> Drafter:
     return head.tree(head, SHAPE)
 
 
-def learnt(name: str, drafter: Callable[[Any, list[int]], Drafter], **settings: Any) -> Learnt:
+def learnt(name: str, drafter: Callable[..., Drafter], **settings: Any) -> Learnt:
     return Learnt(
         lambda target: feature_head(target, name, 40, 5, **settings),
         lambda target: fresh(target, settings_of(name, **settings)),
@@ -91,26 +91,30 @@ def on_cpu(name: str) -> tuple[Target, DraftHead]:
     return target, LEARNT[name].trained(target)
 
 
-def prepared(device: str, name: str) -> tuple[Target, Callable[[list[int]], Drafter]]:
+def prepared(
+    device: str, name: str, how: Sampling = GREEDY
+) -> tuple[Target, Callable[[list[int]], Drafter]]:
     """A target, and what makes its drafter."""
     target = random_target(device)
-    if name in WITHOUT_HEADS:
-        return target, lambda _: KINDS[name].make(target, GREEDY)
+    if name not in LEARNT:
+        return target, lambda seeds: KINDS[name].make(target, how, drafter_seeds(seeds))
     learnt = LEARNT[name]
     with off():
         weights = on_cpu(name)[1].state_dict()
     head = learnt.fresh(target)
     head.load_state_dict({key: each.to(device) for key, each in weights.items()})
-    return target, lambda seeds: learnt.drafter(head.eval(), seeds)
+    return target, lambda seeds: learnt.drafter(head.eval(), how, drafter_seeds(seeds))
 
 
-def decoded(device: str, name: str, batch_size: int, stops: list[int]) -> list[Generation]:
-    target, make = prepared(device, name)
+def decoded(
+    device: str, name: str, batch_size: int, stops: list[int], how: Sampling = GREEDY
+) -> list[Generation]:
+    target, make = prepared(device, name, how)
     target.model.generation_config.eos_token_id = stops
-    requests = list(map(Request, prompts()))
+    requests = [Request(ids, 3 + number) for number, ids in enumerate(prompts())]
     if device == "cpu":
-        return decode_many(target, make, requests, NUM_TOKENS, batch_size)
-    captured = Captured(target, make, NUM_TOKENS)
+        return decode_many(target, make, requests, NUM_TOKENS, batch_size, how)
+    captured = Captured(target, make, NUM_TOKENS, how)
     if batch_size > 1:
         return captured.decode(requests, batch_size)
     return [text for each in requests for text in captured.decode([each], 1)]
@@ -155,14 +159,69 @@ def test_captured_steps_are_those_of_the_cpu(
     assert name == "recycling" or told(found) == told(expected)
 
 
+SAMPLED = Sampling(temperature=1.0, top_k=40, top_p=0.9)
+# Batch sizes whose draws are compared often, of whole steps and of passes.
+DRAWN_STEPS = {
+    "vanilla": (2,), "medusa_tree": (1,), "medusa_typical": (3,), "eagle_chain, EAGLE-1": (3,),
+    "eagle_tree, EAGLE-3": (), "dspark_chain": (1,), "early_exit": (2,),
+}  # fmt: skip
+DRAWN_PASSES = {
+    "prompt_lookup": (1,), "draft_chain, by what was accepted": (1, 3), "draft_tree": (2,),
+    "eagle_cut": (2,),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in OFTEN else [pytest.mark.slow]) for n in STATIC]
+    ("name", "batch_size", "width"),
+    [
+        pytest.param(name, *size, marks=[] if size[0] in often else [pytest.mark.slow])
+        for name, often in (DRAWN_STEPS | DRAWN_PASSES).items()
+        for size in SIZES
+    ],
 )
-def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(name: str) -> None:
-    target, make = prepared("cuda", name)
+def test_captured_draws_are_those_of_the_cpu(
+    name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", width)
+    monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
+    how = replace(SAMPLED, typical=Typical() if name == "medusa_typical" else None)
+    with off():
+        whole = [each.token_ids for each in decoded("cpu", name, 1, [], how)]
+        stop = next(token for token in whole[1][3:] if token not in whole[0])
+        expected = decoded("cpu", name, batch_size, [stop], how)
+    assert [each.token_ids for each in expected] == [
+        text[: [*text, stop].index(stop) + 1] for text in whole
+    ]
+    accepted = sum(step.num_accepted for each in expected for step in each.steps)
+    assert accepted > 2 or name in ("vanilla", "prompt_lookup")
+    found = decoded("cuda", name, batch_size, [stop], how)
+    assert told(found) == told(expected)
+    assert (found[0].times.step > 0) == (name in DRAWN_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, GREEDY, id=name, marks=[] if name in OFTEN else [pytest.mark.slow])
+        for name in STATIC
+    ]
+    + [
+        pytest.param(
+            name,
+            SAMPLED,
+            id=f"{name}, sampled",
+            marks=[] if name == "dspark_chain" else [pytest.mark.slow],
+        )
+        for name in DRAWN_STEPS
+    ],
+)
+def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(
+    name: str, how: Sampling
+) -> None:
+    target, make = prepared("cuda", name, how)
     target.model.generation_config.eos_token_id = []
     requests = list(map(Request, prompts()[:2]))
-    batch = captured.StepBatch(target, make, requests, 60, 2)
+    batch = captured.StepBatch(target, make, requests, 60, 2, how)
     found: list[Counts] = []
     steps = batch.run()
     # Of the first step the host learns when the second is under way.
@@ -210,12 +269,11 @@ def test_rows_of_texts_that_have_ended_stay_within_their_slots_until_half_are_fr
 
 def test_what_cannot_be_captured_says_why() -> None:
     target = random_target("cuda")
-    assert obstacle(target, GREEDY) == ""
-    assert "sampled" in obstacle(target, Sampling(temperature=1.0))
+    assert obstacle(target) == ""
     target.logits_processing = {"repetition_penalty": 1.1}
-    assert "generation config" in obstacle(target, GREEDY)
+    assert "generation config" in obstacle(target)
     target.model.lm_head.to("cuda:1")
-    assert "several devices" in obstacle(target, GREEDY)
+    assert "several devices" in obstacle(target)
 
 
 class Asking(NoDraft):
@@ -267,6 +325,15 @@ def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixt
         assert ("cannot capture" in capsys.readouterr().err) == (make is Asking)
 
 
+def test_a_method_that_samples_is_captured() -> None:
+    target = random_target("cuda")
+    target.model.generation_config.eos_token_id = []
+    [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17], 3)], 9, 1, SAMPLED)
+    [found] = Decoding(target, lambda _: NoDraft(), 9, SAMPLED, True)([[5, 17]], [3], 1)
+    assert found.token_ids == expected.token_ids
+    assert found.times.step > 0
+
+
 @pytest.mark.parametrize("make", [NoDraft, lambda: PromptLookup(4)], ids=["step", "pass"])
 def test_what_capturing_takes_is_in_no_figure(
     make: Callable[[], Drafter], monkeypatch: pytest.MonkeyPatch
@@ -298,8 +365,7 @@ OFTEN_OF_HOST = [("prompt_lookup", 1), ("eagle_suffix", 3), ("lookahead", 2)]
 
 def of_host(name: str, device: str) -> tuple[Target, Callable[[list[int]], Drafter]]:
     if name != "eagle_suffix":
-        target = random_target(device)
-        return target, lambda _: KINDS[name].make(target, GREEDY)
+        return prepared(device, name)
     target, make = prepared(device, "eagle_tree, EAGLE-3")
     return target, lambda seeds: Hybrid(make(seeds), Suffix(SuffixTree(8)), 0.5)
 

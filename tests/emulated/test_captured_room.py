@@ -3,15 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
 from emulated.device import off
 from emulated.test_captured import LENGTHS, NUM_TOKENS, prompts, random_target, told
 
 from eval.decode import captured
-from eval.decode.captured import Captured, CapturedPasses, CaptureError
+from eval.decode.captured import Captured, CapturedPasses, CaptureError, PassShape
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import Generation, Request, decode_many
 from heads.decoding import cache as tree_cache
-from heads.decoding.drafting import Draft, Roots
+from heads.decoding.drafting import PAD, Draft, Roots
 from heads.decoding.tree import Tree
 
 
@@ -47,6 +48,20 @@ def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -
     assert way.kept is not None
     assert way.kept.capacity == captured.slots_for(LENGTHS[0] + NUM_TOKENS, 13)
     assert way.kept.graphs.captured
+
+
+def test_drawn_chains_of_one_size_share_a_graph() -> None:
+    tokens, probs = torch.tensor([[5, 6, 7]]), torch.rand(1, 3, 9)
+    draft = Draft.of(Tree.chain(3), tokens, probs)
+    shape = PassShape.of(draft)
+    assert shape == PassShape.of(
+        Draft.of(Tree.chain(4), tokens[:, [0, 1, 2, 2]], probs[:, [0] * 4])
+    )
+    assert shape != PassShape.of(Draft.of(Tree.chain(3), tokens))
+    padded = shape.padded(draft)
+    assert padded.tokens.tolist() == [[5, 6, 7, PAD]]
+    assert padded.draft_probs is not None
+    assert padded.draft_probs.tolist() == [[*probs[0].tolist(), [0.0] * 9]]
 
 
 @pytest.mark.parametrize("num_nodes", [13, 9])

@@ -44,9 +44,10 @@ HeadMaker = Callable[[Target], Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to draft: how it is made, and what one of its steps copies to the device and back."""
+    """A way to draft: how it is made for texts with these seeds of its own, and what one of its
+    steps copies to the device and back."""
 
-    make: Callable[[Target, Sampling], Drafter]
+    make: Callable[[Target, Sampling, list[int]], Drafter]
     num_up: int
     num_down: int = 1
     typical: Typical | None = None
@@ -63,28 +64,28 @@ def untrained(name: str) -> HeadMaker:
 
 
 def chain(name: str) -> Callable[..., Drafter]:
-    return lambda target, how: (made := untrained(name)(target)).chain(made, 3, how, [7, 8, 9])
+    return lambda target, *drawn: (made := untrained(name)(target)).chain(made, 3, *drawn)
 
 
 def tree(name: str) -> Callable[..., Drafter]:
-    return lambda target, _how: (made := untrained(name)(target)).tree(made, DynamicShape(3, 3, 8))
+    return lambda target, *_: (made := untrained(name)(target)).tree(made, DynamicShape(3, 3, 8))
 
 
 def cut(make: Callable[[Target], DraftHead]) -> Callable[..., Drafter]:
     """Chains that end before their third token, of heads that are as unsure as these."""
     calibration = Calibration((1.0,) * 3, (0.0,) * 3, 1e-5)
 
-    def made(target: Target, how: Sampling) -> Drafter:
+    def made(target: Target, how: Sampling, seeds: list[int]) -> Drafter:
         head = make(target)
-        return head.drafter(CHAIN, how, [7, 8, 9], calibration)
+        return head.drafter(CHAIN, how, seeds, calibration)
 
     return made
 
 
 def draft_model(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:
-    def make(target: Target, how: Sampling) -> Drafter:
+    def make(target: Target, how: Sampling, seeds: list[int]) -> Drafter:
         model = random_target(target.device, num_hidden_layers=1)
-        return DraftModel(model, tree, how, [7, 8, 9], length)
+        return DraftModel(model, tree, how, seeds, length)
 
     return make
 
@@ -94,28 +95,28 @@ def random_target(device: torch.device | str, **changes: int) -> Target:
     return Target(random_model(**sizes).to(device), TOKENIZER, "toy")
 
 
-def other_tokenizer(target: Target, _how: Sampling) -> OtherTokenizer:
+def other_tokenizer(target: Target, *_: Any) -> OtherTokenizer:
     other = permuted(random_target("cpu"))
     model = Target(other.model.to(target.device), other.tokenizer, other.name)
     return OtherTokenizer(model, target.tokenizer, 3)
 
 
 def self_draft(skip: tuple[int, ...]) -> Callable[..., Drafter]:
-    return lambda target, how: SelfDraft(target, skip, 3, how, [7, 8, 9])
+    return lambda target, *drawn: SelfDraft(target, skip, 3, *drawn)
 
 
 def medusa(tree: Tree) -> Callable[..., Drafter]:
-    return lambda target, _how: MedusaDrafter(noisy_head(target), tree)
+    return lambda target, *_: MedusaDrafter(noisy_head(target), tree)
 
 
 def hybrid(make: Callable[..., Drafter]) -> Callable[..., Drafter]:
-    return lambda target, how: Hybrid(make(target, how), Suffix(SuffixTree(8)), 0.5)
+    return lambda *given: Hybrid(make(*given), Suffix(SuffixTree(8)), 0.5)
 
 
 CHAIN, BUSHY = Tree.chain(3), default_tree(3, 16)
 # What is more than one copy each way says why.
 KINDS = {
-    "vanilla": Kind(lambda _target, _how: NoDraft(), 0),
+    "vanilla": Kind(lambda *_: NoDraft(), 0),
     # Whether a chain goes on comes down, before its second and third token; and how long all are.
     "medusa_cut": Kind(cut(noisy_head), 0, 4),
     "eagle_cut": Kind(cut(untrained("eagle3")), 0, 4),
@@ -155,12 +156,12 @@ KINDS = {
     # Up: how much of the text is read anew, what is read, the draft in the target's tokens.
     "draft_chain, other tokenizer": Kind(other_tokenizer, 3, 2),
     "draft_tree": Kind(draft_model(default_tree(3, 8)), 1),
-    "prompt_lookup": Kind(lambda _target, _how: PromptLookup(4), 1),
-    "ngram": Kind(lambda _target, _how: Ngram(4), 1),
-    "suffix": Kind(lambda _target, _how: Suffix(SuffixTree(8)), 1),
-    "recycling": Kind(lambda _target, _how: Recycling(Successors(), recycling_tree(6)), 0),
+    "prompt_lookup": Kind(lambda *_: PromptLookup(4), 1),
+    "ngram": Kind(lambda *_: Ngram(4), 1),
+    "suffix": Kind(lambda *_: Suffix(SuffixTree(8)), 1),
+    "recycling": Kind(lambda *_: Recycling(Successors(), recycling_tree(6)), 0),
     # The target's answers below the window come down too.
-    "lookahead": Kind(lambda _target, _how: Lookahead(3, 3, 3), 1, 2),
+    "lookahead": Kind(lambda *_: Lookahead(3, 3, 3), 1, 2),
     "early_exit": Kind(self_draft((1,)), 0),
     "skip_layers": Kind(self_draft((0,)), 0),
 }
@@ -177,7 +178,7 @@ def decoded(
     target.model.generation_config.eos_token_id = stops
     how = replace(how, typical=kind.typical)
     texts: list[list[int]] = [[] for _ in PROMPTS]
-    steps = stream(target, kind.make(target, how), PROMPTS, NUM_TOKENS, how, SEEDS)
+    steps = stream(target, kind.make(target, how, [7, 8, 9]), PROMPTS, NUM_TOKENS, how, SEEDS)
     counts, num_alive = [], [len(PROMPTS)]
     while True:
         with counted() as of_step:

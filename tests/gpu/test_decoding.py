@@ -16,7 +16,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream
 from eval.measure.replay import replay
 from heads.decoding.drafting import Drafter
-from heads.decoding.sampling import GREEDY, Sampling
+from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree, default_tree
 from heads.eagle.drafter import EagleTree
 from heads.eagle.head import EagleHead
@@ -30,6 +30,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
+Draft = Callable[[Any, Sampling, list[int]], Drafter]
+"""Makes a drafter of a head, for texts with these seeds."""
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
@@ -94,16 +96,16 @@ def captured_kinds() -> list[Any]:
     def untrained(name: str) -> Callable[[Target], Any]:
         return lambda target: fresh(target, settings_of(name)).eval()
 
-    def chain(head: Any, seeds: list[int]) -> Drafter:
-        return head.chain(head, 4, GREEDY, seeds)
+    def chain(head: Any, how: Sampling, seeds: list[int]) -> Drafter:
+        return head.chain(head, 4, how, drafter_seeds(seeds))
 
-    def tree(head: Any, _seeds: list[int]) -> Drafter:
+    def tree(head: Any, _how: Sampling, _seeds: list[int]) -> Drafter:
         return head.tree(head, DynamicShape(4, 4, 16))
 
-    kinds: dict[str, tuple[Callable[[Target], Any], Callable[[Any, list[int]], Drafter]]] = {
-        "vanilla": (lambda _: None, lambda _, __: NoDraft()),
-        "prompt_lookup": (lambda _: None, lambda _, __: PromptLookup(4)),
-        "medusa_tree": (noisy_head, lambda head, _: MedusaDrafter(head, default_tree(3, 32))),
+    kinds: dict[str, tuple[Callable[[Target], Any], Draft]] = {
+        "vanilla": (lambda _: None, lambda *_: NoDraft()),
+        "prompt_lookup": (lambda _: None, lambda *_: PromptLookup(4)),
+        "medusa_tree": (noisy_head, lambda head, *_: MedusaDrafter(head, default_tree(3, 32))),
         "eagle_chain": (untrained("eagle1"), chain),
         "eagle_tree": (untrained("eagle3"), tree),
         "dflash_tree": (untrained("dflash"), tree),
@@ -113,22 +115,26 @@ def captured_kinds() -> list[Any]:
     return [pytest.param(*kind, id=name) for name, kind in kinds.items()]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "how"),
+    [(False, GREEDY), (True, GREEDY), (False, Sampling(temperature=1.0, top_k=20, top_p=0.9))],
+    ids=["eager", "compiled", "sampled"],
+)
 @pytest.mark.parametrize(("make_head", "draft"), captured_kinds())
 def test_captured_steps_on_cuda_are_those_that_are_not(
-    make_head: Callable[[Target], Any], draft: Callable[[Any, list[int]], Drafter], compiled: bool
+    make_head: Callable[[Target], Any], draft: Draft, compiled: bool, how: Sampling
 ) -> None:
     target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
     target.model.generation_config.eos_token_id = None
-    head = make_head(target)
-    requests = [Request(PROMPT), Request(PROMPT[:2]), Request(PROMPT[::-1])]
-    expected = decode_many(target, partial(draft, head), requests, 40, 1)
+    make = partial(draft, make_head(target), how)
+    requests = [Request(PROMPT, 3), Request(PROMPT[:2], 4), Request(PROMPT[::-1], 5)]
+    expected = decode_many(target, make, requests, 40, 1, how)
     target.model.generation_config.eos_token_id = [expected[1].token_ids[11]]
-    expected = decode_many(target, partial(draft, head), requests, 40, 1)
+    expected = decode_many(target, make, requests, 40, 1, how)
     if compiled:
         target.compile(slots_for(60, 64))
     for batch_size in (1, 2, 3):
-        captured = Captured(target, partial(draft, head), 40)
+        captured = Captured(target, make, 40, how)
         for _ in range(2):
             found = captured.decode(requests, batch_size)
             assert [g.token_ids for g in found] == [g.token_ids for g in expected]

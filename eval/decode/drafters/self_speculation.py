@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import TreeCache
-from heads.decoding.chains import chain_nodes
 from heads.decoding.drafting import Committed, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
@@ -57,7 +56,7 @@ class SelfDraft:
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
         self.output_head = output_head or target
         self.sampling = sampling
-        self.static_nodes = chain_nodes(num_tokens, sampling, None)
+        self.static_nodes = 1 + num_tokens
         self.generators = Generators.seeded(seeds, target.device)
         self.cache: TreeCache | None = None
 
