@@ -67,7 +67,7 @@ FOREIGN = {"eagle_export_rope_scaling"}
 # write, fields of rows, tensors and keys of published heads.
 NAMES = """
     tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
-    captured truncated_turns
+    captured captures truncated_turns
     target_attention target_state_bytes baseline baselines prompts by_part by_input_length histogram
     conditions
     draft_seconds from value role content tool_calls save_to_disk null

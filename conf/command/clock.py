@@ -64,6 +64,10 @@ class Times:
     step: float = 0.0
     """Draft, verify and accept where they are captured as one."""
     total: float = 0.0
+    capture: float = 0.0
+    """Capturing CUDA graphs, which is in no other figure."""
+    num_captures: float = 0.0
+    """Captured graphs: the text's share of those of its batches."""
 
     @property
     def decode(self) -> float:
@@ -112,11 +116,14 @@ class PartClock:
             self._add(name, texts, watch.seconds())
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Counts the block for no text; waits for the device before and after it."""
+    def aside(self, texts: Sequence[int] = (0,)) -> Iterator[None]:
+        """Sets the block, a capture, aside; waits for the device before and after it."""
         begun = self._watch.seconds()
         yield
-        self._aside += self._watch.seconds() - begun
+        seconds = self._watch.seconds() - begun
+        self._aside += seconds
+        self._add("capture", texts, seconds)
+        self._add("num_captures", texts, 1)
 
     def lap(self, texts: Sequence[int] = (0,)) -> float:
         """Shares what has passed since the last lap; seconds so far, by the host's clock."""

@@ -87,6 +87,8 @@ def _figures(
         "by_part": measured["by_part"],
         **method.settings,
     }
+    if "captured" in method.settings:
+        figures["captures"] = _captures(name, runs)
     groups: dict[str, Callable[[Prompt], str]] = {
         "by_category": lambda prompt: prompt.category,
         "by_input_length": lambda prompt: length_name(len(prompt.token_ids)),
@@ -129,6 +131,13 @@ def _breakdown(name: str, runs: list[PromptRun]) -> dict[str, float]:
             parts["host"] += idle
     # Either the parts of a step, or the captured step.
     return {part: seconds for part, seconds in parts.items() if part != "step" or seconds}
+
+
+def _captures(name: str, runs: list[PromptRun]) -> dict[str, float]:
+    """Captures that no time contains: their number and seconds, of all texts and repeats."""
+    times = [text.times for run in runs for text in run.texts[name]]
+    num, seconds = sum(each.num_captures for each in times), sum(each.capture for each in times)
+    return {"num": round(num), "seconds": seconds}
 
 
 def _median_total(seconds: Iterable[list[float]]) -> float:

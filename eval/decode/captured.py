@@ -379,7 +379,7 @@ class StepBatch(Batch):
         rows = self.captured
         assert rows is not None
         if rows.prepare(self._length(self.running)):
-            with self.clock.aside():
+            with self.clock.aside(self.running):
                 rows.capture()
         with self.clock.part("step", self.running):
             launched = _Launched(list(self.rows), *rows.launch())
@@ -558,7 +558,7 @@ class PassBatch(Batch):
         with self.clock.part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
         if passes.prepare(draft, self._length(self.rows)):
-            with self.clock.aside():
+            with self.clock.aside(self.rows):
                 passes.capture()
         with self.clock.part("verify", self.rows):
             verified = passes.run()

@@ -321,6 +321,7 @@ def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixt
             [found] = run([[5, 17]], [0], 1)
             assert found.token_ids == expected.token_ids
             assert (found.times.step > 0) == (told == "step")
+            assert told in ("step", "verify pass") or not found.times.num_captures
         assert told in run.settings["captured"]
         assert ("cannot capture" in capsys.readouterr().err) == (make is Asking)
 
@@ -335,7 +336,7 @@ def test_a_method_that_samples_is_captured() -> None:
 
 
 @pytest.mark.parametrize("make", [NoDraft, lambda: PromptLookup(4)], ids=["step", "pass"])
-def test_what_capturing_takes_is_in_no_figure(
+def test_what_capturing_takes_is_counted_and_in_no_other_figure(
     make: Callable[[], Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late, now = [0.0], time.perf_counter
@@ -352,6 +353,7 @@ def test_what_capturing_takes_is_in_no_figure(
     way = Captured(target, lambda _: make(), NUM_TOKENS)
     [text] = way.decode([Request(prompts()[0])], 1)
     assert late[0] > 0
+    assert text.times.num_captures == late[0] / 1000 == text.times.capture // 1000
     assert text.times.total < 1000
     assert max(text.arrivals) < 1000
 

@@ -33,7 +33,7 @@ def test_steps_and_passes_are_captured(
             self_draft=SelfDraftConfig(skip=[1]),
             max_new_tokens=8,
             num_turns=1,
-            num_warmups=1,
+            num_warmups=0,
             num_repeats=1,
             concurrency=[2],
             out_dir=str(tmp_path / "out"),
@@ -46,6 +46,9 @@ def test_steps_and_passes_are_captured(
     assert captured == {
         "vanilla": "step", "generate": None, "suffix": "verify pass", "skip_layers": "step",
     }  # fmt: skip
+    captures = {name: row.get("captures") for name, row in result["methods"].items()}
+    assert captures.pop("generate") is None
+    assert all(each["num"] > 0 < each["seconds"] for each in captures.values()), captures
     parts = {name: row["breakdown"].keys() for name, row in result["methods"].items()}
     assert "step" in parts["vanilla"]
     assert "step" not in parts["suffix"]

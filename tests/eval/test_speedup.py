@@ -172,8 +172,8 @@ def test_what_a_gpu_stood_still_is_the_hosts() -> None:
 
 
 def test_a_captured_step_is_a_part_of_its_own() -> None:
-    times = Times(1.0, step=6.0, total=9.0)
-    runs = {"vanilla": [Generation([5], times=times)]}
+    times = Times(1.0, step=6.0, total=9.0, capture=0.25, num_captures=0.5)
+    runs = {"vanilla": [Generation([5], times=times)] * 4}
     found = [PromptRun(prompt("a", 0), runs, {"vanilla": {"step": 4.5}})]
     methods = {"vanilla": Method(lambda *_: [], settings={"captured": True})}
     bench = Bench(TARGET, [], [], GREEDY, {}, True)
@@ -181,6 +181,7 @@ def test_a_captured_step_is_a_part_of_its_own() -> None:
     parts = {"prefill": 1.0, "draft": 0, "verify": 0, "accept": 0, "step": 4.5, "host": 3.5}
     assert row["breakdown"] == approx(parts)
     assert row["captured"] is True
+    assert row["captures"] == {"num": 2, "seconds": 1.0}
     assert step_ms({**row, "num_steps": 2})["step"] == approx(2250)
 
 

@@ -69,17 +69,18 @@ def test_only_the_last_lap_waits_for_the_device(monkeypatch, device: str, second
     assert clock.times[0].total == seconds
 
 
-def test_what_is_set_aside_belongs_to_no_text(monkeypatch) -> None:
+def test_what_is_set_aside_is_in_no_total(monkeypatch) -> None:
     machine = Machine(monkeypatch)
     clock = PartClock(torch.device("cuda"), 2)
     begun = machine.now
     machine.work(1)
-    with clock.aside():
+    with clock.aside([0, 1]):
         machine.work(100)
     machine.work(2)
     # What the device still had to do before it is the texts'; what it did inside is not.
     assert clock.lap([0, 1]) == machine.now - begun - 110 == 13
     assert [times.total for times in clock.times] == [6.5, 6.5]
+    assert [(times.capture, times.num_captures) for times in clock.times] == [(55, 0.5)] * 2
 
 
 def test_processor_time_is_that_of_this_process_alone(monkeypatch) -> None:
