@@ -1,10 +1,13 @@
+"""Decoding on a GPU: beside a CPU, captured and not, one text and several at a time."""
+
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE, on_cuda, on_device
 from feature_heads import fresh, settings_of
 from toys import noisy_head, random_model
 from transformers import GenerationConfig
@@ -25,15 +28,14 @@ from heads.target_model.check import check_served
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
+SAMPLED = Sampling(temperature=1.0, top_k=20, top_p=0.9)
 Draft = Callable[[Any, Sampling, list[int]], Drafter]
 """Makes a drafter of a head, for texts with these seeds."""
 
 
+@on_cuda
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
     target = Target(random_model(family).to("cuda"), None, family)
@@ -51,6 +53,7 @@ def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
         assert replay(target, head, tree, PROMPT, expected) == drafted.steps
 
 
+@on_cuda
 @pytest.mark.parametrize(
     "name",
     ["eagle1", "eagle3", "dflash, causal in a window", "dflash2", "dspark, rnn", "peagle"],
@@ -70,11 +73,13 @@ def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
     assert sampled.token_ids == expected
 
 
+@on_cuda
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
 def test_bfloat16_targets_pass_the_check(family: str) -> None:
     check_served(Target(random_model(family).to("cuda", torch.bfloat16), None, family))
 
 
+@on_cuda
 def test_a_batch_on_cuda_compiled_or_not_equals_its_texts_alone() -> None:
     target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
     target.model.generation_config.eos_token_id = None
@@ -109,38 +114,71 @@ def captured_kinds() -> list[Any]:
         "eagle_chain": (untrained("eagle1"), chain),
         "eagle_tree": (untrained("eagle3"), tree),
         "dflash_tree": (untrained("dflash"), tree),
+        "dflash2_tree": (untrained("dflash2"), tree),
         "dspark_chain": (untrained("dspark, rnn"), chain),
         "peagle_tree": (untrained("peagle"), tree),
     }
     return [pytest.param(*kind, id=name) for name, kind in kinds.items()]
 
 
+def target_on(device: str, stop: int | None = None) -> Target:
+    target = Target(random_model(num_hidden_layers=4).to(device), None, "llama")
+    target.model.generation_config.eos_token_id = stop
+    return target
+
+
+REQUESTS = [Request(PROMPT, 3), Request(PROMPT[:2], 4), Request(PROMPT[::-1], 5)]
+
+
+@cache
+def texts_of_the_cpu(how: Sampling, stop: int | None) -> list[list[int]]:
+    """Texts of plain decoding."""
+    found = decode_many(target_on("cpu", stop), lambda _: NoDraft(), REQUESTS, 40, 1, how)
+    return [generation.token_ids for generation in found]
+
+
+# `scripts/bench/gpu.py` picks a kind by the end of an id; what compiles comes last.
+@on_device
+@pytest.mark.parametrize(("make_head", "draft"), captured_kinds())
 @pytest.mark.parametrize(
     ("compiled", "how"),
-    [(False, GREEDY), (True, GREEDY), (False, Sampling(temperature=1.0, top_k=20, top_p=0.9))],
-    ids=["eager", "compiled", "sampled"],
+    [(False, GREEDY), (False, SAMPLED), (True, GREEDY)],
+    ids=["greedy", "sampled", "compiled"],
 )
-@pytest.mark.parametrize(("make_head", "draft"), captured_kinds())
-def test_captured_steps_on_cuda_are_those_that_are_not(
-    make_head: Callable[[Target], Any], draft: Draft, compiled: bool, how: Sampling
+def test_captured_steps_are_those_that_are_not_and_write_the_text_of_the_cpu(
+    make_head: Callable[[Target], Any],
+    draft: Draft,
+    compiled: bool,
+    how: Sampling,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
-    target.model.generation_config.eos_token_id = None
+    """Draws hash seeds alike on every device, so a text that is sampled is known as well."""
+    stop = texts_of_the_cpu(how, None)[1][11]
+    target = target_on(DEVICE, stop)
     make = partial(draft, make_head(target), how)
-    requests = [Request(PROMPT, 3), Request(PROMPT[:2], 4), Request(PROMPT[::-1], 5)]
-    expected = decode_many(target, make, requests, 40, 1, how)
-    target.model.generation_config.eos_token_id = [expected[1].token_ids[11]]
-    expected = decode_many(target, make, requests, 40, 1, how)
+    expected = decode_many(target, make, REQUESTS, 40, 1, how)
+    texts, of_cpu = [g.token_ids for g in expected], texts_of_the_cpu(how, stop)
+    record_property(
+        "equal", sum(mine == theirs for mine, theirs in zip(texts, of_cpu, strict=True))
+    )
+    record_property("accepted", sum(step.num_accepted for g in expected for step in g.steps))
+    # Drafts are accepted by draws of their own, so with them a sampled text is another one.
+    if how.greedy or isinstance(make([0]), NoDraft):
+        assert texts == of_cpu
     if compiled:
         target.compile(slots_for(60, 64))
     for batch_size in (1, 2, 3):
-        captured = Captured(target, make, 40, how)
+        way = Captured(target, make, 40, how) if DEVICE == "cuda" else None
         for _ in range(2):
-            found = captured.decode(requests, batch_size)
-            assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+            if way is None:
+                found = decode_many(target, make, REQUESTS, 40, batch_size, how)
+            else:
+                found = way.decode(REQUESTS, batch_size)
+            assert [g.token_ids for g in found] == texts
             assert [g.steps for g in found] == [g.steps for g in expected]
 
 
+@on_cuda
 def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     before, numbers = torch.cuda.current_stream(), torch.zeros(4, device="cuda")
 
@@ -158,6 +196,7 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
     assert numbers.tolist() == [1.0] * 4
 
 
+@on_cuda
 def test_a_step_on_cuda_waits_once() -> None:
     target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
     target.model.generation_config.eos_token_id = None
@@ -176,6 +215,7 @@ def test_a_step_on_cuda_waits_once() -> None:
     assert len([w for w in found if "synchroniz" in str(w.message)]) == 1
 
 
+@on_cuda
 def test_copies_to_the_host_hold_what_was_computed_before_them() -> None:
     copies, taken = Copies(torch.device("cuda"), 1, 50 * 3 * 2048**2), []
     for number in range(50):
