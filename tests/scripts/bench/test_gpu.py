@@ -37,8 +37,8 @@ def test_each_gpu_test_is_in_a_check() -> None:
     files = {path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text()}
     checked = {ROOT / file for file, _ in gpu.CHECKS.values()}
     assert files - {Path(__file__)} == checked
-    assert list(gpu.HEADS) == [kind.split(",")[0] for kind in KINDS]
-    assert list(gpu.DRAFTERS) == [kind.id for kind in captured_kinds()]
+    assert {*gpu.HEADS} == {kind.split(",")[0] for kind in KINDS}
+    assert {*gpu.DRAFTERS} == {kind.id for kind in captured_kinds()}
 
 
 def test_figures_are_held_against_their_floors() -> None:
