@@ -55,8 +55,9 @@ from scripts.bench.harness import ROOT, best_device, where
 
 RESULTS, STAGE = "HEADSMITH_GPU_RESULTS", "HEADSMITH_GPU_STAGE"
 """Environment variables of a stage's tests: the file for their lines, and the stage's name."""
-BROKEN = 70
-"""Exit code of tests after an error that spoils the process's use of the device."""
+BROKEN, NO_TESTS = 70, 5
+"""Exit code of tests after an error that spoils the process's use of the device, and pytest's where
+no test is left to run."""
 SPOILS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
 SHARE_OF_CHECKS, MOST_CHECKS = 0.4, 12
 """Largest share of the seconds for checks, and number of checks at a time, which compile."""
@@ -137,6 +138,19 @@ class Results:
                 continue
         return found
 
+    def tests(self, stage: str) -> tuple[set[str], set[str]]:
+        """Ids of a stage's tests that have begun and that have ended, since it began anew."""
+        begun: set[str] = set()
+        ended: set[str] = set()
+        for row in self.rows():
+            if row.get("stage") != stage:
+                continue
+            if row.get("again"):
+                begun, ended = set(), set()
+            begun |= {row["begun"]} if "begun" in row else set()
+            ended |= {row["test"]} if "test" in row else set()
+        return begun, ended
+
     def ended(self) -> set[str]:
         """Names of the stages that ended well."""
         return {row["stage"] for row in self.rows() if row.get("ended") and not row["code"]}
@@ -152,14 +166,14 @@ def append_figures(results: Results, name: str, small: bool) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Leave out tests of which the results have a line."""
-    done: set[str] = set()
-    for row in _of_tests().rows():
-        if row.get("again") and row["stage"] == os.environ[STAGE]:
-            done.clear()
-        elif "test" in row:
-            done.add(row["test"])
-    items[:] = [item for item in items if item.nodeid not in done]
+    """Leave out tests that have ended."""
+    _, ended = _of_tests().tests(os.environ[STAGE])
+    items[:] = [item for item in items if item.nodeid not in ended]
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Append a line, so that a test with which its process ends is known."""
+    _of_tests().append({"stage": os.environ[STAGE], "begun": nodeid})
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -251,9 +265,9 @@ class Runner:
         self.results.append({"stage": name, "ended": True, "code": code, "seconds": seconds})
         print(f"{name}: {'ended' if code == 0 else f'failed: {code}'}, {seconds} s", flush=True)
 
-    def check(self, names: list[str]) -> None:
-        """Run tests, several files or parts of one at a time."""
-        end = time.monotonic() + SHARE_OF_CHECKS * self.left()
+    def check(self, names: list[str], share: float) -> None:
+        """Run tests, several files or parts of one at a time, in a share of the time left."""
+        end = time.monotonic() + share * (self.left() - RESERVE_S)
         most = min(MOST_CHECKS, os.cpu_count() or 1) if self.device == "cuda" else 1
         with ThreadPoolExecutor(most) as pool:
             list(pool.map(partial(self._check, end=end), names))
@@ -265,11 +279,20 @@ class Runner:
         of_tests = {RESULTS: str(self.results.folder), STAGE: name}
         # Many processes compile at the same time.
         of_tests["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
-        begun = time.monotonic()
+        started = time.monotonic()
         code: int | str = BROKEN
-        while code == BROKEN:  # tests that have a line do not run again
+        while code == BROKEN:
+            if end - time.monotonic() < RESERVE_S:
+                code = "no time left"
+                break
             code = self.run(name, command, end - time.monotonic(), **of_tests)
-        self.note_end(name, 0 if code == 5 else code, begun)  # 5: all have a line
+            begun, ended = self.results.tests(name)
+            for test in begun - ended:  # a crash ended the process, or the limit
+                row = {"stage": name, "test": test, "passed": False, "error": f"no end: {code}"}
+                self.results.append(row)
+                code = BROKEN
+        everything_ran = code == NO_TESTS and bool(self.results.tests(name)[1])
+        self.note_end(name, 0 if everything_ran else code, started)
 
     def measure(self, names: list[str]) -> None:
         """Run stages of `FIGURES`, one after another."""
@@ -564,7 +587,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     runner = Runner(results, options.seconds, options.small)
-    runner.check([name for name in names if name in CHECKS])
+    checks = [name for name in names if name in CHECKS]
+    runner.check(checks, SHARE_OF_CHECKS if len(names) > len(checks) else 1.0)
     runner.measure([name for name in names if name in gpu_figures.MAIN])
     runner.use_model(names, options.carried)
     runner.measure([name for name in names if name in gpu_figures.MORE])

@@ -1,6 +1,7 @@
 """The run of a GPU: most important first, and nothing that is known is lost."""
 
 import json
+import signal
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -62,37 +63,49 @@ def test_a_line_that_a_kill_cut_short_harms_no_other(results: gpu.Results) -> No
 
 
 TESTS = """
-import pytest
+import os, pytest
 pytestmark = pytest.mark.gpu
 def test_first(record_property):
     record_property("worst", 0.5)
 def test_second(): assert 1 + 1 == 3
 def test_third(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
-def test_fourth(): pass
+def test_fourth(): os.abort()
+def test_fifth(): pass
 """
 
 
-def test_a_broken_device_costs_one_test_and_tests_with_a_line_run_once(
+def test_a_broken_device_and_a_crash_cost_one_test_each(
     runner: gpu.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "test_own.py").write_text(TESTS)
-    monkeypatch.setattr(gpu, "CHECKS", {"own": (str(tmp_path / "test_own.py"), "")})
-    runner.check(["own"])
-    *rows, end = runner.results.rows()
+    file = str(tmp_path / "test_own.py")
+    monkeypatch.setattr(gpu, "CHECKS", {"own": (file, "not nothing"), "empty": (file, "nothing")})
+    runner.check(["own"], 1.0)
+    *rows, end = (row for row in runner.results.rows() if "begun" not in row)
     assert [(row["test"].split("_")[-1], row["passed"]) for row in rows] == [
-        ("first", True), ("second", False), ("third", False), ("fourth", True),
+        ("first", True), ("second", False), ("third", False), ("fourth", False), ("fifth", True),
     ]  # fmt: skip
     assert rows[0]["worst"] == 0.5
     assert "assert (1 + 1) == 3" in rows[1]["error"]
-    # All have a line now; the stage itself did not end well before.
-    assert end["ended"]
-    assert len(gpu.failures([*rows, end])) == 2
-    monkeypatch.setenv(gpu.RESULTS, str(runner.results.folder))
+    assert rows[3]["error"] == f"no end: {-signal.SIGABRT}"
+    assert end["code"] == 0
+    assert len(gpu.failures([*rows, end])) == 3
+    runner.check(["empty"], 1.0)
+    assert runner.results.rows()[-1]["code"] == gpu.NO_TESTS
+
+
+def test_tests_that_have_ended_do_not_run_again(
+    results: gpu.Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(gpu.RESULTS, str(results.folder))
     monkeypatch.setenv(gpu.STAGE, "own")
-    items = [Namespace(nodeid=rows[0]["test"]), Namespace(nodeid="another")]
+    results.append({"stage": "own", "begun": "first"})
+    results.append({"stage": "own", "test": "first"})
+    results.append({"stage": "another", "test": "second"})
+    items = [Namespace(nodeid="first"), Namespace(nodeid="second")]
     gpu.pytest_collection_modifyitems(left := [*items])
     assert left == items[1:]
-    runner.results.append({"stage": "own", "again": True})
+    results.append({"stage": "own", "again": True})
     gpu.pytest_collection_modifyitems(left := [*items])
     assert left == items
 
