@@ -491,7 +491,8 @@ def failures(rows: list[Row]) -> list[str]:
         if row.get("ended") and row["code"]:
             found.append(f"{row['stage']}: {row['code']}")
         elif row.get("passed") is False and "test" in row:
-            found.append(f"{row['stage']}: {row['test']}: {row.get('error', '')[:300]}")
+            error = row.get("error", "").partition("\n")[0][:200]
+            found.append(f"{row['stage']}: {row['test']}: {error}")
         elif row.get("passed") is False:
             shown = f"{_shown(row['value'])}, floor {_shown(row['floor'])}"
             found.append(f"{row['stage']}: {row['figure']}: {shown}")

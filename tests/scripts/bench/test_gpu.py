@@ -164,7 +164,7 @@ def test_failed_stages_tests_and_figures_are_told_once() -> None:
     figure = {"stage": "loss", "figure": "a ratio", "value": 0.5, "floor": 1.0, "passed": False}
     rows = [
         {"about": {}}, {**ended, "code": "no end within 80 s"}, figure, {**ended, "code": 1},
-        {"stage": "kernels", "test": "t", "passed": False, "error": "Tensors are not close"},
+        {"stage": "kernels", "test": "t", "passed": False, "error": "Tensors are not close\nby 3"},
         {"stage": "kernels", "test": "u", "passed": False}, {"stage": "kernels", "again": True},
         {"stage": "kernels", "test": "u", "passed": True},
     ]  # fmt: skip
