@@ -2,8 +2,13 @@
 
 `python scripts/bench/memory.py` prints the estimate by part of every kind of head on a target of
 Llama-3-8B's shape, on 8 processes. Then, at an eighth of its width and 4 layers, it prints the
-estimate beside the measured peak of a training step, with one process and with two. Every token is
-supervised, as the estimate assumes.
+estimate beside the measured peak of a training step, with one process and with two.
+
+With `--cuda` it prints instead the estimate beside the peak on a CUDA device at full size: beside
+the 8B target, and on stored hidden states of a target of Llama-3-70B's shape. One process trains on
+one sequence per pass, compiled.
+
+Every token is supervised, as the estimate assumes.
 """
 
 import sys
@@ -21,6 +26,7 @@ import os
 import random
 import subprocess
 import tempfile
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,13 +37,24 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from data.templates.encoder import Sample
 from heads.kinds import by_variant
 from heads.vocab import DraftVocab
-from scripts.bench.harness import ROOT, highest
-from scripts.bench.training import arguments, fresh_objective, random_target, start
+from scripts.bench.harness import ROOT, best_device, highest, where
+from scripts.bench.training import (
+    arguments,
+    forget_peak,
+    fresh_objective,
+    random_target,
+    start,
+)
+from train.loop import loop
 from train.loop.memory import Parts, estimate
 from train.loss.sizes import LaunchSizes
 from train.parallel import processes
 
 HEADS = tuple(by_variant())
+TARGETS = {
+    "8B": ["--hidden", "4096", "--layers", "32"],
+    "70B, stored": ["--hidden", "8192", "--layers", "80"],
+}
 FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
 
 
@@ -71,42 +88,90 @@ def large(length: int) -> Table:
     return table
 
 
+def texts(options: argparse.Namespace, num_texts: int) -> list[Sample]:
+    """Make random texts that fill sequences and are all learnt."""
+    generator, length = random.Random(0), options.max_length
+    made = [[generator.randrange(options.vocab) for _ in range(length)] for _ in range(num_texts)]
+    return [Sample(ids, [True] * length) for ids in made]
+
+
 def measured(name: str, length: int) -> dict[str, Any]:
     """Strategy, estimate and measured peak in bytes of the third step, of this process."""
     with (
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        generator = random.Random(0)
         options = sizes(
             name, 8, "--layers", "4", "--max-length", str(length), "--batch-size",
             os.environ.get("WORLD_SIZE", "1"),
         )  # fmt: skip
-        texts = [[generator.randrange(options.vocab) for _ in range(length)] for _ in range(8)]
-        samples = [Sample(ids, [True] * length) for ids in texts]
-        run, _ = start(options, Path(folder) / "out", samples)
+        run, _ = start(options, Path(folder) / "out", texts(options, 8))
         for _ in range(2):  # DDP lays its buckets out anew in the second step
             run.optimizer_step()
         with record_function("measured"):
             run.optimizer_step()
         run.close()
+    peak = highest(profiler.profiler.kineto_results.events(), "measured")
+    return result(run, length, peak)
+
+
+def measured_on_cuda(name: str, length: int, target: str) -> dict[str, Any]:
+    """Strategy, estimate and peak in bytes of three steps beside one of `TARGETS`.
+
+    The peak is None where the device has too little memory.
+    """
+    options = sizes(name, 1, *TARGETS[target], "--max-length", str(length), "--compile")
+    with tempfile.TemporaryDirectory() as folder:
+        stored = target.endswith("stored")
+        run, _ = start(options, Path(folder) / "out", texts(options, 8), stored)
+        forget_peak(run.device)
+        peak: int | None = None
+        with suppress(torch.OutOfMemoryError):
+            for _ in range(3):
+                run.optimizer_step()
+            peak = torch.cuda.max_memory_allocated(run.device)
+        run.close()
+    return result(run, length, peak)
+
+
+def result(run: loop.Run, length: int, peak: int | None) -> dict[str, Any]:
+    """Strategy, estimate and measured peak in bytes, None without the memory; ends processes."""
     strategy = run.placement.name
     setting = LaunchSizes.of(run.config, length, strategy, run.accelerator)
     parts = estimate(run.job.objective, setting) or {}
-    peak = highest(profiler.profiler.kineto_results.events(), "measured")
     processes.end(run.accelerator)
     return {"strategy": strategy, "parts": parts, "peak": peak}
 
 
-def launched(name: str, length: int, file: str | None) -> dict[str, Any]:
-    """Run `measured` in other processes: one, or two by a launch file."""
-    command, environment = [sys.executable], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+def launched(name: str, length: int, *more: str, file: str | None = None) -> dict[str, Any]:
+    """Measure in other processes: one, or two by a launch file."""
+    command, environment = [sys.executable], {**os.environ}
+    if "--target" not in more:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if file is not None:
         config = ROOT / f"conf/accelerate/{file}.yaml"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += [__file__, "--worker", name, "--length", str(length)]
+    command += [__file__, "--worker", name, "--length", str(length), *more]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def on_cuda(length: int) -> Table:
+    """Estimates and peaks on a CUDA device at full size."""
+    title = f"{length} tokens, bfloat16, compiled, one process on {where(best_device())}: GB"
+    table = Table("target", "head", "estimated", "measured", "ratio", title=title)
+    for target in TARGETS:
+        for name in HEADS:
+            found = launched(name, length, "--target", target)
+            estimated, peak = sum(found["parts"].values()), found["peak"]
+            row = [
+                target, name, f"{estimated / 1e9:.1f}" if estimated else "no formula",
+                "does not fit" if peak is None else f"{peak / 1e9:.1f}",
+                f"{estimated / peak:.2f}" if estimated and peak else "",
+            ]  # fmt: skip
+            table.add_row(*row)
+            print(*row, file=sys.stderr)  # a later head may fail
+    return table
 
 
 def small(length: int) -> Table:
@@ -115,9 +180,9 @@ def small(length: int) -> Table:
     table = Table("head", "launch", "estimated", "measured", "ratio", title=title)
     for name in HEADS:
         for strategy, file in [("one process", None), *FILES.items()]:
-            result = launched(name, length, file)
-            estimated, peak = sum(result["parts"].values()), result["peak"]
-            launch = strategy if file is None else f"{result['strategy']}, 2 processes"
+            found = launched(name, length, file=file)
+            estimated, peak = sum(found["parts"].values()), found["peak"]
+            launch = strategy if file is None else f"{found['strategy']}, 2 processes"
             sizes = (f"{size / 1e6:.0f}" for size in (estimated, peak))
             table.add_row(name, launch, *sizes, f"{estimated / peak:.2f}")
     return table
@@ -128,12 +193,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int, default=1024, help="tokens, where measured")
     parser.add_argument("--large-length", type=int, default=4096, help="tokens, on 8B")
+    parser.add_argument("--cuda", action="store_true", help="peaks on a CUDA device, on 8B and 70B")
+    parser.add_argument("--target", choices=TARGETS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=HEADS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps(measured(options.worker, options.length)), flush=True)
+        given = options.worker, options.length
+        found = measured_on_cuda(*given, options.target) if options.target else measured(*given)
+        print(json.dumps(found), flush=True)
         return
     console = Console(width=110)
+    if options.cuda:
+        console.print(on_cuda(options.large_length))
+        return
     console.print(large(options.large_length))
     console.print(small(options.length))
 

@@ -39,8 +39,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from conf.command.clock import timed
+from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
+from data.features.format import Contents, Field
 from data.prepared.pack import PackedDataset
 from data.templates.encoder import Sample
 from heads.kinds import by_variant, fresh_head, name_of
@@ -48,6 +50,7 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import add_sizes, best_device, where
+from train.batch.prefetch import Dataset
 from train.loop import loop, memory
 from train.loop.loop import Job
 from train.loss.sizes import LaunchSizes
@@ -87,6 +90,38 @@ def random_target(options: argparse.Namespace, device: torch.device) -> Target:
     return Target(model, None, "random")
 
 
+def random_ends(options: argparse.Namespace, device: torch.device) -> EmbeddingsAndHead:
+    """Make the embedding and the output head of a `random_target`, as beside a feature store."""
+    model = random_target(options, torch.device("meta")).model
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        end.to_empty(device=device).weight.data.normal_(std=0.02)
+    return EmbeddingsAndHead.sharing(model, None, "random")
+
+
+class StoredRows:
+    """Packed sequences with hidden states, here zeros, as a feature store gives them.
+
+    Args:
+        packed: sequences.
+        fields: tensors of the store.
+    """
+
+    def __init__(self, packed: PackedDataset, fields: tuple[Field, ...]) -> None:
+        self.packed, self.fields = packed, fields
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.packed[index]
+        length = self.packed.max_length
+        states = {
+            field.name: torch.zeros(length, *field.shape, dtype=field.dtype)
+            for field in self.fields
+        }
+        return {**states, **row}
+
+
 def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
     """Make random tokens, with log-normal lengths; the first third is a prompt."""
     generator = random.Random(0)
@@ -113,7 +148,10 @@ def fresh_objective(variant: str, target: EmbeddingsAndHead, vocab: DraftVocab) 
 
 
 def start(
-    options: argparse.Namespace, out_dir: Path, samples: Iterable[Sample] | None = None
+    options: argparse.Namespace,
+    out_dir: Path,
+    samples: Iterable[Sample] | None = None,
+    stored: bool = False,
 ) -> tuple[loop.Run, PackedDataset]:
     """A run of the training loop before its first step, and its data.
 
@@ -121,6 +159,7 @@ def start(
         options: result of `arguments`.
         out_dir: folder for the output of training.
         samples: samples to learn; unset takes `documents`.
+        stored: train on hidden states of a feature store, beside the target's ends alone.
     """
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
     config = TrainConfig(
@@ -130,7 +169,8 @@ def start(
         schedule=Schedule.constant,
     )  # fmt: skip
     accelerator = processes.start(config)
-    target = random_target(options, accelerator.device)
+    target: EmbeddingsAndHead
+    target = (random_ends if stored else random_target)(options, accelerator.device)
     if samples is None:
         samples = documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
@@ -139,7 +179,12 @@ def start(
     objective = fresh_objective(options.head, target, vocab)
     if options.compile:
         objective.compile_parts()
-    job = Job(config, LogConfig(), 0, out_dir, objective, train, train)
+    rows: Dataset = train
+    if stored:
+        layers, kind = objective.head.taps.layers, TeacherKind.hidden
+        contents = Contents(target.hidden_size, layers, kind, 0, StateFormat.bf16)
+        rows = StoredRows(train, contents.fields)
+    job = Job(config, LogConfig(), 0, out_dir, objective, rows, rows)
     return loop.Run(accelerator, job), train
 
 

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from torch.utils.flop_counter import flop_registry
 from toys import random_target
 
 from conf.settings.training import Optimizer
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.training import (
     FLASH_FLOPS,
@@ -14,6 +16,7 @@ from scripts.bench.training import (
     counted_flops,
     forget_peak,
     fresh_objective,
+    start,
 )
 from scripts.bench.training import random_target as target_of_sizes
 
@@ -84,15 +87,32 @@ class _Made(TorchDispatchMode):
 
 
 def test_a_random_target_is_made_in_its_own_dtype() -> None:
-    options = arguments(
-        ["--hidden", "64", "--layers", "2", "--vocab", "256", "--dtype", "bfloat16"]
-    )
+    sizes = "eagle3 --hidden 64 --layers 2 --vocab 256 --dtype bfloat16"
+    options = arguments(sizes.split())
     with _Made() as made:
         target = target_of_sizes(options, torch.device("cpu"))
     assert {each.dtype for each in target.model.parameters()} == {torch.bfloat16}
     assert made.largest < 64 * 64  # no weight, only frequencies of positions
     spread = target.output_head.weight.float().std().item()
     assert spread == pytest.approx(0.02, rel=0.02)
+
+
+def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path) -> None:
+    sizes = "eagle3 --hidden 64 --layers 6 --vocab 256 --draft-vocab 96 --max-length 32"
+    run, packed = start(arguments(sizes.split()), tmp_path, stored=True)
+    target = run.job.objective.target
+    assert not isinstance(target, Target)
+    assert [each.weight.shape for each in (target.embedding, target.output_head)] == [(256, 64)] * 2
+    row = run.job.train[0]
+    states = {name: each for name, each in row.items() if each.dim() == 2}
+    layers = run.job.objective.head.taps.layers
+    assert states.keys() == {"hidden_states", *(f"layers.{layer}" for layer in layers)}
+    assert len(layers) == 3
+    found = {(tuple(each.shape), each.dtype) for each in states.values()}
+    assert found == {((32, 64), torch.bfloat16)}
+    assert torch.equal(row["input_ids"], packed[0]["input_ids"])
+    assert run.optimizer_step() > 0
+    run.close()
 
 
 @pytest.mark.gpu

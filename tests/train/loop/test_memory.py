@@ -190,6 +190,27 @@ def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
     assert table.row_count > 5
 
 
+def test_the_benchmark_measures_a_gpu_with_both_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def launched(name: str, length: int, *more: str) -> dict:
+        asked.append((name, length, *more))
+        parts = {} if name == "mtp" else {"target": 6_000_000_000, "head": 3_000_000_000}
+        return {"strategy": "DDP", "parts": parts, "peak": None if name == "medusa" else 8 * 10**9}
+
+    monkeypatch.setattr(bench_memory, "launched", launched)
+    monkeypatch.setattr(bench_memory, "HEADS", ("eagle1", "medusa", "mtp"))
+    columns = [list(column.cells) for column in bench_memory.on_cuda(4096).columns]
+    rows = list(zip(*columns, strict=True))
+    assert rows[:3] == [
+        ("8B", "eagle1", "9.0", "8.0", "1.12"),
+        ("8B", "medusa", "9.0", "does not fit", ""),
+        ("8B", "mtp", "no formula", "8.0", ""),
+    ]
+    assert rows[3][:2] == ("70B, stored", "eagle1")
+    assert asked[3] == ("eagle1", 4096, "--target", "70B, stored")
+
+
 @pytest.mark.parametrize("width", [8_192, 32_000, 128_256, 151_936, 262_144])
 def test_a_piece_has_rows_for_a_whole_gpu_within_a_bound(width: int) -> None:
     size, of_cpu = (fused.piece_bytes(width, cpu) for cpu in (False, True))
