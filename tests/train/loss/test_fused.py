@@ -245,21 +245,24 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
         return usual(function, dynamic=True, backend="eager")
 
     monkeypatch.setattr(torch, "compile", cheap)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     vocab, log_p = DraftVocab.everything(VOCAB), random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1)
     part = student(
         random(NUM_ROWS, WIDTH, seed=0), torch.nn.Parameter(random(VOCAB, WIDTH, seed=1))
     )
     torch._dynamo.reset()
     fused._compiled.cache_clear()
-    for of_first_round in (2, 0):  # with gradients and without
-        for kind in Divergence:
-            criterion, before = EagleCriterion(EagleConfig(divergence=kind), vocab), dict(counted)
-            for enabled in (True, False):
-                with torch.set_grad_enabled(enabled):
-                    fused_linear([part], Exact(vocab, log_p), criterion, compiled=True)
-            graphs = counted["unique_graphs"] - before.get("unique_graphs", 0)
-            assert graphs == of_first_round, kind
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for of_first_round in (2, 0):  # with gradients and without
+            for kind in Divergence:
+                criterion, before = (
+                    EagleCriterion(EagleConfig(divergence=kind), vocab),
+                    dict(counted),
+                )
+                for enabled in (True, False):
+                    with torch.set_grad_enabled(enabled):
+                        fused_linear([part], Exact(vocab, log_p), criterion, compiled=True)
+                graphs = counted["unique_graphs"] - before.get("unique_graphs", 0)
+                assert graphs == of_first_round, kind
     fused._compiled.cache_clear()
     torch._dynamo.reset()
     assert given == [{"dynamic": True, "options": {"split_reductions": False}}]
