@@ -28,12 +28,12 @@ PROMPT_LENGTH, NUM_TOKENS, ACCEPTANCE = 512, 96, 0.8
 SHAPES = {"eagle3": (4, (8, 10, 59)), "medusa": (4, None), "dflash": (7, (7, 10, 59))}
 """Depth of chains; depth, width and number of draft tokens of trees, by head."""
 FLOORS: dict[str, dict[str, float]] = {
-    "loss": {"textbook's time over ours": 1.0, "textbook's memory over ours": 4.0},
+    "loss": {"textbook's time over ours": 1.0, "textbook's memory over ours": 6.0},
     "documents": {"time of a written mask over ours": 1.5, "its memory over ours": 1.2},
-    "unroll": {"time of full masks over ours, 7 steps": 1.5, "their memory over ours": 2.0},
+    "unroll": {"time of full masks over ours, 7 steps": 1.5, "their memory over ours": 20.0},
     "eagle3": {"eager over compiled, 3 steps": 1.2},
     "eagle3_7": {"eager over compiled, 7 steps": 1.2},
-    "medusa": {"original's time over ours": 1.5, "original's memory over ours": 2.0},
+    "medusa": {"original's time over ours": 1.5, "original's memory over ours": 1.8},
     "train medusa": {"FLOP/s over those of a matmul": 0.25},
     "train eagle1": {"FLOP/s over those of a matmul": 0.2},
     "train eagle3": {"FLOP/s over those of a matmul": 0.2},
@@ -47,7 +47,8 @@ FLOORS: dict[str, dict[str, float]] = {
     "capture": {"int8, hidden over the bare pass": 0.7, "int8, top_k over pass and logits": 0.7},
 }
 """Lowest allowed values by stage; other figures are printed only. Ratios compare measurements of
-one process, so they hold on any GPU."""
+one process, so they hold on any GPU. Those of memory lie below what torch's allocator counts where
+nothing is computed: 8.9, 1.27, 52.8 and 2.0."""
 PREDICTED: dict[str, dict[str, float]] = json.loads(
     (ROOT / "scripts/bench/predicted.json").read_text()
 )
