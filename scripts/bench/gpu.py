@@ -304,14 +304,10 @@ class Runner:
                 code = self.run(name, [__file__, str(self.results.folder), *own], limit)
                 self.note_end(name, code, begun)
 
-    def use_model(self, names: list[str], carried: list[Path]) -> None:
+    def use_model(self, names: list[str], model: Path) -> None:
         """Run commands on the real model, and append the figures of their results."""
         work = work_dir()
-        chosen = [each for each in commands(Path(), work, self.small) if each.name in names]
-        model = gather_model(work, carried) if carried or chosen else None
-        if chosen and model is None:
-            sys.exit(f"error: {work} lacks one of {', '.join(PARTS)}: carry both folders")
-        for one in commands(model or Path(), work, self.small):
+        for one in commands(model, work, self.small):
             if one.name not in names or not self._has_time(one.name, one.least_s):
                 continue
             begun, limit = time.monotonic(), self.limit(one.most_s)
@@ -588,10 +584,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     runner = Runner(results, options.seconds, options.small)
+    of_model = [name for name in names if name in model_stages()]
+    # First, so that a kill leaves to the next call what this one brought.
+    model = gather_model(work_dir(), options.carried) if options.carried or of_model else None
+    if of_model and model is None:
+        sys.exit(f"error: {work_dir()} lacks one of {', '.join(PARTS)}: carry both folders")
     checks = [name for name in names if name in CHECKS]
     runner.check(checks, SHARE_OF_CHECKS if len(names) > len(checks) else 1.0)
     runner.measure([name for name in names if name in gpu_figures.MAIN])
-    runner.use_model(names, options.carried)
+    runner.use_model(of_model, model or Path())
     runner.measure([name for name in names if name in gpu_figures.MORE])
     rows, title = results.rows(), f"{machine['device']}, torch {machine['torch']}"
     Console(width=110).print(figures_table(rows, title))
