@@ -180,9 +180,8 @@ def pytest_runtest_logreport(report: Any) -> None:
     """Append a test's line; end the process if an error has spoilt the device for it."""
     if report.when != "call" and report.passed:
         return
-    if report.when == "setup" and report.skipped:
-        return
-    row: Row = {"stage": os.environ[STAGE], "test": report.nodeid, "passed": report.passed}
+    row: Row = {"stage": os.environ[STAGE], "test": report.nodeid}
+    row["passed"] = None if report.skipped else report.passed
     row |= {"seconds": round(report.duration, 2), **dict(report.user_properties)}
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
@@ -596,7 +595,8 @@ def main() -> None:
     runner.measure([name for name in names if name in gpu_figures.MORE])
     rows, title = results.rows(), f"{machine['device']}, torch {machine['torch']}"
     Console(width=110).print(figures_table(rows, title))
-    failed, num_tests = failures(rows), sum("test" in row for row in rows)
+    failed = failures(rows)
+    num_tests = sum("test" in row and row["passed"] is not None for row in rows)
     print("\n".join(failed))
     print(f"{num_tests} tests ran; {len(failed)} tests, figures or stages failed; {results.file}")
     sys.exit(1 if failed else 0)
