@@ -97,6 +97,19 @@ def test_a_broken_device_and_a_crash_cost_one_test_each(
     assert runner.results.rows()[-1]["code"] == gpu.NO_TESTS
 
 
+def test_a_test_that_the_limit_cut_short_runs_again(
+    runner: gpu.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str, *_: object, **_more: object) -> str:
+        runner.results.append({"stage": name, "begun": "first"})
+        return "no end within 9 s"
+
+    monkeypatch.setattr(runner, "run", run)
+    runner.check(["kernels"], 1.0)
+    assert runner.results.tests("kernels") == ({"first"}, set())
+    assert runner.results.rows()[-1]["code"] == "no end within 9 s"
+
+
 def test_tests_that_have_ended_do_not_run_again(
     results: gpu.Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:

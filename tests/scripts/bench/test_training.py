@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import on_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from toys import random_target
@@ -116,6 +117,7 @@ def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path)
 
 
 @pytest.mark.gpu
+@on_cuda
 def test_the_peak_of_memory_begins_anew() -> None:
     device = torch.device("cuda")
     torch.empty(2**28, device=device)
