@@ -26,7 +26,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("HEADSMITH_CACHE") or "~/.cache/headsmith").expanduser().absolute()
 
 
-def here(key: str, path: str, endings: tuple[str, ...] = ()) -> Path | None:
+def find_local_path(key: str, path: str, endings: tuple[str, ...] = ()) -> Path | None:
     """Resolve a path to a local file or folder, or None for the id of a Hub repository.
 
     An existing file or folder takes precedence over a Hub id.
@@ -53,7 +53,7 @@ def here(key: str, path: str, endings: tuple[str, ...] = ()) -> Path | None:
     return None
 
 
-def gguf_parts(path: str) -> tuple[str, str] | None:
+def split_gguf_path(path: str) -> tuple[str, str] | None:
     """Split the path of a GGUF file into place and file name; None for other paths.
 
     The place is a folder, or a Hub id where no such folder exists. File names in a repository may
@@ -68,7 +68,7 @@ def gguf_parts(path: str) -> tuple[str, str] | None:
     return on_hub[1], on_hub[2]
 
 
-def check_room(out_dir: str) -> None:
+def check_out_dir(out_dir: str) -> None:
     """Refuse a folder that cannot be written, or whose disk is full.
 
     Raises:
@@ -106,7 +106,7 @@ def make_folder(folder: Path) -> None:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from error
 
 
-def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
     """Write a file atomically, at once or piece by piece.
 
     Readers see the old file or the new one, even after a crash.
@@ -120,7 +120,7 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
     partial.replace(path)
 
 
-def locked(path: Path) -> FileLock:
+def lock_file(path: Path) -> FileLock:
     """Lock a file until it is released or this process ends."""
     lock = FileLock(path, timeout=0)
     try:
@@ -143,7 +143,7 @@ FINAL = (errno.ENOSPC, errno.ENOENT, errno.EACCES)
 """Errors that a retry cannot mend: full disk, missing file, no permission."""
 
 
-def retried(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.5) -> Result:
+def retry_io(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.5) -> Result:
     """Run an action again, after a growing pause, while it fails with a passing OSError.
 
     Args:

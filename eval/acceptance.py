@@ -28,7 +28,7 @@ def check(config: AcceptanceRun) -> None:
 
 COMMAND = Command(__doc__, AcceptanceRun, "acceptance", check=check)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import json
 from contextlib import ExitStack
@@ -40,7 +40,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.command import following
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.settings.measure import Mode, SpeedupRun
 from data.embedded import fill_unset
 from eval.decode.engine import Step, decode
@@ -58,14 +58,14 @@ from eval.report.figures import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
 
 
-def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, Any]:
+def measure(bench: Bench, config: AcceptanceRun, journal: JsonlStore) -> dict[str, Any]:
     """Make the content of `acceptance.json`: the chain's figures, and the tree's under its key."""
     numbers = range(len(bench.prompts))
     with tqdm(total=len(numbers), desc=config.mode.value, unit="prompt") as bar:
         size = bench.texts.num_together
         for first in numbers[::size]:
             group = numbers[first : first + size]
-            todo = [number for number in group if number not in journal.done]
+            todo = [number for number in group if number not in journal.done_ids]
             bar.update(len(group) - len(todo))
             answers: list[Answered | None] = [None for _ in group]
             if todo and config.mode is Mode.replay:
@@ -77,7 +77,7 @@ def measure(bench: Bench, config: AcceptanceRun, journal: Journal) -> dict[str, 
                 row = _measured(bench, config, bench.prompts[number], answers[number - first])
                 journal.append([{"id": number, **row}])
                 bar.update()
-    rows = processes.gathered(journal.rows())
+    rows = processes.gathered(journal.load_rows())
     rows.sort(key=lambda row: (row["chain"]["turn"], row["chain"]["dialogue"]))
 
     def figures(name: str, depth: int) -> dict[str, object]:
@@ -213,8 +213,8 @@ def main(config: AcceptanceRun) -> None:
 
 def tell_speedup(config: AcceptanceRun) -> None:
     """Name the command that measures the same drafts in seconds."""
-    same = following.changed(config, *(field.name for field in fields(SpeedupRun)))
-    following.tell("acceptance", same | {"out_dir": config.out_dir})
+    same = following.collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
+    following.print_next_command("acceptance", same | {"out_dir": config.out_dir})
 
 
 if __name__ == "__main__":

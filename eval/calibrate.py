@@ -21,7 +21,7 @@ from eval.refusals import check_measure
 CHECK = partial(check_measure, result="calibrate.json")
 COMMAND = Command(__doc__, CalibrateRun, "calibrate", check=CHECK)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from eval.compare.halves import decode_with, open_halves
 from eval.decode.engine import Step, decode
@@ -85,11 +85,11 @@ class ConfidenceRecorder:
         self.drafter.take(row, other.drafter)
 
 
-def record(bench: Bench, config: CalibrateRun, journal: Journal) -> list[dict[str, Any]]:
+def record(bench: Bench, config: CalibrateRun, journal: JsonlStore) -> list[dict[str, Any]]:
     """Decode with whole chains; return one row per prompt, with the confidence of every step."""
     whole = replace(bench.head, calibration=Calibration.none(bench.head.chain.depth))
     for number, prompt in enumerate(tqdm(bench.prompts, desc="whole chains", unit="prompt")):
-        if number in journal.done:
+        if number in journal.done_ids:
             continue
         seed = seed_of(prompt, config.seed)
         recorder = ConfidenceRecorder(whole.drafter(CUT, bench.sampling, [seed]))
@@ -98,7 +98,7 @@ def record(bench: Bench, config: CalibrateRun, journal: Journal) -> list[dict[st
         row = {"steps": [asdict(step) for step in text.steps], "drafted": text.drafted}
         row |= {"token_ids": text.token_ids, "logits": recorder.logits}
         journal.append([{"id": number, **row}])
-    return [row for row in journal.rows() if 0 <= row["id"] < len(bench.prompts)]
+    return [row for row in journal.load_rows() if 0 <= row["id"] < len(bench.prompts)]
 
 
 def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
@@ -117,9 +117,9 @@ def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
     return ChainSteps.of(logits, steps, drafted, depth)
 
 
-def measure_costs(bench: Bench, context: list[int], journal: Journal) -> ChainCosts:
+def measure_costs(bench: Bench, context: list[int], journal: JsonlStore) -> ChainCosts:
     """Time passes, whole chains of every length, and chains that end at every length."""
-    if COSTS not in journal.done:
+    if COSTS not in journal.done_ids:
         head, depth = bench.head, bench.head.chain.depth
         whole, cut = range(1, depth + 1), range(depth + 1)
         sampling = bench.sampling
@@ -133,7 +133,7 @@ def measure_costs(bench: Bench, context: list[int], journal: Journal) -> ChainCo
         curve, drafts = time_steps(bench.target, drafters, context, sizes=range(2, depth + 2))
         costs = ChainCosts(curve, [drafts[WHOLE, n] for n in whole], [drafts[CUT, n] for n in cut])
         journal.append([{"id": COSTS, **asdict(costs)}])
-    (row,) = (row for row in journal.rows() if row["id"] == COSTS)
+    (row,) = (row for row in journal.load_rows() if row["id"] == COSTS)
     return ChainCosts(CostCurve(**row["curve"]), row["whole"], row["cut"])
 
 
@@ -247,8 +247,8 @@ def main(config: CalibrateRun) -> None:
     where = write_beside(bench.head, CONFIDENCE_FILE, content, Path(config.out_dir))
     console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
-    same = following.changed(config, "head", "target")
-    following.tell("calibrate", same | following.prompts_for(bench.ends.name))
+    same = following.collect_changed_settings(config, "head", "target")
+    following.print_next_command("calibrate", same | following.prompts_for(bench.ends.name))
 
 
 if __name__ == "__main__":

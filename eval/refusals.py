@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from conf.command.launch import check_spread
+from conf.command.launch import check_device_map
 from conf.errors import InputError
-from conf.files import check_room
+from conf.files import check_out_dir
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun, SpeedupRun
 from data.rows.files import check_data
@@ -23,7 +23,7 @@ def check_inputs(run: Any) -> None:
     if data is not None:
         check_data(data)
     if target is not None and getattr(data, "features", None) is None:
-        check_spread(target.device_map, os.environ)
+        check_device_map(target.device_map, os.environ)
         check_target(target)
     if (head := getattr(run, "head", None)) is not None:
         check_head(head, target)
@@ -31,7 +31,7 @@ def check_inputs(run: Any) -> None:
         for path in run.heads:
             check_head(HeadRef(path), target, "heads")
         check_head(run.draft, None, "draft.path")
-    check_room(run.out_dir)
+    check_out_dir(run.out_dir)
 
 
 def check_measure(run: MeasureRun, result: str) -> None:

@@ -26,7 +26,7 @@ RESULT = "serve.json"
 CHECK = partial(check_measure, result=RESULT)
 COMMAND = Command(__doc__, ServeRun, "serve", check=CHECK)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import json
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from data.servers.counts import DraftCounts
 from data.servers.endpoint import Endpoint
@@ -160,7 +160,7 @@ def sizes_of(config: ServeRun, bench: Bench) -> list[int]:
 
 
 def acceptance(
-    bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
+    bench: Bench, config: ServeRun, server: ServingEngine, journal: JsonlStore
 ) -> dict[str, Any]:
     """Compare texts and counts of the server with the target and the replayed head.
 
@@ -196,18 +196,18 @@ def acceptance(
 
 
 def compared(
-    bench: Bench, config: ServeRun, server: ServingEngine, journal: Journal
+    bench: Bench, config: ServeRun, server: ServingEngine, journal: JsonlStore
 ) -> Iterator[Checked]:
     """Ask the server for all texts, then check each."""
     limit, depth = config.max_new_tokens, server.depth
     for number, prompt in enumerate(tqdm(bench.prompts, desc=server.name, unit="prompt")):
-        if number not in journal.done:
+        if number not in journal.done_ids:
             found = server.answer(prompt.token_ids, limit)
             # Engines also count draft tokens that the last pass accepts beyond the text.
             asked = [*prompt.token_ids, *found.text]
             beyond = server.answer(asked, depth + 1, ignore_eos=True).text
             journal.append([{"id": number, "served": asdict(found), "beyond": beyond}])
-    rows = journal.rows()[: len(bench.prompts)]
+    rows = journal.load_rows()[: len(bench.prompts)]
     for row in tqdm(rows, desc="replay along the server's text", unit="prompt"):
         served = DraftCounts(**row["served"])
         yield checked(bench, row["id"], served, row["beyond"], limit, server.within)

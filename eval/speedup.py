@@ -26,7 +26,7 @@ def check(run: SpeedupRun) -> None:
 
 COMMAND = Command(__doc__, SpeedupRun, "speedup", check=check)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from typing import Any
 
@@ -130,9 +130,9 @@ def tell_export(head: DraftHead, config: SpeedupRun) -> None:
         return
     path = Path(str(config.head.path))
     own = path.parent if path.name == "head" else Path("outputs") / path.name
-    following.tell(
+    following.print_next_command(
         "speedup",
-        following.changed(config, "head", "target")
+        following.collect_changed_settings(config, "head", "target")
         | {"format": engine.value, "out_dir": f"{own}-{engine.value}"},
     )
 

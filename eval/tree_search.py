@@ -20,7 +20,7 @@ from eval.refusals import check_measure
 CHECK = partial(check_measure, result="tree_search.json")
 COMMAND = Command(__doc__, TreeSearchRun, "tree_search", check=CHECK)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -314,8 +314,8 @@ def main(config: TreeSearchRun) -> None:
         where = write_beside(bench.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
-    same = following.changed(config, "head", "target")
-    following.tell("tree_search", same | following.prompts_for(bench.ends.name))
+    same = following.collect_changed_settings(config, "head", "target")
+    following.print_next_command("tree_search", same | following.prompts_for(bench.ends.name))
 
 
 if __name__ == "__main__":

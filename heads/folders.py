@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from conf.errors import InputError
-from conf.files import gguf_parts, here
+from conf.files import find_local_path, split_gguf_path
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
@@ -32,9 +32,9 @@ def check_target(config: TargetConfig) -> None:
         if path is None:
             continue
         content = _config(key, path, revision, name)
-        if gguf_parts(path):
+        if split_gguf_path(path):
             continue
-        folder = here(key, path)
+        folder = find_local_path(key, path)
         if folder is not None:
             _check_weights(f"{key}={path}", folder)
         if key == "target.path" and content is not None and "model_type" not in content:
@@ -55,13 +55,13 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
     Raises:
         InputError: naming what is missing, or both sizes.
     """
-    if head.path is None or gguf_parts(head.path):
+    if head.path is None or split_gguf_path(head.path):
         return
-    place = here(key, head.path)
+    place = find_local_path(key, head.path)
     if place is not None and gguf_in(place) is not None:
         return
     mine = _config(key, head.path, head.revision, "config.json")
-    folder = here(key, head.path)
+    folder = find_local_path(key, head.path)
     if mine is None or folder is None or target is None or target.path is None:
         return
     theirs = _config("target.path", target.path, target.revision, "config.json")
@@ -131,9 +131,9 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
         InputError: the config is neither here nor in the Hub's cache, and the Hub cannot be asked,
             or it is no JSON.
     """
-    parts = gguf_parts(path)
+    parts = split_gguf_path(path)
     place, name = parts or (path, name)
-    folder = here(key, place)
+    folder = find_local_path(key, place)
     if folder is not None:
         if parts is None:
             folder_with(key, path, folder, name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
-from conf.files import gguf_parts, here
+from conf.files import find_local_path, split_gguf_path
 
 DRAFT_HEADS = ("eagle3", "dflash")
 """llama.cpp's architectures of draft heads."""
@@ -154,10 +154,10 @@ def find_gguf(path: str, revision: str | None = None, key: str = "target.path") 
     Raises:
         InputError: the file is missing (with the names of others), or see `GgufTarget`.
     """
-    parts = gguf_parts(path)
+    parts = split_gguf_path(path)
     assert parts is not None
     place, name = parts
-    folder = here(key, place)
+    folder = find_local_path(key, place)
     if folder is None:
         folder = _downloaded(key, path, place, name, revision)
     file = folder / name

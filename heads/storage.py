@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import gguf_parts, here, retried
+from conf.files import find_local_path, retry_io, split_gguf_path
 from heads.folders import folder_with, gguf_in
 
 
@@ -23,8 +23,8 @@ def locate(path: str, revision: str | None) -> Path:
     Raises:
         InputError: nothing is there, or the file is missing.
     """
-    place, *names = gguf_parts(path) or (path,)
-    folder = here("head.path", place) or _download(place, revision, *names)
+    place, *names = split_gguf_path(path) or (path,)
+    folder = find_local_path("head.path", place) or _download(place, revision, *names)
     if names:
         folder_with("head.path", path, folder, *names)
         return folder / names[0]
@@ -80,7 +80,7 @@ def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
         InputError: the disk is full or not writable. Earlier content stays untouched.
     """
     try:
-        retried(partial(_write_folder, final, fill))
+        retry_io(partial(_write_folder, final, fill))
     except OSError as error:
         raise InputError(
             f"{final}: cannot be written: {error}; its earlier content is untouched. Free space or "

@@ -24,7 +24,7 @@ from eval.refusals import check_inputs
 
 COMMAND = Command(__doc__, CaptureRun, "capture", check=check_inputs)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import torch
 from accelerate import PartialState
@@ -32,9 +32,9 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.command.provenance import provenance
+from conf.command.provenance import collect_provenance
 from conf.errors import InputError
-from conf.files import locked, make_folder, retried, write_whole
+from conf.files import lock_file, make_folder, retry_io, write_atomically
 from data.embedded import fill_unset
 from data.features.format import (
     EMBEDDINGS_AND_HEAD,
@@ -74,7 +74,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     check_disk(work, say=state.is_main_process)
     state.wait_for_everyone()  # all have read the folder
     make_folder(work.folder)
-    lock = locked(work.folder / ".lock") if state.is_main_process else nullcontext()
+    lock = lock_file(work.folder / ".lock") if state.is_main_process else nullcontext()
     with lock, speaking_up(work.folder, state):
         if state.is_main_process:
             work.plan.write(work.folder)
@@ -85,7 +85,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
             finish(work, state)
     if state.is_main_process:
         print(f"features saved to {work.folder}")
-        following.tell("capture", {"data.features": work.folder})
+        following.print_next_command("capture", {"data.features": work.folder})
 
 
 @contextmanager
@@ -240,16 +240,16 @@ def finish(work: Work, state: PartialState) -> None:
     counts = {
         name: packed.token_counts(stored_target.vocab_size) for name, packed in work.sets.items()
     }
-    retried(partial(write_whole, folder / TOKEN_COUNTS, save(counts)))
+    retry_io(partial(write_atomically, folder / TOKEN_COUNTS, save(counts)))
     entries = []
     for shard in work.shards:
         index = ShardIndex.read(folder, shard.name)
         entries.append(ShardEntry(shard.name, shard.split, index.size, index.checksum))
     files = {
-        name: retried(partial(file_checksum, folder / name))
+        name: retry_io(partial(file_checksum, folder / name))
         for name in (EMBEDDINGS_AND_HEAD, TOKEN_COUNTS)
     }
-    origin = provenance(work.config, stored_target.name, work.report)
+    origin = collect_provenance(work.config, stored_target.name, work.report)
     tokenizer = load_tokenizer(work.config.target)[1]
     target = target_json(work.config, tokenizer, state.device, loaded=True)
     Manifest(replace(work.plan, target=target), entries, files, origin).write(folder)

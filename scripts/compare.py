@@ -18,15 +18,15 @@ from conf.settings.scripts import CompareRun
 
 COMMAND = Command(__doc__, CompareRun, "compare")
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from conf.command.statement import changed, differences, stated
+from conf.command.statement import find_changed_keys, format_changes, make_fingerprint
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from eval.compare.reported import NAMES, Reported, check_comparable, find, read, read_own, table
 from eval.measure.conditions import caption
 from eval.measure.handed_on import GOLDEN, golden
@@ -81,10 +81,10 @@ def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     before = _statement(reference)
     for name, result in others:
         now = _statement(result)
-        if keys := changed(before, now):
+        if keys := find_changed_keys(before, now):
             raise InputError(
                 f"results: {first} and {name} measure different things: "
-                f"{differences(before, now, keys)}"
+                f"{format_changes(before, now, keys)}"
             )
         if _texts(reference) != _texts(result):
             raise InputError(
@@ -105,7 +105,7 @@ def _statement(result: dict[str, Any]) -> dict[str, Any]:
     rendered = (config.get("data") or {}).get("chat_template_kwargs")
     target = result.get("target_identity") or {"name": result.get("target")}
     return {
-        **stated(target={**target, "dtype": result.get("target_dtype")}),
+        **make_fingerprint(target={**target, "dtype": result.get("target_dtype")}),
         **{key: result.get(key) for key in SAME},
         "seed": result.get("seed") if result.get("temperature") else None,
         "data.sha256": data.get("sha256"),
@@ -173,7 +173,7 @@ def side_by_side(results: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Cal
     text = f"{_about(results)}\n\n{markdown(rows(results))}"
     files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
     if lengths := curve(results):
-        files[GOLDEN] = lambda path: write_whole(path, lengths)
+        files[GOLDEN] = lambda path: write_atomically(path, lengths)
     return text, files
 
 
@@ -202,7 +202,7 @@ def main(config: CompareRun) -> None:
         text, files = with_others(found)
     print(text)
     out_dir = Path(config.out_dir)
-    files = {"comparison.md": lambda path: write_whole(path, text + "\n"), **files}
+    files = {"comparison.md": lambda path: write_atomically(path, text + "\n"), **files}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for name, write in files.items():

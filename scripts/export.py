@@ -16,12 +16,12 @@ from scripts.refusals import check_export
 
 COMMAND = Command(__doc__, ExportRun, "export", check=check_export)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import torch
 
 from conf.errors import InputError
-from conf.files import gguf_parts
+from conf.files import split_gguf_path
 from data.embedded import TARGET, is_embedded
 from eval.parity.gate import check_parity
 from heads.export.golden import golden
@@ -69,7 +69,7 @@ def main(config: ExportRun) -> None:
     head.config = replace(head.config, target=target.name)  # its current name
     check_target(head, config.format)
     words = config.tokenizer_gguf
-    if words is None and gguf_parts(path):
+    if words is None and split_gguf_path(path):
         words = str(find_gguf(path, where.revision).file)
     source = None if words is None else Path(words).expanduser()
     export_head(head, config.format, golden(head, target), out_dir, provenance, source)
@@ -77,9 +77,9 @@ def main(config: ExportRun) -> None:
     command = head.export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
-        same = following.changed(config, "head", "target") | {"target.path": path}
+        same = following.collect_changed_settings(config, "head", "target") | {"target.path": path}
         server = {"endpoint": f"http://localhost:{port}"}
-        following.tell("export", server | same | following.prompts_for(path))
+        following.print_next_command("export", server | same | following.prompts_for(path))
 
 
 def verify(out_dir: Path) -> None:

@@ -14,7 +14,7 @@ from scripts.refusals import check_merge
 
 COMMAND = Command(__doc__, MergeAdapterRun, "merge_adapter", check=check_merge)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import torch
 

@@ -19,7 +19,7 @@ from scripts.refusals import check_mtp
 
 COMMAND = Command(__doc__, MtpFilesRun, "mtp_files", check=check_mtp)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from collections.abc import Iterator
 from statistics import median

@@ -15,7 +15,7 @@ from scripts.refusals import check_prune
 
 COMMAND = Command(__doc__, PruneRun, "prune", check=check_prune)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import json
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from conf.command.provenance import provenance
+from conf.command.provenance import collect_provenance
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from data.embedded import fill_unset
 from data.features.format import HIDDEN
 from data.prepared.pack import PackedDataset
@@ -123,7 +123,7 @@ def main(config: PruneRun) -> None:
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "device": device_name(),
         "torch_threads": torch.get_num_threads(),
-        **provenance(config, target.name, report),
+        **collect_provenance(config, target.name, report),
     }
     show(result, Console())
     write(config, result, [head.pruned(vocab) for vocab in vocabs], trained)
@@ -308,7 +308,7 @@ def write(
             pruned = {**facts, **row, "before": before}
             head.save(out_dir / str(row["num_ids"]) / "head", {**trained, "pruned": pruned})
         plot_pruning(result, path.with_suffix(".png"))
-        write_whole(path, json.dumps(result, indent=2) + "\n")
+        write_atomically(path, json.dumps(result, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: cannot be written: {error}") from error
     print(f"wrote {path}, {path.with_suffix('.png')} and {out_dir}/SIZE/head")

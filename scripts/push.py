@@ -19,11 +19,11 @@ from scripts.refusals import check_push
 
 COMMAND = Command(__doc__, PushRun, "push", check=check_push)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 
 from conf.errors import InputError
-from conf.settings.export import Layout
+from conf.settings.export import HubLayout
 from data.embedded import is_embedded
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
@@ -56,7 +56,7 @@ def main(config: PushRun) -> None:
         export_facts = []
         for export in exports:
             repo_id, place_in_repo = config.repo_id, export.format.value
-            if config.layout is Layout.each:
+            if config.layout is HubLayout.each:
                 repo_id, place_in_repo = f"{config.repo_id}-{export.format.value}", ""
                 repos[repo_id] = Path(name) / export.format.value
             staged = repos[repo_id] / place_in_repo
@@ -92,10 +92,10 @@ def main(config: PushRun) -> None:
             write_out(repos, Path(config.out_dir))
             print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
             print(f"links after upload: {', '.join(map(link, repos))}")
-            same = following.changed(config)
+            same = following.collect_changed_settings(config)
             for key in ("dry_run", "out_dir"):
                 same.pop(key, None)
-            following.tell("dry run", same)
+            following.print_next_command("dry run", same)
         else:
             print("\n".join(upload(repos, config.private)))
 

@@ -27,13 +27,13 @@ from eval.refusals import check_inputs
 
 COMMAND = Command(__doc__, RegenerateRun, "regenerate", check=check_inputs)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import torch
 from tqdm import tqdm
 
-from conf.command.journal import ROWS_NAME, Journal
-from conf.command.statement import stated
+from conf.command.journal import ROWS_NAME, JsonlStore
+from conf.command.statement import make_fingerprint
 from conf.errors import InputError
 from conf.settings.data import Form, OnBadRow
 from data.embedded import fill_unset
@@ -63,7 +63,7 @@ class Tally:
     num_failed_in_a_row: int = 0
     num_cut: int = 0
 
-    def take(self, outcomes: list[DialogueOutcome], journal: Journal) -> None:
+    def take(self, outcomes: list[DialogueOutcome], journal: JsonlStore) -> None:
         """Write the rows, then count the others.
 
         Raises:
@@ -112,7 +112,7 @@ def main(config: RegenerateRun) -> None:
         dtype = resolve_dtype(config.target.dtype, device)
         manifest |= {
             "source": "in process",
-            **stated(target=identify(config.target, tokenizer_of(config.target), dtype)),
+            **make_fingerprint(target=identify(config.target, tokenizer_of(config.target), dtype)),
             "plain": config.plain,
             "generation_config": None if config.plain else generation_config(config.target),
         }
@@ -122,11 +122,11 @@ def main(config: RegenerateRun) -> None:
         "seed": config.seed,
         "chat_template_kwargs": config.data.chat_template_kwargs,
     }
-    with Journal(Path(config.out_dir), manifest) as journal:
-        todo = [dialogue for dialogue in dialogues if dialogue.id not in journal.done]
+    with JsonlStore(Path(config.out_dir), manifest) as journal:
+        todo = [dialogue for dialogue in dialogues if dialogue.id not in journal.done_ids]
         num_done = len(dialogues) - len(todo)
-        if journal.num_torn:
-            print(f"dropped a half-written row ({journal.num_torn} bytes)")
+        if journal.num_dropped_bytes:
+            print(f"dropped a half-written row ({journal.num_dropped_bytes} bytes)")
         if num_done:
             print(f"continuing: {num_done} conversations are done")
         print(
@@ -143,14 +143,16 @@ def main(config: RegenerateRun) -> None:
             if todo and endpoint is not None:
                 asyncio.run(from_endpoint(todo, endpoint, config, report))
             elif todo:
-                in_process(dialogues, config, device, journal.done, report)
-        rows = journal.finish()
+                in_process(dialogues, config, device, journal.done_ids, report)
+        rows = journal.write_sorted()
     print_report(config, rows, tally)
     if RowFailed in tally.problems:
         sys.exit(1)
     name = config.target.path if endpoint is None else config.model or "MODEL"
-    target = following.changed(config, "target") | {"target.path": name}
-    following.tell("regenerate", {"head": "eagle3_1", **target, "data.path": journal.path})
+    target = following.collect_changed_settings(config, "target") | {"target.path": name}
+    following.print_next_command(
+        "regenerate", {"head": "eagle3_1", **target, "data.path": journal.path}
+    )
 
 
 def load(config: RegenerateRun) -> Records:

@@ -19,7 +19,7 @@ from scripts.refusals import check_relay
 
 COMMAND = Command(__doc__, RelayRun, "relay", check=check_relay)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import hmac
 import json

@@ -21,7 +21,7 @@ from eval.refusals import check_measure
 CHECK = partial(check_measure, result="repair.json")
 COMMAND = Command(__doc__, RepairRun, "repair", check=CHECK)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.command.provenance import provenance
+from conf.command.provenance import collect_provenance
 from conf.errors import InputError
 from eval.measure import processes
 from eval.measure.answers import greedy_answers
@@ -127,7 +127,7 @@ def save(variant: Interpretation, config: RepairRun, bench: Bench, folder: Path)
     head: Any = load_head(ref.path, ref.revision, ref.layers).attach(bench.target)
     for words in variant.changes:
         head = next(other for name, other in head.readings() if name == words)
-    history = provenance(config, bench.target.name, bench.data) | {"repaired": variant.name}
+    history = collect_provenance(config, bench.target.name, bench.data) | {"repaired": variant.name}
     head.save(folder, history)
 
 

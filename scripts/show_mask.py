@@ -10,7 +10,7 @@ from conf.settings.scripts import ShowMaskRun
 
 COMMAND = Command(__doc__, ShowMaskRun, "show_mask")
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from itertools import groupby
 

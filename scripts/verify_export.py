@@ -10,11 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command.launch import rest_while_waiting
+from conf.command.launch import set_passive_wait_policy
 
-rest_while_waiting()
+set_passive_wait_policy()
 
-from conf.command.terminal import told
+from conf.command.terminal import format_error
 from conf.errors import InputError
 from eval.parity.gate import FORMATS, check_parity
 
@@ -30,7 +30,7 @@ def main() -> int:
     try:
         verdict = check_parity(chosen.folder, chosen.format)
     except InputError as error:
-        print(told(error, sys.stderr), file=sys.stderr)
+        print(format_error(error, sys.stderr), file=sys.stderr)
         return 2
     print("\n".join(verdict.lines))
     print(

@@ -101,7 +101,7 @@ def keys(schema: Any, prefix: str = "") -> set[str]:
 @cache
 def composed(name: str, *recipe: str) -> DictConfig:
     """The settings of a command as nobody has changed them, which takes Hydra a while."""
-    return DOORS[name].composed([*recipe])
+    return DOORS[name].compose_settings([*recipe])
 
 
 def composes(name: str, overrides: list[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from doors import COMMANDS
 
 from conf import files as places
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
@@ -48,17 +48,17 @@ def folder(name: str, config: dict[str, Any], *files: str) -> str:
 def test_what_is_here_is_meant_and_else_an_id_of_the_hub() -> None:
     Path("gpt2").mkdir()
     Path("chat.jsonl").touch()
-    assert places.here("k", "gpt2") == Path("gpt2")
-    assert places.here("k", "~/gpt2") == Path.home() / "gpt2"
-    assert places.here("k", "chat.jsonl", (".jsonl",)) == Path("chat.jsonl")
+    assert places.find_local_path("k", "gpt2") == Path("gpt2")
+    assert places.find_local_path("k", "~/gpt2") == Path.home() / "gpt2"
+    assert places.find_local_path("k", "chat.jsonl", (".jsonl",)) == Path("chat.jsonl")
     for path in ("gpt3", "openai-community/gpt2", "a-b.c_d/e.f-1_2"):
-        assert places.here("k", path) is None
+        assert places.find_local_path("k", path) is None
 
 
 @pytest.mark.parametrize("path", ["./gpt2", "/gone", "~/gone", "../gone", "a/b/c", "a b", "a/", ""])
 def test_what_is_neither_here_nor_an_id_is_refused(path: str) -> None:
     with pytest.raises(InputError, match=r"^k=.*: no such folder, and not a Hub id; type"):
-        places.here("k", path)
+        places.find_local_path("k", path)
     assert not is_hub_id(path)
 
 
@@ -167,25 +167,25 @@ def test_a_head_of_another_target_is_refused(
 
 
 def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    places.check_room("new/folder")
+    places.check_out_dir("new/folder")
     Path("file").touch()
     with pytest.raises(InputError, match=r"out_dir=file/x: .*file is a file; name a folder"):
-        places.check_room("file/x")
+        places.check_out_dir("file/x")
     full = SimpleNamespace(free=2e6)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     with pytest.raises(
         InputError, match=r"out_dir=new: 2 MB are free there; make room for at least 50"
     ):
-        places.check_room("new")
+        places.check_out_dir("new")
 
 
 def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("link").symlink_to("nowhere")
     for path in ("link", "link/x"):
         with pytest.raises(InputError, match=rf"out_dir={path}: .*link is a link to nowhere; name"):
-            places.check_room(path)
+            places.check_out_dir(path)
     with pytest.raises(InputError, match=r"cannot be written \(.*File name too long\)"):
-        places.check_room("n" * 300)
+        places.check_out_dir("n" * 300)
     assert [each.name for each in Path().iterdir()] == ["link"]  # nothing is left of a trial
 
     def read_only(*_: object, **__: object) -> None:
@@ -193,9 +193,9 @@ def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "mkdir", read_only)
     with pytest.raises(InputError, match=r"cannot be written \(.*Read-only file system\)"):
-        places.check_room("new")
+        places.check_out_dir("new")
     with pytest.raises(InputError, match="new: cannot be made: Read-only file system"):
-        Journal(Path("new"), {})
+        JsonlStore(Path("new"), {})
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_refused_at_the_door(
         )
     monkeypatch.setattr(sys, "argv", [entry, given, *more])
     with pytest.raises(SystemExit, match=r"^2$"):
-        COMMANDS[entry].begin()
+        COMMANDS[entry].parse_command_line()
     assert f"error: {message}" in capfd.readouterr().err
     assert sorted(tmp_path.rglob("*")) == there
 
@@ -255,11 +255,11 @@ def test_several_processes_do_not_spread_a_target_each(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [entry, "target.device_map=auto"])
     monkeypatch.setenv("WORLD_SIZE", "1")
-    COMMANDS[entry].begin()
+    COMMANDS[entry].parse_command_line()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match=r"^2$"):
-        COMMANDS[entry].begin()
+        COMMANDS[entry].parse_command_line()
     told = capfd.readouterr().err
     assert "target.device_map=auto: each of 2 processes (WORLD_SIZE) would spread" in told
     monkeypatch.setattr(sys, "argv", [entry])
-    COMMANDS[entry].begin()
+    COMMANDS[entry].parse_command_line()

@@ -206,7 +206,7 @@ def training_objective(
         training, recipe = _training(kinds.name_of(head)), head.variant
     chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
     try:
-        changed = OmegaConf.merge(training.command.composed(chosen).head, settings)
+        changed = OmegaConf.merge(training.command.compose_settings(chosen).head, settings)
     except OmegaConfBaseException as error:
         raise InputError(f"training_objective: {str(error).splitlines()[0]}") from error
     config: Any = OmegaConf.to_object(changed)

@@ -11,7 +11,7 @@ from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, DSparkRun, "dspark", ("dspark",), check=check_training)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import torch
 import torch.nn.functional as F  # noqa: N812

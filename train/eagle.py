@@ -16,7 +16,7 @@ COMMAND = Command(
     __doc__, EagleRun, "eagle", ("eagle3", "eagle1", "eagle3_1", "hass"), check=check_training
 )
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from collections.abc import Iterator
 from typing import Any

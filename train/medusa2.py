@@ -16,7 +16,7 @@ from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, Medusa2Run, "medusa2", check=check_training)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import math
 from typing import Any

@@ -15,7 +15,7 @@ from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, MtpRun, "mtp", check=check_training)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from dataclasses import dataclass
 

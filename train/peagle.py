@@ -11,7 +11,7 @@ from train.loop.refusals import check_training
 
 COMMAND = Command(__doc__, PEagleRun, "peagle", ("peagle",), check=check_training)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -42,7 +42,7 @@ class Stopwatch:
         return time.process_time() - self._busy
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
+def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of a call, the device's work included."""
     watch = Stopwatch(device)
     run()
@@ -50,7 +50,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 @dataclass
-class Times:
+class DecodingTimes:
     """Seconds per part of decoding a text: its shares of what its batches took.
 
     On a GPU a part lasts from its first to its last work on the device: what the device stood
@@ -95,13 +95,13 @@ class PartClock:
     """
 
     def __init__(self, device: torch.device, num_texts: int = 1) -> None:
-        self.times = [Times() for _ in range(num_texts)]
+        self.times = [DecodingTimes() for _ in range(num_texts)]
         self._watch = Stopwatch(device)
         self._last = self._aside = 0.0
         self._events: list[tuple[str, Sequence[int], torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def part(self, name: str, texts: Sequence[int] = (0,)) -> Iterator[None]:
+    def measure_part(self, name: str, texts: Sequence[int] = (0,)) -> Iterator[None]:
         """Times the block; `name` is a field of `Times`."""
         if self._watch.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -116,7 +116,7 @@ class PartClock:
             self._add(name, texts, watch.seconds())
 
     @contextmanager
-    def aside(self, texts: Sequence[int] = (0,)) -> Iterator[None]:
+    def pause_timing(self, texts: Sequence[int] = (0,)) -> Iterator[None]:
         """Sets the block, a capture, aside; waits for the device before and after it."""
         begun = self._watch.seconds()
         yield
@@ -125,7 +125,7 @@ class PartClock:
         self._add("capture", texts, seconds)
         self._add("num_captures", texts, 1)
 
-    def lap(self, texts: Sequence[int] = (0,)) -> float:
+    def end_lap(self, texts: Sequence[int] = (0,)) -> float:
         """Shares what has passed since the last lap; seconds so far, by the host's clock."""
         now = self._watch.host_seconds() - self._aside
         self._add("total", texts, now - self._last)
@@ -135,7 +135,7 @@ class PartClock:
     def stop(self, texts: Sequence[int] = (0,)) -> None:
         """Ends the last lap; waits for the device."""
         self._watch.seconds()
-        self.lap(texts)
+        self.end_lap(texts)
         for name, among, start, end in self._events:
             end.synchronize()  # it may be of another device
             self._add(name, among, start.elapsed_time(end) / 1000)
@@ -147,7 +147,7 @@ class PartClock:
             setattr(times, name, getattr(times, name) + seconds / len(texts))
 
 
-def busy_seconds(run: Callable[[], object]) -> dict[str, float]:
+def measure_busy_seconds(run: Callable[[], object]) -> dict[str, float]:
     """Seconds per part in which a GPU really worked, in one call under the profiler.
 
     The profiler slows down what launches, not what is launched: against the clock of the same

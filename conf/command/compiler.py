@@ -14,7 +14,7 @@ from shutil import which
 from conf.errors import InputError
 
 
-def missing(device_type: str) -> str:
+def find_missing_toolchain(device_type: str) -> str:
     """Name what torch.compile lacks on this machine for `cuda` or `cpu`, and how to get it.
 
     Source: `triton/runtime/build.py` and `torch/_inductor/cpp_builder.py`, which look where this
@@ -37,7 +37,7 @@ def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
     Raises:
         InputError: what is missing.
     """
-    if asked and (what := missing(device_type)):
+    if asked and (what := find_missing_toolchain(device_type)):
         raise InputError(
             f"{setting}=true: torch.compile lacks {what}; get it, or type {setting}=false"
         )

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, errors
 
 from conf.command import help as words
 from conf.command import refusal, terminal
-from conf.command.launch import rest_while_waiting
+from conf.command.launch import set_passive_wait_policy
 from conf.errors import InputError
 
 RECIPES = Path(__file__).resolve().parents[1] / "head"
@@ -57,21 +57,21 @@ class Command(Generic[Config]):
     recipes: tuple[str, ...] = ()
     check: Callable[[Config], None] | None = None
 
-    def begin(self) -> None:
+    def parse_command_line(self) -> None:
         """Answers `--help`, or looks at the settings; returns where there is something to run.
 
         Scripts call it before they import what takes seconds. Settings are looked at for all jobs
         of a sweep; a wrong one ends the process.
         """
-        rest_while_waiting()
+        set_passive_wait_policy()
         argv = sys.argv[1:]
         if HELP & set(argv):
-            _refusing(partial(self._help, argv))
+            _exit_on_input_error(partial(self._help, argv))
             sys.exit(0)
         looked = []
         jobs = _jobs(argv)
         for number, job in enumerate(jobs):
-            _refusing(partial(self._check_keys, job))
+            _exit_on_input_error(partial(self._check_keys, job))
 
             def look(composed: DictConfig, number: int | None = number) -> None:
                 looked.append(_checked(composed, number if SWEEP & set(argv) else None))
@@ -79,7 +79,7 @@ class Command(Generic[Config]):
                     self.check(looked[-1])
 
             with _hydra_raises():
-                _refusing(partial(self._looked_at, look, job))
+                _exit_on_input_error(partial(self._looked_at, look, job))
         if not looked:  # Hydra had something to show, such as `--cfg job`
             sys.exit(0)
 
@@ -105,9 +105,9 @@ class Command(Generic[Config]):
         try:
             self._hydra(look, job)
         except HydraException as error:
-            raise refusal.of_hydra(error, self.schema, self.recipes) from error
+            raise refusal.convert_hydra_error(error, self.schema, self.recipes) from error
 
-    def composed(self, overrides: list[str]) -> DictConfig:
+    def compose_settings(self, overrides: list[str]) -> DictConfig:
         """The settings before they are checked, with the recipe's and these."""
         self._register()
         with initialize(version_base=None, config_path=None):
@@ -119,7 +119,7 @@ class Command(Generic[Config]):
         sys.argv = [before[0], *argv]
 
         def refusing(composed: DictConfig) -> None:
-            _refusing(partial(task, composed))
+            _exit_on_input_error(partial(task, composed))
 
         try:
             hydra.main(version_base=None, config_path=str(RECIPES), config_name=self._node)(
@@ -151,22 +151,22 @@ class Command(Generic[Config]):
         """Refuses settings that the command lacks, and tells which commands have them."""
         for key in filter(None, (KEY.match(override) for override in job)):
             if key[1] != "head" and not key[1].startswith("hydra"):
-                words.check_known(self.schema, key[1])
+                words.check_setting_exists(self.schema, key[1])
 
     def _help(self, argv: list[str]) -> None:
         """Prints all settings, or those that argv names; overrides beside them show in values."""
         given = [word for word in argv if not word.startswith("-")]
         overrides = [word for word in given if "=" in word]
         try:
-            composed = self.composed(overrides)
+            composed = self.compose_settings(overrides)
         except HydraException as error:
-            raise refusal.of_hydra(error, self.schema, self.recipes) from error
-        settings = words.settings(self.schema, composed)
+            raise refusal.convert_hydra_error(error, self.schema, self.recipes) from error
+        settings = words.list_settings(self.schema, composed)
         asked = [word for word in given if "=" not in word]
         if asked:
-            text = "\n\n".join(words.explained(settings, name) for name in asked)
+            text = "\n\n".join(words.format_setting_help(settings, name) for name in asked)
         else:
-            text = words.page(self.doc or "", settings, self.recipes)
+            text = words.format_help_page(self.doc or "", settings, self.recipes)
         try:
             print(text, flush=True)  # noqa: T201
         except BrokenPipeError:  # `| head` has seen enough, and Python would flush again
@@ -212,14 +212,14 @@ def _hydra_raises() -> Iterator[None]:
             os.environ[FULL_ERROR] = before
 
 
-def _refusing(task: Callable[[], None]) -> None:
+def _exit_on_input_error(task: Callable[[], None]) -> None:
     """Runs something; ends the process with the message where it refuses the user's input."""
     try:
         task()
     except InputError as error:
         # On every node: what is wrong may be wrong on one of them only.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(terminal.told(error, sys.stderr), file=sys.stderr)  # noqa: T201
+            print(terminal.format_error(error, sys.stderr), file=sys.stderr)  # noqa: T201
         sys.exit(2)
 
 

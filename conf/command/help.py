@@ -52,13 +52,13 @@ class Setting:
     section: str
     name: str
     value: str
-    kind: str
-    words: str
+    allowed: str
+    description: str
     choices: dict[str, str]
-    about: str
+    section_description: str
 
 
-def settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
+def list_settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
     """Lists all settings of a command, in the order in which people need them.
 
     Args:
@@ -68,7 +68,7 @@ def settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
     return list(_settings(schema, composed, "", ""))
 
 
-def page(doc: str, settings: list[Setting], recipes: tuple[str, ...]) -> str:
+def format_help_page(doc: str, settings: list[Setting], recipes: tuple[str, ...]) -> str:
     """Explains what a command does, all its settings, and how they are set.
 
     Args:
@@ -84,7 +84,7 @@ def page(doc: str, settings: list[Setting], recipes: tuple[str, ...]) -> str:
                 others = ", ".join(recipes[1:]) or "there is no other"
                 lines += _beside(f"  head={recipes[0]}", f"Recipe in conf/head; others: {others}.")
         key = f"{setting.name}={setting.value}"
-        lines += _beside(f"  {key}" if setting.section else key, setting.words)
+        lines += _beside(f"  {key}" if setting.section else key, setting.description)
         choices = setting.choices
         if choices:
             lines += _beside("", f"One of {', '.join(choices)}.")
@@ -93,7 +93,7 @@ def page(doc: str, settings: list[Setting], recipes: tuple[str, ...]) -> str:
     return "\n".join([*lines, "", *textwrap.wrap(END, _width())])
 
 
-def explained(settings: list[Setting], name: str) -> str:
+def format_setting_help(settings: list[Setting], name: str) -> str:
     """Explains a setting, or all of a section, with what may be given.
 
     Raises:
@@ -106,14 +106,14 @@ def explained(settings: list[Setting], name: str) -> str:
     lines = _heading(chosen[0]) if chosen[0].section == name else []
     for setting in chosen:
         lines.append(f"{setting.name}={setting.value}")
-        lines += [*_indented(f"{setting.kind}."), *_indented(setting.words)]
+        lines += [*_indented(f"{setting.allowed}."), *_indented(setting.description)]
         for value, words in setting.choices.items():
             lines += textwrap.wrap(f"{value}: {words}" if words else value, _width(),
                                    initial_indent=" " * 4, subsequent_indent=" " * 6)  # fmt: skip
     return "\n".join(lines)
 
 
-def check_known(schema: type[Any], key: str) -> None:
+def check_setting_exists(schema: type[Any], key: str) -> None:
     """Refuses a setting that a command lacks.
 
     Args:
@@ -166,7 +166,7 @@ def _settings(schema: type[Any], composed: Any, section: str, about: str) -> Ite
         kinds = (kind, *get_args(kind))
         enum = next((k for k in kinds if isinstance(k, type) and issubclass(k, Enum)), None)
         own = words.get(name) or (inspect.getdoc(enum) if enum else None) or ""
-        value = UNSET if OmegaConf.is_missing(composed, name) else shown(composed[name])
+        value = UNSET if OmegaConf.is_missing(composed, name) else format_value(composed[name])
         choices = {e.value: words_of(enum).get(e.name, "") for e in enum} if enum else {}
         yield Setting(section, full, value, _kind(kind), own, choices, about)
 
@@ -186,7 +186,7 @@ def _ordered(schema: type[Any], composed: Any, hints: dict[str, Any]) -> list[st
     return sorted(names, key=place)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Words a value as it is typed on the command line."""
     if isinstance(value, Enum):
         return str(value.value)
@@ -195,7 +195,7 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return str(value)
 
 
@@ -241,7 +241,7 @@ def _width() -> int:
 def _heading(setting: Setting) -> list[str]:
     if not setting.section:
         return []
-    return textwrap.wrap(f"{setting.section}: {setting.about}", _width())
+    return textwrap.wrap(f"{setting.section}: {setting.section_description}", _width())
 
 
 def _indented(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conf.command.statement import check_unchanged
 from conf.errors import InputError
-from conf.files import locked, make_folder, write_whole
+from conf.files import lock_file, make_folder, write_atomically
 
 ROWS_NAME = "conversations.jsonl"
 
@@ -18,7 +18,7 @@ PARTIAL = ".partial"
 """End of the names of folders that hold a measurement until its result is written."""
 
 
-class Journal:
+class JsonlStore:
     """Rows that are finished, on disk; every row is a JSON object with an integer `id`.
 
     A manifest beside the rows says how they were made, so that a second start either continues
@@ -44,19 +44,19 @@ class Journal:
                 other than the last is damaged.
         """
         self.path = out_dir / rows_name
-        self.done: set[int] = set()
-        self.num_torn = 0
+        self.done_ids: set[int] = set()
+        self.num_dropped_bytes = 0
         make_folder(out_dir)
-        self._lock = locked(out_dir / ".lock")
+        self._lock = lock_file(out_dir / ".lock")
         with contextlib.ExitStack() as unless_opened:
             unless_opened.callback(self._lock.release)
             _check_manifest(self.path, manifest)
             if self.path.exists():
                 self._recover()
-            write_whole(out_dir / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
+            write_atomically(out_dir / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
             unless_opened.pop_all()
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "JsonlStore":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,7 +64,7 @@ class Journal:
 
     def append(self, rows: list[dict]) -> None:
         """Writes whole lines and waits until they are on disk; ids already there are left out."""
-        fresh = [row for row in rows if row["id"] not in self.done]
+        fresh = [row for row in rows if row["id"] not in self.done_ids]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in fresh)
         try:
             with self.path.open("ab") as file:
@@ -75,18 +75,18 @@ class Journal:
             raise InputError(
                 f"{self.path}: {error.strerror}; finished rows are kept: start again to continue"
             ) from error
-        self.done.update(row["id"] for row in fresh)
+        self.done_ids.update(row["id"] for row in fresh)
 
-    def rows(self) -> list[dict]:
+    def load_rows(self) -> list[dict]:
         """All rows on disk, in the order of the ids."""
         rows = (row for _, row in _lines(self.path)) if self.path.exists() else ()
         return sorted(rows, key=lambda row: row["id"])
 
-    def finish(self) -> list[dict]:
+    def write_sorted(self) -> list[dict]:
         """Rewrites the file in the order of the ids, at once, and returns its rows."""
-        rows = self.rows()
+        rows = self.load_rows()
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_whole(self.path, "".join(lines))
+        write_atomically(self.path, "".join(lines))
         return rows
 
     def _recover(self) -> None:
@@ -94,9 +94,9 @@ class Journal:
         size = self.path.stat().st_size
         end = 0
         for end, row in _lines(self.path):  # noqa: B007  the last value is used below
-            self.done.add(row["id"])
+            self.done_ids.add(row["id"])
         if end < size:
-            self.num_torn = size - end
+            self.num_dropped_bytes = size - end
             os.truncate(self.path, end)
 
 

@@ -48,7 +48,7 @@ def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
         )
 
 
-def check_spread(device_map: str | None, environ: Mapping[str, str]) -> None:
+def check_device_map(device_map: str | None, environ: Mapping[str, str]) -> None:
     """Refuses to spread a target over devices that other processes of the launch use.
 
     Args:
@@ -75,7 +75,7 @@ def _sizes(environ: Mapping[str, str]) -> dict[str, int]:
     return {name: int(size) for name in _SIZES if (size := environ.get(name, "")).isdigit()}
 
 
-def rest_while_waiting() -> None:
+def set_passive_wait_policy() -> None:
     """Has waiting threads sleep, unless the environment says otherwise; before torch is imported.
 
     They would spin for some milliseconds, which other processes, and the very threads that they

@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from conf.command.statement import plain
+from conf.command.statement import to_json
 
 _PACKAGES = ("headsmith", "torch", "transformers", "accelerate")
 
 
-def provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
+def collect_provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
     """Collects everything needed to make a head or a result again.
 
     Args:
@@ -27,12 +27,12 @@ def provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
         JSON content without secrets.
     """
     return {
-        "config": plain(config),
+        "config": to_json(config),
         "target": target,
-        "data": plain(data),
+        "data": to_json(data),
         "versions": {name: _version(name) for name in _PACKAGES},
         "python": sys.version.split()[0],
-        "argv": plain(sys.argv),
+        "argv": to_json(sys.argv),
         "git": git_revision(),
     }
 
@@ -61,7 +61,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def code_key(files: Iterable[Path]) -> str:
+def compute_code_checksum(files: Iterable[Path]) -> str:
     """A checksum of Python files, which comments, docstrings and layout do not change.
 
     Args:

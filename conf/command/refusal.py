@@ -17,7 +17,9 @@ MERGED = re.compile(r"Error merging override (.+)")
 SEVERAL = re.compile(r"Ambiguous value for argument '(.+?)=(.+)'")
 
 
-def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -> InputError:
+def convert_hydra_error(
+    error: HydraException, schema: type[Any], recipes: Sequence[str]
+) -> InputError:
     """Word Hydra's refusal of a command line in our own pattern.
 
     Args:
@@ -30,7 +32,7 @@ def of_hydra(error: HydraException, schema: type[Any], recipes: Sequence[str]) -
         return InputError(
             f"{group}={name}: no such recipe; allowed: {', '.join(recipes)} (conf/{group})"
         )
-    known = {s.name: s.kind for s in words.settings(schema, OmegaConf.structured(schema))}
+    known = {s.name: s.allowed for s in words.list_settings(schema, OmegaConf.structured(schema))}
     said = str(error).strip().splitlines()
     if several := SEVERAL.match(said[0]):
         key, value = several.groups()

@@ -25,37 +25,37 @@ _NAMES = {
 """Where a model lies, which says nothing once one of the others is known."""
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Makes JSON of dataclasses, enums and paths; masks anything that looks like a secret key."""
     if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
+        return to_json(asdict(value))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
+        return {str(to_json(key)): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, str | Path):
         return _SECRET.sub(r"\1***", str(value))
     return value if value is None or isinstance(value, bool | int | float) else repr(value)
 
 
-def flat(value: Any, key: str = "") -> dict[str, Any]:
+def flatten_settings(value: Any, key: str = "") -> dict[str, Any]:
     """Lays out nested settings by dotted keys."""
     if not isinstance(value, Mapping):
         return {key: value}
     settings: dict[str, Any] = {}
     for name, item in value.items():
-        settings |= flat(item, f"{key}.{name}" if key else name)
+        settings |= flatten_settings(item, f"{key}.{name}" if key else name)
     return settings
 
 
-def stated(**parts: Any) -> dict[str, Any]:
+def make_fingerprint(**parts: Any) -> dict[str, Any]:
     """States some parts, e.g. `target` and `data`, each a dataclass or a mapping."""
-    return flat(plain(parts))
+    return flatten_settings(to_json(parts))
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def find_changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Lists the keys whose values differ in two statements, in their order.
 
     Args:
@@ -72,7 +72,7 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [key for key in differing if key not in unknown]
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+def format_changes(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
     """Words the values of two statements under some keys, for people."""
     return "; ".join(f"{k} was {_shown(before.get(k))}, is {_shown(now.get(k))}" for k in keys)
 
@@ -94,10 +94,10 @@ def check_unchanged(
     Raises:
         InputError: naming each value that differs.
     """
-    keys = changed(before, now)
+    keys = find_changed_keys(before, now)
     if keys:
         raise InputError(
-            f"{holds} made in another way: {differences(before, now, keys)}; {remedy}, "
+            f"{holds} made in another way: {format_changes(before, now, keys)}; {remedy}, "
             "or the setting as it was to continue"
         )
 

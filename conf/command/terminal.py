@@ -19,7 +19,7 @@ SETTING = re.compile(
 """A setting with its value, or the one that a message begins with."""
 
 
-def told(error: InputError, stream: TextIO) -> str:
+def format_error(error: InputError, stream: TextIO) -> str:
     """Word an error for a stream.
 
     On a terminal lines are as wide as it is and settings are bold; elsewhere every line stays

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import ABSENT, not_negative, positive, share
+from conf.settings.checks import ABSENT, check_fraction, check_not_negative, check_positive
 from conf.settings.eagle import Divergence
 from conf.settings.training import FrozenTargetRun
 
@@ -69,8 +69,8 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         above = ("num_features", "num_layers", "num_anchors", "slot_gamma", "lk_eta")
-        positive("head", self, *above, "draft_vocab_size", "window", "teacher_temperature")
-        not_negative("head", self, "text_weight", "divergence_weight")
+        check_positive("head", self, *above, "draft_vocab_size", "window", "teacher_temperature")
+        check_not_negative("head", self, "text_weight", "divergence_weight")
         if self.block_size < 2:
             raise InputError(f"head.block_size={self.block_size}: must be at least 2")
         if not self.text_weight + self.divergence_weight:
@@ -78,7 +78,7 @@ class BlockConfig:
                 f"head.text_weight={self.text_weight}: every loss has weight 0; "
                 "set head.text_weight or head.divergence_weight above 0"
             )
-        share("head", self, "off_path_weight", "slot_smoothing")
+        check_fraction("head", self, "off_path_weight", "slot_smoothing")
         if self.draft_vocab_size is not None and not self.own_output_head:
             raise InputError(
                 f"head.draft_vocab_size={self.draft_vocab_size}: the target's output head has all "
@@ -127,8 +127,8 @@ class DFlash2Config(BlockConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        positive("head", self, *sizes)
-        not_negative("head", self, "selector_weight")
+        check_positive("head", self, *sizes)
+        check_not_negative("head", self, "selector_weight")
         if self.selector_top_k < 2:
             raise InputError(f"head.selector_top_k={self.selector_top_k}: must be at least 2")
 
@@ -167,8 +167,8 @@ class DSparkConfig(OwnOutputHead, BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("head", self, "markov_rank")
-        not_negative("head", self, "confidence_weight")
+        check_positive("head", self, "markov_rank")
+        check_not_negative("head", self, "confidence_weight")
 
 
 @dataclass

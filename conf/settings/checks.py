@@ -11,7 +11,7 @@ ABSENT: Any = None
 """Marks a setting that only some subclasses have. It has no type, so it is no dataclass field."""
 
 
-def positive(prefix: str, config: object, *names: str) -> None:
+def check_positive(prefix: str, config: object, *names: str) -> None:
     """Refuse numbers of 0 and below. None passes.
 
     Raises:
@@ -20,7 +20,7 @@ def positive(prefix: str, config: object, *names: str) -> None:
     _refuse(prefix, config, names, lambda value: value <= 0, "above 0")
 
 
-def not_negative(prefix: str, config: object, *names: str) -> None:
+def check_not_negative(prefix: str, config: object, *names: str) -> None:
     """Refuse numbers below 0. None passes.
 
     Raises:
@@ -29,7 +29,7 @@ def not_negative(prefix: str, config: object, *names: str) -> None:
     _refuse(prefix, config, names, lambda value: value < 0, "at least 0")
 
 
-def below_one(prefix: str, config: object, name: str) -> None:
+def check_below_one(prefix: str, config: object, name: str) -> None:
     """Refuse a number outside [0, 1). None passes.
 
     Raises:
@@ -38,7 +38,7 @@ def below_one(prefix: str, config: object, name: str) -> None:
     _refuse(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
 
 
-def share(prefix: str, config: object, *names: str) -> None:
+def check_fraction(prefix: str, config: object, *names: str) -> None:
     """Refuse numbers outside [0, 1]. None passes.
 
     Raises:

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from conf.errors import InputError
-from conf.settings.checks import ABSENT, positive
+from conf.settings.checks import ABSENT, check_positive
 from conf.settings.target import TargetConfig
 
 
@@ -87,7 +87,7 @@ class RowsConfig:
     all."""
 
     def __post_init__(self) -> None:
-        positive("data", self, "num_prompts")
+        check_positive("data", self, "num_prompts")
         _check_columns(self.columns)
         # Hydra cannot add keys to a typed dict, so both settings are untyped and checked here.
         if not isinstance(self.chat_template_kwargs, dict | None):
@@ -115,7 +115,7 @@ class PackedConfig(RowsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("data", self, "max_length", "num_proc")
+        check_positive("data", self, "max_length", "num_proc")
         if not 0 < self.eval_fraction < 1:
             raise InputError(f"data.eval_fraction={self.eval_fraction}: must be between 0 and 1")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from conf.errors import InputError
-from conf.settings.checks import below_one, positive
+from conf.settings.checks import check_below_one, check_positive
 
 
 @dataclass
@@ -31,7 +31,7 @@ class DynamicTreeConfig:
     """Draft tokens kept for verification."""
 
     def __post_init__(self) -> None:
-        positive("dynamic_tree", self, "depth", "top_k", "num_tokens")
+        check_positive("dynamic_tree", self, "depth", "top_k", "num_tokens")
 
 
 @dataclass
@@ -55,8 +55,8 @@ class DraftModelConfig:
     """Paths of child ranks. Unset: 8 nodes on CPU, 32 on CUDA."""
 
     def __post_init__(self) -> None:
-        positive("draft", self, "num_tokens", "max_tokens")
-        below_one("draft", self, "confidence")
+        check_positive("draft", self, "num_tokens", "max_tokens")
+        check_below_one("draft", self, "confidence")
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LookupConfig:
     """Shortest run of last tokens to look up."""
 
     def __post_init__(self) -> None:
-        positive("lookup", self, "num_tokens", "max_ngram", "min_ngram")
+        check_positive("lookup", self, "num_tokens", "max_ngram", "min_ngram")
         if self.min_ngram > self.max_ngram:
             raise InputError(
                 f"lookup.min_ngram={self.min_ngram}: must be at most "
@@ -93,8 +93,8 @@ class SuffixConfig:
     """End the chain when the estimated probability of a draft token falls below this."""
 
     def __post_init__(self) -> None:
-        positive("suffix", self, "num_tokens", "max_ngram", "factor")
-        below_one("suffix", self, "min_prob")
+        check_positive("suffix", self, "num_tokens", "max_ngram", "factor")
+        check_below_one("suffix", self, "min_prob")
 
 
 @dataclass
@@ -105,7 +105,7 @@ class RecyclingConfig:
     """Nodes of the tree, root excluded. Unset: 8 on CPU, 80 on CUDA (the paper's)."""
 
     def __post_init__(self) -> None:
-        positive("recycling", self, "num_tokens")
+        check_positive("recycling", self, "num_tokens")
 
 
 @dataclass
@@ -120,7 +120,7 @@ class LookaheadConfig:
     """N-grams of the pool verified per step."""
 
     def __post_init__(self) -> None:
-        positive("lookahead", self, "window", "num_guesses")
+        check_positive("lookahead", self, "window", "num_guesses")
         if self.level < 2:
             raise InputError(f"lookahead.level={self.level}: must be at least 2")
 
@@ -138,7 +138,7 @@ class SelfDraftConfig:
     """Draft tokens of a chain. Unset: 4, or the number that the search found."""
 
     def __post_init__(self) -> None:
-        positive("self_draft", self, "num_layers", "num_tokens")
+        check_positive("self_draft", self, "num_layers", "num_tokens")
 
 
 @dataclass
@@ -151,4 +151,4 @@ class TypicalConfig:
     """Accept above alpha exp(-entropy) too, which is lower where the target is unsure (delta)."""
 
     def __post_init__(self) -> None:
-        positive("typical", self, "threshold", "alpha")
+        check_positive("typical", self, "threshold", "alpha")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import not_negative, positive, share
+from conf.settings.checks import check_fraction, check_not_negative, check_positive
 from conf.settings.training import FrozenTargetRun
 
 
@@ -101,9 +101,9 @@ class UnrolledConfig:
 
     def __post_init__(self) -> None:
         above = ("num_steps", "step_decay", "teacher_temperature", "lk_eta", "top_k")
-        positive("head", self, *above)
+        check_positive("head", self, *above)
         weights = ("divergence_weight", "regression_weight", "top_k_weight", "text_weight")
-        not_negative("head", self, *weights, "noise")
+        check_not_negative("head", self, *weights, "noise")
         if not any(getattr(self, name) for name in weights):
             raise InputError(
                 f"head.divergence_weight={self.divergence_weight}: every loss has weight 0; set "
@@ -134,7 +134,7 @@ class FeatureHeadConfig(UnrolledConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("head", self, "draft_vocab_size")
+        check_positive("head", self, "draft_vocab_size")
 
 
 @dataclass
@@ -217,8 +217,8 @@ class PEagleConfig(FeatureHeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("head", self, "num_layers", "num_anchors", "num_segments", "kept_share")
-        share("head", self, "kept_share", "least_share", "off_path_weight")
+        check_positive("head", self, "num_layers", "num_anchors", "num_segments", "kept_share")
+        check_fraction("head", self, "kept_share", "least_share", "off_path_weight")
 
 
 @dataclass

@@ -48,7 +48,7 @@ class ExportRun:
     """Folder to write. An earlier export there is replaced; anything else is an error."""
 
 
-class Layout(Enum):
+class HubLayout(Enum):
     """Where a head's exports lie on the Hub."""
 
     one = "one"
@@ -66,7 +66,7 @@ class PushRun:
     """`user/name` on the Hub."""
     exports: list[str] = field(default_factory=list)
     """Folders that `scripts/export.py` wrote for this head, to push with it."""
-    layout: Layout = Layout.one
+    layout: HubLayout = HubLayout.one
     private: bool = True
     """Make a new repository private."""
     publish_private_target: bool = False

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from conf.errors import InputError
-from conf.settings.checks import ABSENT, below_one, not_negative, positive
+from conf.settings.checks import ABSENT, check_below_one, check_not_negative, check_positive
 from conf.settings.data import DataRun
 from conf.settings.drafting import (
     DraftModelConfig,
@@ -50,11 +50,11 @@ class MeasureRun(DataRun):
     """Seed of sampling (above temperature 0) and of confidence intervals."""
 
     def __post_init__(self) -> None:
-        positive("", self, "max_new_tokens", "depth", "top_k", "output_rank", "num_turns")
-        not_negative("", self, "temperature")
+        check_positive("", self, "max_new_tokens", "depth", "top_k", "output_rank", "num_turns")
+        check_not_negative("", self, "temperature")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
-        below_one("", self, "min_p")
+        check_below_one("", self, "min_p")
         if "" in (self.stop or []):
             raise InputError(
                 f"stop={self.stop}: an empty text would end every answer at once; leave it out"
@@ -190,7 +190,7 @@ class SpeedupRun(DecodingSettings, MeasureRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("", self, "batch_size", "num_repeats")
+        check_positive("", self, "batch_size", "num_repeats")
         if any(size < 1 for size in self.concurrency):
             raise InputError(
                 f"concurrency={self.concurrency}: sizes must be at least 1; type one like [1,4,16]"
@@ -238,9 +238,9 @@ class ServeRun(SamplingSettings, ChainSettings, MeasureRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        below_one("", self, "tolerance")
-        positive("", self, "num_repeats")
-        not_negative("", self, "num_warmups")
+        check_below_one("", self, "tolerance")
+        check_positive("", self, "num_repeats")
+        check_not_negative("", self, "num_warmups")
         if any(size < 1 for size in self.concurrency):
             raise InputError(f"concurrency={self.concurrency}: numbers must be positive")
 
@@ -266,7 +266,7 @@ class TreeSearchRun(AnswerSettings, OutputSettings, MeasureRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("", self, "max_nodes", "num_repeats")
+        check_positive("", self, "max_nodes", "num_repeats")
         for name in ("top_ks", "batch_sizes"):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):
@@ -283,4 +283,4 @@ class CalibrateRun(SamplingSettings, AnswerSettings, ChainSettings, OutputSettin
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("", self, "num_repeats")
+        check_positive("", self, "num_repeats")

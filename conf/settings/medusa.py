@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import below_one, not_negative, positive, share
+from conf.settings.checks import check_below_one, check_fraction, check_not_negative, check_positive
 from conf.settings.training import FrozenTargetRun, TrainConfig, TrainRun
 
 
@@ -41,8 +41,8 @@ class MedusaConfig:
     alike."""
 
     def __post_init__(self) -> None:
-        positive("head", self, "num_heads", "num_layers", "loss_decay", "teacher_temperature")
-        share("head", self, "off_path_weight")
+        check_positive("head", self, "num_heads", "num_layers", "loss_decay", "teacher_temperature")
+        check_fraction("head", self, "off_path_weight")
 
 
 @dataclass
@@ -87,8 +87,8 @@ class AdapterConfig:
     the memory, a third more time per forward and backward pass, the same result."""
 
     def __post_init__(self) -> None:
-        positive("adapter", self, "rank", "alpha")
-        below_one("adapter", self, "dropout")
+        check_positive("adapter", self, "rank", "alpha")
+        check_below_one("adapter", self, "dropout")
         if self.modules is not None and not self.modules:
             raise InputError(
                 "adapter.modules=[]: no layer to adapt; name one, e.g. adapter.modules=[q_proj], "
@@ -111,8 +111,8 @@ class JointConfig:
     """Learning rate of the heads divided by `train.learning_rate`, which is the adapter's."""
 
     def __post_init__(self) -> None:
-        positive("joint", self, "heads_weight", "heads_lr_multiplier")
-        not_negative("joint", self, "heads_only_steps")
+        check_positive("joint", self, "heads_weight", "heads_lr_multiplier")
+        check_not_negative("joint", self, "heads_only_steps")
 
 
 @dataclass

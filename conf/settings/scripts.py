@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import not_negative, positive
+from conf.settings.checks import check_not_negative, check_positive
 from conf.settings.data import (
     DataRun,
     PackedRun,
@@ -45,8 +45,8 @@ class CaptureRun(PackedRun):
     """Seed of packing and of the choice of held-out conversations."""
 
     def __post_init__(self) -> None:
-        positive("", self, "top_k", "micro_batch_size")
-        not_negative("", self, "num_replay_prompts")
+        check_positive("", self, "top_k", "micro_batch_size")
+        check_not_negative("", self, "num_replay_prompts")
         if self.teacher is TeacherKind.top_k and self.layers == []:
             raise InputError(
                 "layers=[]: teacher=top_k stores no hidden state either, so heads would have "
@@ -85,8 +85,8 @@ class RegenerateRun(DataRun):
     """Seed of sampling, above temperature 0."""
 
     def __post_init__(self) -> None:
-        positive("", self, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
-        not_negative("", self, "temperature", "max_retries")
+        check_positive("", self, "concurrency", "batch_size", "max_new_tokens", "timeout_s")
+        check_not_negative("", self, "temperature", "max_retries")
         if self.endpoint is None and self.model is not None:
             raise InputError(
                 f"model={self.model}: names a model of a server, but endpoint is unset; set "
@@ -120,7 +120,7 @@ class RelayRun:
     wait."""
 
     def __post_init__(self) -> None:
-        positive("", self, "port", "max_age_s")
+        check_positive("", self, "port", "max_age_s")
         if self.port > 65535:
             raise InputError(f"port={self.port}: must be at most 65535")
 
@@ -146,7 +146,7 @@ class PruneRun(ChainSettings, PackedRun):
     """Seed of packing, held-out conversations and confidence intervals."""
 
     def __post_init__(self) -> None:
-        positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
+        check_positive("", self, "num_sequences", "num_replay_prompts", "max_new_tokens", "depth")
         for name in ("sizes", "ranks"):
             values = getattr(self, name)
             if min(values, default=1) <= 0 or sorted(set(values)) != list(values):
@@ -192,7 +192,7 @@ class ContestTrainConfig:
     """Packed sequences per forward pass of one process."""
 
     def __post_init__(self) -> None:
-        positive("train", self, "batch_size", "micro_batch_size")
+        check_positive("train", self, "batch_size", "micro_batch_size")
 
 
 @dataclass
@@ -234,7 +234,7 @@ class ContestRun(PackedRun):
     """Seed of weights, data and sampling."""
 
     def __post_init__(self) -> None:
-        positive("", self, "tokens", "minutes", "max_new_tokens", "num_turns", "num_repeats")
+        check_positive("", self, "tokens", "minutes", "max_new_tokens", "num_turns", "num_repeats")
         if self.probe_steps < 4:
             raise InputError(f"probe_steps={self.probe_steps}: must be at least 4")
         if not self.recipes:
@@ -255,4 +255,4 @@ class TargetsRun:
     """Folder for results. Checked architectures are skipped."""
 
     def __post_init__(self) -> None:
-        positive("", self, "timeout")
+        check_positive("", self, "timeout")

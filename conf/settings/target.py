@@ -5,8 +5,8 @@ from enum import Enum
 from pathlib import Path
 
 from conf.errors import InputError
-from conf.files import gguf_parts
-from conf.settings.checks import positive
+from conf.files import split_gguf_path
+from conf.settings.checks import check_positive
 
 
 class Dtype(Enum):
@@ -61,7 +61,7 @@ class TargetConfig:
     """Prompt tokens per forward pass. Recurrent targets read a prompt in one pass."""
 
     def __post_init__(self) -> None:
-        positive("target", self, "prefill_chunk")
+        check_positive("target", self, "prefill_chunk")
         if self.adapter_name is not None and not self.engine:
             raise InputError(
                 f"target.adapter_name={self.adapter_name}: names an adapter of a server, but "
@@ -79,7 +79,11 @@ class TargetConfig:
                 setattr(self, name, str(Path(path).expanduser()))
         if self.gguf_file is not None:
             self._join_gguf_file(self.gguf_file)
-        if self.path is not None and gguf_parts(self.path) and self.quantization.value != "none":
+        if (
+            self.path is not None
+            and split_gguf_path(self.path)
+            and self.quantization.value != "none"
+        ):
             raise InputError(
                 f"target.quantization={self.quantization.value}: target.path={self.path} is "
                 "quantised as llama.cpp serves it; leave target.quantization unset"
@@ -87,7 +91,7 @@ class TargetConfig:
 
     def _join_gguf_file(self, name: str) -> None:
         """Join `path` and the file name into one path."""
-        if self.path is None or gguf_parts(self.path):
+        if self.path is None or split_gguf_path(self.path):
             raise InputError(
                 f"target.gguf_file={name}: target.path={self.path} must be the folder or Hub id "
                 "that holds the file"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from conf.errors import InputError
-from conf.settings.checks import AUTO, below_one, not_negative, positive
+from conf.settings.checks import AUTO, check_below_one, check_not_negative, check_positive
 from conf.settings.data import DataConfig, PackedRun
 from conf.settings.target import Dtype
 
@@ -96,20 +96,20 @@ class TrainConfig:
     """Optimizer steps between metric lines."""
 
     def __post_init__(self) -> None:
-        positive(
+        check_positive(
             "train", self, "max_steps", "num_epochs", "batch_size", "batch_tokens",
             "micro_batch_size", "max_grad_norm", "max_grad_value", "eval_steps",
             "num_eval_sequences", "save_steps", "num_checkpoints", "log_steps",
         )  # fmt: skip
         if not 0 < self.adam_beta2 < 1:
             raise InputError(f"train.adam_beta2={self.adam_beta2}: must be between 0 and 1")
-        below_one("train", self, "average_decay")
-        not_negative("train", self, "num_replay_prompts", "weight_decay")
+        check_below_one("train", self, "average_decay")
+        check_not_negative("train", self, "num_replay_prompts", "weight_decay")
         for name in ("learning_rate", "adam_learning_rate"):
             rate = getattr(self, name)
             if rate != AUTO and (isinstance(rate, str) or rate <= 0):
                 raise InputError(f"train.{name}={rate}: must be above 0, or {AUTO}")
-        not_negative("train", self, "warmup_steps")
+        check_not_negative("train", self, "warmup_steps")
         counted = self.num_epochs is None  # otherwise looked at when the data are known
         if counted and (self.warmup_steps or 0) >= self.max_steps:
             raise InputError(
@@ -147,8 +147,8 @@ class RolloutConfig:
     process."""
 
     def __post_init__(self) -> None:
-        positive("rollout", self, "steps", "max_new_tokens", "batch_size")
-        not_negative("rollout", self, "temperature")
+        check_positive("rollout", self, "steps", "max_new_tokens", "batch_size")
+        check_not_negative("rollout", self, "temperature")
 
 
 @dataclass

@@ -33,7 +33,7 @@ import xxhash
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import retried
+from conf.files import retry_io
 from conf.settings.data import StateFormat, TeacherKind
 
 VERSION = 1
@@ -192,7 +192,7 @@ class ShardIndex:
         """
         path = folder / f"{name}.json"
         try:
-            return cls(**json.loads(retried(path.read_text)))
+            return cls(**json.loads(retry_io(path.read_text)))
         except (OSError, ValueError, TypeError) as error:
             raise InputError(f"{path}: missing or damaged ({error}); {repair(folder)}") from error
 
@@ -208,7 +208,7 @@ def is_whole(folder: Path, name: str) -> bool:
         index = ShardIndex.read(folder, name)
         path = folder / f"{name}{SUFFIX}"
         same_size = path.stat().st_size == index.size
-        return same_size and retried(partial(file_checksum, path)) == index.checksum
+        return same_size and retry_io(partial(file_checksum, path)) == index.checksum
     except (InputError, FileNotFoundError):
         return False
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.command.statement import check_unchanged, flat, plain
+from conf.command.statement import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
-from conf.files import retried, write_whole
+from conf.files import retry_io, write_atomically
 from conf.settings.data import Form
 from data.features.format import MANIFEST, PLAN, VERSION, Contents, repair
 from data.prepared.prepare import DataReport
@@ -67,7 +67,7 @@ class StorePlan:
 
     def as_json(self) -> dict[str, Any]:
         """JSON content, with the version of the format."""
-        return {"version": VERSION, **plain(self)}
+        return {"version": VERSION, **to_json(self)}
 
     def check(self, folder: Path) -> None:
         """Refuse a folder with other content, or with a capture of other settings.
@@ -78,8 +78,10 @@ class StorePlan:
         if folder.exists() and not folder.is_dir():
             raise InputError(f"out_dir={folder}: is a file; name a folder")
         if (folder / PLAN).is_file():
-            before = flat(_read_json(folder / PLAN, f"out_dir={folder}"))
-            check_unchanged(f"out_dir={folder} holds a capture", before, flat(self.as_json()))
+            before = flatten_settings(_read_json(folder / PLAN, f"out_dir={folder}"))
+            check_unchanged(
+                f"out_dir={folder} holds a capture", before, flatten_settings(self.as_json())
+            )
             return
         # A capture may have been killed while writing its plan.
         begun = {".lock", f"{PLAN}.tmp"}
@@ -92,7 +94,7 @@ class StorePlan:
     def write(self, folder: Path) -> None:
         """Write the plan of a store before its capture."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / PLAN, json.dumps(self.as_json(), indent=2) + "\n")
+        write_atomically(folder / PLAN, json.dumps(self.as_json(), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Manifest:
             "provenance": self.provenance,
         }
         text = json.dumps(content, indent=2) + "\n"
-        retried(lambda: write_whole(folder / MANIFEST, text))
+        retry_io(lambda: write_atomically(folder / MANIFEST, text))
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -170,7 +172,7 @@ class Manifest:
 def _read_json(path: Path, setting: str) -> dict[str, Any]:
     """Read a JSON object; raise an InputError that starts with `setting` for anything else."""
     try:
-        stored = json.loads(retried(path.read_text))
+        stored = json.loads(retry_io(path.read_text))
     except (OSError, ValueError) as error:
         raise InputError(f"{setting}: {path.name} is damaged: {error}") from error
     if not isinstance(stored, dict):

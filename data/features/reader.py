@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from conf.errors import InputError
-from conf.files import retried
+from conf.files import retry_io
 from data.features.format import (
     NO_PROBABILITY,
     SCALE,
@@ -76,7 +76,7 @@ class FeatureStore:
         """
         path = self.folder / name
         try:
-            written = retried(partial(file_checksum, path)) == self.manifest.files[name]
+            written = retry_io(partial(file_checksum, path)) == self.manifest.files[name]
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}; {repair(self.folder)}") from error
         if not written:
@@ -138,7 +138,7 @@ class StoredDataset(Dataset):
         path = self.store.folder / f"{self.shards[shard].name}{SUFFIX}"
         room = num_tokens if room is None else room
         try:
-            row = retried(partial(read_sequence, path, self.fields, shard_index, number, room))
+            row = retry_io(partial(read_sequence, path, self.fields, shard_index, number, room))
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}; {repair(path.parent)}") from error
         ids, target = row["input_ids"][:num_tokens], self.target

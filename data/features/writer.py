@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import retried, write_whole
+from conf.files import retry_io, write_atomically
 from data.features.format import SUFFIX, Field, ShardIndex, checksum, memory_of
 
 SHARD_BYTES = 512 * 2**20
@@ -85,7 +85,7 @@ def write_shard(
         InputError: the shard cannot be written, e.g. on a full disk. Nothing of it is left.
     """
     try:
-        return retried(partial(_write_shard, folder, name, fields, sequences))
+        return retry_io(partial(_write_shard, folder, name, fields, sequences))
     except OSError as error:
         raise InputError(
             f"out_dir={folder}: cannot write {name}: {error.strerror}; whole shards are kept. Free "
@@ -120,7 +120,7 @@ def _write_shard(
         temporary.unlink(missing_ok=True)
         raise
     index = ShardIndex(num_tokens, checksums, size, digest.hexdigest())
-    write_whole(folder / f"{name}.json", json.dumps(asdict(index)) + "\n")
+    write_atomically(folder / f"{name}.json", json.dumps(asdict(index)) + "\n")
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)  # makes the names of new files durable too

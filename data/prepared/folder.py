@@ -26,8 +26,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from conf.command.provenance import code_key
-from conf.command.statement import plain
+from conf.command.provenance import compute_code_checksum
+from conf.command.statement import to_json
 from conf.errors import InputError
 from conf.files import cache_dir
 from conf.settings.data import Form, OnBadRow, PackedConfig
@@ -209,8 +209,8 @@ def _check_unchanged(source: Source, facts: list[tuple[str, int, int, int]]) -> 
 
 
 def _key(contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    code = code_key(Path(str(module.__file__)) for module in RULE)
-    settings = [plain(getattr(config, name)) for name in DECIDING]
+    code = compute_code_checksum(Path(str(module.__file__)) for module in RULE)
+    settings = [to_json(getattr(config, name)) for name in DECIDING]
     libraries = [version(name) for name in LIBRARIES]
     return _sha256([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]
 

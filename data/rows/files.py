@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conf.errors import InputError
-from conf.files import here
+from conf.files import find_local_path
 from conf.settings.data import RowsConfig
 from data.rows.values import parse_json, show
 
@@ -79,7 +79,7 @@ def find_source(
     Raises:
         InputError: nothing is there, or no file belongs to the split.
     """
-    local = here("data.path", path, SUFFIXES)
+    local = find_local_path("data.path", path, SUFFIXES)
     if local is None:
         return Source(path, (), subset=subset, split=split, streaming=streaming)
     if local.is_dir():
@@ -100,7 +100,7 @@ def check_data(config: RowsConfig, section: str = "data") -> None:
     """
     for name in ("path", "eval_path"):
         path = getattr(config, name)
-        local = None if path is None else here(f"{section}.{name}", path, SUFFIXES)
+        local = None if path is None else find_local_path(f"{section}.{name}", path, SUFFIXES)
         if local is not None and local.is_file():
             ending_of(local)
     if config.features is not None and not Path(config.features).expanduser().is_dir():

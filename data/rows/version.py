@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from conf.files import here
+from conf.files import find_local_path
 from data.rows.files import SUFFIXES
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -20,7 +20,7 @@ def version_of(path: str) -> str | None:
     Returns:
         40 hexadecimal digits; None if unknown, or if the Hub cannot be reached.
     """
-    local = here("data.path", path, SUFFIXES)
+    local = find_local_path("data.path", path, SUFFIXES)
     if local is None:
         return _on_the_hub(path)
     if found := SNAPSHOT.search(local.absolute().as_posix()):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import CalibrateRun, SpeedupRun, TreeSearchRun
 from eval.compare.figures import summarise
@@ -60,7 +60,7 @@ def decode_with(
     bench: Bench,
     config: CalibrateRun | TreeSearchRun,
     drafters: Mapping[str, tuple[DrafterFactory, Tree | None]],
-    journal: Journal | None = None,
+    journal: JsonlStore | None = None,
 ) -> dict[str, Any]:
     """Decode with each drafter, interleaved with decoding without drafts.
 

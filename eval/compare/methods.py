@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
@@ -146,13 +146,13 @@ def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., 
 
 
 def build_methods(
-    bench: Bench, config: SpeedupRun, chosen: dict[str, Callable[..., Method]], journal: Journal
+    bench: Bench, config: SpeedupRun, chosen: dict[str, Callable[..., Method]], journal: JsonlStore
 ) -> dict[str, Method]:
     """Make the chosen methods, with results of searches from the journal."""
     if "skip_layers" in chosen and config.self_draft.skip is None:
-        if SEARCHED not in journal.done:
+        if SEARCHED not in journal.done_ids:
             journal.append([{"id": SEARCHED, **_layers_to_skip(bench, config)}])
-        (row,) = (row for row in journal.rows() if row["id"] == SEARCHED)
+        (row,) = (row for row in journal.load_rows() if row["id"] == SEARCHED)
         make = partial(chosen["skip_layers"], row["skip"], row["num_tokens"])
         chosen = chosen | {"skip_layers": make}
     return {name: make() for name, make in chosen.items()}

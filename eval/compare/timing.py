@@ -8,8 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from conf.command.clock import Times, busy_seconds
-from conf.command.journal import Journal
+from conf.command.clock import DecodingTimes, measure_busy_seconds
+from conf.command.journal import JsonlStore
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.decode.engine import Generation, Step
@@ -63,7 +63,7 @@ def time_methods(
     config: SpeedupRun,
     methods: dict[str, Method],
     batch_size: int = 1,
-    journal: Journal | None = None,
+    journal: JsonlStore | None = None,
 ) -> list[PromptRun]:
     """Run every method on every prompt, interleaved, after warm-ups, over all processes.
 
@@ -84,7 +84,7 @@ def time_methods(
     groups = [[prompt] for prompt in prompts] if batch_size == 1 else [prompts]
     start = batch_size * JOBS_PER_SIZE
     jobs = _jobs(start, config.num_repeats, len(groups), list(methods), config.seed)
-    rows = [] if journal is None else journal.rows()
+    rows = [] if journal is None else journal.load_rows()
     kept = {row["id"]: list(map(_text, row["texts"])) for row in rows if "texts" in row}
     waiting = {(job.method, job.repeat) for job in jobs if job.id not in kept}
     for _ in range(config.num_warmups):
@@ -121,7 +121,7 @@ def _profile(name: str, method: Method, runs: list[PromptRun], seed: int, batch_
     if method.forget:
         method.forget()
     prompts = [run.prompt for run in runs]
-    busy = busy_seconds(partial(_run, method, prompts, seed, batch_size))
+    busy = measure_busy_seconds(partial(_run, method, prompts, seed, batch_size))
     for run in runs:
         run.busy[name] = {part: seconds / len(runs) for part, seconds in busy.items()}
 
@@ -147,7 +147,7 @@ def _text(row: dict[str, Any]) -> Generation:
         row["token_ids"],
         [Step(**step) for step in row["steps"]],
         [tuple(path) for path in row["paths"]],
-        Times(**row["times"]),
+        DecodingTimes(**row["times"]),
         row["drafted"],
         row["arrivals"],
     )

@@ -379,9 +379,9 @@ class StepBatch(Batch):
         rows = self.captured
         assert rows is not None
         if rows.prepare(self._length(self.running)):
-            with self.clock.aside(self.running):
+            with self.clock.pause_timing(self.running):
                 rows.capture()
-        with self.clock.part("step", self.running):
+        with self.clock.measure_part("step", self.running):
             launched = _Launched(list(self.rows), *rows.launch())
         late, self.late = self.late, launched
         assert rows.committed is not None
@@ -555,14 +555,14 @@ class PassBatch(Batch):
         """Draft, then launch the rest at once."""
         passes = self.captured
         assert passes is not None
-        with self.clock.part("draft", self.rows):
+        with self.clock.measure_part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
         if passes.prepare(draft, self._length(self.rows)):
-            with self.clock.aside(self.rows):
+            with self.clock.pause_timing(self.rows):
                 passes.capture()
-        with self.clock.part("verify", self.rows):
+        with self.clock.measure_part("verify", self.rows):
             verified = passes.run()
-        with self.clock.part("accept", self.rows):
+        with self.clock.measure_part("accept", self.rows):
             steps = HostStep.all_of(verified.record.tolist())
             # A head that pauses drafting keeps these tokens.
             verified = replace(verified, on_path=verified.on_path.clone())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from conf.command.clock import PartClock, Times
+from conf.command.clock import DecodingTimes, PartClock
 from eval.decode.generation_config import Processors, Stops
 from eval.decode.verify_pass import ContextLimits, HostStep, Nodes, read_trees
 from heads.decoding.cache import Kept, TreeCache
@@ -78,7 +78,7 @@ class Generation:
     token_ids: list[int]
     steps: list[Step] = field(default_factory=list)
     paths: list[tuple[int, ...]] = field(default_factory=list)
-    times: Times = field(default_factory=Times)
+    times: DecodingTimes = field(default_factory=DecodingTimes)
     drafted: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
 
@@ -287,7 +287,7 @@ class Batch:
             if not self.running and not prefilled:
                 self.clock.stop(self.rows)
                 return
-            with self.clock.part("accept", self.running):
+            with self.clock.measure_part("accept", self.running):
                 committed = self._go_on(prefilled, committed)
             committed, new = self._step(committed)
 
@@ -307,11 +307,11 @@ class Batch:
     def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:
         """Draft, verify and accept; return what is committed, and new tokens by text."""
         cache = committed.cache
-        with self.clock.part("draft", self.rows):
+        with self.clock.measure_part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
-        with self.clock.part("verify", self.rows):
+        with self.clock.measure_part("verify", self.rows):
             nodes = self._read(draft, cache)
-        with self.clock.part("accept", self.rows):
+        with self.clock.measure_part("accept", self.rows):
             verified = nodes.accept(draft, self.sampling, self.generators)
             steps = HostStep.all_of(verified.record.tolist())
             kept = Kept(verified.accepted.nodes, verified.counts)
@@ -325,8 +325,8 @@ class Batch:
     def _prefill(self, texts: list[int]) -> tuple[Prefilled, NewTokens]:
         """Read prompts with a new drafter; return the first token of each text."""
         for text in texts:
-            self.started[text] = self.clock.lap(self.rows)
-        with self.clock.part("prefill", texts):
+            self.started[text] = self.clock.end_lap(self.rows)
+        with self.clock.measure_part("prefill", texts):
             seeds = [self.seeds[text] for text in texts]
             drafter, generators = self.make(seeds), Generators.seeded(seeds, self.target.device)
             prompts = [self.prompts[text] for text in texts]
@@ -379,7 +379,7 @@ class Batch:
 
     def _emit(self, new: NewTokens) -> bool:
         """Append tokens to the texts; return whether all of them continue."""
-        now = self.clock.lap(list(new) or self.running)
+        now = self.clock.end_lap(list(new) or self.running)
         ended = set()
         for text, tokens in new.items():
             generation = self.generations[text]

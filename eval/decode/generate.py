@@ -29,7 +29,7 @@ class _PassRecorder:
         self.cached: list[int] = []
         self.arrivals: list[float] = []
         self._prompt = ExitStack()
-        self._prompt.enter_context(clock.part("prefill", self.texts))
+        self._prompt.enter_context(clock.measure_part("prefill", self.texts))
 
     def begin(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the target's pass."""
@@ -49,7 +49,7 @@ class _PassRecorder:
 
     def arrive(self) -> None:
         """Record that a pass has given its tokens."""
-        self.arrivals.append(self.clock.lap(self.texts))
+        self.arrivals.append(self.clock.end_lap(self.texts))
 
     def steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
         """Steps and draft tokens of the passes after the prompt's, for a single text.

@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.command.journal import PARTIAL, Journal
-from conf.command.provenance import provenance
-from conf.command.statement import flat, plain
+from conf.command.journal import PARTIAL, JsonlStore
+from conf.command.provenance import collect_provenance
+from conf.command.statement import flatten_settings, to_json
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from conf.settings.data import OnBadRow
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
@@ -311,7 +311,7 @@ def seed_of(prompt: Prompt, seed: int) -> int:
     return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
 
 
-def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Journal:
+def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> JsonlStore:
     """Open the journal of a measurement, which an earlier start may have begun.
 
     Args:
@@ -325,11 +325,11 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
     """
     state = processes.start()
     settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
-    made = provenance(settings, bench.ends.name, bench.data)
-    manifest: dict[str, object] = flat(
+    made = collect_provenance(settings, bench.ends.name, bench.data)
+    manifest: dict[str, object] = flatten_settings(
         {
             **{key: made[key] for key in ("config", "data", "versions", "git")},
-            "target": plain(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
+            "target": to_json(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
             "heads": [checksums(head.path) for head in bench.heads],
             "generation_config": bench.ends.logits_processing,
             "stop": [*bench.ends.stop_ids, *bench.ends.stop_strings],
@@ -341,7 +341,7 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
     )
     folder = partial_folder(run, name) / str(state.process_index)
     try:
-        journal = Journal(folder, manifest, "runs.jsonl")
+        journal = JsonlStore(folder, manifest, "runs.jsonl")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
     if bench.main:
@@ -349,9 +349,9 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Jo
             f"{len(bench.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
             f"writing results to {Path(run.out_dir) / name}"
         )
-    if journal.done and bench.main:
+    if journal.done_ids and bench.main:
         Console(stderr=True).print(
-            f"continuing with {len(journal.done)} runs of an earlier start in {folder}"
+            f"continuing with {len(journal.done_ids)} runs of an earlier start in {folder}"
         )
     return journal
 
@@ -372,7 +372,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     result = {
         **result,
         "head": run.head.path,
-        "target_identity": plain(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
+        "target_identity": to_json(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
         "target_dtype": str(bench.ends.dtype).removeprefix("torch."),
         **_how_run(bench),
         "device": device_name(),
@@ -388,7 +388,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "num_turns": run.num_turns,
         "seed": run.seed,
         "tree": bench.heads[0].described() if bench.heads else None,
-        **provenance(
+        **collect_provenance(
             run, bench.ends.name, {**bench.data, "version": version_of(bench.data["path"])}
         ),
     }
@@ -396,7 +396,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     path = Path(run.out_dir) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _dense(json.dumps(result, indent=2)) + "\n")
+        write_atomically(path, _dense(json.dumps(result, indent=2)) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
     shutil.rmtree(partial_folder(run, name), ignore_errors=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from eval.measure.conditions import caption
 from eval.measure.lengths import histogram, per_draft
 from eval.measure.stats import tree_figures
@@ -49,7 +49,7 @@ def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
             files[folder / own] = golden({row["draft_tokens"]: row}, result)
     try:
         for path, text in files.items():
-            write_whole(path, text)
+            write_atomically(path, text)
     except OSError as error:
         raise InputError(f"out_dir={folder}: cannot write there: {error}") from error
     return list(files)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conf.errors import InputError
-from conf.files import here, write_whole
+from conf.files import find_local_path, write_atomically
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from heads.decoding.chains import Calibration
@@ -159,9 +159,9 @@ def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: P
     Raises:
         InputError: the file cannot be written.
     """
-    path = (here("head.path", head.path) or out_dir) / name
+    path = (find_local_path("head.path", head.path) or out_dir) / name
     try:
-        write_whole(path, json.dumps(content) + "\n")
+        write_atomically(path, json.dumps(content) + "\n")
     except OSError as error:
         raise InputError(f"head.path={head.path}: cannot write {path}: {error}") from error
     return path

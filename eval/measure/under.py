@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.command.help import check_known
+from conf.command.help import check_setting_exists
 from conf.errors import InputError
 from conf.settings.measure import AcceptanceRun
 
@@ -50,7 +50,7 @@ def _changed(config: AcceptanceRun, name: str) -> AcceptanceRun:
                 f"conditions: {name!r}: {word!r} sets nothing; a condition is settings such as "
                 "'mode=decode temperature=1'"
             )
-        check_known(AcceptanceRun, key)
+        check_setting_exists(AcceptanceRun, key)
         if key.partition(".")[0] not in CHANGEABLE:
             raise InputError(
                 f"conditions: {name!r}: {key} is not a condition; allowed: "

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from conf.command.statement import plain
+from conf.command.statement import to_json
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from conf.settings.measure import AcceptanceRun
 from eval.measure.stats import shown, tree_figures
 from eval.measure.under import CONDITIONS
@@ -26,7 +26,7 @@ def finished(run: AcceptanceRun) -> dict[str, Any] | None:
     if not path.exists():
         return None
     found: dict[str, Any] = json.loads(path.read_text())
-    if found.get("config") != plain(run):
+    if found.get("config") != to_json(run):
         raise InputError(f"out_dir: {path} is of other settings; choose another out_dir")
     return found
 
@@ -67,7 +67,7 @@ def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]
     content = {"head": config.head.path, "target": config.target.path, "conditions": rows}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=2) + "\n")
+        write_atomically(path, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={config.out_dir}: cannot write {path}: {error}") from error
     return [path, path.with_suffix(".png")]

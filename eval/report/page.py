@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from conf.command.statement import flat
-from conf.files import write_whole
+from conf.command.statement import flatten_settings
+from conf.files import write_atomically
 from eval.measure.stats import shown
 from eval.report.figures import STEP_PARTS, step_ms
 
@@ -85,7 +85,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     )
     environment.filters |= {"verbatim": _verbatim, "breakable": _breakable, "shown": shown}
     page = environment.get_template("page.html.j2").render(_view(result))
-    write_whole(path, page.encode(errors="replace"))
+    write_atomically(path, page.encode(errors="replace"))
 
 
 def _verbatim(text: str) -> Markup:
@@ -135,7 +135,7 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
             name for name in methods if any(name in t["methods"] for t in result.get("texts", []))
         ],
         "deepest": DEEPEST,
-        "settings": flat({k: v for k, v in result.items() if k not in NOT_SETTINGS}),
+        "settings": flatten_settings({k: v for k, v in result.items() if k not in NOT_SETTINGS}),
     }
 
 

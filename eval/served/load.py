@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.settings.measure import ServeRun
 from data.servers.counts import DraftCounts
 from data.servers.protocols import Asked, Streamed
@@ -32,7 +32,7 @@ def run_passes(
     prompts: Sequence[Prompt],
     config: ServeRun,
     size: int,
-    journal: Journal,
+    journal: JsonlStore,
 ) -> Passes:
     """Time all prompts on every server, after warm-ups.
 
@@ -46,7 +46,7 @@ def run_passes(
         size: requests in flight.
         journal: keeps finished passes, which a second start does not repeat.
     """
-    kept = {row["id"]: _pass(row["pass"]) for row in journal.rows() if "pass" in row}
+    kept = {row["id"]: _pass(row["pass"]) for row in journal.load_rows() if "pass" in row}
     found: Passes = {name: [] for name in servers}
     warm = False
     for repeat in range(config.num_repeats):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.command.clock import timed
+from conf.command.clock import measure_seconds
 from conf.errors import InputError
 from eval.decode.accept import verify
 from eval.decode.captured import CaptureError, Graph, obstacle, slots_for
@@ -149,10 +149,12 @@ def time_steps(
     drafts: dict[Key, dict[int, list[float]]] = {key: {n: [] for n in sizes} for key in drafters}
     for _ in tqdm(range(NUM_ROUNDS), desc=f"step times, batch {batch_size}", leave=False):
         for key in drafters:
-            passes[key][1].append([timed(plain, target.device) for _ in range(NUM_PLAIN)][-1])
+            passes[key][1].append(
+                [measure_seconds(plain, target.device) for _ in range(NUM_PLAIN)][-1]
+            )
             for size in sizes:
-                drafts[key][size].append(timed(proposals[key], target.device))
-                passes[key][size].append(timed(checks[size], target.device))
+                drafts[key][size].append(measure_seconds(proposals[key], target.device))
+                passes[key][size].append(measure_seconds(checks[size], target.device))
     # Other work of the machine only adds time. The effect of a draft on a pass, however, differs
     # between drafters and belongs to them.
     seconds = [statistics.mean(min(p[size]) for p in passes.values()) for size in (1, *sizes)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from conf.command.clock import timed
+from conf.command.clock import measure_seconds
 from conf.errors import InputError
 from eval.decode.drafters.self_speculation import OwnText, early_exit
 from eval.measure.replay import accepted_lengths, verify_steps
@@ -217,7 +217,7 @@ def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> Pass
             output = target.extend(cache, ids, causal[None], places[None], skip=skip)
             target.logits(output.hidden_states).argmax(-1).tolist()
 
-        return timed(run, target.device)
+        return measure_seconds(run, target.device)
 
     bare: list[float] = []
     verify: list[list[float]] = [[] for _ in range(num_tokens + 1)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 ARRAY = 9
@@ -90,7 +90,7 @@ def write_gguf(file: Path, metadata: Mapping[str, Value], tensors: Mapping[str, 
         header.append(_string(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
         header.append(struct.pack("<IQ", DTYPE_NUMBERS[tensor.dtype], start))
         start += tensor.nbytes + _padding(tensor.nbytes)
-    write_whole(file, _pieces(b"".join(header), tensors))
+    write_atomically(file, _pieces(b"".join(header), tensors))
 
 
 def _pieces(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.files import HUB_ID, gguf_parts
+from conf.files import HUB_ID, split_gguf_path
 from heads.export.gguf import GgufFile, Kind, Value
 from heads.vocab import DraftVocab
 
@@ -143,7 +143,7 @@ def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
         num_tokens: draft tokens per pass.
     """
     lines, made = [], f"-m {target}"
-    if (parts := gguf_parts(target)) is not None:
+    if (parts := split_gguf_path(target)) is not None:
         if not Path(target).exists() and HUB_ID.fullmatch(parts[0]):
             made = f"-hf {parts[0]} -hff {parts[1]}"
     else:

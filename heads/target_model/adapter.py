@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from conf.errors import InputError
-from conf.files import here
+from conf.files import find_local_path
 from conf.settings.medusa import AdapterConfig
 from heads.folders import PROVENANCE
 from heads.storage import write_folder
@@ -120,7 +120,7 @@ def with_adapter(model: Any, adapter: str) -> Any:
     """
     from peft import PeftModel
 
-    folder = here("target.adapter", adapter)
+    folder = find_local_path("target.adapter", adapter)
     if folder is not None and not (folder / WEIGHTS).is_file():
         raise InputError(f"target.adapter={adapter}: no {WEIGHTS} in that folder")
     try:

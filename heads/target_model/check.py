@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from conf.command.provenance import code_key
+from conf.command.provenance import compute_code_checksum
 from conf.errors import InputError
 from conf.files import cache_dir
 from conf.settings.target import TargetConfig
@@ -88,7 +88,7 @@ def _remembered(target: Target, config: TargetConfig) -> Path | None:
         device = torch.cuda.get_device_name(target.device)
     facts: dict[str, Any] = asdict(identity) | {
         "name": None,  # the same files may lie in several places
-        "code": code_key(code),
+        "code": compute_code_checksum(code),
         "versions": [torch.__version__, transformers.__version__],
         "attention": target.config._attn_implementation,
         "device": device,

@@ -30,7 +30,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from transformers.utils.quantization_config import GgufConfig
 
 from conf.errors import InputError
-from conf.files import cache_dir, gguf_parts, make_folder
+from conf.files import cache_dir, make_folder, split_gguf_path
 from conf.settings.target import TargetConfig
 from heads.gguf_target import ROPE_FACTORS, GgufTarget, find_gguf
 from heads.storage import write_folder
@@ -72,7 +72,7 @@ def folder_of(config: TargetConfig) -> str:
         InputError: transformers cannot read the GGUF file, or reads it differently from llama.cpp.
     """
     assert config.path is not None
-    if gguf_parts(config.path) is None:
+    if split_gguf_path(config.path) is None:
         return config.path
     gguf = find_gguf(config.path, config.revision)
     made = json.dumps([FORMAT, transformers.__version__, gguf.header, weights_of(gguf), _own(gguf)])

@@ -11,9 +11,9 @@ import torch
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from conf.command.statement import changed, differences, stated
+from conf.command.statement import find_changed_keys, format_changes, make_fingerprint
 from conf.errors import InputError
-from conf.files import gguf_parts
+from conf.files import split_gguf_path
 from conf.settings.target import TargetConfig
 from heads.folders import PROVENANCE
 from heads.gguf_target import find_gguf
@@ -60,7 +60,7 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
     """
     assert config.path is not None
     own: Mapping[str, Any]
-    if gguf_parts(config.path):
+    if split_gguf_path(config.path):
         gguf = find_gguf(config.path, config.revision)
         own = {
             "config": _sha256(described(gguf)),
@@ -105,13 +105,13 @@ def other_target_notice(key: str, path: str, revision: str | None, target: Ident
     noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
     if noted is None:
         return None
-    before, now = stated(target=noted), stated(target=target)
+    before, now = make_fingerprint(target=noted), make_fingerprint(target=target)
     # Another dtype only rounds differently.
-    keys = [name for name in changed(before, now) if name != "target.dtype"]
+    keys = [name for name in find_changed_keys(before, now) if name != "target.dtype"]
     if not keys:
         return None
     return (
-        f"{key}={path}: trained for another target ({differences(before, now, keys)}), so fewer "
+        f"{key}={path}: trained for another target ({format_changes(before, now, keys)}), so fewer "
         "draft tokens may be accepted; train it further (docs/data.md, A target that has "
         "changed)"
     )

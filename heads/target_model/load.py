@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
-from conf.command.compiler import missing
+from conf.command.compiler import find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.processor import tell_if_slow
@@ -70,7 +70,7 @@ def _check_attention(attention: str, device: torch.device) -> None:
         raise InputError(
             f"target.attention={attention}: allowed on {device.type}: {', '.join(allowed)}"
         )
-    if attention == "flex_attention" and (lacking := missing(device.type)):
+    if attention == "flex_attention" and (lacking := find_missing_toolchain(device.type)):
         raise InputError(
             f"target.attention=flex_attention: must be compiled, which needs {lacking}; or set "
             "target.attention=sdpa"

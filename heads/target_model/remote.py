@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from conf.errors import InputError
-from conf.files import gguf_parts
+from conf.files import split_gguf_path
 from conf.settings.target import Quantization, TargetConfig
 from heads.target_model.decoder import decoder_of, find_blocks, tap
 from heads.target_model.embeddings_and_head import EmbeddingsAndHead
@@ -146,7 +146,9 @@ def early_state(config: TargetConfig, index: int) -> Callable[[list[int]], Tenso
     """
     whole = load_config(config)
     text = whole.get_text_config()
-    quantised = hasattr(whole, "quantization_config") or gguf_parts(str(config.path)) is not None
+    quantised = (
+        hasattr(whole, "quantization_config") or split_gguf_path(str(config.path)) is not None
+    )
     by_depth = any(hasattr(text, name) for name in SCALED_BY_DEPTH)
     if quantised or by_depth or config.adapter_name or config.trust_remote_code:
         return None

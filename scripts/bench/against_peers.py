@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.launch import rest_while_waiting
+from conf.command.launch import set_passive_wait_policy
 
-rest_while_waiting()
+set_passive_wait_policy()
 
 import argparse
 import os

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.launch import rest_while_waiting
+from conf.command.launch import set_passive_wait_policy
 
-rest_while_waiting()
+set_passive_wait_policy()
 
 import argparse
 import json
@@ -46,7 +46,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from conf.command.following import PART_OF
+from conf.command.following import PARENT_COMMAND_VARIABLE
 from conf.files import cache_dir
 from scripts import demo
 from scripts.bench import gpu_figures
@@ -241,7 +241,7 @@ class Runner:
         """Run a command of a stage with a limit in seconds; return its exit code, or why none."""
         known = {
             "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
-            "HEADSMITH_DEVICE": self.device, PART_OF: "gpu",
+            "HEADSMITH_DEVICE": self.device, PARENT_COMMAND_VARIABLE: "gpu",
         }  # fmt: skip
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         known["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conf.command.clock import Stopwatch, timed
+from conf.command.clock import Stopwatch, measure_seconds
 from scripts.bench.harness import ROOT, best_device, result_of
 
 Figures = Iterator[tuple[str, float]]
@@ -69,7 +69,9 @@ def ceilings(small: bool) -> Figures:
     yield "matmul, TFLOP/s", matmul_flops_per_s(device, dtype) / 1e12
     source = torch.empty(1 << 20 if small else 1 << 30, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
-    seconds = statistics.median(timed(lambda: target.copy_(source), device) for _ in range(20))
+    seconds = statistics.median(
+        measure_seconds(lambda: target.copy_(source), device) for _ in range(20)
+    )
     yield "copy, TB/s read and written", 2 * source.nbytes / seconds / 1e12
     number = torch.zeros(1, device=device)
     watch = Stopwatch(device)
@@ -82,7 +84,7 @@ def ceilings(small: bool) -> Figures:
         with torch.cuda.graph(graph):
             for _ in range(1000):
                 number.add_(1)
-        seconds = statistics.median(timed(graph.replay, device) for _ in range(10))
+        seconds = statistics.median(measure_seconds(graph.replay, device) for _ in range(10))
         yield "node of a graph, microseconds", 1e6 * seconds / 1000
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from conf.command.clock import timed
+from conf.command.clock import measure_seconds
 from conf.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def footprint(run: Callable[[], object], device: torch.device, repeats: int) -> 
     """Call once to warm up, once for the memory and `repeats` times for the time."""
     run()
     peak = peak_bytes(run, device)
-    return Footprint(statistics.median(timed(run, device) for _ in range(repeats)), peak)
+    return Footprint(statistics.median(measure_seconds(run, device) for _ in range(repeats)), peak)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.command.clock import timed
+from conf.command.clock import measure_seconds
 from conf.settings.eagle import EagleConfig
 from data.prepared.pack import PackedDataset
 from heads.eagle.branch_attention import branch_attention, plain_attention
@@ -119,7 +119,7 @@ def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[st
     }
     peaks = {name: peak_bytes(call, device) for name, call in runs.items()}
     # They take turns, so that other load affects all.
-    turns = [[timed(call, device) for call in runs.values()] for _ in range(REPEATS)]
+    turns = [[measure_seconds(call, device) for call in runs.values()] for _ in range(REPEATS)]
     medians = map(statistics.median, zip(*turns, strict=True))
     return {name: Footprint(next(medians), peak) for name, peak in peaks.items()}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.launch import rest_while_waiting
+from conf.command.launch import set_passive_wait_policy
 
-rest_while_waiting()
+set_passive_wait_policy()
 
 import argparse
 import gc
@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from conf.command.clock import timed
+from conf.command.clock import measure_seconds
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
@@ -192,7 +192,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a product of two square matrices, by the median time of several."""
     size = 8192 if device.type == "cuda" else 1536
     a = torch.randn(size, size, device=device).to(dtype)
-    times = [timed(lambda: a @ a, device) for _ in range(8)]
+    times = [measure_seconds(lambda: a @ a, device) for _ in range(8)]
     return 2 * size**3 / statistics.median(times[2:])
 
 
@@ -246,7 +246,7 @@ def shares(run: loop.Run, num_steps: int) -> dict[str, float]:
     cuda = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
-        whole = sum(timed(run.optimizer_step, run.device) for _ in range(num_steps))
+        whole = sum(measure_seconds(run.optimizer_step, run.device) for _ in range(num_steps))
     parts = dict.fromkeys(PARTS, 0.0)
     for event in profiler.key_averages():
         # On CUDA the profiler reports a part twice: time of the host, and time of the device.
@@ -307,7 +307,7 @@ def measure_steps(run: loop.Run, train: PackedDataset, options: argparse.Namespa
     flops = counted_flops(run.optimizer_step)
     tokens, times = run.tokens, []
     for _ in range(options.steps):
-        times.append(timed(run.optimizer_step, run.device))
+        times.append(measure_seconds(run.optimizer_step, run.device))
     tokens = run.tokens - tokens
     rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
     step_s = statistics.median(times)

@@ -13,13 +13,13 @@ from conf.settings.measure import SpeedupRun
 
 COMMAND = Command(__doc__, SpeedupRun, "costs")
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 from typing import Any
 
 import torch
 
-from conf.command.clock import timed
+from conf.command.clock import measure_seconds
 from eval.measure.answers import greedy_answers
 from eval.measure.bench import Bench, open_bench, write_result
 from eval.tune.cost import time_steps, typical_context
@@ -58,7 +58,7 @@ def main(config: SpeedupRun) -> None:
         prefill(bench.target, bench.target.new_cache(1), [prompt.token_ids])
 
     found = {
-        "prompt": min(timed(read, bench.target.device) for _ in range(4)),
+        "prompt": min(measure_seconds(read, bench.target.device) for _ in range(4)),
         "sizes": {str(size): steps_at(bench, context, size) for size in config.batch_sizes},
     }
     write_result(config, "costs.json", found, bench)

@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf.command.journal import write_whole
-from conf.command.statement import check_unchanged, flat, plain
+from conf.command.journal import write_atomically
+from conf.command.statement import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
 from conf.settings.data import RowsConfig
 from conf.settings.scripts import ContestRun
@@ -100,10 +100,10 @@ def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
 
 def overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
     """Settings of a group that differ from the schema's, for a command line."""
-    usual = plain(type(config)())
+    usual = to_json(type(config)())
     return [
         f"{prefix}.{key}={_written(value)}"
-        for key, value in plain(config).items()
+        for key, value in to_json(config).items()
         if value != usual[key]
     ]
 
@@ -148,7 +148,9 @@ def measuring(
 def settings(config: ContestRun) -> dict[str, Any]:
     """Settings that affect the result of a contest, by dotted key."""
     free = {"out_dir", "parts", "launch"}
-    return flat({key: value for key, value in plain(config).items() if key not in free})
+    return flatten_settings(
+        {key: value for key, value in to_json(config).items() if key not in free}
+    )
 
 
 def check_folder(config: ContestRun, out_dir: Path) -> None:
@@ -166,7 +168,7 @@ def check_folder(config: ContestRun, out_dir: Path) -> None:
         raise InputError(
             f"out_dir={out_dir}: is not empty and holds no contest; name another folder"
         )
-    write_whole(path, json.dumps(now, indent=1) + "\n")
+    write_atomically(path, json.dumps(now, indent=1) + "\n")
 
 
 def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
@@ -278,7 +280,7 @@ def make_plan(
         "save_steps": {label: max(1, int(SAVED_EVERY_S / s)) for label, s in step_s.items()},
         "estimate": estimate,
     }
-    write_whole(out_dir / "plan.json", json.dumps(plan, indent=1) + "\n")
+    write_atomically(out_dir / "plan.json", json.dumps(plan, indent=1) + "\n")
     shutil.rmtree(out_dir / "probes")
     return plan
 

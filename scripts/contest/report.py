@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from conf.command.statement import check_unchanged
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from eval.measure.stats import shown, tau_difference, tree_figures
 from eval.report.page import Axis
 from heads.folders import PROVENANCE
@@ -80,9 +80,9 @@ def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: To
     text = words + "\n"
     for title, about, lines in tables:
         text += f"\n**{title}**: {about}\n\n{compare.markdown(lines)}\n"
-    write_whole(out_dir / "contest.json", json.dumps(content, indent=1) + "\n")
-    write_whole(out_dir / "contest.md", text)
-    write_whole(out_dir / "contest.html", _page(words, tables, figures))
+    write_atomically(out_dir / "contest.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(out_dir / "contest.md", text)
+    write_atomically(out_dir / "contest.html", _page(words, tables, figures))
     source = out_dir / "heads" / label / "head"
     write_folder(out_dir / "winner" / "head", partial(shutil.copytree, source, dirs_exist_ok=True))
     return f"{text}\nwrote {out_dir / 'contest.html'}; winner: {out_dir / 'winner/head'}"

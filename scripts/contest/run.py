@@ -21,13 +21,13 @@ from scripts.refusals import check_contest
 
 COMMAND = Command(__doc__, ContestRun, "contest", check=check_contest)
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import json
 from typing import Any
 
 from conf.errors import InputError
-from conf.files import locked
+from conf.files import lock_file
 from conf.settings.data import DataRun
 from conf.settings.scripts import ContestPart
 from data.embedded import fill_unset
@@ -68,7 +68,7 @@ def main(config: ContestRun) -> None:
     out_dir = Path(config.out_dir).absolute()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = locked(out_dir / ".lock")
+        lock = lock_file(out_dir / ".lock")
     except OSError as error:
         raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
     with lock, stop_raises():

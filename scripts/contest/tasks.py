@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 
 MARK = "HEADSMITH_CONTEST"
 """Environment variable that marks the commands of a contest; its value is the folder."""
@@ -69,7 +69,7 @@ class Took:
         self._write()
 
     def _write(self) -> None:
-        write_whole(self.path, json.dumps(self.rows, indent=1) + "\n")
+        write_atomically(self.path, json.dumps(self.rows, indent=1) + "\n")
 
 
 def run(task: Task, out_dir: Path, took: Took) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from conf.errors import InputError
-from conf.files import gguf_parts, here
+from conf.files import find_local_path, split_gguf_path
 from data.rows.files import SUFFIXES
 from eval.measure.conditions import caption
 from eval.measure.stats import shown
@@ -87,14 +87,14 @@ def is_hub_id(name: str) -> bool:
     On a card made elsewhere, a name without an owner was more likely a folder there.
     """
     try:
-        return "/" in name and here("a name", name, SUFFIXES) is None
+        return "/" in name and find_local_path("a name", name, SUFFIXES) is None
     except InputError:
         return False
 
 
 def repository(name: str) -> str:
     """Id of a Hub repository; the name may end in a GGUF file."""
-    parts = gguf_parts(name)
+    parts = split_gguf_path(name)
     return name if parts is None else parts[0]
 
 
@@ -168,7 +168,7 @@ def _introduction(facts: CardFacts) -> str:
             "or merged with the adapter, only."
         )
     identity = facts.provenance.get("target_identity") or {}
-    if gguf_parts(str(identity.get("name"))):
+    if split_gguf_path(str(identity.get("name"))):
         trained += (
             f" It was trained on the weights in `{Path(identity['name']).name}`, of type "
             f"{identity['quantization']}, which llama.cpp serves."

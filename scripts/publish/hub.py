@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from conf.command.statement import plain
+from conf.command.statement import to_json
 from conf.errors import InputError
 from heads.folders import PROVENANCE
 
@@ -131,7 +131,7 @@ def files_of(folder: Path) -> list[Path]:
 def told(error: BaseException) -> str:
     """Message of an error and its cause, on one line and without keys."""
     cause = f" {error.__cause__}" if error.__cause__ else ""
-    return " ".join(str(plain(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
+    return " ".join(str(to_json(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
 
 
 @contextmanager

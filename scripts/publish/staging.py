@@ -6,7 +6,7 @@ import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from conf.command.statement import plain
+from conf.command.statement import to_json
 from conf.errors import InputError
 
 LOCAL_PATH = re.compile(
@@ -38,7 +38,7 @@ def scrubbed(value: Any) -> Any:
         return {_scrubbed_text(str(key)): scrubbed(item) for key, item in value.items()}
     if isinstance(value, list):
         return [scrubbed(item) for item in value]
-    return _scrubbed_text(plain(value)) if isinstance(value, str) else value
+    return _scrubbed_text(to_json(value)) if isinstance(value, str) else value
 
 
 def _scrubbed_text(text: str) -> str:

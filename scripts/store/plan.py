@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from conf.command.statement import plain
+from conf.command.statement import to_json
 from conf.errors import InputError
-from conf.files import here
+from conf.files import find_local_path
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from data.features.format import SPLITS, Contents
@@ -74,7 +74,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         for name, packed in sets.items()
     }
     splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
-    data = {name: value for name, value in plain(config.data).items() if name not in NOT_DECIDING}
+    data = {name: value for name, value in to_json(config.data).items() if name not in NOT_DECIDING}
     plan = StorePlan(
         target=target_json(config, tokenizer, state.device, loaded=False),
         contents=contents,
@@ -130,9 +130,9 @@ def target_json(
     target = config.target
     identity = identify(target, tokenizer, resolve_dtype(target.dtype, device))
     # The commit suffices; an adapter's is not known.
-    if not (loaded or here("target.path", str(target.path))):
+    if not (loaded or find_local_path("target.path", str(target.path))):
         identity = replace(identity, weights=None)
-    if not (loaded or here("target.adapter", str(target.adapter))):
+    if not (loaded or find_local_path("target.adapter", str(target.adapter))):
         identity = replace(identity, adapter_weights=None)
     return {
         **asdict(identity),

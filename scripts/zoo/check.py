@@ -16,7 +16,7 @@ from conf.settings.scripts import TargetsRun
 
 COMMAND = Command(__doc__, TargetsRun, "check")
 if __name__ == "__main__":
-    COMMAND.begin()
+    COMMAND.parse_command_line()
 
 import json
 import multiprocessing
@@ -31,7 +31,7 @@ import transformers
 from tqdm import tqdm
 
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from scripts.zoo.checks import COLUMNS, check_target
 from scripts.zoo.families import NO_TARGET
 from scripts.zoo.tiny import MADE, model_types, tiny_target
@@ -75,8 +75,8 @@ def main(config: TargetsRun) -> None:
         },
         "no_target": left_out,
     }
-    write_whole(out_dir / "targets.json", json.dumps(content, indent=1) + "\n")
-    write_whole(out_dir / "targets.md", table(results, left_out))
+    write_atomically(out_dir / "targets.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(out_dir / "targets.md", table(results, left_out))
     print(counts(results))
     print(f"wrote {out_dir / 'targets.md'} and {out_dir / 'targets.json'}")
 
@@ -115,7 +115,7 @@ def check_apart(out_dir: Path, name: str, timeout: float) -> None:
         log.unlink(missing_ok=True)
         return
     result = {"state": "fails", "columns": {"loads": f"FAILED: {why}"}}
-    write_whole(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
 def check_one(name: str, out_dir: Path, log: Path) -> None:
@@ -132,7 +132,7 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
         result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
     else:
         result = {**check_target(folder), "made": json.loads((folder / MADE).read_text())}
-    write_whole(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
 def counted(results: Results) -> dict[str, int]:

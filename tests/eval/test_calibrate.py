@@ -11,7 +11,7 @@ import pytest
 import torch
 from toys import eagle_head
 
-from conf.command.following import PROMPTS
+from conf.command.following import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
@@ -190,7 +190,7 @@ def test_the_command_calibrates_what_decoding_then_uses(setting, tmp_path, capsy
     assert told in said.err
     script, following = pasted(said.out)
     assert (script, following.head.path) == ("eval/speedup.py", str(head))
-    assert following.data.path == PROMPTS  # others
+    assert following.data.path == PROMPTS_PLACEHOLDER  # others
 
     path = head / "draft_confidence.json"
     stored = json.loads(path.read_text())

@@ -114,5 +114,5 @@ def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
 
 def test_a_condition_is_read_from_the_command_line(tmp_path: Path) -> None:
     words = 'conditions=["mode=decode temperature=1","data.path=a.jsonl"]'
-    composed = acceptance.COMMAND.composed([words])
+    composed = acceptance.COMMAND.compose_settings([words])
     assert list(composed.conditions) == ["mode=decode temperature=1", "data.path=a.jsonl"]

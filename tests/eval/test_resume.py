@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.drafting import DraftModelConfig
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
@@ -25,15 +25,15 @@ class KilledError(Exception):
 
 def killed_after(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next measurement writes so many rows."""
-    append, left = Journal.append, [num_rows]
+    append, left = JsonlStore.append, [num_rows]
 
-    def limited(journal: Journal, rows: list[dict]) -> None:
+    def limited(journal: JsonlStore, rows: list[dict]) -> None:
         if not left[0]:
             raise KilledError
         left[0] -= 1
         append(journal, rows)
 
-    monkeypatch.setattr(Journal, "append", limited)
+    monkeypatch.setattr(JsonlStore, "append", limited)
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -7,7 +7,7 @@ import torch
 from pytest import approx
 from toys import endless_target, tokenizer
 
-from conf.command.clock import Times
+from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
@@ -31,14 +31,14 @@ def asked(category: str, dialogue: int) -> Prompt:
 
 
 def text(num_tokens: int, seconds: float, prefill: float = 0.0, **more) -> Generation:
-    return Generation(list(range(num_tokens)), times=Times(prefill, total=seconds), **more)
+    return Generation(list(range(num_tokens)), times=DecodingTimes(prefill, total=seconds), **more)
 
 
 def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> None:
     ids = tokenizer()("z\N{LATIN SMALL LETTER E WITH ACUTE}\N{GRINNING FACE}").input_ids
     # The prompt's own token; 2 accepted and the bonus; none; 2 accepted where the text ends.
     steps = [Step(2, 3, 6), Step(0, 1, 3), Step(2, 2, 2)]
-    seconds = Times(total=1.0)
+    seconds = DecodingTimes(total=1.0)
     plain = [Step(0, 1, left) for left in range(6, 0, -1)]
     texts = {
         "vanilla": Generation(ids[:1] * 2, [Step(0, 1, 1)], times=seconds),
@@ -74,7 +74,7 @@ def test_where_texts_part_and_how_sure_the_target_was() -> None:
     own = decode(target, NoDraft(), [5, 6], 6).token_ids
     other = [*own[:3], own[3] + 1, *own[4:]]
     texts = {"vanilla": [own, own], "tree": [own, other], "chain": [own, own[:4]]}
-    seconds = Times(total=1.0)
+    seconds = DecodingTimes(total=1.0)
     methods = {name: Method(lambda *_: []) for name in texts}
     bench = Bench(target, [], [], GREEDY, {}, True)
     found = [
@@ -160,7 +160,7 @@ def test_speedups_are_over_the_faster_of_what_drafts_nothing() -> None:
 
 def test_what_a_gpu_stood_still_is_the_hosts() -> None:
     """Half of the draft's span and a quarter of the verify pass's, as the first batch showed."""
-    times = Times(1.0, draft=2.0, verify=4.0, accept=1.0, total=9.0)
+    times = DecodingTimes(1.0, draft=2.0, verify=4.0, accept=1.0, total=9.0)
     runs = {"vanilla": [Generation([5], times=times)]}
     busy = {"vanilla": {"draft": 1.0, "verify": 3.0, "accept": 1.5}}
     found = [PromptRun(prompt("a", 0), runs, busy), PromptRun(prompt("a", 1), runs)]
@@ -172,7 +172,7 @@ def test_what_a_gpu_stood_still_is_the_hosts() -> None:
 
 
 def test_a_captured_step_is_a_part_of_its_own() -> None:
-    times = Times(1.0, step=6.0, total=9.0, capture=0.25, num_captures=0.5)
+    times = DecodingTimes(1.0, step=6.0, total=9.0, capture=0.25, num_captures=0.5)
     runs = {"vanilla": [Generation([5], times=times)] * 4}
     found = [PromptRun(prompt("a", 0), runs, {"vanilla": {"step": 4.5}})]
     methods = {"vanilla": Method(lambda *_: [], settings={"captured": True})}

@@ -256,7 +256,7 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
     result = searched(setting, head, tmp_path / "s")
     script, speedup = pasted(capsys.readouterr().out)
     assert (script, speedup.head.path) == ("eval/speedup.py", str(head))
-    assert speedup.data.path == following.PROMPTS  # others
+    assert speedup.data.path == following.PROMPTS_PLACEHOLDER  # others
     kind = "tree" if family == "medusa" else "dynamic_tree"
     for name in ("default", "found"):
         row = result[name]

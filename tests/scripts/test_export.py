@@ -12,7 +12,7 @@ from ggufs import save_gguf
 from safetensors.torch import load_file
 from toys import noisy_head, save_target, tokenizer
 
-from conf.command.following import PROMPTS
+from conf.command.following import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
@@ -97,7 +97,10 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
     script, following = pasted(said)
     assert (script, following.endpoint) == ("eval/serve.py", "http://localhost:8000")
     assert following.head.path == str(heads / "eagle")
-    assert (following.target.path, following.data.path) == (str(heads / "target"), PROMPTS)
+    assert (following.target.path, following.data.path) == (
+        str(heads / "target"),
+        PROMPTS_PLACEHOLDER,
+    )
     assert said.splitlines()[:-3] == [
         "model.safetensors: 15 tensors",
         "parity: max |difference| 3e-06 of logits up to 12",

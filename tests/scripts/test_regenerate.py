@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import ROOT
 
-from conf.command.journal import Journal
+from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
@@ -250,27 +250,27 @@ def test_another_setting_is_refused(tmp_path: Path) -> None:
 
 def test_journal_recovers_and_guards_its_rows(tmp_path: Path) -> None:
     rows = [{"id": 2, "a": "é"}, {"id": 0, "a": "b"}]
-    with Journal(tmp_path, {"seed": 0}) as journal:
+    with JsonlStore(tmp_path, {"seed": 0}) as journal:
         journal.append(rows)
         journal.append([{"id": 2, "a": "again"}])
         with pytest.raises(InputError, match="another process is writing here"):
-            Journal(tmp_path, {"seed": 0})
+            JsonlStore(tmp_path, {"seed": 0})
     path = tmp_path / "conversations.jsonl"
     whole = path.read_bytes()
     for torn in (b'{"id": 5', b'{"id": 5, "a": "\xc3', b"\0\0\0\n"):
         path.write_bytes(whole + torn)
-        with Journal(tmp_path, {"seed": 0}) as journal:
-            assert (journal.done, journal.num_torn) == ({0, 2}, len(torn))
+        with JsonlStore(tmp_path, {"seed": 0}) as journal:
+            assert (journal.done_ids, journal.num_dropped_bytes) == ({0, 2}, len(torn))
         assert path.read_bytes() == whole
-    with Journal(tmp_path, {"seed": 0}) as journal:
-        assert journal.finish() == [rows[1], rows[0]]
+    with JsonlStore(tmp_path, {"seed": 0}) as journal:
+        assert journal.write_sorted() == [rows[1], rows[0]]
     path.write_bytes(b"garbage\n" + whole)
     # Holds the traceback, and so the journal that was refused, which must not hold the folder.
     with pytest.raises(InputError, match=r"conversations\.jsonl:1: not a row") as refused:
-        Journal(tmp_path, {"seed": 0})
+        JsonlStore(tmp_path, {"seed": 0})
     path.write_bytes(whole)
-    with Journal(tmp_path, {"seed": 0}) as journal:
-        assert journal.done == {0, 2}
+    with JsonlStore(tmp_path, {"seed": 0}) as journal:
+        assert journal.done_ids == {0, 2}
     assert refused.tb is not None
 
 

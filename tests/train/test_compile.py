@@ -9,7 +9,7 @@ import pytest
 import torch
 from toys import noisy_head, random_target
 
-from conf.command.compiler import check_compile, missing
+from conf.command.compiler import check_compile, find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.training import TrainConfig
 from train.loop.command import LOGITS_THAT_PAY, wants_compile
@@ -66,22 +66,24 @@ def test_compilers_are_looked_for_where_torch_does(
 ) -> None:  # fmt: skip
     machine(monkeypatch, tmp_path, *programs)
     for device, expected in (("cuda", on_cuda), ("cpu", on_cpu)):
-        assert missing(device).startswith(expected)
-        assert bool(missing(device)) == bool(expected)
+        assert find_missing_toolchain(device).startswith(expected)
+        assert bool(find_missing_toolchain(device)) == bool(expected)
 
 
 def test_a_named_compiler_counts_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, tmp_path, "gcc", "own")
     monkeypatch.setenv("CC", "own")
-    assert not missing("cuda")
+    assert not find_missing_toolchain("cuda")
     monkeypatch.setenv("CC", "gone")
-    assert "CC=gone is no program" in missing("cuda")
+    assert "CC=gone is no program" in find_missing_toolchain("cuda")
 
 
 def test_python_h_and_triton_are_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, tmp_path, "gcc", "g++", header=False)
     for device in ("cuda", "cpu"):
-        assert missing(device).startswith(f"Python.h (in {tmp_path}/bin; e.g. apt-get install pyt")
+        assert find_missing_toolchain(device).startswith(
+            f"Python.h (in {tmp_path}/bin; e.g. apt-get install pyt"
+        )
         with pytest.raises(
             InputError, match=r"^train\.compile=true: torch\.compile lacks Python\.h"
         ):
@@ -89,10 +91,10 @@ def test_python_h_and_triton_are_needed(monkeypatch: pytest.MonkeyPatch, tmp_pat
         check_compile("train.compile", None, device)
         check_compile("train.compile", False, device)
     monkeypatch.setenv("C_INCLUDE_PATH", f":{tmp_path}")
-    assert not missing("cuda")
+    assert not find_missing_toolchain("cuda")
     monkeypatch.setattr("conf.command.compiler.find_spec", lambda _: None)
-    assert missing("cuda") == "Triton (pip install triton)"
-    assert not missing("cpu")
+    assert find_missing_toolchain("cuda") == "Triton (pip install triton)"
+    assert not find_missing_toolchain("cpu")
 
 
 @pytest.mark.parametrize(

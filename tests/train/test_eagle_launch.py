@@ -33,7 +33,7 @@ def arguments(inputs: Path, out_dir: Path, *more: str) -> list[str]:
 
 def here(command: list[str]) -> None:
     """The command in this process."""
-    eagle.main(OmegaConf.to_object(doors.COMMANDS["train/eagle.py"].composed(command[1:])))
+    eagle.main(OmegaConf.to_object(doors.COMMANDS["train/eagle.py"].compose_settings(command[1:])))
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ RUN = [
 
 def start(script: str, main: Any, *given: str) -> None:
     """A command in this process."""
-    main(OmegaConf.to_object(doors.COMMANDS[script].composed(list(given))))
+    main(OmegaConf.to_object(doors.COMMANDS[script].compose_settings(list(given))))
 
 
 @pytest.fixture(scope="module")

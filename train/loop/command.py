@@ -12,10 +12,10 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from conf.command import following
-from conf.command.compiler import check_compile, missing
+from conf.command.compiler import check_compile, find_missing_toolchain
 from conf.command.entry import Command, head_recipe
-from conf.command.provenance import provenance
-from conf.command.statement import plain, stated
+from conf.command.provenance import collect_provenance
+from conf.command.statement import make_fingerprint, to_json
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig, TrainRun
@@ -248,7 +248,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         config.train, objective, deepspeed, trained=head.path is not None
     )
     compiled = wants_compile(config.train, length, objective, accelerator)
-    if compiled and (lacking := missing(accelerator.device.type)):
+    if compiled and (lacking := find_missing_toolchain(accelerator.device.type)):
         lines.append(f"not compiled, which is slower: torch.compile needs {lacking}")
         compiled = False
     if compiled:
@@ -273,12 +273,14 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
             objective=objective,
             train=opened_source.train,
             heldout=opened_source.heldout,
-            provenance=provenance(config, source.target.name, source.report)
+            provenance=collect_provenance(config, source.target.name, source.report)
             | {
-                "target_identity": plain(source.identity),
+                "target_identity": to_json(source.identity),
                 "about_head": [*lines, *opened_source.told],
             },
-            made_of=stated(target=source.identity, data={"checksum": source.checksum}, **answers),
+            made_of=make_fingerprint(
+                target=source.identity, data={"checksum": source.checksum}, **answers
+            ),
             goes_on=head.path is not None,
             rollouts=rollouts,
             evaluate=measure(config, opened_source, objective),
@@ -291,7 +293,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
             print(memory.afterwards(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir)
         if outcome.finished:
-            following.tell("train", measured_by(config, source.target.name))
+            following.print_next_command("train", measured_by(config, source.target.name))
     processes.end(accelerator)
 
 
@@ -302,7 +304,7 @@ def measured_by(config: TrainRun, target: str) -> dict[str, Any]:
     own = {"target.adapter": adapter} if adapter.is_dir() else {}
     return {
         "head.path": out_dir / "head",
-        **{"target.path": target, **following.changed(config, "target"), **own},
+        **{"target.path": target, **following.collect_changed_settings(config, "target"), **own},
         **following.prompts_for(target),
         "out_dir": config.out_dir,
     }
@@ -318,7 +320,7 @@ def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     served = source.train if isinstance(source.train, ServedRows) else None
     data = source.train if served is None else served.rows
     assert isinstance(data, PackedDataset)  # settings refuse a store
-    made_of = stated(target=source.identity)
+    made_of = make_fingerprint(target=source.identity)
     return Rollouts(
         config.rollout, source.target, data, size, config.seed, folder, server, served, made_of
     )

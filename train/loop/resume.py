@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.command.statement import changed, differences, plain
+from conf.command.statement import find_changed_keys, format_changes, to_json
 from conf.errors import InputError
 from conf.settings.training import Schedule, TrainConfig
 from train.schedule import rate
@@ -43,7 +43,7 @@ def settings(prefix: str, config: Any) -> dict[str, Any]:
     """Compared fields of a dataclass by configuration key, as JSON values."""
     ignored = NOT_COMPARED.get(prefix, ())
     names = [field.name for field in fields(config) if field.name not in ignored]
-    return {f"{prefix}.{name}": plain(getattr(config, name)) for name in names}
+    return {f"{prefix}.{name}": to_json(getattr(config, name)) for name in names}
 
 
 def checksum(sequence: Mapping[str, Tensor]) -> int:
@@ -73,12 +73,12 @@ def check(
     unknown = [key for key in now if key not in then]
     before = copy(config)
     for name in SCHEDULE:
-        value = then.get(f"train.{name}", plain(getattr(config, name)))
+        value = then.get(f"train.{name}", to_json(getattr(config, name)))
         setattr(before, name, Schedule(value) if name == "schedule" else value)
     same_rates = all(rate(before, done) == rate(config, done) for done in range(step))
     keys = [
         key
-        for key in changed(then, now)
+        for key in find_changed_keys(then, now)
         if key in then and key in now
         and not (key.removeprefix("train.") in SCHEDULE and same_rates)
     ]  # fmt: skip
@@ -86,7 +86,7 @@ def check(
         keys = [KIND]
     if keys:
         raise InputError(
-            f"train.resume={path}: made with other settings: {differences(then, now, keys)}. "
+            f"train.resume={path}: made with other settings: {format_changes(then, now, keys)}. "
             "Continue with the checkpoint's settings, or start a new run in another out_dir, from "
             "this head if you like (head.path)"
         )

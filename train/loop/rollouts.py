@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from conf.command.clock import Stopwatch
-from conf.command.statement import changed, plain
+from conf.command.statement import find_changed_keys, to_json
 from conf.errors import InputError
 from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
@@ -129,7 +129,7 @@ class Rollouts:
     def answers(self) -> dict[str, Any]:
         """Generation config and stop texts, on which answers depend beside weights and settings."""
         asked = sorted(self.target.logits_processing.items())
-        return {"generation_config": plain(asked), "stop": plain(self.target.stop_strings)}
+        return {"generation_config": to_json(asked), "stop": to_json(self.target.stop_strings)}
 
     def _statement(self) -> dict[str, Any]:
         how = {"max_new_tokens": self.config.max_new_tokens, "temperature": self.config.temperature}
@@ -206,7 +206,7 @@ class Rollouts:
         with safe_open(file, "pt") as opened:
             made = (opened.metadata() or {}).get(MADE)
         # A round of an earlier version has no statement.
-        if made is not None and changed(json.loads(made), self._statement()):
+        if made is not None and find_changed_keys(json.loads(made), self._statement()):
             return None
         texts = AnsweredPrompts(**load_tensors(file))
         return texts if texts.are_answers_to(prompts) else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conf.command.statement import changed, differences, plain, stated
+from conf.command.statement import find_changed_keys, format_changes, make_fingerprint, to_json
 from conf.errors import InputError
 from conf.settings.data import DataConfig, PackedConfig, TeacherKind
 from conf.settings.target import Dtype, TargetConfig
@@ -88,12 +88,12 @@ def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
     given = identify(target, load_tokenizer(target)[1], getattr(torch, dtype))
-    before, now = stated(target=identity_of(plan)), stated(target=given)
-    differ = changed(before, now)
+    before, now = make_fingerprint(target=identity_of(plan)), make_fingerprint(target=given)
+    differ = find_changed_keys(before, now)
     if differ:
         raise InputError(
             f"target.path={target.path}: not the target of data.features={folder}: "
-            f"{differences(before, now, differ)}. Leave target.* unset to train for the store's "
+            f"{format_changes(before, now, differ)}. Leave target.* unset to train for the store's "
             "target, or capture again"
         )
 
@@ -104,8 +104,8 @@ def _check_unset(
     """Refuse settings that differ from the store's, unless they have their default."""
     for name in names:
         given, default = getattr(config, name), getattr(type(config)(), name)
-        if given != default and plain(given) != stored[name]:
+        if given != default and to_json(given) != stored[name]:
             raise InputError(
-                f"{group}.{name}={plain(given)}: data.features={folder} was captured with "
+                f"{group}.{name}={to_json(given)}: data.features={folder} was captured with "
                 f"{group}.{name}={stored[name]}; leave it unset, or capture again"
             )

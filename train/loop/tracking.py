@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conf.errors import InputError
-from conf.files import write_whole
+from conf.files import write_atomically
 from conf.settings.training import LogConfig, Tracker
 
 START_TIMEOUT_S = 60.0
@@ -71,7 +71,7 @@ class Metrics:
                 return False
 
         lines = filter(stays, self.path.read_text().splitlines())
-        write_whole(self.path, "".join(f"{line}\n" for line in lines))
+        write_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line and send it to the tracker.
@@ -132,7 +132,7 @@ class _Wandb:
 
         known = out_dir / WANDB_ID
         number = known.read_text().strip() if known.is_file() else uuid.uuid4().hex[:8]
-        write_whole(known, f"{number}\n")
+        write_atomically(known, f"{number}\n")
         # Without a limit `init` waits about 100 s for a missing network.
         self._run = wandb.init(
             project=config.project,

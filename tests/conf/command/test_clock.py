@@ -8,8 +8,8 @@ from conf.command.clock import (
     PartClock,
     Stopwatch,
     busy_by_part,
-    busy_seconds,
-    timed,
+    measure_busy_seconds,
+    measure_seconds,
 )
 
 
@@ -28,14 +28,14 @@ class Machine:
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 1), ("cuda", 11)])
 def test_a_call_takes_until_the_device_is_done(monkeypatch, device: str, seconds: float) -> None:
     machine = Machine(monkeypatch)
-    assert timed(lambda: machine.work(1), torch.device(device)) == seconds
+    assert measure_seconds(lambda: machine.work(1), torch.device(device)) == seconds
 
 
 def test_parts_add_up_and_the_rest_is_the_hosts(monkeypatch) -> None:
     machine = Machine(monkeypatch)
     clock = PartClock(torch.device("cpu"))
     for part, seconds in [("prefill", 8), ("draft", 1), ("verify", 4), ("draft", 2)]:
-        with clock.part(part):
+        with clock.measure_part(part):
             machine.work(seconds)
         machine.work(0.5)
     clock.stop()
@@ -49,10 +49,10 @@ def test_texts_share_what_they_do_together(monkeypatch) -> None:
     machine = Machine(monkeypatch)
     clock = PartClock(torch.device("cpu"), 3)
     for seconds, texts in [(4, [0, 1]), (3, [1]), (2, [1, 2])]:
-        with clock.part("verify", texts):
+        with clock.measure_part("verify", texts):
             machine.work(seconds)
         machine.work(0.5)
-        assert clock.lap(texts) == machine.now
+        assert clock.end_lap(texts) == machine.now
     clock.stop([2])
     assert [times.verify for times in clock.times] == [2, 6, 1]
     assert [times.total for times in clock.times] == [2.25, 7, 1.25]
@@ -64,7 +64,7 @@ def test_only_the_last_lap_waits_for_the_device(monkeypatch, device: str, second
     clock = PartClock(torch.device(device))
     begun = machine.now
     machine.work(1)
-    assert clock.lap() == machine.now - begun == 1
+    assert clock.end_lap() == machine.now - begun == 1
     clock.stop()
     assert clock.times[0].total == seconds
 
@@ -74,11 +74,11 @@ def test_what_is_set_aside_is_in_no_total(monkeypatch) -> None:
     clock = PartClock(torch.device("cuda"), 2)
     begun = machine.now
     machine.work(1)
-    with clock.aside([0, 1]):
+    with clock.pause_timing([0, 1]):
         machine.work(100)
     machine.work(2)
     # What the device still had to do before it is the texts'; what it did inside is not.
-    assert clock.lap([0, 1]) == machine.now - begun - 110 == 13
+    assert clock.end_lap([0, 1]) == machine.now - begun - 110 == 13
     assert [times.total for times in clock.times] == [6.5, 6.5]
     assert [(times.capture, times.num_captures) for times in clock.times] == [(55, 0.5)] * 2
 
@@ -119,7 +119,7 @@ def test_a_profile_shows_the_parts(monkeypatch, recwarn) -> None:
         with torch.profiler.record_function(PART + "draft"):
             torch.ones(2)
 
-    assert busy_seconds(run) == {}
+    assert measure_busy_seconds(run) == {}
     shown = [each["name"] for each in seen if each.get("cat") == "user_annotation"]
     assert shown == ["part: draft"]
     # Progress bars stand there.
@@ -134,7 +134,7 @@ def test_a_slow_host_is_not_taken_for_a_busy_device() -> None:
 
     def run(pause: float) -> PartClock:
         clock = PartClock(device)
-        with clock.part("verify"):
+        with clock.measure_part("verify"):
             for _ in range(10):
                 matrix @ matrix
                 time.sleep(pause)
@@ -142,6 +142,6 @@ def test_a_slow_host_is_not_taken_for_a_busy_device() -> None:
         return clock
 
     run(0)
-    alone, busy = run(0).times[0].verify, busy_seconds(lambda: run(0.05))["verify"]
+    alone, busy = run(0).times[0].verify, measure_busy_seconds(lambda: run(0.05))["verify"]
     assert run(0.05).times[0].verify > 0.5
     assert busy == pytest.approx(alone, rel=0.3)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.command.provenance import code_key
+from conf.command.provenance import compute_code_checksum
 
 CODE = '''"""Reads rows."""
 import math
@@ -55,7 +55,7 @@ def key(folder: Path, *texts: str) -> str:
     files = [folder / f"{number}.py" for number in range(len(texts))]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text, encoding="utf-8")
-    return code_key(files)
+    return compute_code_checksum(files)
 
 
 @pytest.mark.parametrize(("old", "new"), WORDS)

@@ -68,7 +68,7 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(
     if given is None:
         monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setattr(sys, "argv", ["train/medusa.py"])
-    COMMANDS["train/medusa.py"].begin()
+    COMMANDS["train/medusa.py"].parse_command_line()
     assert os.environ["OMP_WAIT_POLICY"] == found
 
 
@@ -121,10 +121,10 @@ def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(
     entry: str, key: str, told: str | None
 ) -> None:
     if told is None:
-        words.check_known(COMMANDS[entry].schema, key)
+        words.check_setting_exists(COMMANDS[entry].schema, key)
         return
     with pytest.raises(InputError) as refused:
-        words.check_known(COMMANDS[entry].schema, key)
+        words.check_setting_exists(COMMANDS[entry].schema, key)
     assert str(refused.value).startswith(f"{key}: this command has no such setting{told}")
 
 
@@ -200,7 +200,7 @@ HASS = {
     ],
 )
 def test_recipes_are_the_published_ones(recipe: str, head: dict, clip: tuple) -> None:
-    run = OmegaConf.to_object(COMMANDS["train/eagle.py"].composed([f"head={recipe}"]))
+    run = OmegaConf.to_object(COMMANDS["train/eagle.py"].compose_settings([f"head={recipe}"]))
     found = {name: getattr(run.head, name) for name in head}
     assert {n: v.value if isinstance(v, Enum) else v for n, v in found.items()} == head
     assert (run.train.learning_rate, run.train.optimizer.value) == ("auto", "auto")
@@ -213,7 +213,7 @@ def test_objects_are_given_on_the_command_line() -> None:
         "data.columns={prompt: ask, response: reply}",
         "data.chat_template_kwargs={enable_thinking: false, style: dry}",
     ]
-    run = OmegaConf.to_object(COMMANDS["train/medusa.py"].composed(given))
+    run = OmegaConf.to_object(COMMANDS["train/medusa.py"].compose_settings(given))
     assert run.data.columns == {"prompt": "ask", "response": "reply"}
     assert run.data.chat_template_kwargs == {"enable_thinking": False, "style": "dry"}
 

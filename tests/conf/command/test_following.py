@@ -32,12 +32,12 @@ def pasted(said: str) -> tuple[str, Any]:
         assert start == "python"
     script, *settings = shlex.split(typed)
     name = str(Path(script).absolute().relative_to(ROOT))
-    return name, OmegaConf.to_object(COMMANDS[name].composed(settings))
+    return name, OmegaConf.to_object(COMMANDS[name].compose_settings(settings))
 
 
-@pytest.mark.parametrize("ended", following.NEXT)
+@pytest.mark.parametrize("ended", following.NEXT_COMMANDS)
 def test_the_next_command_is_one(ended: str) -> None:
-    assert following.NEXT[ended].script in COMMANDS
+    assert following.NEXT_COMMANDS[ended].script in COMMANDS
 
 
 VALUES = [
@@ -48,8 +48,8 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_a_value_is_typed_as_shell_and_hydra_take_it(value: Any) -> None:
-    (word,) = shlex.split(following.typed("model", value))
-    composed = COMMANDS["scripts/regenerate.py"].composed([word])
+    (word,) = shlex.split(following.format_setting("model", value))
+    composed = COMMANDS["scripts/regenerate.py"].compose_settings([word])
     found = OmegaConf.to_container(composed, resolve=False)["model"]
     assert found == (value if value is None else str(value))
 
@@ -60,27 +60,28 @@ def test_lists_and_mappings_are_typed_too() -> None:
         data=data, stop=["END", "the end."], tree=[[0], [0, 1]],
         head=HeadRef("h", layers=[1, 2]), mode=Mode.decode,
     )  # fmt: skip
-    changed = following.changed(run)
-    words = [shlex.split(following.typed(*each))[0] for each in changed.items()]
-    assert OmegaConf.to_object(COMMANDS["eval/acceptance.py"].composed(words)) == run
+    changed = following.collect_changed_settings(run)
+    words = [shlex.split(following.format_setting(*each))[0] for each in changed.items()]
+    assert OmegaConf.to_object(COMMANDS["eval/acceptance.py"].compose_settings(words)) == run
 
 
 def test_only_what_was_set_is_named_and_the_embedded_default_is_not() -> None:
     target = TargetConfig(TARGET, dtype=Dtype.bfloat16)
     run = AcceptanceRun(target=target, data=RowsConfig(path=PROMPTS), max_new_tokens=64)
-    settings = following.changed(run, "target", "data", "max_new_tokens", "seed")
+    settings = following.collect_changed_settings(run, "target", "data", "max_new_tokens", "seed")
     assert settings == {
         "target.path": TARGET, "target.dtype": Dtype.bfloat16, "data.path": PROMPTS,
         "max_new_tokens": 64,
     }  # fmt: skip
-    typed = following.line("eval/acceptance.py", settings)
+    typed = following.format_command("eval/acceptance.py", settings)
     assert typed.endswith("eval/acceptance.py target.dtype=bfloat16 max_new_tokens=64")
 
 
 def test_servers_are_named_where_they_may_run_the_target() -> None:
     settings = {"target.path": "me/model", "target.engine": ["http://localhost:8000/v1"]}
     here, there = (
-        following.line(name, settings) for name in ("eval/acceptance.py", "eval/speedup.py")
+        following.format_command(name, settings)
+        for name in ("eval/acceptance.py", "eval/speedup.py")
     )
     assert here.endswith("target.path=me/model 'target.engine=[http://localhost:8000/v1]'")
     assert there.endswith("target.path=me/model")
@@ -95,17 +96,17 @@ def test_the_script_is_found_from_where_one_stands(
         (tmp_path, f"{ROOT}/eval/a.py"),
     ):
         monkeypatch.chdir(folder)
-        assert following.line("eval/a.py", {}) == f"python {place}"
+        assert following.format_command("eval/a.py", {}) == f"python {place}"
 
 
 def test_a_command_that_another_one_started_keeps_it_to_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    following.tell("train", {})
+    following.print_next_command("train", {})
     assert pasted(capsys.readouterr().out)[0] == "eval/acceptance.py"
-    assert {*quickstart.PART_OF} == {following.PART_OF}
-    monkeypatch.setenv(following.PART_OF, "quickstart")
-    following.tell("train", {})
+    assert {*quickstart.PART_OF} == {following.PARENT_COMMAND_VARIABLE}
+    monkeypatch.setenv(following.PARENT_COMMAND_VARIABLE, "quickstart")
+    following.print_next_command("train", {})
     assert capsys.readouterr().out == ""
 
 
@@ -116,12 +117,12 @@ def training(path: str | None, out_dir: Path) -> DFlashRun:
 def test_a_training_is_measured_with_its_target_and_prompts_of_the_users_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    following.tell("train", measured_by(training("me/model", tmp_path), "me/model"))
+    following.print_next_command("train", measured_by(training("me/model", tmp_path), "me/model"))
     script, run = pasted(capsys.readouterr().out)
     assert script == "eval/acceptance.py"
     assert run.head.path == str(tmp_path / "head")
     assert (run.target.path, run.target.revision) == ("me/model", "v1")
-    assert (run.data.path, run.out_dir) == (following.PROMPTS, str(tmp_path))
+    assert (run.data.path, run.out_dir) == (following.PROMPTS_PLACEHOLDER, str(tmp_path))
 
 
 def test_a_training_from_a_store_or_on_the_embedded_default_names_what_is_needed(
@@ -129,7 +130,7 @@ def test_a_training_from_a_store_or_on_the_embedded_default_names_what_is_needed
 ) -> None:
     assert measured_by(DFlashRun(out_dir="o"), "me/model")["target.path"] == "me/model"
     embedded = measured_by(DFlashRun(out_dir="o"), TARGET)
-    assert following.line("", embedded).split()[2:] == ["head.path=o/head", "out_dir=o"]
+    assert following.format_command("", embedded).split()[2:] == ["head.path=o/head", "out_dir=o"]
 
 
 def test_an_adapter_that_was_trained_is_the_targets(tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown(entry: str, *overrides: str) -> list[words.Setting]:
     command = COMMANDS[entry]
-    return words.settings(command.schema, command.composed(list(overrides)))
+    return words.list_settings(command.schema, command.compose_settings(list(overrides)))
 
 
 def page(entry: str) -> str:
-    return words.page("What it does.", shown(entry), COMMANDS[entry].recipes)
+    return words.format_help_page("What it does.", shown(entry), COMMANDS[entry].recipes)
 
 
 def test_every_command_has_its_door_before_heavy_libraries() -> None:
@@ -55,9 +55,9 @@ def test_every_command_has_its_door_before_heavy_libraries() -> None:
 @pytest.mark.parametrize("entry", COMMANDS)
 def test_every_setting_has_words(entry: str) -> None:
     schema = COMMANDS[entry].schema
-    for each in words.settings(schema, OmegaConf.structured(schema)):
-        assert len(each.words) > 5, each.name
-        assert each.words[-1] in ".)", each.name
+    for each in words.list_settings(schema, OmegaConf.structured(schema)):
+        assert len(each.description) > 5, each.name
+        assert each.description[-1] in ".)", each.name
 
 
 def test_help_is_printed_at_the_door(
@@ -66,7 +66,7 @@ def test_help_is_printed_at_the_door(
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(sys, "argv", ["train/medusa.py", "--help", "seed=7", "seed", "log.project"])
     with pytest.raises(SystemExit, match=r"^0$"):
-        COMMANDS["train/medusa.py"].begin()
+        COMMANDS["train/medusa.py"].parse_command_line()
     assert capsys.readouterr().out == (
         "seed=7\n  whole number.\n  Seed of new weights, data order, noise and sampling.\n\n"
         "log.project=headsmith\n  text.\n  Project name in the tracker.\n"
@@ -116,7 +116,7 @@ def test_a_command_offers_its_own_recipes_and_shows_what_they_set() -> None:
 
 
 def test_one_setting_is_told_in_full() -> None:
-    assert words.explained(shown("train/medusa.py"), "train.schedule") == (
+    assert words.format_setting_help(shown("train/medusa.py"), "train.schedule") == (
         "train.schedule=auto\n"
         "  one of auto, cosine, wsd, constant.\n"
         "  Learning-rate schedule after the warm-up.\n"
@@ -125,13 +125,13 @@ def test_one_setting_is_told_in_full() -> None:
         "    wsd\n"
         "    constant"
     )
-    assert words.explained(shown("eval/speedup.py"), "draft.tree").splitlines()[1] == (
+    assert words.format_setting_help(shown("eval/speedup.py"), "draft.tree").splitlines()[1] == (
         "  list (list (whole number)), or null."
     )
 
 
 def test_a_section_is_told_in_full() -> None:
-    said = words.explained(shown("train/medusa.py"), "log").splitlines()
+    said = words.format_setting_help(shown("train/medusa.py"), "log").splitlines()
     assert said[:3] == [
         "log: Experiment tracking. A failing tracker does not stop a run.",
         "log.tracker=none",
@@ -153,4 +153,4 @@ def test_a_section_is_told_in_full() -> None:
 )
 def test_of_an_unknown_name_near_ones_are_told(name: str, near: str) -> None:
     with pytest.raises(InputError, match=rf"^{name}: no setting and no section .*{near}"):
-        words.explained(shown("train/medusa.py"), name)
+        words.format_setting_help(shown("train/medusa.py"), name)

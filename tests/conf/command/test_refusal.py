@@ -36,19 +36,19 @@ error: *train.batch_size=3*: must be a multiple of
 
 
 def test_a_terminal_gets_lines_of_its_width_with_settings_in_bold() -> None:
-    shown = terminal.told(LONG, Terminal())
+    shown = terminal.format_error(LONG, Terminal())
     assert shown.replace(terminal.BOLD, "*").replace(terminal.PLAIN, "*") == WRAPPED
 
 
 def test_a_log_gets_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert terminal.told(LONG, io.StringIO()) == f"error: {LONG}"
+    assert terminal.format_error(LONG, io.StringIO()) == f"error: {LONG}"
     monkeypatch.setenv("TERM", "dumb")
-    assert terminal.told(LONG, Terminal()) == f"error: {LONG}"
+    assert terminal.format_error(LONG, Terminal()) == f"error: {LONG}"
 
 
 def test_lines_of_an_error_stay_lines_and_what_is_typed_stays_whole() -> None:
     url = "http://localhost:8000/v1/" + 60 * "x"
-    shown = terminal.told(InputError(f"one\n  two --multi-run {url}"), Terminal())
+    shown = terminal.format_error(InputError(f"one\n  two --multi-run {url}"), Terminal())
     assert shown.splitlines() == ["error: one", "         two --multi-run", f"       {url}"]
 
 
@@ -106,8 +106,8 @@ def test_settings_are_found(text: str, bold: list[str]) -> None:
 )
 def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
     with pytest.raises(HydraException) as refused:
-        EAGLE.composed([given])
-    assert str(refusal.of_hydra(refused.value, EAGLE.schema, EAGLE.recipes)) == message
+        EAGLE.compose_settings([given])
+    assert str(refusal.convert_hydra_error(refused.value, EAGLE.schema, EAGLE.recipes)) == message
 
 
 def test_a_value_of_another_kind_ends_a_command_with_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import save_target
 
-from conf.command.statement import changed, check_unchanged, differences, stated
+from conf.command.statement import (
+    check_unchanged,
+    find_changed_keys,
+    format_changes,
+    make_fingerprint,
+)
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
 from heads.target_model.identity import Identity, identify, weights_checksum
@@ -43,15 +48,15 @@ KNOWN = Identity(
     ],
 )
 def test_a_target_is_another(before: dict, now: dict, keys: list[str]) -> None:
-    one, other = (stated(target=replace(KNOWN, **each)) for each in (before, now))
-    assert changed(one, other) == keys
+    one, other = (make_fingerprint(target=replace(KNOWN, **each)) for each in (before, now))
+    assert find_changed_keys(one, other) == keys
 
 
 def test_a_difference_is_said_with_what_can_be_compared_by_eye() -> None:
-    one = stated(target={"weights": "ab" * 32}, seed=0, data={"path": "a.jsonl"})
-    other = stated(target={"weights": "cd" * 32}, seed=1, data={"path": "a.jsonl"})
+    one = make_fingerprint(target={"weights": "ab" * 32}, seed=0, data={"path": "a.jsonl"})
+    other = make_fingerprint(target={"weights": "cd" * 32}, seed=1, data={"path": "a.jsonl"})
     said = "target.weights was abababababab, is cdcdcdcdcdcd; seed was 0, is 1"
-    assert differences(one, other, changed(one, other)) == said
+    assert format_changes(one, other, find_changed_keys(one, other)) == said
     with pytest.raises(InputError, match=rf"^out holds rows made in another way: {said}; type"):
         check_unchanged("out holds rows", one, other)
 

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import retried
+from conf.files import retry_io
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from data.features.format import TOKEN_COUNTS, Contents, decode, encode, file_checksum, is_whole
@@ -314,11 +314,11 @@ def test_an_error_that_passes_is_tried_again() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("conf.files.time.sleep", waits.append)
-        assert retried(action) == "done"
+        assert retry_io(action) == "done"
         assert waits == [0.5, 1.0]
         left += [errno.EIO] * 4
         with pytest.raises(OSError, match="for a moment"):
-            retried(action)
+            retry_io(action)
         assert left == []
 
 
@@ -331,7 +331,7 @@ def test_an_error_that_stays_is_raised_at_once(number: int) -> None:
         raise OSError(number, "for good")
 
     with pytest.raises(OSError, match="for good"):
-        retried(action)
+        retry_io(action)
     assert calls == [1]
 
 

@@ -7,7 +7,7 @@ import pytest
 from pytest import approx
 from rich.console import Console
 
-from conf.command.clock import Times
+from conf.command.clock import DecodingTimes
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from eval.compare.sizes import at_size, show_sizes, stops_paying
@@ -20,7 +20,7 @@ from tests.eval.report.test_figures import drawn, lines  # noqa: F401
 
 def text(seconds: float, *arrivals: float) -> Generation:
     steps = [Step(0, 1, 9)] * (len(arrivals) - 1)
-    return Generation([1, 2, 3, 4], steps, [], Times(total=seconds), [], list(arrivals))
+    return Generation([1, 2, 3, 4], steps, [], DecodingTimes(total=seconds), [], list(arrivals))
 
 
 def test_waits_are_of_all_texts_and_the_median_of_repeats() -> None:

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from conf.command.clock import Times
-from conf.command.journal import Journal
+from conf.command.clock import DecodingTimes
+from conf.command.journal import JsonlStore
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun, time_methods
@@ -36,7 +36,7 @@ class Machine:
         def run(ids: list[list[int]], seeds: list[int], batch_size: int) -> list[Generation]:
             assert ids == [[5, 6]] * len(seeds)
             self.calls.append((name, seeds, batch_size))
-            seconds = Times(0.25, 0.5, total=float(len(self.calls)))
+            seconds = DecodingTimes(0.25, 0.5, total=float(len(self.calls)))
             steps = [Step(1, 2, 2)]
             return [Generation([7, 8, 9], steps, [(1,)], seconds, [4], [1.0, 2.0]) for _ in ids]
 
@@ -104,9 +104,9 @@ class Learner:
             raise KilledError
         self.left -= 1
         self.known.extend(seeds)
-        return [Generation([7] * len(self.known), times=Times(total=1.0)) for _ in seeds]
+        return [Generation([7] * len(self.known), times=DecodingTimes(total=1.0)) for _ in seeds]
 
-    def lengths(self, config: SpeedupRun, journal: Journal | None = None) -> list[list[int]]:
+    def lengths(self, config: SpeedupRun, journal: JsonlStore | None = None) -> list[list[int]]:
         """[prompt][repeat]"""
         found = time_methods(BENCH, config, self.methods, journal=journal)
         return [[len(text.token_ids) for text in run.texts["vanilla"]] for run in found]
@@ -117,10 +117,10 @@ def test_a_repeat_knows_what_it_wrote_itself(tmp_path: Path, num_runs: int) -> N
     """Two warm-ups: killed after `num_runs` texts, or not at all."""
     config = SpeedupRun(num_warmups=2, num_repeats=2)
     assert Learner().lengths(config) == [[1, 1], [2, 2], [3, 3]]
-    with Journal(tmp_path, {}, "runs.jsonl") as journal, pytest.raises(KilledError):
+    with JsonlStore(tmp_path, {}, "runs.jsonl") as journal, pytest.raises(KilledError):
         Learner(num_runs).lengths(config, journal)
-    with Journal(tmp_path, {}, "runs.jsonl") as journal:
-        assert len(journal.done) == num_runs - 2
+    with JsonlStore(tmp_path, {}, "runs.jsonl") as journal:
+        assert len(journal.done_ids) == num_runs - 2
         assert Learner().lengths(config, journal) == [[1, 1], [2, 2], [3, 3]]
 
 
@@ -128,7 +128,7 @@ def test_a_repeat_knows_what_it_wrote_itself(tmp_path: Path, num_runs: int) -> N
 def test_what_has_run_is_not_run_again(tmp_path: Path, batch_size: int, num_jobs: int) -> None:
     config = SpeedupRun(num_warmups=1, num_repeats=2)
 
-    def timed(machine: Machine, journal: Journal | None = None) -> list[PromptRun]:
+    def timed(machine: Machine, journal: JsonlStore | None = None) -> list[PromptRun]:
         return time_methods(BENCH, config, machine.methods, batch_size, journal)
 
     expected = timed(Machine("vanilla", "tree"))
@@ -141,10 +141,10 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, batch_size: int, num_jobs
         return run(*given)
 
     broken.methods["tree"] = Method(stops)
-    with Journal(tmp_path, {}, "runs.jsonl") as journal, pytest.raises(KilledError):
+    with JsonlStore(tmp_path, {}, "runs.jsonl") as journal, pytest.raises(KilledError):
         timed(broken, journal)
-    with Journal(tmp_path, {}, "runs.jsonl") as journal:
-        num_kept = len(journal.done)
+    with JsonlStore(tmp_path, {}, "runs.jsonl") as journal:
+        num_kept = len(journal.done_ids)
         assert 0 < num_kept < num_jobs
         machine = Machine("vanilla", "tree")
         found = timed(machine, journal)
@@ -157,7 +157,7 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, batch_size: int, num_jobs
             ]
             assert all(isinstance(s, float) for s in other.seconds(name))
             assert other.seconds(name, "draft") == [0.5, 0.5]
-    with Journal(tmp_path, {}, "runs.jsonl") as journal:
+    with JsonlStore(tmp_path, {}, "runs.jsonl") as journal:
         machine = Machine("vanilla", "tree")
         assert timed(machine, journal) == found
         assert machine.calls == []
@@ -165,7 +165,7 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, batch_size: int, num_jobs
 
 def test_a_journal_tells_batch_sizes_apart(tmp_path: Path) -> None:
     machine = Machine("vanilla")
-    with Journal(tmp_path, {}, "runs.jsonl") as journal:
+    with JsonlStore(tmp_path, {}, "runs.jsonl") as journal:
         for batch_size in (1, 2, 3):
             config = SpeedupRun(num_warmups=0, num_repeats=1)
             time_methods(BENCH, config, machine.methods, batch_size, journal)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from toys import endless_target, random_target, texts
 
-from conf.command.clock import Times
+from conf.command.clock import DecodingTimes
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.generate import hf_generate
@@ -82,7 +82,7 @@ def test_reading_the_prompt_lasts_until_the_next_pass_begins(target, monkeypatch
     [text] = hf_generate(target, [[5, 6, 7]], 3, GREEDY, 0)
     for hook in hooks:
         hook.remove()
-    assert text.times == Times(prefill=7.0, total=13.0)
+    assert text.times == DecodingTimes(prefill=7.0, total=13.0)
 
 
 class Rising:

@@ -3,7 +3,7 @@
 import pytest
 from toys import CHATML, random_target, tokenizer
 
-from conf.command.clock import Times
+from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
 from data.rows.forms import Record
 from data.templates.encoder import Encoder
@@ -84,7 +84,7 @@ def test_both_results_tell_thinking_from_answers() -> None:
     [prompt] = first_turns([record], Encoder(made, {"opens": True}))
     before, after = (made(t, add_special_tokens=False).input_ids for t in ("hi</think>", "fine"))
     steps = [Step(1, len(before), 9), Step(0, 1, 2)]  # the second after all of the thinking
-    text = Generation([*before, *after], steps, times=Times(total=1.0))
+    text = Generation([*before, *after], steps, times=DecodingTimes(total=1.0))
     bench = Bench(target, [], [prompt], GREEDY, {}, True)
     expected = {
         "thinking": {

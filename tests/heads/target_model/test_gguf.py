@@ -11,9 +11,9 @@ import torch
 from ggufs import about, names, save_gguf
 from toys import CHATML, random_model, tokenizer
 
-from conf.command.statement import changed, stated
+from conf.command.statement import find_changed_keys, make_fingerprint
 from conf.errors import InputError
-from conf.files import gguf_parts
+from conf.files import split_gguf_path
 from conf.settings.target import Quantization, TargetConfig
 from heads.export.gguf import Value, write_gguf
 from heads.export.llamacpp import interleaved
@@ -172,18 +172,21 @@ def test_a_name_says_as_much_as_a_folder_and_a_file(tmp_path: Path) -> None:
 
 def test_what_identifies_it_is_the_content_and_not_the_place(tmp_path: Path) -> None:
     def of(name: str) -> dict[str, Any]:
-        return stated(target=identity(tmp_path / name))
+        return make_fingerprint(target=identity(tmp_path / name))
 
     save_gguf(tmp_path / "a.gguf", "Q4_1")
     shutil.copy(tmp_path / "a.gguf", tmp_path / "b.gguf")
     assert of("a.gguf")["target.name"].endswith("a.gguf")
-    assert changed(of("a.gguf"), of("b.gguf")) == []
+    assert find_changed_keys(of("a.gguf"), of("b.gguf")) == []
     save_gguf(tmp_path / "c.gguf", "Q8_0")
-    assert changed(of("a.gguf"), of("c.gguf")) == ["target.weights", "target.quantization"]
+    assert find_changed_keys(of("a.gguf"), of("c.gguf")) == [
+        "target.weights",
+        "target.quantization",
+    ]
     save_gguf(tmp_path / "d.gguf", "Q4_1", {"llama.rope.freq_base": 20000.0})
-    assert changed(of("a.gguf"), of("d.gguf")) == ["target.config"]
+    assert find_changed_keys(of("a.gguf"), of("d.gguf")) == ["target.config"]
     save_gguf(tmp_path / "e.gguf", "Q4_1", {"tokenizer.chat_template": "other"})
-    assert changed(of("a.gguf"), of("e.gguf")) == ["target.template"]
+    assert find_changed_keys(of("a.gguf"), of("e.gguf")) == ["target.template"]
 
 
 @pytest.mark.parametrize(("stated", "said"), [(15, "Q4_K_M"), (None, "Q4_1"), (9999, "Q4_1")])
@@ -214,7 +217,7 @@ def test_a_path_is_a_place_and_a_name(
     monkeypatch.chdir(tmp_path)
     for folder in ("here/model/q4", "here/folder.gguf"):
         Path(folder).mkdir(parents=True)
-    assert gguf_parts(path) == parts
+    assert split_gguf_path(path) == parts
 
 
 def test_what_lies_beside_it_comes_before_what_it_says(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
-from conf.settings.export import ExportFormat, Layout, PushRun
+from conf.settings.export import ExportFormat, HubLayout, PushRun
 from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export.golden import golden
@@ -111,7 +111,7 @@ def test_what_is_pulled_computes_the_head(hub: HubServer, run_dir: Path, tmp_pat
 
 
 def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -> None:
-    pushed(run_dir, layout=Layout.each)
+    pushed(run_dir, layout=HubLayout.each)
     assert set(hub.repos) == {REPO, f"{REPO}-vllm", f"{REPO}-sglang"}
     assert all(repo.private and len(repo.commits) == 2 for repo in hub.repos.values())
     assert set(hub.repos[REPO].files("main") or {}) == {".gitattributes", *FILES}
@@ -133,13 +133,13 @@ def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -
     assert "me/toy-eagle3-sglang" in (hub.repos[REPO].files("main") or {})["README.md"].decode()
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", HubLayout)
 def test_llamacpp_fetches_its_file_from_the_root_of_a_repository(
-    target: Target, hub: HubServer, run_dir: Path, tmp_path: Path, layout: Layout
+    target: Target, hub: HubServer, run_dir: Path, tmp_path: Path, layout: HubLayout
 ) -> None:
     export(make_head(target).half(), ExportFormat.llamacpp, run_dir / "gguf")
     pushed(run_dir, exports=[str(run_dir / "gguf")], layout=layout)
-    apart = layout is Layout.each
+    apart = layout is HubLayout.each
     repo = f"{REPO}-llamacpp" if apart else REPO
     files = hub.repos[repo].files("main") or {}
     place = "" if apart else "llamacpp/"
@@ -175,7 +175,7 @@ def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(
 
 
 def test_a_dry_run_writes_a_folder_for_each_repository(run_dir: Path, tmp_path: Path) -> None:
-    pushed(run_dir, layout=Layout.each, dry_run=True, out_dir=str(tmp_path / "out"))
+    pushed(run_dir, layout=HubLayout.each, dry_run=True, out_dir=str(tmp_path / "out"))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "toy-eagle3", "toy-eagle3-vllm", "toy-eagle3-sglang",
     }  # fmt: skip
