@@ -42,7 +42,7 @@ from tqdm import tqdm
 from conf.command import following
 from conf.command.journal import JsonlStore
 from conf.settings.measure import Mode, SpeedupRun
-from data.embedded import fill_unset
+from data.embedded import fill_default_paths
 from eval.decode.engine import Step, decode
 from eval.measure import processes
 from eval.measure.answers import Answered
@@ -116,7 +116,7 @@ def _measured(
 
     def decoded(name: str) -> dict[str, Any]:
         seed = seed_of(prompt, config.seed)
-        drafter = head.drafter(name, bench.sampling, [seed])
+        drafter = head.make_drafter(name, bench.sampling, [seed])
         text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
         return row(text.token_ids, text.steps, text.drafted)
 
@@ -126,7 +126,7 @@ def _measured(
     measured: dict[str, Any] = {}
     for name, shape in (("chain", head.chain), ("tree", head.tree)):
         if not isinstance(shape, Tree):
-            drafter = head.drafter(name, bench.sampling, [config.seed])
+            drafter = head.make_drafter(name, bench.sampling, [config.seed])
             steps, drafted = replayed(drafter, output, prompt.token_ids, answer)
             measured[name] = row(answer, steps, drafted)
             continue
@@ -189,7 +189,7 @@ def main(config: AcceptanceRun) -> None:
             if report(bench, config):
                 tell_speedup(config)
         return
-    fill_unset(config, prompts=True)
+    fill_default_paths(config, prompts=True)
     results: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         first: Bench | None = None

@@ -62,11 +62,11 @@ WHOLE, SHORTER, CUT = "whole", "shorter", "cut"
 class ConfidenceRecorder:
     """Drafter that records the head's confidence in its chains."""
 
-    static_nodes = None
+    num_static_nodes = None
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps = drafter, drafter.taps
-        self.observe, self.keep = drafter.observe, drafter.keep
+        self.observe, self.select_rows = drafter.observe, drafter.select_rows
         self.logits: list[list[float]] = []
 
     def propose(self, roots: Roots) -> Draft:
@@ -80,9 +80,9 @@ class ConfidenceRecorder:
         self.logits.append(draft.confidence[0].tolist())
         return draft
 
-    def take(self, row: int, other: "ConfidenceRecorder") -> None:
+    def insert_row(self, row: int, other: "ConfidenceRecorder") -> None:
         """Take a row of another drafter."""
-        self.drafter.take(row, other.drafter)
+        self.drafter.insert_row(row, other.drafter)
 
 
 def record(bench: Bench, config: CalibrateRun, journal: JsonlStore) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def record(bench: Bench, config: CalibrateRun, journal: JsonlStore) -> list[dict
         if number in journal.done_ids:
             continue
         seed = seed_of(prompt, config.seed)
-        recorder = ConfidenceRecorder(whole.drafter(CUT, bench.sampling, [seed]))
+        recorder = ConfidenceRecorder(whole.make_drafter(CUT, bench.sampling, [seed]))
         length = config.max_new_tokens
         text = decode(bench.target, recorder, prompt.token_ids, length, bench.sampling, seed)
         row = {"steps": [asdict(step) for step in text.steps], "drafted": text.drafted}
@@ -124,10 +124,12 @@ def measure_costs(bench: Bench, context: list[int], journal: JsonlStore) -> Chai
         whole, cut = range(1, depth + 1), range(depth + 1)
         sampling = bench.sampling
         drafters = {
-            (WHOLE, n): replace(head, chain=Tree.chain(n)).drafter("chain", sampling, [0])
+            (WHOLE, n): replace(head, chain=Tree.chain(n)).make_drafter("chain", sampling, [0])
             for n in whole
         } | {
-            (CUT, n): replace(head, calibration=FixedLength.after(n)).drafter(CUT, sampling, [0])
+            (CUT, n): replace(head, calibration=FixedLength.after(n)).make_drafter(
+                CUT, sampling, [0]
+            )
             for n in cut
         }
         curve, drafts = time_steps(bench.target, drafters, context, sizes=range(2, depth + 2))
@@ -223,13 +225,13 @@ def main(config: CalibrateRun) -> None:
         calibration, head = Calibration.of(result), bench.head
         shorter = Tree.chain(result["checked"][SHORTER]["most_tokens"])
         drafters = {
-            WHOLE: (partial(head.drafter, "chain", bench.sampling), head.chain),
+            WHOLE: (partial(head.make_drafter, "chain", bench.sampling), head.chain),
             SHORTER: (
-                partial(replace(head, chain=shorter).drafter, "chain", bench.sampling),
+                partial(replace(head, chain=shorter).make_drafter, "chain", bench.sampling),
                 shorter,
             ),
             CUT: (
-                partial(replace(head, calibration=calibration).drafter, CUT, bench.sampling),
+                partial(replace(head, calibration=calibration).make_drafter, CUT, bench.sampling),
                 head.chain,
             ),
         }

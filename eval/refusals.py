@@ -9,8 +9,8 @@ from conf.errors import InputError
 from conf.files import check_out_dir
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun, SpeedupRun
-from data.rows.files import check_data
-from heads.folders import check_head, check_target
+from data.rows.files import check_data_paths
+from heads.folders import check_head_files, check_target_files
 
 
 def check_inputs(run: Any) -> None:
@@ -21,16 +21,16 @@ def check_inputs(run: Any) -> None:
     """
     data, target = getattr(run, "data", None), getattr(run, "target", None)
     if data is not None:
-        check_data(data)
+        check_data_paths(data)
     if target is not None and getattr(data, "features", None) is None:
         check_device_map(target.device_map, os.environ)
-        check_target(target)
+        check_target_files(target)
     if (head := getattr(run, "head", None)) is not None:
-        check_head(head, target)
+        check_head_files(head, target)
     if isinstance(run, SpeedupRun):
         for path in run.heads:
-            check_head(HeadRef(path), target, "heads")
-        check_head(run.draft, None, "draft.path")
+            check_head_files(HeadRef(path), target, "heads")
+        check_head_files(run.draft, None, "draft.path")
     check_out_dir(run.out_dir)
 
 

@@ -62,7 +62,7 @@ class ServedAnswers:
     ) -> Iterator[tuple[int, list[int]]]:
         """See `Writer`."""
         for number, prompt in enumerate(prompts):
-            yield number, self.server.answer(prompt, max_new_tokens).text
+            yield number, self.server.request_answer(prompt, max_new_tokens).text
 
 
 def main(config: ServeRun) -> None:
@@ -202,10 +202,10 @@ def compared(
     limit, depth = config.max_new_tokens, server.depth
     for number, prompt in enumerate(tqdm(bench.prompts, desc=server.name, unit="prompt")):
         if number not in journal.done_ids:
-            found = server.answer(prompt.token_ids, limit)
+            found = server.request_answer(prompt.token_ids, limit)
             # Engines also count draft tokens that the last pass accepts beyond the text.
             asked = [*prompt.token_ids, *found.text]
-            beyond = server.answer(asked, depth + 1, ignore_eos=True).text
+            beyond = server.request_answer(asked, depth + 1, ignore_eos=True).text
             journal.append([{"id": number, "served": asdict(found), "beyond": beyond}])
     rows = journal.load_rows()[: len(bench.prompts)]
     for row in tqdm(rows, desc="replay along the server's text", unit="prompt"):

@@ -46,7 +46,7 @@ from eval.measure.stats import shown
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
 from heads.head import DraftHead
-from heads.mtp.checkpoint import has_layer
+from heads.mtp.checkpoint import has_mtp_layer
 
 MAX_NODES = 256  # of any tree
 
@@ -79,7 +79,7 @@ def own_layer(config: SpeedupRun) -> list[str]:
     """Use the target's own MTP layer as a head, if it has one and the methods ask for it."""
     path, given = config.target.path, [config.head.path, *config.heads]
     asked = any(name == "all" or name.startswith("mtp_") for name in config.methods)
-    there = asked and path is not None and has_layer(path, config.target.revision)
+    there = asked and path is not None and has_mtp_layer(path, config.target.revision)
     return [str(path)] if there and path not in given else []
 
 
@@ -125,7 +125,7 @@ def main(config: SpeedupRun) -> None:
 
 def tell_export(head: DraftHead, config: SpeedupRun) -> None:
     """Name the command that exports the measured head for the first engine that serves it."""
-    engine = next((each for each in ExportFormat if head.export(each).problem is None), None)
+    engine = next((each for each in ExportFormat if head.plan_export(each).problem is None), None)
     if engine is None:
         return
     path = Path(str(config.head.path))

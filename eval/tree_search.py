@@ -38,7 +38,13 @@ from eval.tune.advice import Advice, advise, measured_advice
 from eval.tune.cost import CostCurve, load_curve, time_steps, typical_context
 from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
 from heads.decoding.sampling import GREEDY
-from heads.decoding.tree import DynamicShape, Shape, Tree, usual_dynamic_shape, usual_tree
+from heads.decoding.tree import (
+    DraftShape,
+    DynamicShape,
+    Tree,
+    make_default_tree,
+    make_dynamic_shape,
+)
 
 NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Numbers of draft tokens of the dynamic trees to try."""
@@ -47,12 +53,12 @@ LONGEST = 8
 Texts = StaticTexts | DynamicTexts
 
 
-def num_tokens(shape: Shape) -> int:
+def num_tokens(shape: DraftShape) -> int:
     """Number of draft tokens that a shape verifies."""
     return shape.num_nodes - 1 if isinstance(shape, Tree) else shape.num_tokens
 
 
-def described(shape: Shape) -> dict[str, Any]:
+def described(shape: DraftShape) -> dict[str, Any]:
     """A shape in the form of SHAPE_FILE."""
     if isinstance(shape, DynamicShape):
         return {"dynamic_tree": asdict(shape)}
@@ -77,10 +83,10 @@ class ShapeCosts:
     """
 
     curve: CostCurve
-    drafts: dict[Shape, float]
+    drafts: dict[DraftShape, float]
     scale: float = 1.0
 
-    def draft_s(self, shape: Shape) -> float:
+    def draft_s(self, shape: DraftShape) -> float:
         """Seconds of a draft; each depth of a dynamic tree costs the same."""
         if self.curve.draft_seconds is not None:
             return self.curve.draft_seconds * (1 if isinstance(shape, Tree) else shape.depth)
@@ -91,7 +97,7 @@ class ShapeCosts:
         share = (shape.depth - 1) / max(1, longest - 1)
         return self.scale * (first + (last - first) * share)
 
-    def step_s(self, shape: Shape) -> float:
+    def step_s(self, shape: DraftShape) -> float:
         """Seconds of a draft and its verify pass."""
         return self.draft_s(shape) + self.curve.at(num_tokens(shape) + 1)
 
@@ -108,14 +114,14 @@ class Candidate:
         speedup: speed-up over passes of one token, without prompts.
     """
 
-    shape: Shape
+    shape: DraftShape
     tau: float
     draft_s: float
     step_s: float
     speedup: float
 
     @classmethod
-    def of(cls, shape: Shape, texts: Texts, costs: ShapeCosts) -> "Candidate":
+    def of(cls, shape: DraftShape, texts: Texts, costs: ShapeCosts) -> "Candidate":
         """Make a candidate by an exact replay of the texts."""
         texts_steps = texts.steps(shape)  # type: ignore[arg-type]
         expected = tau([PromptSteps("", steps) for steps in texts_steps])
@@ -141,9 +147,9 @@ def read_texts(bench: Bench, config: TreeSearchRun) -> Texts:
         return StaticTexts.read(bench.target, head.head, bench.prompts, length, tree)
 
     def make(shape: DynamicShape) -> Any:
-        return replace(head, tree=shape).drafter("tree", GREEDY, [0])
+        return replace(head, tree=shape).make_drafter("tree", GREEDY, [0])
 
-    top_ks = sorted({*config.top_ks, usual_dynamic_shape(_gpu(config)).top_k})
+    top_ks = sorted({*config.top_ks, make_dynamic_shape(_gpu(config)).top_k})
     longest = min(LONGEST, head.longest)
     return DynamicTexts.read(bench.target, make, bench.prompts, length, longest, top_ks)
 
@@ -153,26 +159,28 @@ def measure_costs(
 ) -> ShapeCosts:
     """Time passes and drafts here, and convert to a recorded curve if given."""
     head, target = bench.head, bench.target
-    probes: list[Shape] = (
+    probes: list[DraftShape] = (
         [widest(depth) for depth in range(1, head.longest + 1)]
         if isinstance(texts, StaticTexts)
         else [DynamicShape(depth, k, 1) for k in texts.top_ks for depth in {1, texts.depth}]
     )
-    drafters = {shape: replace(head, tree=shape).drafter("tree", GREEDY, [0]) for shape in probes}
+    drafters = {
+        shape: replace(head, tree=shape).make_drafter("tree", GREEDY, [0]) for shape in probes
+    }
     own, drafts = time_steps(target, drafters, context)
     if recorded is None:
         return ShapeCosts(own, drafts)
     return ShapeCosts(recorded, drafts, recorded.at(1) / own.at(1))
 
 
-def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
+def shapes(texts: Texts, config: TreeSearchRun) -> tuple[DraftShape, list[DraftShape]]:
     """Default shape, and all shapes to compare.
 
     Raises:
         InputError: no useful shape.
     """
     if isinstance(texts, DynamicTexts):
-        usual = usual_dynamic_shape(_gpu(config))
+        usual = make_dynamic_shape(_gpu(config))
         return replace(usual, depth=min(usual.depth, texts.depth)), [
             DynamicShape(depth, top_k, size)
             for top_k in config.top_ks
@@ -191,7 +199,7 @@ def shapes(texts: Texts, config: TreeSearchRun) -> tuple[Shape, list[Shape]]:
         for depth in range(1, longest + 1)
         for tree in best_trees(values, depth, config.max_nodes)
     ]
-    return usual_tree(longest, _gpu(config)), list(dict.fromkeys(trees))
+    return make_default_tree(longest, _gpu(config)), list(dict.fromkeys(trees))
 
 
 def _gpu(config: TreeSearchRun) -> bool | None:
@@ -285,7 +293,7 @@ def main(config: TreeSearchRun) -> None:
     if recorded is None:
         drafters = {
             name: (
-                partial(replace(bench.head, tree=c.shape).drafter, "tree", GREEDY),
+                partial(replace(bench.head, tree=c.shape).make_drafter, "tree", GREEDY),
                 c.shape if isinstance(c.shape, Tree) else None,
             )
             for name, c in predicted.items()

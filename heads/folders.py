@@ -19,7 +19,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 GGUF = ".gguf"
 
 
-def check_target(config: TargetConfig) -> None:
+def check_target_files(config: TargetConfig) -> None:
     """Refuse a target or an adapter that is missing or incomplete.
 
     Raises:
@@ -44,7 +44,9 @@ def check_target(config: TargetConfig) -> None:
             )
 
 
-def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "head.path") -> None:
+def check_head_files(
+    head: HeadRef | Any, target: TargetConfig | None, key: str = "head.path"
+) -> None:
     """Refuse a head that is missing, or that was trained for a target of other sizes.
 
     Args:
@@ -58,7 +60,7 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
     if head.path is None or split_gguf_path(head.path):
         return
     place = find_local_path(key, head.path)
-    if place is not None and gguf_in(place) is not None:
+    if place is not None and find_head_gguf(place) is not None:
         return
     mine = _config(key, head.path, head.revision, "config.json")
     folder = find_local_path(key, head.path)
@@ -75,10 +77,12 @@ def check_head(head: HeadRef | Any, target: TargetConfig | None, key: str = "hea
         sizes = {mine.get(name), read} - {None}
         if sizes and theirs.get(name) and theirs[name] not in sizes:
             told = str(mine.get("target", "another target"))
-            raise InputError(other_target(name, mine[name], told, target.path, theirs[name]))
+            raise InputError(
+                format_size_mismatch(name, mine[name], told, target.path, theirs[name])
+            )
 
 
-def other_target(name: str, mine: object, told: str, path: str, theirs: object) -> str:
+def format_size_mismatch(name: str, mine: object, told: str, path: str, theirs: object) -> str:
     """Message for a head of another size than the target's; `told` is the head's own target."""
     return (
         f"head.path: this head has {name}={mine} (trained for {told}), but "
@@ -86,7 +90,7 @@ def other_target(name: str, mine: object, told: str, path: str, theirs: object) 
     )
 
 
-def gguf_in(place: Path) -> Path | None:
+def find_head_gguf(place: Path) -> Path | None:
     """GGUF file of a head: the path itself, or the file in a folder without `config.json`.
 
     Raises:
@@ -105,7 +109,7 @@ def gguf_in(place: Path) -> Path | None:
     return files[0] if files else None
 
 
-def folder_with(key: str, path: str, folder: Path, *names: str) -> Path:
+def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
     """Folder that holds files of these names.
 
     Raises:
@@ -136,7 +140,7 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
     folder = find_local_path(key, place)
     if folder is not None:
         if parts is None:
-            folder_with(key, path, folder, name)
+            check_folder_files(key, path, folder, name)
         file = folder / name
     else:
         from huggingface_hub import constants, try_to_load_from_cache
@@ -157,9 +161,9 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
             return None
         file = Path(cached)
     if parts is not None:
-        from heads.gguf_target import find_gguf
+        from heads.gguf_target import load_gguf_target
 
-        return find_gguf(path, revision, key).sizes
+        return load_gguf_target(path, revision, key).sizes
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

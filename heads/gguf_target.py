@@ -16,7 +16,7 @@ from conf.files import find_local_path, split_gguf_path
 
 DRAFT_HEADS = ("eagle3", "dflash")
 """llama.cpp's architectures of draft heads."""
-BESIDE = (
+ORIGINAL_FILES = (
     *("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),
     *("merges.txt", "added_tokens.json"),
@@ -40,48 +40,48 @@ class GgufTarget:
     """
 
     def __init__(self, key: str, path: str, folder: Path, name: str) -> None:
-        self.what, self.folder, self.name = f"{key}={path}", folder, name
+        self.label, self.folder, self.name = f"{key}={path}", folder, name
         from heads.export.gguf import GgufFile  # imports torch, which takes seconds
 
         self.file = folder / name
         self.content = GgufFile(self.file, key)
-        self.architecture = str(self.fact("general.architecture"))
+        self.architecture = str(self.get_metadata("general.architecture"))
         self._check(key)
 
-    def fact(self, key: str) -> Any:
+    def get_metadata(self, key: str) -> Any:
         """Metadata value; None if missing."""
         value = self.content.metadata.get(key)
         return None if value is None else value.content
 
-    def about(self, key: str) -> Any:
+    def get_arch_metadata(self, key: str) -> Any:
         """Metadata value of the architecture; None if missing."""
-        return self.fact(f"{self.architecture}.{key}")
+        return self.get_metadata(f"{self.architecture}.{key}")
 
     def _check(self, key: str) -> None:
         if self.architecture in DRAFT_HEADS:
             raise InputError(
-                f"{self.what}: a draft head ({self.architecture}), not a target; name it as "
+                f"{self.label}: a draft head ({self.architecture}), not a target; name it as "
                 "head.path, and its target's file here"
             )
-        if (kind := self.fact("general.type")) not in (None, "model"):
+        if (kind := self.get_metadata("general.type")) not in (None, "model"):
             raise InputError(
-                f"{self.what}: holds no model (general.type is {kind!r}); name the file of a model"
+                f"{self.label}: holds no model (general.type is {kind!r}); name the file of a model"
             )
-        num_parts = self.fact("split.count") or 1
+        num_parts = self.get_metadata("split.count") or 1
         if num_parts > 1:
             raise InputError(
-                f"{self.what}: one of {num_parts} parts, which transformers cannot join; run "
+                f"{self.label}: one of {num_parts} parts, which transformers cannot join; run "
                 f"llama-gguf-split --merge FIRST_PART WHOLE.gguf, and set {key}=WHOLE.gguf"
             )
         size = self.file.stat().st_size
-        for name, tensor in self.tensors.items():
+        for name, tensor in self.tensor_table.items():
             if tensor["data_offsets"][1] > size:
                 raise InputError(
-                    f"{self.what}: cut off, as {name} lies beyond its end; download it again"
+                    f"{self.label}: cut off, as {name} lies beyond its end; download it again"
                 )
 
     @cached_property
-    def tensors(self) -> dict[str, dict[str, Any]]:
+    def tensor_table(self) -> dict[str, dict[str, Any]]:
         """Tensors by name, as in `heads.target_model.weight_files.tensors`."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -91,7 +91,7 @@ class GgufTarget:
                 kind = GGMLQuantizationType(number)
             except ValueError as error:
                 raise InputError(
-                    f"{self.what}: {name} has type {number}, which the package gguf does not know; "
+                    f"{self.label}: {name} has type {number}, which the package gguf does not know; "
                     "install a newer gguf, or name the original model"
                 ) from error
             values, size = GGML_QUANT_SIZES[kind]
@@ -103,52 +103,56 @@ class GgufTarget:
     @property
     def num_values(self) -> int:
         """Number of values in all tensors."""
-        return sum(math.prod(tensor["shape"]) for tensor in self.tensors.values())
+        return sum(math.prod(tensor["shape"]) for tensor in self.tensor_table.values())
 
     @cached_property
     def quantization(self) -> str:
         """Type of the file in llama.cpp's words, e.g. `Q4_K_M`, or the type of most values."""
         from gguf.constants import LlamaFileType
 
-        stated = self.fact("general.file_type")
+        stated = self.get_metadata("general.file_type")
         if stated in set(LlamaFileType):
             return re.sub("^(MOSTLY|ALL)_", "", LlamaFileType(stated).name)
         values: Counter[str] = Counter()
-        for tensor in self.tensors.values():
+        for tensor in self.tensor_table.values():
             values[tensor["dtype"]] += math.prod(tensor["shape"])
         return values.most_common(1)[0][0]
 
     @cached_property
-    def header(self) -> str:
+    def header_checksum(self) -> str:
         """Checksum of all metadata and of the table of tensors."""
         with self.file.open("rb") as opened:
             return hashlib.sha256(opened.read(self.content.start)).hexdigest()
 
     @cached_property
-    def stated(self) -> dict[str, Any]:
+    def arch_metadata(self) -> dict[str, Any]:
         """All metadata of the file's architecture."""
         names = [name for name in self.content.metadata if name.startswith(f"{self.architecture}.")]
-        return {"architecture": self.architecture} | {name: self.fact(name) for name in names}
+        return {"architecture": self.architecture} | {
+            name: self.get_metadata(name) for name in names
+        }
 
     @property
-    def beside(self) -> dict[str, Path]:
+    def original_files(self) -> dict[str, Path]:
         """Existing files of `BESIDE`, by name."""
-        files = {name: self.folder / name for name in BESIDE}
+        files = {name: self.folder / name for name in ORIGINAL_FILES}
         return {name: file for name, file in files.items() if file.is_file()}
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Sizes that a head must agree with, named as in `config.json`."""
-        embedding = self.tensors.get("token_embd.weight")
+        embedding = self.tensor_table.get("token_embd.weight")
         size = embedding["shape"][0] if embedding else None
         return {
             "model_type": self.architecture,
-            "hidden_size": self.about("embedding_length"),
+            "hidden_size": self.get_arch_metadata("embedding_length"),
             "vocab_size": size,
         }
 
 
-def find_gguf(path: str, revision: str | None = None, key: str = "target.path") -> GgufTarget:
+def load_gguf_target(
+    path: str, revision: str | None = None, key: str = "target.path"
+) -> GgufTarget:
     """Find the target in a GGUF file of a folder or of a Hub repository.
 
     Raises:
@@ -184,7 +188,9 @@ def _downloaded(key: str, path: str, place: str, name: str, revision: str | None
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(place, revision=revision, allow_patterns=[name, *BESIDE]))
+        folder = Path(
+            snapshot_download(place, revision=revision, allow_patterns=[name, *ORIGINAL_FILES])
+        )
         if not (folder / name).is_file():
             names = list_repo_files(place, revision=revision)
             there = [each for each in names if each.endswith(".gguf")]

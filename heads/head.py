@@ -27,11 +27,11 @@ from conf.settings.export import ExportFormat
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
-from heads.decoding.tree import Shape, usual_dynamic_shape, usual_tree
-from heads.folders import PROVENANCE, other_target
-from heads.storage import load_tensors, save_head
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.decoding.tree import DraftShape, make_default_tree, make_dynamic_shape
+from heads.folders import PROVENANCE, format_size_mismatch
+from heads.storage import load_tensors, write_head_folder
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 UNKNOWN = "unknown"
@@ -56,7 +56,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Files:
+class HeadFiles:
     """Content of a head's folder, except texts and reference values.
 
     Attributes:
@@ -74,12 +74,12 @@ class Files:
     layers: list[int] = field(default_factory=list)
 
 
-def _none() -> Files:
+def _none() -> HeadFiles:
     raise AssertionError("an engine that cannot serve the head has no files")
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportPlan:
     """Form of a head for a serving engine.
 
     Attributes:
@@ -91,13 +91,13 @@ class Export:
     """
 
     problem: str | None = None
-    files: Callable[[], Files] = _none
+    files: Callable[[], HeadFiles] = _none
     command: str = ""
     hint: str = ""
 
 
 @dataclass(frozen=True)
-class Golden:
+class ReferenceLogits:
     """Reference logits of a head.
 
     Attributes:
@@ -168,28 +168,28 @@ class DraftHead(nn.Module, ABC):
 
     config: Any
     config_type: ClassVar[Any] = None
-    taps: Taps
-    window: int | None = None
+    taps: FeatureLayers
+    max_positions: int | None = None
     variants: ClassVar[dict[str, Variant]]
-    phrase: ClassVar[str]
-    static: ClassVar[bool] = False
-    output_rows: ClassVar[tuple[str, ...]] = ()
-    drafted_rows: ClassVar[tuple[str, ...]] = ()
-    id_rows: ClassVar[tuple[str, ...]] = ()
-    compiled: ClassVar[tuple[type[nn.Module], ...]] = ()
+    name_with_article: ClassVar[str]
+    has_static_tree: ClassVar[bool] = False
+    output_head_patterns: ClassVar[tuple[str, ...]] = ()
+    draft_id_patterns: ClassVar[tuple[str, ...]] = ()
+    target_id_patterns: ClassVar[tuple[str, ...]] = ()
+    compiled_modules: ClassVar[tuple[type[nn.Module], ...]] = ()
     default_layers: ClassVar["staticmethod[[int, str], tuple[int, ...]] | None"] = None
-    doubts: ClassVar[tuple[Callable[[Any], Iterator[tuple[str, Any]]], ...]] = ()
-    prunable: ClassVar[str] = "none of this kind"
+    ambiguities: ClassVar[tuple[Callable[[Any], Iterator[tuple[str, Any]]], ...]] = ()
+    pruning_hint: ClassVar[str] = "none of this kind"
 
     def __init__(self, config: Any, vocab: DraftVocab) -> None:
         super().__init__()
         self.config, self.vocab = config, vocab
         self.variant = next(iter(self.variants))
         # In a tuple, so that the target is no submodule of the head.
-        self._target: tuple[EmbeddingsAndHead, ...] = ()
+        self._target: tuple[EmbeddingsAndOutputHead, ...] = ()
 
     @classmethod
-    def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
         """Load the head of a folder in float32, not attached: trained, exported or published.
 
         By default, reads what the default `files` writes.
@@ -212,7 +212,7 @@ class DraftHead(nn.Module, ABC):
         config = cls.config_type(
             **{each.name: settings[each.name] for each in fields(cls.config_type)}
         )
-        tensors, vocab = load_tensors(folder / WEIGHTS), DraftVocab.everything(config.vocab_size)
+        tensors, vocab = load_tensors(folder / WEIGHTS), DraftVocab.make_full(config.vocab_size)
         if "d2t" in tensors:
             vocab = DraftVocab.from_offsets(tensors.pop("d2t"), vocab.size, tensors.pop("t2d"))
         head = cls(config, vocab)
@@ -221,8 +221,8 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def untrained(
-        cls, target: EmbeddingsAndHead, settings: Any, vocab: DraftVocab, seed: int
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: Any, vocab: DraftVocab, seed: int
     ) -> Self:
         """Make a new float32 head by a seed, attached to the target.
 
@@ -236,7 +236,7 @@ class DraftHead(nn.Module, ABC):
             InputError: the settings do not fit the target.
         """
 
-    def attach(self, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> Self:
+    def attach(self, target: EmbeddingsAndOutputHead, dtype: torch.dtype | None = None) -> Self:
         """Attach the head to a target that it fits, and move it to the target's device and `dtype`.
 
         Raises:
@@ -247,7 +247,7 @@ class DraftHead(nn.Module, ABC):
         return self.to(target.device, dtype)
 
     @abstractmethod
-    def candidates(
+    def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
         """[depth, n, width] int64 best tokens of each depth along a text.
@@ -261,9 +261,9 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def drafter(
+    def make_drafter(
         self,
-        shape: Shape,
+        shape: DraftShape,
         sampling: Sampling,
         seeds: Sequence[int],
         calibration: Calibration | None = None,
@@ -277,23 +277,23 @@ class DraftHead(nn.Module, ABC):
             calibration: cuts chains by the head's confidence.
         """
 
-    def files(self) -> Files:
+    def build_files(self) -> HeadFiles:
         """Content of the folder that `save` writes: by default, config fields and parameters."""
         # Not `state_dict`, which makes FSDP return shards.
         tensors = {name: each.detach() for name, each in self.named_parameters()}
-        if not self.vocab.full:
-            tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.mask()}
+        if not self.vocab.is_full:
+            tensors |= {"d2t": self.vocab.compute_offsets(), "t2d": self.vocab.build_mask()}
         names = {"architectures": [type(self).__name__], "draft_vocab_size": len(self.vocab.ids)}
-        return Files(names | vars(self.config), WEIGHTS, tensors)
+        return HeadFiles(names | vars(self.config), WEIGHTS, tensors)
 
     @abstractmethod
-    def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
+    def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
         """Form of the head, attached or not, for a serving engine."""
 
     @abstractmethod
-    def golden(
+    def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-    ) -> Golden:
+    ) -> ReferenceLogits:
         """Compute the head's reference logits, in float32 on the CPU.
 
         Args:
@@ -304,13 +304,15 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
         """Facts for the head's model card, from the records of training and measurement."""
 
     # The same for every head.
 
     @property
-    def target(self) -> EmbeddingsAndHead:
+    def target(self) -> EmbeddingsAndOutputHead:
         """Target that an attached head uses."""
         return self._target[0]
 
@@ -320,27 +322,27 @@ class DraftHead(nn.Module, ABC):
         return self._target[0].name if self._target else self.config.target
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_draft_tokens(self) -> int | None:
         """Draft tokens of the longest path that the head can draft; None for any."""
         return self.config.num_draft_tokens
 
     @property
-    def usual_depth(self) -> int:
+    def default_depth(self) -> int:
         """Default number of draft tokens of a chain."""
-        return self.most_tokens or USUAL_DEPTH
+        return self.max_draft_tokens or USUAL_DEPTH
 
     @property
-    def longest(self) -> int:
+    def max_chain_depth(self) -> int:
         """Draft tokens of the longest useful chain."""
-        return self.most_tokens or LONGEST
+        return self.max_draft_tokens or LONGEST
 
     @final
-    def usual_shape(self, gpu: bool | None = None) -> Shape:
+    def make_default_shape(self, gpu: bool | None = None) -> DraftShape:
         """Default shape of drafts, on a GPU or not; unset, by this machine."""
-        if self.static:
-            return usual_tree(self.longest, gpu)
-        usual = usual_dynamic_shape(gpu)
-        return replace(usual, depth=min(usual.depth, self.most_tokens or usual.depth))
+        if self.has_static_tree:
+            return make_default_tree(self.max_chain_depth, gpu)
+        usual = make_dynamic_shape(gpu)
+        return replace(usual, depth=min(usual.depth, self.max_draft_tokens or usual.depth))
 
     @final
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
@@ -349,26 +351,26 @@ class DraftHead(nn.Module, ABC):
         Raises:
             InputError: the disk is full or not writable. An older head there stays untouched.
         """
-        files = self.files()
+        files = self.build_files()
         documents: dict[str, object] = {"config.json": files.config}
         if provenance is not None:
             documents[PROVENANCE] = provenance
-        save_head(folder, files.weights, files.tensors, documents)
+        write_head_folder(folder, files.weights, files.tensors, documents)
 
     @final
-    def tensors(self) -> dict[str, Tensor]:
+    def collect_tensors(self) -> dict[str, Tensor]:
         """Tensors that `save` writes, by their names in the file."""
-        return self.files().tensors
+        return self.build_files().tensors
 
     @final
-    def output_heads(self) -> list[Tensor]:
+    def find_output_heads(self) -> list[Tensor]:
         """The head's own matrices from states to logits, with one row per draft id."""
-        return self._named(self.output_rows)
+        return self._named(self.output_head_patterns)
 
     @final
-    def embeddings(self) -> list[Tensor]:
+    def find_embeddings(self) -> list[Tensor]:
         """The head's own trained matrices with one row per id, except output heads."""
-        return self._named((*self.drafted_rows, *self.id_rows))
+        return self._named((*self.draft_id_patterns, *self.target_id_patterns))
 
     def _named(self, patterns: tuple[str, ...]) -> list[Tensor]:
         return [each for name, each in self.named_parameters() if _any(patterns, name)]
@@ -376,19 +378,19 @@ class DraftHead(nn.Module, ABC):
     @property
     def pruning_problem(self) -> str | None:
         """Reason why the draft vocabulary cannot shrink, or None."""
-        if self.output_heads():
+        if self.find_output_heads():
             return None
         return (
             f"this {self.variant} head drafts with the target's output head, which cannot lose "
-            f"rows; allowed: {self.prunable}"
+            f"rows; allowed: {self.pruning_hint}"
         )
 
     @final
-    def pruned(self, vocab: DraftVocab) -> Self:
+    def prune_vocab(self, vocab: DraftVocab) -> Self:
         """Float32 copy of the head, not attached, restricted to a draft vocabulary."""
         small = type(self)(self.config, vocab)
-        rows = self.vocab.to_draft(vocab.ids.to(self.vocab.ids.device))
-        by_id = (*self.output_rows, *self.drafted_rows)
+        rows = self.vocab.to_draft_ids(vocab.ids.to(self.vocab.ids.device))
+        by_id = (*self.output_head_patterns, *self.draft_id_patterns)
         state = self.state_dict()
         small.load_state_dict({n: t[rows] if _any(by_id, n) else t for n, t in state.items()})
         return small
@@ -398,13 +400,13 @@ class DraftHead(nn.Module, ABC):
         """Compile the modules other than attention, on first use."""
         hide_hints()
         for module in self.modules():
-            if isinstance(module, self.compiled):
+            if isinstance(module, self.compiled_modules):
                 module.compile(dynamic=True)
 
     @final
-    def readings(self) -> Iterator[tuple[str, Self]]:
+    def iter_config_variants(self) -> Iterator[tuple[str, Self]]:
         """Heads that the files of this head may have meant. See `doubts`."""
-        for doubt in self.doubts:
+        for doubt in self.ambiguities:
             yield from doubt(self)
 
 
@@ -412,13 +414,13 @@ def _any(patterns: Sequence[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
-def trained_with(provenance: dict[str, Any]) -> dict[str, Any]:
+def get_head_settings(provenance: dict[str, Any]) -> dict[str, Any]:
     """Settings `head` of a head's training; empty if unknown."""
     return (provenance.get("config") or {}).get("head") or {}
 
 
 def check_fits(
-    head: DraftHead, target: EmbeddingsAndHead, size: int, which: str = "hidden_size"
+    head: DraftHead, target: EmbeddingsAndOutputHead, size: int, which: str = "hidden_size"
 ) -> None:
     """Refuse a target of other sizes than the head's.
 
@@ -436,7 +438,7 @@ def check_fits(
         theirs = getattr(target, name)
         if mine != theirs:
             told = head.config.target
-            raise InputError(other_target(name, mine, told, target.name, theirs))
+            raise InputError(format_size_mismatch(name, mine, told, target.name, theirs))
 
 
 def check_depth(depth: int | None, most: int | None, key: str = "depth") -> None:

@@ -13,13 +13,13 @@ from heads.dspark.head import DSparkHead
 from heads.eagle import gguf as eagle_gguf
 from heads.eagle.head import EagleHead
 from heads.export.gguf import GgufFile, Value
-from heads.folders import PROVENANCE, gguf_in
+from heads.folders import PROVENANCE, find_head_gguf
 from heads.head import WEIGHTS, DraftHead
 from heads.medusa.head import MedusaHead
 from heads.mtp.head import MtpHead
 from heads.peagle.head import PEagleHead
-from heads.storage import locate, save_head
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.storage import locate_head, write_head_folder
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
 HEADS: dict[str, type[DraftHead]] = {
@@ -32,16 +32,19 @@ HEADS: dict[str, type[DraftHead]] = {
     "mtp": MtpHead,
 }
 """Kinds of heads by name, which is also that of the folder and of `train/{name}.py`."""
-ARCHITECTURES = {eagle_gguf.ARCH: eagle_gguf.opened, blocks_gguf.ARCH: blocks_gguf.opened}
+GGUF_READERS = {
+    eagle_gguf.ARCH: eagle_gguf.load_gguf_tensors,
+    blocks_gguf.ARCH: blocks_gguf.load_gguf_tensors,
+}
 """Readers of heads' GGUF files by llama.cpp's architecture."""
 
 
-def name_of(head: DraftHead) -> str:
+def find_kind_name(head: DraftHead) -> str:
     """Name of a head in the table."""
     return next(name for name, kind in HEADS.items() if type(head) is kind)
 
 
-def by_variant() -> dict[str, type[DraftHead]]:
+def build_variant_table() -> dict[str, type[DraftHead]]:
     """Class of each variant, by its name in files and benchmarks: `medusa`, `eagle1`, `eagle3`."""
     return {variant: head for head in HEADS.values() for variant in head.variants}
 
@@ -65,17 +68,17 @@ def load_head(
             are not implemented.
     """
     # Located once, as the Hub might return another commit the second time.
-    return read_head(locate(path, revision), path, layers)
+    return load_local_head(locate_head(path, revision), path, layers)
 
 
-def read_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> DraftHead:
+def load_local_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> DraftHead:
     """Load a head like `load_head` from a folder or file that `locate` found."""
-    if (file := gguf_in(folder)) is not None:
+    if (file := find_head_gguf(folder)) is not None:
         with TemporaryDirectory() as native:
             _unpack(file, folder, path, Path(native))
-            return read_head(Path(native), path, layers)
+            return load_local_head(Path(native), path, layers)
     for kind in reversed(HEADS.values()):
-        head = kind.load(folder, path, layers)
+        head = kind.from_folder(folder, path, layers)
         if head is not None:
             return head
     raise InputError(f"head.path={path}: no head there; known kinds: {', '.join(HEADS)}")
@@ -89,18 +92,20 @@ def _unpack(file: Path, folder: Path, path: str, native: Path) -> None:
     """
     opened, what = GgufFile(file, "head.path"), f"head.path={path}"
     architecture = opened.metadata.get("general.architecture", Value.of("none")).content
-    if architecture not in ARCHITECTURES:
+    if architecture not in GGUF_READERS:
         raise InputError(
             f"{what}: a GGUF file of architecture {architecture}; allowed: "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(GGUF_READERS)}"
         )
     record = folder / PROVENANCE
     export = json.loads(record.read_text()).get("export", {}) if record.is_file() else {}
-    config, tensors = ARCHITECTURES[architecture](opened, what, export.get("added", []))
-    save_head(native, WEIGHTS, tensors, {"config.json": config})
+    config, tensors = GGUF_READERS[architecture](opened, what, export.get("added", []))
+    write_head_folder(native, WEIGHTS, tensors, {"config.json": config})
 
 
-def fresh_head(variant: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> DraftHead:
+def make_untrained_head(
+    variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVocab
+) -> DraftHead:
     """Make a new head with default settings, for benchmarks; `vocab` if it can restrict it."""
-    kind = by_variant()[variant]
-    return kind.untrained(target, kind.variants[variant].settings(), vocab, seed=0)
+    kind = build_variant_table()[variant]
+    return kind.from_settings(target, kind.variants[variant].settings(), vocab, seed=0)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-PRODUCTS = {
+NATIVE_INSTRUCTIONS = {
     torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"},
     torch.float16: {"amx_fp16", "avx512_fp16"},
 }
@@ -40,12 +40,14 @@ class Processor:
 
     name: str
     vectors: str
-    products: frozenset[str] = frozenset()
+    instructions: frozenset[str] = frozenset()
     packs: bool = False
 
     def is_fast(self, dtype: torch.dtype) -> bool:
         """Tell whether products in a dtype have native instructions, as float32 always has."""
-        return dtype not in PRODUCTS or not self.products.isdisjoint(PRODUCTS[dtype])
+        return dtype not in NATIVE_INSTRUCTIONS or not self.instructions.isdisjoint(
+            NATIVE_INSTRUCTIONS[dtype]
+        )
 
     def multiplies_packed(self, dtype: torch.dtype) -> bool:
         """Tell whether products with packed weights are faster than torch's own."""
@@ -57,9 +59,13 @@ class Processor:
         return self.vectors == "AVX512"
 
     def __str__(self) -> str:
-        amx = any(product.startswith("amx") for product in self.products)
+        amx = any(product.startswith("amx") for product in self.instructions)
         vectors = {"AVX512": "AVX-512", "DEFAULT": ""}.get(self.vectors, self.vectors)
-        narrow = [str(dtype).removeprefix("torch.") for dtype in PRODUCTS if self.is_fast(dtype)]
+        narrow = [
+            str(dtype).removeprefix("torch.")
+            for dtype in NATIVE_INSTRUCTIONS
+            if self.is_fast(dtype)
+        ]
         known = ", ".join(part for part in (self.name, vectors, "AMX" if amx else "") if part)
         return f"{known} with {' and '.join(narrow)}" if narrow else known
 
@@ -67,16 +73,16 @@ class Processor:
 @lru_cache(maxsize=1)
 def this_processor() -> Processor:
     """CPU of this process, with the environment of the first call."""
-    return read(
+    return make_processor(
         _capabilities(),
         torch.backends.cpu.get_cpu_capability(),
-        {dtype for dtype in PRODUCTS if _is_supported(dtype)},
+        {dtype for dtype in NATIVE_INSTRUCTIONS if _is_supported(dtype)},
         torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available(),
         os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
     )
 
 
-def read(
+def make_processor(
     capabilities: dict[str, Any],
     vectors: str,
     supported: Collection[torch.dtype],
@@ -97,7 +103,7 @@ def read(
     products = {
         product
         for dtype in supported
-        for product in PRODUCTS[dtype]
+        for product in NATIVE_INSTRUCTIONS[dtype]
         if capabilities.get(product)
         and limit not in WITHOUT_PRODUCTS
         and ("amx" not in product or "AMX" in limit or limit in ("", "ALL", "DEFAULT"))
@@ -108,18 +114,18 @@ def read(
     return Processor(name, vectors, frozenset(products), packs)
 
 
-def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def choose_fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Dtype for internal products: float32 instead of an emulated dtype."""
     is_fast = device.type != "cpu" or this_processor().is_fast(dtype)
     return dtype if is_fast else torch.float32
 
 
 @lru_cache
-def tell_if_slow(setting: str, dtype: torch.dtype, device: torch.device) -> None:
+def warn_if_slow(setting: str, dtype: torch.dtype, device: torch.device) -> None:
     """Print once, on the first process, that a setting's dtype (e.g. `train.dtype`) is emulated."""
     group = torch.distributed
     first = not (group.is_available() and group.is_initialized() and group.get_rank())
-    if first and fast_dtype(dtype, device) is not dtype:
+    if first and choose_fast_dtype(dtype, device) is not dtype:
         value = str(dtype).removeprefix("torch.")
         print(  # noqa: T201
             f"{setting}={value}: products of many rows will be slow, as {this_processor()} "

@@ -24,10 +24,10 @@ USUAL_THETAS = (1e4, 1e6)
 """Values of theta that readers assume if files name none."""
 ALL_ORDERS = 3
 """Largest number of hidden states of which every order is tried."""
-Readings = Iterator[tuple[str, Any]]
+ConfigVariants = Iterator[tuple[str, Any]]
 
 
-def reread(
+def make_config_variant(
     head: Any,
     vocab: DraftVocab | None = None,
     tensors: dict[str, Tensor] | None = None,
@@ -46,7 +46,7 @@ def reread(
     return other.attach(head.target).eval()
 
 
-def layers(head: Any, usual: Callable[[int], Sequence[int]]) -> Readings:
+def iter_layer_variants(head: Any, usual: Callable[[int], Sequence[int]]) -> ConfigVariants:
     """Other hidden states: all, or the last, off by one; or those of new heads.
 
     Args:
@@ -66,10 +66,13 @@ def layers(head: Any, usual: Callable[[int], Sequence[int]]) -> Readings:
         fits = len(set(each)) == len(stated) and set(each) <= set(known)
         if fits and each not in tried:
             tried.add(each)
-            yield f"hidden states {_listed(each)}, not {_listed(stated)}", reread(head, layers=each)
+            yield (
+                f"hidden states {_listed(each)}, not {_listed(stated)}",
+                make_config_variant(head, layers=each),
+            )
 
 
-def orders(head: Any) -> Readings:
+def iter_order_variants(head: Any) -> ConfigVariants:
     """Other orders of the hidden states; if many: rising, falling, or with an end moved."""
     stated = head.config.layers
     rising = tuple(sorted(stated))
@@ -83,30 +86,30 @@ def orders(head: Any) -> Readings:
 def _reordered(head: Any, order: Sequence[int]) -> Any:
     """Reorder so that fused part j is hidden state `order[j]`; parts end up in rising order."""
     places, state = sorted(range(len(order)), key=order.__getitem__), head.state_dict()
-    tensors = {name: parts(state[name], places) for name in FUSED if name in state}
+    tensors = {name: reorder_parts(state[name], places) for name in FUSED if name in state}
     for place, old in enumerate(places):
         name = f"fc_norm.{old}.weight"
         if name in state:
             tensors[f"fc_norm.{place}.weight"] = state[name]
-    return reread(head, tensors=tensors, layers=tuple(sorted(order)))
+    return make_config_variant(head, tensors=tensors, layers=tuple(sorted(order)))
 
 
-def parts(tensor: Tensor, places: Sequence[int]) -> Tensor:
+def reorder_parts(tensor: Tensor, places: Sequence[int]) -> Tensor:
     """[..., n * size] with its n parts reordered."""
     chunks = tensor.chunk(len(places), dim=-1)
     return torch.cat([chunks[place] for place in places], dim=-1)
 
 
-def flipped(head: Any, name: str) -> tuple[str, Any]:
+def flip_setting(head: Any, name: str) -> tuple[str, Any]:
     """Reading with the opposite of a boolean setting."""
     other: dict[str, Any] = {name: not getattr(head.config, name)}
-    return f"{name}={str(other[name]).lower()}", reread(head, **other)
+    return f"{name}={str(other[name]).lower()}", make_config_variant(head, **other)
 
 
-def rotations(head: Any) -> Readings:
+def iter_rope_variants(head: Any) -> ConfigVariants:
     """The target's RoPE, the head's without scaling, and usual values of theta."""
     stated: dict[str, Any] = head.config.llama.rope_parameters
-    theirs, plain = sizes.rope(head.target.config), {"rope_type": "default"}
+    theirs, plain = sizes.find_rope(head.target.config), {"rope_type": "default"}
     found = {
         f"the target's RoPE ({_shown(theirs)})": theirs,
         "RoPE without scaling": {**plain, "rope_theta": stated["rope_theta"]},
@@ -118,15 +121,18 @@ def rotations(head: Any) -> Readings:
             tried.append(rope)
             llama = deepcopy(head.config.llama)
             llama.rope_parameters = rope
-            yield words, reread(head, llama=llama)
+            yield words, make_config_variant(head, llama=llama)
 
 
-def vocabularies(head: Any) -> Readings:
+def iter_vocab_variants(head: Any) -> ConfigVariants:
     """A map of draft ids as target ids, if it could be read as offsets."""
     vocab = head.vocab
     ids = vocab.offsets()
     if not vocab.full and bool((ids.diff() > 0).all()):
-        yield "d2t holds target ids, not offsets", reread(head, DraftVocab(ids, vocab.size))
+        yield (
+            "d2t holds target ids, not offsets",
+            make_config_variant(head, DraftVocab(ids, vocab.size)),
+        )
 
 
 def _shown(rope: dict[str, Any]) -> str:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.files import find_local_path, retry_io, split_gguf_path
-from heads.folders import folder_with, gguf_in
+from heads.folders import check_folder_files, find_head_gguf
 
 
-def locate(path: str, revision: str | None) -> Path:
+def locate_head(path: str, revision: str | None) -> Path:
     """Find the local place of a head: a folder with `config.json` or a GGUF file, or that file.
 
     Raises:
@@ -26,11 +26,11 @@ def locate(path: str, revision: str | None) -> Path:
     place, *names = split_gguf_path(path) or (path,)
     folder = find_local_path("head.path", place) or _download(place, revision, *names)
     if names:
-        folder_with("head.path", path, folder, *names)
+        check_folder_files("head.path", path, folder, *names)
         return folder / names[0]
-    if gguf_in(folder) is not None:
+    if find_head_gguf(folder) is not None:
         return folder
-    return folder_with("head.path", path, folder, "config.json")
+    return check_folder_files("head.path", path, folder, "config.json")
 
 
 def _download(path: str, revision: str | None, *names: str) -> Path:
@@ -130,7 +130,7 @@ def _swap(temporary: Path, final: Path) -> None:
     _flush(final.parent)
 
 
-def save_head(
+def write_head_folder(
     folder: Path, weights: str, tensors: dict[str, Tensor], documents: dict[str, object]
 ) -> None:
     """Write a head folder atomically.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def upload(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
+def to_device(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:
     """Copy numbers to a device as a tensor, without waiting for the copy."""
     tensor = torch.as_tensor(values)
     if torch.device(device).type != "cuda":

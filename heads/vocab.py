@@ -28,14 +28,14 @@ class DraftVocab:
     ids: Tensor
     size: int
 
-    def described(self) -> str:
+    def describe_size(self) -> str:
         """Describe the size of the vocabulary in words."""
-        if self.full:
+        if self.is_full:
             return f"vocabulary {self.size}"
         return f"draft vocabulary {len(self.ids)} of the target's {self.size}"
 
     @classmethod
-    def everything(cls, size: int) -> "DraftVocab":
+    def make_full(cls, size: int) -> "DraftVocab":
         """Make the vocabulary of all `size` ids, on the CPU."""
         return cls(torch.arange(size), size)
 
@@ -63,7 +63,7 @@ class DraftVocab:
         raise InputError(f"head.path: {problem}")
 
     @classmethod
-    def choose(cls, counts: Tensor, size: int | None, always: Iterable[int]) -> "DraftVocab":
+    def from_counts(cls, counts: Tensor, size: int | None, always: Iterable[int]) -> "DraftVocab":
         """Choose the ids of `always`, then the most frequent ids, low ids first among equals.
 
         Args:
@@ -75,7 +75,7 @@ class DraftVocab:
             InputError: `size` is too small for `always`.
         """
         if size is None or size >= len(counts):
-            return cls.everything(len(counts))
+            return cls.make_full(len(counts))
         kept = _emitted(always, len(counts))
         if size < len(kept):
             raise InputError(
@@ -87,7 +87,7 @@ class DraftVocab:
         order = rank.argsort(descending=True, stable=True)
         return cls(order[:size].sort().values, len(counts))
 
-    def narrowed(self, counts: Tensor, size: int, always: Iterable[int]) -> "DraftVocab":
+    def choose_subset(self, counts: Tensor, size: int, always: Iterable[int]) -> "DraftVocab":
         """Choose among these ids like `choose`, on the CPU.
 
         Args:
@@ -96,16 +96,16 @@ class DraftVocab:
             always: as in `choose`; ids outside this vocabulary are skipped.
         """
         mine = self.to("cpu")
-        places = mine.to_draft(torch.tensor(mine.held(always), dtype=torch.int64))
-        chosen = DraftVocab.choose(counts[mine.ids], size, places.tolist())
+        places = mine.to_draft_ids(torch.tensor(mine.filter_ids(always), dtype=torch.int64))
+        chosen = DraftVocab.from_counts(counts[mine.ids], size, places.tolist())
         return DraftVocab(mine.ids[chosen.ids], self.size)
 
-    def held(self, target_ids: Iterable[int]) -> list[int]:
+    def filter_ids(self, target_ids: Iterable[int]) -> list[int]:
         """Sorted target ids that are in this vocabulary."""
         return sorted(set(target_ids) & set(self.ids.tolist()))
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Tell whether every target id is included (Vd = V)."""
         return len(self.ids) == self.size
 
@@ -113,27 +113,27 @@ class DraftVocab:
         """Copy the vocabulary with its ids on `device`."""
         return DraftVocab(self.ids.to(device), self.size)
 
-    def to_target(self, draft_ids: Tensor) -> Tensor:
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Map draft ids [...] int64, from 0 to Vd - 1, to target ids."""
         return self.ids[draft_ids]
 
-    def to_draft(self, target_ids: Tensor) -> Tensor:
+    def to_draft_ids(self, target_ids: Tensor) -> Tensor:
         """Map target ids [...] int64 to draft ids, or -1 for ids outside the vocabulary."""
         at = torch.searchsorted(self.ids, target_ids.contiguous()).clamp(max=len(self.ids) - 1)
         return torch.where(self.ids[at] == target_ids, at, -1)
 
-    def mask(self) -> Tensor:
+    def build_mask(self) -> Tensor:
         """t2d [V] bool, marks the included target ids."""
         mask = torch.zeros(self.size, dtype=torch.bool, device=self.ids.device)
         mask[self.ids] = True
         return mask
 
-    def offsets(self) -> Tensor:
+    def compute_offsets(self) -> Tensor:
         """d2t [Vd] int64, target id minus draft id."""
         return self.ids - torch.arange(len(self.ids), device=self.ids.device)
 
 
-def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
+def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
     """Lines about the coverage of `chosen`, and of V/16, V/8, V/4, V/2 and V ids.
 
     Counts as in `share`; sizes too small for the ids of `always` are left out.
@@ -141,13 +141,13 @@ def coverage_lines(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) ->
     kept = _emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
     shares = (
-        f"{size:,} {share(counts, DraftVocab.choose(counts, size, kept)):.1%}"
+        f"{size:,} {compute_covered_fraction(counts, DraftVocab.from_counts(counts, size, kept)):.1%}"
         for size in sizes
         if size >= max(1, len(kept))
     )
     return [
         f"draft vocabulary: {len(chosen.ids):,} of {chosen.size:,} ids cover "
-        f"{share(counts, chosen):.2%} of the learnt tokens",
+        f"{compute_covered_fraction(counts, chosen):.2%} of the learnt tokens",
         f"  by size: {', '.join(shares)}",
     ]
 
@@ -158,7 +158,7 @@ def _emitted(always: Iterable[int], size: int) -> list[int]:
     return sorted({token for token in always if token < size})
 
 
-def share(counts: Tensor, vocab: DraftVocab) -> float:
+def compute_covered_fraction(counts: Tensor, vocab: DraftVocab) -> float:
     """Share of the counted tokens ([V] int64, not all 0) in a vocabulary, both on the CPU."""
     return int(counts[vocab.ids].sum()) / int(counts.sum())
 

@@ -35,21 +35,21 @@ from tqdm import tqdm
 from conf.command.provenance import collect_provenance
 from conf.errors import InputError
 from conf.files import lock_file, make_folder, retry_io, write_atomically
-from data.embedded import fill_unset
+from data.embedded import fill_default_paths
 from data.features.format import (
     EMBEDDINGS_AND_HEAD,
     TOKEN_COUNTS,
     ShardIndex,
-    file_checksum,
-    is_whole,
+    compute_file_checksum,
+    is_shard_whole,
 )
 from data.features.manifest import Manifest, ShardEntry
-from data.features.writer import SHARD_BYTES, Copies, PlannedShard, Writers, write_shard
+from data.features.writer import SHARD_BYTES, HostCopier, PlannedShard, ShardWriterPool, write_shard
 from eval.decode.generation_config import follow_or_tell
 from eval.measure.answers import Texts
 from eval.measure.processes import start
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.load import load_target, load_tokenizer
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.load import load_config_and_tokenizer, load_target
 from heads.target_model.remote import RemoteTarget
 from scripts.store.plan import Work, check_disk, prepared, target_json
 from scripts.store.states import Source, source_of, stored, token_fields
@@ -68,16 +68,16 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     """Run `main` with shards of any size."""
     check_inputs(config)
     state = start()
-    fill_unset(config)
+    fill_default_paths(config)
     work = prepared(config, state, shard_bytes)
-    work.plan.check(work.folder)
+    work.plan.check_folder(work.folder)
     check_disk(work, say=state.is_main_process)
     state.wait_for_everyone()  # all have read the folder
     make_folder(work.folder)
     lock = lock_file(work.folder / ".lock") if state.is_main_process else nullcontext()
     with lock, speaking_up(work.folder, state):
         if state.is_main_process:
-            work.plan.write(work.folder)
+            work.plan.save(work.folder)
         state.wait_for_everyone()
         write_shards(work, state)
         state.wait_for_everyone()
@@ -113,14 +113,14 @@ def write_shards(work: Work, state: PartialState) -> None:
     mine = work.shards[state.process_index :: state.num_processes]
     quiet = not state.is_main_process
     checked = tqdm(mine, desc="checking what is there", disable=quiet, unit="shard", leave=False)
-    todo = [shard for shard in checked if not is_whole(work.folder, shard.name)]
+    todo = [shard for shard in checked if not is_shard_whole(work.folder, shard.name)]
     of_target = work.folder / TARGET_FOLDER
     lacks_head = state.is_main_process and not of_target.is_dir()
     if not todo and not lacks_head:
         return
     target = target_of(work.config, state.device)
     for packed in work.sets.values():
-        packed.check_ids(target)
+        packed.check_token_ids(target)
     if lacks_head:
         save_embeddings_and_head(target, of_target)
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
@@ -129,7 +129,7 @@ def write_shards(work: Work, state: PartialState) -> None:
         print(f"{total:,} tokens to read; writing hidden states to {work.folder}")
     with (
         source_of(work.config.target, target, layers, text) as source,
-        Writers() as writers,
+        ShardWriterPool() as writers,
         tqdm(total=total, desc="capturing", unit="token", unit_scale=True, disable=quiet) as bar,
     ):
         if state.num_processes > 1:
@@ -138,11 +138,11 @@ def write_shards(work: Work, state: PartialState) -> None:
             capture_shard(work, shard, target, source, writers, bar)
 
 
-def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
+def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndOutputHead:
     """The complete target, or only the parts that an engine leaves to us."""
-    target: EmbeddingsAndHead
+    target: EmbeddingsAndOutputHead
     if config.target.engine:
-        target = RemoteTarget.of(config.target, torch.device("cpu"))
+        target = RemoteTarget.from_config(config.target, torch.device("cpu"))
     else:
         target = load_target(config.target, device)
     told = follow_or_tell(target)
@@ -151,7 +151,7 @@ def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndHead:
     return target
 
 
-def save_embeddings_and_head(target: EmbeddingsAndHead, folder: Path) -> None:
+def save_embeddings_and_head(target: EmbeddingsAndOutputHead, folder: Path) -> None:
     """Write embedding and output head, and check that they give the target's logits.
 
     Raises:
@@ -162,7 +162,8 @@ def save_embeddings_and_head(target: EmbeddingsAndHead, folder: Path) -> None:
     states = torch.randn(4, target.hidden_size, generator=generator).to(target.device)
     with torch.no_grad():
         same = torch.equal(
-            target.logits(states), EmbeddingsAndHead.load(folder, target.device).logits(states)
+            target.compute_logits(states),
+            EmbeddingsAndOutputHead.from_folder(folder, target.device).compute_logits(states),
         )
     if not same:
         shutil.rmtree(folder)
@@ -175,18 +176,18 @@ def save_embeddings_and_head(target: EmbeddingsAndHead, folder: Path) -> None:
 def capture_shard(
     work: Work,
     shard: PlannedShard,
-    target: EmbeddingsAndHead,
+    target: EmbeddingsAndOutputHead,
     source: Source,
-    writers: Writers,
+    writers: ShardWriterPool,
     bar: tqdm,
 ) -> None:
     """Compute the states of the sequences of a shard and pass them to a writer."""
     contents = work.plan.contents
     num_bytes = shard.num_tokens * contents.bytes_per_token
-    copies = Copies(target.device, work.config.micro_batch_size, num_bytes)
+    copies = HostCopier(target.device, work.config.micro_batch_size, num_bytes)
     sequences = []
     for rows in batches(work, shard, source.texts):
-        writers.check()
+        writers.raise_job_error()
         states = source.states_of(
             {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         )
@@ -194,12 +195,12 @@ def capture_shard(
             tokens = token_fields(row)
             num_tokens = len(tokens["input_ids"])
             own = {name: each[number, :num_tokens] for name, each in states.items()}
-            sequences.append((tokens, copies.take(stored(target, contents, own, tokens))))
+            sequences.append((tokens, copies.start_copy(stored(target, contents, own, tokens))))
             bar.update(num_tokens)
 
     def write() -> None:
         there = [tokens | copied.wait() for tokens, copied in sequences]
-        write_shard(work.folder, shard.name, contents.fields, there)
+        write_shard(work.folder, shard.name, contents.tensor_specs, there)
 
     writers.submit(write)
 
@@ -236,23 +237,23 @@ def finish(work: Work, state: PartialState) -> None:
             f"out_dir={folder}: {len(missing)} of {len(work.shards)} shards are not here, e.g. "
             f"{missing[0]}; name a folder that all machines see"
         )
-    stored_target = EmbeddingsAndHead.load(folder / TARGET_FOLDER, torch.device("cpu"))
+    stored_target = EmbeddingsAndOutputHead.from_folder(folder / TARGET_FOLDER, torch.device("cpu"))
     counts = {
-        name: packed.token_counts(stored_target.vocab_size) for name, packed in work.sets.items()
+        name: packed.count_token_ids(stored_target.vocab_size) for name, packed in work.sets.items()
     }
     retry_io(partial(write_atomically, folder / TOKEN_COUNTS, save(counts)))
     entries = []
     for shard in work.shards:
-        index = ShardIndex.read(folder, shard.name)
+        index = ShardIndex.from_folder(folder, shard.name)
         entries.append(ShardEntry(shard.name, shard.split, index.size, index.checksum))
     files = {
-        name: retry_io(partial(file_checksum, folder / name))
+        name: retry_io(partial(compute_file_checksum, folder / name))
         for name in (EMBEDDINGS_AND_HEAD, TOKEN_COUNTS)
     }
     origin = collect_provenance(work.config, stored_target.name, work.report)
-    tokenizer = load_tokenizer(work.config.target)[1]
+    tokenizer = load_config_and_tokenizer(work.config.target)[1]
     target = target_json(work.config, tokenizer, state.device, loaded=True)
-    Manifest(replace(work.plan, target=target), entries, files, origin).write(folder)
+    Manifest(replace(work.plan, target=target), entries, files, origin).save(folder)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ import torch
 
 from conf.errors import InputError
 from conf.files import split_gguf_path
-from data.embedded import TARGET, is_embedded
+from data.embedded import TARGET_PATH, is_embedded
 from eval.parity.gate import check_parity
-from heads.export.golden import golden
-from heads.export.writer import check_format, check_target, export_head
+from heads.export.golden import compute_reference_tensors
+from heads.export.writer import check_export_target, check_format, export_head
 from heads.folders import PROVENANCE
-from heads.gguf_target import find_gguf
+from heads.gguf_target import load_gguf_target
 from heads.head import UNKNOWN
-from heads.kinds import read_head
-from heads.storage import locate
-from heads.target_model.identity import identify, other_target_notice
+from heads.kinds import load_local_head
+from heads.storage import locate_head
+from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
 from scripts.publish.staging import read_json
 
@@ -46,14 +46,14 @@ def main(config: ExportRun) -> None:
     """Write `out_dir` completely or not at all, then read it back as the engine would."""
     check_export(config)
     out_dir, head_path = Path(config.out_dir), str(config.head.path)
-    folder = locate(head_path, config.head.revision)
-    head = read_head(folder, head_path, config.head.layers)
+    folder = locate_head(head_path, config.head.revision)
+    head = load_local_head(folder, head_path, config.head.layers)
     check_format(head, config.format)
     provenance = read_json(folder / PROVENANCE) or {}
     provenance.pop("export", None)  # of an earlier export
     path = config.target.path or head.config.target
     if is_embedded(path):
-        path = TARGET
+        path = TARGET_PATH
     if path == UNKNOWN:
         raise InputError(
             f"target.path is unset, and head.path={head_path} does not name its target; set "
@@ -61,20 +61,22 @@ def main(config: ExportRun) -> None:
         )
     where = replace(config.target, path=path)
     target = load_target(where, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    identity = identify(where, target.tokenizer, target.dtype)
-    other = other_target_notice("head.path", head_path, config.head.revision, identity)
+    identity = identify_target(where, target.tokenizer, target.dtype)
+    other = format_target_change("head.path", head_path, config.head.revision, identity)
     if other is not None:
         print(other, file=sys.stderr)
     head.attach(target, getattr(torch, config.dtype.value)).eval()
     head.config = replace(head.config, target=target.name)  # its current name
-    check_target(head, config.format)
+    check_export_target(head, config.format)
     words = config.tokenizer_gguf
     if words is None and split_gguf_path(path):
-        words = str(find_gguf(path, where.revision).file)
+        words = str(load_gguf_target(path, where.revision).file)
     source = None if words is None else Path(words).expanduser()
-    export_head(head, config.format, golden(head, target), out_dir, provenance, source)
+    export_head(
+        head, config.format, compute_reference_tensors(head, target), out_dir, provenance, source
+    )
     verify(out_dir)
-    command = head.export(config.format, str(out_dir)).command
+    command = head.plan_export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
         same = following.collect_changed_settings(config, "head", "target") | {"target.path": path}

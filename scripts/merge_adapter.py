@@ -19,20 +19,20 @@ if __name__ == "__main__":
 import torch
 
 from conf.settings.target import Dtype
-from heads.mtp.checkpoint import has_layer
+from heads.mtp.checkpoint import has_mtp_layer
 from heads.storage import write_folder
-from heads.target_model.adapter import merged, with_adapter
-from heads.target_model.load import load_model, load_tokenizer, resolve_dtype
+from heads.target_model.adapter import apply_adapter, merge_into_weights
+from heads.target_model.load import load_config_and_tokenizer, load_model, resolve_dtype
 
 
 def main(config: MergeAdapterRun) -> None:
     """Write model, tokenizer, chat template and generation config to `out_dir`."""
     check_merge(config)
     target, out_dir, device = config.target, Path(config.out_dir), torch.device("cpu")
-    model_config, tokenizer = load_tokenizer(target)
+    model_config, tokenizer = load_config_and_tokenizer(target)
     dtype = "auto" if target.dtype is Dtype.auto else resolve_dtype(target.dtype, device)
     model = load_model(target, model_config, dtype, device, towers=True)
-    whole = merged(with_adapter(model, str(target.adapter)), str(target.adapter))
+    whole = merge_into_weights(apply_adapter(model, str(target.adapter)), str(target.adapter))
 
     def fill(staging: Path) -> None:
         whole.save_pretrained(staging)
@@ -40,7 +40,7 @@ def main(config: MergeAdapterRun) -> None:
 
     write_folder(out_dir, fill)
     print(f"merged {target.path} and {target.adapter} into {out_dir}")
-    if has_layer(str(target.path), target.revision):
+    if has_mtp_layer(str(target.path), target.revision):
         print(
             "the target's MTP layer is missing, as transformers does not load it; to add "
             f"it:\npython scripts/mtp.py action=stitch target.path={out_dir} "

@@ -29,20 +29,20 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conf.errors import InputError
-from heads.kinds import read_head
+from heads.kinds import load_local_head
 from heads.mtp.checkpoint import (
-    family_of,
-    layers_of,
-    model_config,
-    num_promised,
-    stored_names,
+    count_declared_layers,
+    count_decoder_layers,
+    find_family,
+    find_mtp_tensors,
+    load_model_config,
 )
 from heads.mtp.families import FAMILIES
 from heads.mtp.head import MtpHead
-from heads.mtp.left_alone import unlisted
-from heads.mtp.stitch import matrices, stitched
-from heads.storage import locate
-from heads.target_model.weight_files import tensors, weight_files
+from heads.mtp.left_alone import find_unlisted_modules
+from heads.mtp.stitch import find_matrix_modules, stitch_layer
+from heads.storage import locate_head
+from heads.target_model.weight_files import find_weight_files, load_tensor_table
 
 
 def main(config: MtpFilesRun) -> None:
@@ -53,10 +53,12 @@ def main(config: MtpFilesRun) -> None:
     """
     check_mtp(config)
     target = str(config.target.path)
-    folder = locate(target, config.target.revision)
+    folder = locate_head(target, config.target.revision)
     if config.action is MtpAction.stitch:
-        head = layer_in(locate(str(config.head.path), config.head.revision), str(config.head.path))
-        files = stitched(folder, head, Path(config.out_dir))
+        head = layer_in(
+            locate_head(str(config.head.path), config.head.revision), str(config.head.path)
+        )
+        files = stitch_layer(folder, head, Path(config.out_dir))
         print(f"wrote {config.out_dir}; its MTP layer is in {', '.join(files)}")
         return
     head = layer_in(folder, target)
@@ -65,13 +67,13 @@ def main(config: MtpFilesRun) -> None:
         print(f"wrote {config.out_dir}: measure it with head.path={config.out_dir}")
         return
     check_norms(folder, head, target)
-    settings = model_config(folder)
-    family = FAMILIES[str(family_of(settings))]
-    places = stored_names(folder, family, layers_of(settings), target)
-    shapes = {name: tensors(file)[name]["shape"] for name, file in places.items()}
+    settings = load_model_config(folder)
+    family = FAMILIES[str(find_family(settings))]
+    places = find_mtp_tensors(folder, family, count_decoder_layers(settings), target)
+    shapes = {name: load_tensor_table(file)[name]["shape"] for name, file in places.items()}
     check_left_alone(settings, shapes, target)
-    promised = num_promised(settings, family)
-    numbers = sum(tensor.numel() for tensor in head.files().tensors.values())
+    promised = count_declared_layers(settings, family)
+    numbers = sum(tensor.numel() for tensor in head.build_files().tensors.values())
     print(
         f"{target}: an MTP layer of {head.config.family}, {numbers / 1e6:.1f} M numbers, complete"
     )
@@ -87,9 +89,11 @@ def layer_in(folder: Path, path: str) -> MtpHead:
     Raises:
         InputError: no layer, or an incomplete one.
     """
-    head = read_head(folder, path)
+    head = load_local_head(folder, path)
     if not isinstance(head, MtpHead):
-        raise InputError(f"{path}: {head.phrase}; name an MTP layer, or a model that has one")
+        raise InputError(
+            f"{path}: {head.name_with_article}; name an MTP layer, or a model that has one"
+        )
     return head
 
 
@@ -99,7 +103,9 @@ def check_left_alone(settings: dict[str, Any], shapes: dict[str, list[int]], pat
     Raises:
         InputError: engines would read the layer's weights as quantised codes.
     """
-    missing = unlisted(settings.get("quantization_config") or {}, matrices(shapes))
+    missing = find_unlisted_modules(
+        settings.get("quantization_config") or {}, find_matrix_modules(shapes)
+    )
     if missing:
         key, modules = next(iter(missing.items()))
         raise InputError(
@@ -124,7 +130,7 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
     own = [t.mean().item() for name, t in head.named_parameters() if "norm" in name]
     targets = [
         tensor.float().mean().item()
-        for file in weight_files(folder, "model") or []
+        for file in find_weight_files(folder, "model") or []
         for tensor in some_norms(file)
     ]
     if targets and median(own) - median(targets) > 0.5:
@@ -138,7 +144,7 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
 def some_norms(file: Path) -> Iterator[Tensor]:
     """Norms of the target's own layers in a file."""
     with safe_open(file, "pt") as opened:
-        for name in tensors(file):
+        for name in load_tensor_table(file):
             if name.endswith("layernorm.weight") and "mtp" not in name:
                 yield opened.get_tensor(name)
 

@@ -30,10 +30,10 @@ from tqdm import tqdm
 from conf.command.provenance import collect_provenance
 from conf.errors import InputError
 from conf.files import write_atomically
-from data.embedded import fill_unset
-from data.features.format import HIDDEN
+from data.embedded import fill_default_paths
+from data.features.format import HIDDEN_STATES
 from data.prepared.pack import PackedDataset
-from data.prepared.prepare import prepare
+from data.prepared.prepare import prepare_datasets
 from eval.decode.generation_config import follow_or_tell
 from eval.measure import processes
 from eval.measure.answers import greedy_answers
@@ -49,12 +49,12 @@ from heads.folders import PROVENANCE
 from heads.head import DraftHead, check_depth
 from heads.kinds import load_head
 from heads.layers.low_rank import check_rank, reduce_rank
-from heads.layers.packed import pack
-from heads.storage import locate
-from heads.target_model.identity import identify, other_target_notice
+from heads.layers.packed import pack_weights
+from heads.storage import locate_head
+from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps, Target
-from heads.vocab import DraftVocab, share
+from heads.target_model.model import FeatureLayers, Target
+from heads.vocab import DraftVocab, compute_covered_fraction
 from scripts.publish.staging import read_json
 from train.batch.prefetch import on_device
 from train.batch.states import with_states
@@ -70,7 +70,7 @@ Answered = tuple[list[int], list[int]]
 def main(config: PruneRun) -> None:
     """Print a table; write `{size}/head` for each size, `prune.json` and `prune.png`."""
     check_prune(config)
-    folder = locate(str(config.head.path), config.head.revision)
+    folder = locate_head(str(config.head.path), config.head.revision)
     trained = read_json(folder / PROVENANCE) or {}
     head = load_head(str(folder), layers=config.head.layers)
     depth = chain_depth(config, head)
@@ -81,11 +81,11 @@ def main(config: PruneRun) -> None:
             f"{state.num_processes} processes: pruning needs one; start it without accelerate "
             "launch"
         )
-    fill_unset(config)
+    fill_default_paths(config)
     target = load_target(config.target, state.device)
     told = follow_or_tell(target)
-    identity = identify(config.target, target.tokenizer, target.dtype)
-    other = other_target_notice("head.path", str(config.head.path), config.head.revision, identity)
+    identity = identify_target(config.target, target.tokenizer, target.dtype)
+    other = format_target_change("head.path", str(config.head.path), config.head.revision, identity)
     for line in filter(None, (told, other)):
         print(line, file=sys.stderr)
     # Still float32: saved weights must not be rounded to the target's dtype.
@@ -94,21 +94,21 @@ def main(config: PruneRun) -> None:
     for rank in config.ranks:
         check_rank("ranks", rank, target)
     # Split as in training.
-    train, heldout, report = prepare(config.data, target.tokenizer, config.seed)
-    print("\n".join(report.lines()))
+    train, heldout, report = prepare_datasets(config.data, target.tokenizer, config.seed)
+    print("\n".join(report.format_lines()))
     for data in (train, heldout):
-        data.check_ids(target)
+        data.check_token_ids(target)
     answers = answer(config, target, heldout)
     counts = target_choices(target, train, config.num_sequences)
-    vocabs = [head.vocab.narrowed(counts, n, target.special_ids) for n in config.sizes]
-    heads = [head.pruned(vocab) for vocab in vocabs]
+    vocabs = [head.vocab.choose_subset(counts, n, target.special_ids) for n in config.sizes]
+    heads = [head.prune_vocab(vocab) for vocab in vocabs]
     heads += [load_head(str(folder), layers=config.head.layers) for _ in (*config.ranks, head)]
     ranks: list[int | None] = [*[None for _ in vocabs], *config.ranks, None]
     costs = [attach(one, target, rank) for one, rank in zip(heads, ranks, strict=True)]
-    pack(target.model, target.output_head, *heads)
+    pack_weights(target.model, target.output_head, *heads)
     measured = measure(target, heads, answers, depth)
     rows = [
-        {"coverage": share(counts, one.vocab.to("cpu")), **cost, **row}
+        {"coverage": compute_covered_fraction(counts, one.vocab.to("cpu")), **cost, **row}
         for one, cost, row in zip(heads, costs, measured, strict=True)
     ]
     result = {
@@ -126,7 +126,7 @@ def main(config: PruneRun) -> None:
         **collect_provenance(config, target.name, report),
     }
     show(result, Console())
-    write(config, result, [head.pruned(vocab) for vocab in vocabs], trained)
+    write(config, result, [head.prune_vocab(vocab) for vocab in vocabs], trained)
 
 
 def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int])
     Raises:
         InputError: a size is not allowed.
     """
-    least, most = max(1, len(vocab.held(special))), len(vocab.ids)
+    least, most = max(1, len(vocab.filter_ids(special))), len(vocab.ids)
     if sizes and not least <= sizes[0] <= sizes[-1] <= most:
         raise InputError(
             f"sizes={list(sizes)}: this head drafts {most} ids; allowed: {least} to {most}, "
@@ -154,11 +154,11 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
     Raises:
         InputError: the head cannot be pruned, or cannot draft that many tokens.
     """
-    check_depth(config.depth, head.most_tokens)
+    check_depth(config.depth, head.max_draft_tokens)
     problem = head.pruning_problem
     if config.sizes and problem is not None:
         raise InputError(f"head.path={config.head.path}: {problem}")
-    return config.depth or head.usual_depth
+    return config.depth or head.default_depth
 
 
 def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Answered]:
@@ -202,9 +202,9 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
     for index in tqdm(chosen, desc="target's choices", unit="sequence"):
         row = {name: values.unsqueeze(0) for name, values in data[index].items()}
         batch = on_device(indexed(row, 0), target.device)
-        hidden = with_states(target, batch, Taps())[HIDDEN][0]
+        hidden = with_states(target, batch, FeatureLayers())[HIDDEN_STATES][0]
         for states in hidden[batch[SUPERVISION].places].split(ROWS_PER_CHUNK):
-            best = target.logits(states).argmax(-1)
+            best = target.compute_logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))
     return counts.cpu()
 
@@ -220,14 +220,14 @@ def measure(
     chain = Tree.chain(depth)
     texts = sorted((prompt + text for prompt, text in answers), key=len)
     drafters = {
-        index: BenchHead("", head, chain, chain).drafter("chain", GREEDY, [0])
+        index: BenchHead("", head, chain, chain).make_drafter("chain", GREEDY, [0])
         for index, head in enumerate(heads)
     }
     curve, seconds = time_steps(target, drafters, texts[len(texts) // 2], sizes=(depth + 1,))
     passes: list[list[PromptSteps]] = [[] for _ in heads]
     for number, (prompt, text) in enumerate(tqdm(answers, desc="replay", unit="prompt")):
         # Once for all heads.
-        output = target.read_response(prompt, text, heads[0].taps)
+        output = target.encode_response(prompt, text, heads[0].taps)
         for head, prompts in zip(heads, passes, strict=True):
             ranked = ranked_drafts(head, chain, output, prompt, text)
             steps = steps_along(chain, ranked, text)
@@ -256,7 +256,7 @@ def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int |
         Ids, rank, and bytes of weights without embeddings.
     """
     head.attach(target, target.dtype).eval()
-    outputs = head.output_heads() or [target.output_head.weight]
+    outputs = head.find_output_heads() or [target.output_head.weight]
     looked_up = [module.weight for module in head.modules() if isinstance(module, nn.Embedding)]
     beside = {id(weight) for weight in (*outputs, *looked_up)}
     read = sum(weight.nbytes for weight in head.parameters() if id(weight) not in beside)

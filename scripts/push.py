@@ -62,7 +62,7 @@ def main(config: PushRun) -> None:
             staged = repos[repo_id] / place_in_repo
             stage_export(export, staged)
             export_facts.append(verified(export, staged, repo_id, place_in_repo))
-        copied = copied_weights(head.card(provenance, None), export_facts)
+        copied = copied_weights(head.build_card_facts(provenance, None), export_facts)
         holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
         notices = [
             f"[{its.name}](https://huggingface.co/{its.name}) is gated: users agree to its terms "
@@ -162,11 +162,11 @@ def facts_of(
         provenance: training record of the head.
         places: folders with measurements; the first that has a file is used.
     """
-    most = head.most_tokens
+    most = head.max_draft_tokens
     acceptance = scrubbed(measurement(places, "acceptance", folder, most))
     return CardFacts(
         repo_id=config.repo_id,
-        head=head.card(provenance, acceptance),
+        head=head.build_card_facts(provenance, acceptance),
         target=_target_name(provenance, head.config.target),
         provenance=published(provenance),
         license=config.license.lower() if config.license else None,

@@ -15,10 +15,10 @@ from conf.settings.export import (
 )
 from conf.settings.scripts import ContestRun, PruneRun, RelayRun
 from conf.settings.target import Quantization
-from data.rows.files import check_data
-from data.servers.token import TOKEN, token
+from data.rows.files import check_data_paths
+from data.servers.token import RELAY_TOKEN_VARIABLE, find_relay_token
 from eval.refusals import check_inputs
-from heads.folders import PROVENANCE, check_head, check_target
+from heads.folders import PROVENANCE, check_head_files, check_target_files
 from scripts.publish.staging import read_json
 
 
@@ -39,7 +39,7 @@ def check_contest(config: ContestRun) -> None:
             f"tokens={config.tokens}, minutes={config.minutes}: exactly one must be set, as the "
             "budget; set tokens= or minutes="
         )
-    check_data(config.prompts, "prompts")
+    check_data_paths(config.prompts, "prompts")
     check_inputs(config)
 
 
@@ -89,8 +89,8 @@ def check_mtp(config: MtpFilesRun) -> None:
         )
     if config.action is not MtpAction.check and taken(config.out_dir):
         raise InputError(f"out_dir={config.out_dir}: is not empty; choose another folder")
-    check_target(config.target)
-    check_head(config.head, None)
+    check_target_files(config.target)
+    check_head_files(config.head, None)
 
 
 def check_prune(config: PruneRun) -> None:
@@ -136,10 +136,10 @@ def check_relay(config: RelayRun) -> None:
     Raises:
         InputError: the variable is unset, or its value cannot be sent.
     """
-    if token() is None and not is_loopback(config.host):
+    if find_relay_token() is None and not is_loopback(config.host):
         raise InputError(
             f"host={config.host}: other machines can reach it, so a token is needed; run export "
-            f"{TOKEN}=$(openssl rand -hex 32) here, and set the same value where trainers run"
+            f"{RELAY_TOKEN_VARIABLE}=$(openssl rand -hex 32) here, and set the same value where trainers run"
         )
 
 
@@ -193,4 +193,4 @@ def check_push(config: PushRun) -> None:
             f"head.path={config.head.path}: no such folder; name a trained head (training writes "
             "out_dir/head)"
         )
-    check_head(config.head, None)
+    check_head_files(config.head, None)

@@ -36,15 +36,26 @@ from conf.command.journal import ROWS_NAME, JsonlStore
 from conf.command.statement import make_fingerprint
 from conf.errors import InputError
 from conf.settings.data import Form, OnBadRow
-from data.embedded import fill_unset
-from data.rows.records import Records, load_records
-from data.servers.endpoint import Client, Endpoint, RowFailed, RowRefused, as_completed
-from data.templates.encoder import Encoder
+from data.embedded import fill_default_paths
+from data.rows.records import LoadedRecords, load_records
+from data.servers.endpoint import (
+    Endpoint,
+    EndpointClient,
+    RequestFailedError,
+    RequestRefusedError,
+    iter_completed,
+)
+from data.templates.encoder import RecordEncoder
 from eval.decode.generation_config import follow
 from eval.measure.prompts import questions
-from heads.layers.packed import pack
-from heads.target_model.identity import identify
-from heads.target_model.load import generation_config, load_target, resolve_dtype, tokenizer_of
+from heads.layers.packed import pack_weights
+from heads.target_model.identity import identify_target
+from heads.target_model.load import (
+    load_generation_config,
+    load_target,
+    load_target_tokenizer,
+    resolve_dtype,
+)
 from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
 from scripts.answers.local import LocalAnswers
 
@@ -72,13 +83,16 @@ class Tally:
         journal.append([o.dialogue.row() for o in outcomes if o.problem is None])
         for dialogue, problem in outcomes:
             self.num_cut += problem is None and dialogue.is_cut
-            failed = isinstance(problem, RowFailed)
+            failed = isinstance(problem, RequestFailedError)
             self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
             if problem is None:
                 continue
             text = f"{dialogue.where}: {problem}"
             self.problems.setdefault(type(problem), []).append(text)
-            if isinstance(problem, RowRefused) and self.config.data.on_bad_row is OnBadRow.error:
+            if (
+                isinstance(problem, RequestRefusedError)
+                and self.config.data.on_bad_row is OnBadRow.error
+            ):
                 raise InputError(
                     f"{text} (set data.on_bad_row=skip to skip such rows; start again to continue)"
                 )
@@ -94,7 +108,7 @@ Report = Callable[[list[DialogueOutcome]], None]
 
 def main(config: RegenerateRun) -> None:
     """Regenerate or continue, then report; exit with 1 if conversations failed."""
-    fill_unset(config)
+    fill_default_paths(config)
     records = load(config)
     chosen = records.records[: config.data.num_prompts]
     dialogues = [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
@@ -112,9 +126,11 @@ def main(config: RegenerateRun) -> None:
         dtype = resolve_dtype(config.target.dtype, device)
         manifest |= {
             "source": "in process",
-            **make_fingerprint(target=identify(config.target, tokenizer_of(config.target), dtype)),
+            **make_fingerprint(
+                target=identify_target(config.target, load_target_tokenizer(config.target), dtype)
+            ),
             "plain": config.plain,
-            "generation_config": None if config.plain else generation_config(config.target),
+            "generation_config": None if config.plain else load_generation_config(config.target),
         }
     manifest |= {
         "temperature": config.temperature,
@@ -146,7 +162,7 @@ def main(config: RegenerateRun) -> None:
                 in_process(dialogues, config, device, journal.done_ids, report)
         rows = journal.write_sorted()
     print_report(config, rows, tally)
-    if RowFailed in tally.problems:
+    if RequestFailedError in tally.problems:
         sys.exit(1)
     name = config.target.path if endpoint is None else config.model or "MODEL"
     target = following.collect_changed_settings(config, "target") | {"target.path": name}
@@ -155,7 +171,7 @@ def main(config: RegenerateRun) -> None:
     )
 
 
-def load(config: RegenerateRun) -> Records:
+def load(config: RegenerateRun) -> LoadedRecords:
     """Read the conversations of the data.
 
     Raises:
@@ -180,7 +196,7 @@ def load(config: RegenerateRun) -> Records:
         )
     if silent:
         print(f"{len(silent)} of them have no user message to answer, first {silent[0].where}")
-    for line in records.lines():
+    for line in records.format_lines():
         print(f"  {line}")
     return records
 
@@ -196,7 +212,7 @@ async def named_endpoint(config: RegenerateRun) -> Endpoint:
     )
     if config.model is not None:
         return endpoint
-    async with Client(endpoint, concurrency=1) as client:
+    async with EndpointClient(endpoint, concurrency=1) as client:
         return replace(endpoint, model=await client.first_model())
 
 
@@ -215,8 +231,8 @@ def in_process(
     """
     target = load_target(config.target, device)
     follow(target, plain=config.plain)
-    pack(target.model, target.output_head)
-    encoder = Encoder(target.tokenizer, config.data.chat_template_kwargs)
+    pack_weights(target.model, target.output_head)
+    encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
     local = LocalAnswers(
         target, encoder, config.batch_size, config.max_new_tokens, config.temperature
     )
@@ -241,7 +257,7 @@ def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[Dialogu
                 following.append((dialogue, local.prompt_ids(dialogue)))
             else:
                 yield DialogueOutcome(dialogue)
-        except RowRefused as error:
+        except RequestRefusedError as error:
             yield DialogueOutcome(dialogue, error)
 
     for dialogue in group:
@@ -268,7 +284,7 @@ async def from_endpoint(
         "temperature": config.temperature,
         "top_p": 1.0,
     }
-    async with Client(endpoint, config.concurrency) as client:
+    async with EndpointClient(endpoint, config.concurrency) as client:
         if await client.tells_token_ids():
             # Text that the server's parsers leave unchanged must contain all that the ids do.
             settings |= {"return_token_ids": True, "skip_special_tokens": False}
@@ -282,12 +298,12 @@ async def from_endpoint(
                     if config.temperature > 0:
                         asked["seed"] = dialogue.seed()
                     asked |= dialogue.shown(config.data.chat_template_kwargs)
-                    dialogue.add(await client.answer(dialogue.asked, asked))
-            except (RowFailed, RowRefused, RowEmpty) as error:
+                    dialogue.add(await client.request_answer(dialogue.asked, asked))
+            except (RequestFailedError, RequestRefusedError, RowEmpty) as error:
                 return DialogueOutcome(dialogue, error)
             return DialogueOutcome(dialogue)
 
-        results = as_completed(dialogues, converse, config.concurrency)
+        results = iter_completed(dialogues, converse, config.concurrency)
         async with contextlib.aclosing(results):
             async for outcomes in results:
                 report(outcomes)
@@ -311,8 +327,8 @@ def print_report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
         )
     for error, words in (
         (RowEmpty, "skipped, the target's answer is empty"),
-        (RowRefused, "skipped, refused"),
-        (RowFailed, "failed; start again to retry them"),
+        (RequestRefusedError, "skipped, refused"),
+        (RequestFailedError, "failed; start again to retry them"),
     ):
         if problems := tally.problems.get(error):
             print(f"{len(problems)} conversations {words}:")

@@ -37,8 +37,14 @@ from typing import Any
 
 from conf.errors import InputError
 from conf.files import make_folder
-from data.servers.files import NotReadError, delete, lock_of, sweep, wait_until_whole
-from data.servers.token import TOKEN, token
+from data.servers.files import (
+    HiddenStatesError,
+    delete_old_files,
+    delete_states_file,
+    make_lock_path,
+    wait_until_whole,
+)
+from data.servers.token import RELAY_TOKEN_VARIABLE, find_relay_token
 
 NAME = re.compile(r"/(\w[\w.-]{0,200}\.safetensors)", re.ASCII)
 """Path of a request for a file: no folder, no hidden file."""
@@ -116,7 +122,7 @@ class RelayServer(ThreadingHTTPServer):
     def _sweep(self) -> None:
         while not self._ended.wait(self.max_age_s / SWEEPS):
             try:
-                num_files = sweep(self.folder, self.max_age_s)
+                num_files = delete_old_files(self.folder, self.max_age_s)
             except OSError as error:
                 print(f"{self.folder}: {error}", file=sys.stderr, flush=True)
                 continue
@@ -152,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
         named = NAME.fullmatch(self.path)
         try:
             if not self.server.allows(self.headers.get("Authorization", "")):
-                self._say(401, f"{TOKEN} is not this relay's")
+                self._say(401, f"{RELAY_TOKEN_VARIABLE} is not this relay's")
             elif named is not None:
                 of_file(self.server.folder / named[1])
             elif self.path == "/health":
@@ -161,13 +167,13 @@ class Handler(BaseHTTPRequestHandler):
                 self._say(404, "allowed: /health and /NAME.safetensors")
         except FileNotFoundError:
             self._say(404, "no such file")
-        except NotReadError as error:
+        except HiddenStatesError as error:
             self._say(409, str(error))
         except (InputError, OSError) as error:
             self._say(500, str(error))
 
     def _send(self, path: Path) -> None:
-        if path.is_symlink() or not (path.exists() or lock_of(path).exists()):
+        if path.is_symlink() or not (path.exists() or make_lock_path(path).exists()):
             raise FileNotFoundError
         wait_until_whole(path, locks=True, timeout_s=WAIT_S)
         with open(path, "rb", buffering=0, opener=_no_link) as file:
@@ -181,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
     def _delete(self, path: Path) -> None:
-        delete(path)
+        delete_states_file(path)
         self._say(200, "deleted")
 
     def _say(self, status: int, text: str) -> None:
@@ -199,9 +205,9 @@ def _no_link(path: str, flags: int) -> int:
 def main(config: RelayRun) -> None:
     """Serve until Ctrl-C."""
     check_relay(config)
-    key = token()
+    key = find_relay_token()
     with RelayServer(config, key) as relay:
-        told = f", and {TOKEN} as here" if key else ""
+        told = f", and {RELAY_TOKEN_VARIABLE} as here" if key else ""
         print(
             f"{relay.folder}: set target.relay=[{relay.url}] where heads are trained{told}; stop "
             "with Ctrl-C",

@@ -92,14 +92,14 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Int
     asked = [prompt.token_ids for prompt in bench.prompts]
     responses = greedy_answers(target, asked, config.max_new_tokens)
     texts = list(zip(bench.prompts, responses, strict=True))
-    most = [other.most_tokens for _, other in head.readings()]
+    most = [other.max_draft_tokens for _, other in head.iter_config_variants()]
     depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
     chain = Tree.chain(depth)
 
     def replayed(changes: tuple[str, ...], head: DraftHead) -> Interpretation:
         prompts, words = [], changes[-1] if changes else DECLARED
         for prompt, answer in tqdm(texts, desc=words, unit="prompt", leave=False):
-            output = target.read_response(prompt.token_ids, answer, head.taps)
+            output = target.encode_response(prompt.token_ids, answer, head.taps)
             ranked = ranked_drafts(head, chain, output, prompt.token_ids, answer)
             steps = steps_along(chain, ranked, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)
@@ -110,7 +110,8 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Int
     rows = [declared.row(declared)]
     while True:
         variants = [
-            replayed((*best.changes, words), other) for words, other in best.head.readings()
+            replayed((*best.changes, words), other)
+            for words, other in best.head.iter_config_variants()
         ]
         rows += [variant.row(declared) for variant in variants]
         better = [variant for variant in variants if variant.beats(best)]
@@ -147,9 +148,9 @@ def main(config: RepairRun) -> None:
     """Measure, print, and write `repair.json`, and `out_dir/head` if a fault was found."""
     bench = open_bench(config, "repair.json")
     head = bench.head.head
-    if next(head.readings(), None) is None:
+    if next(head.iter_config_variants(), None) is None:
         raise InputError(
-            f"head.path={config.head.path}: {head.phrase} has no settings with known silent "
+            f"head.path={config.head.path}: {head.name_with_article} has no settings with known silent "
             "faults; measure it with eval/acceptance.py"
         )
     rows, best = repaired(bench, config)

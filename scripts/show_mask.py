@@ -18,25 +18,25 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.embedded import fill_unset
+from data.embedded import fill_default_paths
 from data.rows.records import load_records
-from data.templates.encoder import Encoder, Sample
-from heads.target_model.load import tokenizer_of
+from data.templates.encoder import RecordEncoder, Sample
+from heads.target_model.load import load_target_tokenizer
 
 
 def main(config: ShowMaskRun) -> None:
     """Print `num_samples` samples with their learnt tokens coloured."""
-    fill_unset(config)
-    tokenizer = tokenizer_of(config.target)
-    encoder = Encoder(tokenizer, config.data.chat_template_kwargs)
+    fill_default_paths(config)
+    tokenizer = load_target_tokenizer(config.target)
+    encoder = RecordEncoder(tokenizer, config.data.chat_template_kwargs)
     data = str(config.data.path)
     rows = load_records(data, config.data)
     console = Console(highlight=False)
     console.print(f"{data}: {len(rows.records):,} records of form {rows.form.value}", markup=False)
-    for line in rows.lines():
+    for line in rows.format_lines():
         console.print(line, markup=False)
     for record in rows.records[: config.num_samples]:
-        for sample in encoder.encode(record):
+        for sample in encoder.encode_record(record):
             console.rule(f"{record.where}: {summary(sample, config.data.max_length)}")
             console.print(coloured(sample, tokenizer, brackets=console.color_system is None))
     console.rule("[black on green]learnt[/] [dim]context[/]")
@@ -46,7 +46,9 @@ def summary(sample: Sample, max_length: int) -> str:
     """Describe a sample, e.g. `12 of 40 tokens learnt (30.0%)`, and its lost parts."""
     learnt, total = sum(sample.loss_mask), len(sample.input_ids)
     cut = f", cut at data.max_length={max_length}" if total > max_length else ""
-    lost = f"; not rendered: {', '.join(sample.left_out)}" if sample.left_out else ""
+    lost = (
+        f"; not rendered: {', '.join(sample.unrendered_parts)}" if sample.unrendered_parts else ""
+    )
     return f"{learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%}){cut}{lost}"
 
 

@@ -23,7 +23,7 @@ from eval.decode.engine import NoDraft, decode
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import Committed, Drafter
+from heads.decoding.drafting import CommittedTokens, Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -54,7 +54,7 @@ def small_models() -> tuple[EagleHead, Target, Target]:
     """A head, a draft model with the target's tokenizer, and one with another."""
     target = small_target()
     head = eagle_head(target, EagleForm.eagle3, 150, num_updates=30, layers=[1, 2, 3])
-    head.window = SHORT_WINDOW
+    head.max_positions = SHORT_WINDOW
     model = copy.deepcopy(target.model)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
@@ -85,12 +85,12 @@ def peagle() -> PEagleHead:
     return head
 
 
-def seen(token_ids: list[list[int]], read: bool = True) -> Committed:
+def seen(token_ids: list[list[int]], read: bool = True) -> CommittedTokens:
     """As the engine shows prompts or, if `read`, what a pass over a draft has committed."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     logits = torch.zeros(len(token_ids), 1, 1) if read else None
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
-    return Committed(token_ids, output, cache, logits=logits)
+    return CommittedTokens(token_ids, output, cache, logits=logits)
 
 
 def ending_early(target: Target, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -177,7 +177,7 @@ def positions_read() -> Iterator[dict[str, int]]:
         each.decoder.register_forward_pre_hook(watch(name), with_kwargs=True)
         for name, each in (("target", target), ("draft", model), ("other", other))
     ]
-    read = head.read
+    read = head.encode_context
 
     def reading(fused: Any, ids: Any, positions: torch.Tensor) -> Any:
         note("eagle", positions)
@@ -194,13 +194,13 @@ def positions_read() -> Iterator[dict[str, int]]:
 
         return turn
 
-    head.read = reading  # type: ignore[method-assign]
+    head.encode_context = reading  # type: ignore[method-assign]
     for each, rotation in zip(attentions, rotations, strict=True):
         each.rotation = turning(rotation)
     try:
         yield furthest
     finally:
-        del head.read
+        del head.encode_context
         for each in attentions:
             del each.rotation
         for hook in hooks:

@@ -14,7 +14,7 @@ from conf.settings.target import Dtype, TargetConfig
 from data.servers.counts import DraftCounts
 from eval.decode.engine import decode
 from heads.decoding.drafting import Drafter
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.eagle.head import EagleHead
 from heads.layers.documents import Documents
 from heads.target_model.load import load_target
@@ -94,15 +94,17 @@ def drafted(
     generation = decode(target, drafter, prompt_ids, max_new_tokens)
     lengths, text = [len(path) for path in generation.paths], generation.token_ids
     if within:
-        return DraftCounts.within(text, lengths, depth, max_new_tokens, target.stop_ids)
-    return DraftCounts.of(text, lengths, depth)
+        return DraftCounts.from_passes_within_text(
+            text, lengths, depth, max_new_tokens, target.stop_ids
+        )
+    return DraftCounts.from_passes(text, lengths, depth)
 
 
 @torch.no_grad()
 def unrolled(head: EagleHead, ids: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
     """[T, W] logits of each step, fed with features [T, F] and the tokens ids [T + 1 or more]."""
     rows = torch.arange(len(features))
-    text = head.read(head.fuse(features), ids[1 : len(rows) + 1], rows)
-    allowed = causal_rows(Documents.single(len(rows), torch.device("cpu")), rows)
-    steps = head.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], allowed))
-    return [head.logits(next(steps)) for _ in range(num_steps)]
+    text = head.encode_context(head.fuse(features), ids[1 : len(rows) + 1], rows)
+    allowed = build_causal_range(Documents.from_length(len(rows), torch.device("cpu")), rows)
+    steps = head.unroll(text, ids, rows, BranchCache(text.keys[None], text.values[None], allowed))
+    return [head.compute_logits(next(steps)) for _ in range(num_steps)]

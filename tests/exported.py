@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.settings.eagle import EagleConfig, EagleForm
-from heads.eagle.branches import Branches, causal_rows
-from heads.eagle.config import config_json
+from heads.eagle.branches import BranchCache, build_causal_range
+from heads.eagle.config import build_config_json
 from heads.eagle.head import EagleHead
 from heads.layers.documents import Documents
 from heads.medusa.head import MedusaHead
@@ -33,8 +33,8 @@ def eagle(
 ) -> EagleHead:
     """A random head, none of whose weights is a one or a zero."""
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
-    head = EagleHead.untrained(target, EagleConfig(form=form, **settings), vocab, seed=0)
+    vocab = DraftVocab.from_counts(counts, num_ids, [0, 1, 2])
+    head = EagleHead.from_settings(target, EagleConfig(form=form, **settings), vocab, seed=0)
     return shaken(head)
 
 
@@ -48,10 +48,12 @@ def shaken(head: EagleHead) -> EagleHead:
 def write_eagle(folder: Path, head: EagleHead, target: Target, **config: Any) -> Path:
     """An EAGLE head as vLLM loads it, with golden logits; `config` changes config.json."""
     eagle3 = head.config.form is EagleForm.eagle3
-    written = config_json(head.config, len(head.vocab.ids)) | {"rope_scaling": None} | config
+    written = build_config_json(head.config, len(head.vocab.ids)) | {"rope_scaling": None} | config
     layers = list(head.config.layers)
     note = {"kind": "eagle3" if eagle3 else "eagle1", "layers": layers}
-    return _write(folder, written, "model.safetensors", head.tensors(), note, _golden(head, target))
+    return _write(
+        folder, written, "model.safetensors", head.collect_tensors(), note, _golden(head, target)
+    )
 
 
 def write_medusa(folder: Path, head: MedusaHead, target: Target) -> Path:
@@ -66,9 +68,9 @@ def write_medusa(folder: Path, head: MedusaHead, target: Target) -> Path:
     metadata = _metadata("medusa", target)
     return _write(
         folder,
-        head.files().config,
+        head.build_files().config,
         "medusa_lm_head.safetensors",
-        head.tensors(),
+        head.collect_tensors(),
         {"kind": "medusa", "layers": []},
         (golden, metadata),
     )
@@ -176,16 +178,16 @@ def _golden(head: EagleHead, target: Target) -> tuple[dict[str, Tensor], dict[st
     eagle3 = head.config.form is EagleForm.eagle3
     read = head.config.layers if eagle3 else (target.num_layers,)
     fused = head.fuse(torch.cat([states[i] for i in read], dim=-1))
-    text = head.read(fused, token_ids[:NUM_ROWS], places)
+    text = head.encode_context(fused, token_ids[:NUM_ROWS], places)
     rows = torch.arange(NUM_ROWS)
-    branches = Branches(
+    branches = BranchCache(
         text.keys[None],
         text.values[None],
-        causal_rows(Documents.single(len(rows), torch.device("cpu")), rows),
+        build_causal_range(Documents.from_length(len(rows), torch.device("cpu")), rows),
     )
     # Of a text, token_ids[0] follows feature 0; `unroll` counts from the token before it.
     chain = head.unroll(text, torch.cat([token_ids[:1], token_ids]), rows, branches)
-    drafted = torch.stack([head.logits(next(chain)) for _ in range(DEPTH)])
+    drafted = torch.stack([head.compute_logits(next(chain)) for _ in range(DEPTH)])
     logits = torch.full((DEPTH, NUM_ROWS, target.vocab_size), -torch.inf)
     logits[..., head.vocab.ids] = drafted
     golden = {

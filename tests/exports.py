@@ -12,7 +12,7 @@ from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from conf.settings.export import ExportFormat
 from heads.eagle import layouts as eagle_layouts
 from heads.eagle.head import EagleHead
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import export_head
 from heads.head import DraftHead
 from heads.medusa import export as medusa
@@ -46,8 +46,8 @@ def eagle(target: Target, form: EagleForm = EagleForm.eagle3, num_ids: int = 24,
     """An untrained head with noise in its norms, which start as ones."""
     settings = EagleConfig(form=form, output_head=OutputHead.copy, **more)
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    vocab = DraftVocab.choose(counts, num_ids if form is EagleForm.eagle3 else None, [0, 1, 2])
-    head = EagleHead.untrained(target, settings, vocab, seed=0)
+    vocab = DraftVocab.from_counts(counts, num_ids if form is EagleForm.eagle3 else None, [0, 1, 2])
+    head = EagleHead.from_settings(target, settings, vocab, seed=0)
     torch.manual_seed(0)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
@@ -63,7 +63,7 @@ def make(target: Target, kind: str) -> DraftHead:
 
 
 def exported(head: DraftHead, target: Target, engine: str, folder: Path) -> Path:
-    values = golden(head, target, num_rows=3, depth=2)
+    values = compute_reference_tensors(head, target, num_rows=3, depth=2)
     export_head(head, ExportFormat(engine), values, folder, {"git": "abc"})
     return folder
 

@@ -15,12 +15,12 @@ from conf.settings.eagle import (
     OutputHead,
     PEagleConfig,
 )
-from heads.decoding.drafting import Committed, Drafter
+from heads.decoding.drafting import CommittedTokens, Drafter
 from heads.dflash.head import DFlashHead
 from heads.dflash2.head import DFlash2Head
 from heads.dspark.head import DSparkHead
 from heads.eagle.head import EagleHead
-from heads.mtp.head import MtpHead, mtp_config
+from heads.mtp.head import MtpHead, build_mtp_config
 from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -86,11 +86,11 @@ def settings_of(name: str, **changes: Any) -> Any:
 def fresh(target: Target, config: Any, name: str = "") -> Any:
     """An untrained head."""
     if name in MTPS:
-        shape = mtp_config(target.config, MTPS[name], "toy", sparse=False)
-        return MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
+        shape = build_mtp_config(target.config, MTPS[name], "toy", sparse=False)
+        return MtpHead(shape, DraftVocab.make_full(target.vocab_size)).initialise(target, seed=0)
     # The commonest ids lie scattered, so that draft ids and target ids differ.
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0, 1, 2])
+    vocab = DraftVocab.from_counts(counts, config.draft_vocab_size, [0, 1, 2])
     return CLASSES[type(config)][0].untrained(target, config, vocab, seed=0)
 
 
@@ -135,5 +135,5 @@ def learnt(name: str) -> Any:
 
 def observed(drafter: Drafter, text: list[int]) -> None:
     """Gives a drafter a text, whose last token is the root of what it drafts next."""
-    output = shared_target().read_response(text[:1], text[1:], drafter.taps)
-    drafter.observe(Committed([text[:-1]], output, shared_target().new_cache(1)))
+    output = shared_target().encode_response(text[:1], text[1:], drafter.taps)
+    drafter.observe(CommittedTokens([text[:-1]], output, shared_target().new_cache(1)))

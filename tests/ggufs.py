@@ -16,7 +16,12 @@ from torch import Tensor
 from toys import random_model, tokenizer
 
 from heads.export.gguf import Value, write_gguf
-from heads.export.llamacpp import interleaved, rope_divisors, rope_metadata, vocabulary
+from heads.export.llamacpp import (
+    build_vocab_metadata,
+    interleave_rows,
+    rope_divisors,
+    rope_metadata,
+)
 from heads.target_model.model import Target
 
 VALUES = 32  # of a block
@@ -134,7 +139,7 @@ def save_gguf(
         else:
             stored, parameter.data = blocks(kind, *parameter.shape)
         if num_heads is not None:
-            stored = interleaved(stored, num_heads)
+            stored = interleave_rows(stored, num_heads)
         raw = gguf.GGMLQuantizationType.F32 if parameter.dim() == 1 else number
         if stored.dtype is torch.bfloat16:
             stored = stored.view(torch.uint8)
@@ -174,12 +179,12 @@ def save_target_gguf(target: Target, file: Path, eos_token_id: int) -> None:
         "general.architecture": Value.of("llama"),
         **{f"llama.{key}": Value.of(size) for key, size in sizes.items()},
         **rope_metadata(config.rope_parameters, "llama"),
-        **vocabulary(target.vocab_size, eos_token_id=eos_token_id),
+        **build_vocab_metadata(target.vocab_size, eos_token_id=eos_token_id),
     }
     tensors = {}
     for ours, theirs, num_heads in names(target.model):
         weight = target.model.get_submodule(ours).weight.detach().float()
-        tensors[f"{theirs}.weight"] = interleaved(weight, num_heads) if num_heads else weight
+        tensors[f"{theirs}.weight"] = interleave_rows(weight, num_heads) if num_heads else weight
     divisors = rope_divisors(config.rope_parameters, config.head_dim)
     if divisors is not None:
         tensors["rope_freqs.weight"] = divisors

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from conf.settings.training import TrainConfig
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN_STATES
 from train import medusa
 from train.loop import command, evaluation, loop
 from train.parallel import processes
@@ -63,7 +63,7 @@ def spoiled() -> None:
         found = real(self, batch)
         texts = batch["input_ids"]
         rows = [crc32(text.numpy().tobytes()) % 9 == 0 and bool(text.any()) for text in texts]
-        found[HIDDEN][torch.tensor(rows)] = torch.nan
+        found[HIDDEN_STATES][torch.tensor(rows)] = torch.nan
         return found
 
     medusa.MedusaObjective.prepare = spoil

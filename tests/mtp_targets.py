@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from toys import endless_target, tokenizer
 
-from heads.mtp.checkpoint import unfused
-from heads.mtp.head import MtpHead, mtp_config
+from heads.mtp.checkpoint import split_experts
+from heads.mtp.head import MtpHead, build_mtp_config
 from heads.target_model.model import Target
-from heads.target_model.remote import final_norm
-from heads.target_model.weight_files import tensors
+from heads.target_model.remote import find_final_norm
+from heads.target_model.weight_files import load_tensor_table
 from heads.vocab import DraftVocab
 
 ROUTED = {
@@ -122,9 +122,9 @@ def target_with_layer(architecture: str) -> tuple[Target, MtpHead]:
     with patch.dict(toys.FAMILIES, {model_type: settings}):
         target = endless_target(model_type, vocab_size=300)
     target.tokenizer = tokenizer()
-    uneven(final_norm(target.model).weight)
-    shape = mtp_config(target.config, architecture, "toy", sparse)
-    head = MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
+    uneven(find_final_norm(target.model).weight)
+    shape = build_mtp_config(target.config, architecture, "toy", sparse)
+    head = MtpHead(shape, DraftVocab.make_full(target.vocab_size)).initialise(target, seed=0)
     generator = torch.Generator().manual_seed(1)
     for tensor in [*head.parameters(), *head.buffers()]:
         if tensor.dim() > 1:
@@ -149,11 +149,11 @@ def saved(
     target, head = target_with_layer(architecture)
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
-    family, num_layers = head.config.row, target.num_layers
-    held = head.files().tensors
+    family, num_layers = head.config.family_entry, target.num_layers
+    held = head.build_files().tensors
     own = {
-        family.stored_name(name, num_layers): tensor.contiguous().clone()
-        for name, tensor in (held if joined else unfused(held)).items()
+        family.to_stored_name(name, num_layers): tensor.contiguous().clone()
+        for name, tensor in (held if joined else split_experts(held)).items()
     }
     ends = [target.embedding.weight, target.output_head.weight]
     own |= {
@@ -164,7 +164,9 @@ def saved(
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     (folder / "model.safetensors").rename(folder / shards[0])
     save_file(own, folder / shards[1], metadata={"format": "pt"})
-    places = dict.fromkeys(tensors(folder / shards[0]), shards[0]) | dict.fromkeys(own, shards[1])
+    places = dict.fromkeys(load_tensor_table(folder / shards[0]), shards[0]) | dict.fromkeys(
+        own, shards[1]
+    )
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((folder / "config.json").read_text())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conf.settings.scripts import RelayRun
 from eval.measure.answers import greedy_answers
-from heads.target_model.model import Taps
+from heads.target_model.model import FeatureLayers
 from scripts.relay import RelayServer
 
 HERE = ("127.0.0.1", 0)
@@ -319,7 +319,7 @@ def serving(
     """A server of a target's own states, before the final norm, and of its own answers."""
     server = EngineServer(folder, layers, address=address)
     server.models = ({"id": "toy"},)
-    taps, one_at_a_time = Taps(tuple(layers)), server.one_at_a_time
+    taps, one_at_a_time = FeatureLayers(tuple(layers)), server.one_at_a_time
 
     def states(ids: list[int]) -> Tensor:
         with one_at_a_time:

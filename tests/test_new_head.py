@@ -33,7 +33,7 @@ from eval.parity import readers
 from eval.parity.gate import check_parity
 from eval.tune import cost
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import Committed, Drafter, Roots
+from heads.decoding.drafting import CommittedTokens, Drafter, Roots
 from heads.decoding.head_drafter import HeadDrafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -166,7 +166,7 @@ def test_texts_that_end_give_their_rows_to_others(inputs: Path, head: Path) -> N
 
     def make(seeds: list[int]) -> Drafter:
         sizes.append(len(seeds))
-        return toy.drafter(Tree.from_paths([[0], [1]]), GREEDY, seeds)
+        return toy.make_drafter(Tree.from_paths([[0], [1]]), GREEDY, seeds)
 
     requests = [Request(list(range(5, 5 + n)), seed=n) for n in (3, 9, 4, 6, 5)]
     together = decode_many(target, make, requests, max_new_tokens=11, batch_size=2)
@@ -177,17 +177,17 @@ def test_texts_that_end_give_their_rows_to_others(inputs: Path, head: Path) -> N
 
 
 def test_a_drafter_goes_on_with_some_texts() -> None:
-    vocab = DraftVocab.everything(2)
+    vocab = DraftVocab.make_full(2)
     head = ToyHead(ToyConfig(hidden_size=2, vocab_size=2, target="t"), vocab)
     head.out.weight.data = torch.eye(2)
     drafter = ToyDrafter(head, Tree.chain(1), None)
-    drafter.keep([0])  # perhaps before any was seen
+    drafter.select_rows([0])  # perhaps before any was seen
     states = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     drafter.observe(
-        Committed([[5], [6]], TargetOutput(states, {}), TreeCache(2, torch.device("cpu"), 1))
+        CommittedTokens([[5], [6]], TargetOutput(states, {}), TreeCache(2, torch.device("cpu"), 1))
     )
-    drafter.keep([1])
-    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[1]]
+    drafter.select_rows([1])
+    assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [[1]]
 
 
 @pytest.mark.slow
@@ -252,5 +252,5 @@ def test_benchmarks_find_it(head: Path) -> None:
     target = bench_engine.random_target(torch.float32, num_layers=4, width=128, vocab=512)
     makes = bench_engine.drafters(target, list(range(3, 40)), 0.5)
     assert {"toy chain of 1", "toy tree of 8", "medusa chain of 4"} <= makes.keys()
-    objective = fresh_objective("toy", target, DraftVocab.everything(512))
+    objective = fresh_objective("toy", target, DraftVocab.make_full(512))
     assert type(objective) is toy_train.ToyObjective

@@ -26,7 +26,7 @@ from data.rows.forms import (
     TOOLS,
 )
 from data.rows.messages import LEARNT, REASONING, ROLES
-from data.servers.hidden_states import ServerTaps
+from data.servers.hidden_states import ServerFeatureLayers
 from eval.compare.names import known_methods
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -302,7 +302,7 @@ def test_the_settings_of_tables_exist() -> None:
 
 def test_vllm_is_started_to_write_what_capture_reads() -> None:
     (command,) = (span for _, span in in_code("vllm serve .*") if "extract_hidden_states" in span)
-    taps = ServerTaps(
+    taps = ServerFeatureLayers(
         (2, 18, 33), num_layers=36, hidden_size=4096, final_norm=lambda states: states
     )
     words = shlex.split(command)

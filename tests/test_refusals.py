@@ -19,9 +19,9 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
-from data.rows.files import check_data, find_source
-from heads.folders import check_head, check_target
-from heads.storage import locate
+from data.rows.files import check_data_paths, find_source
+from heads.folders import check_head_files, check_target_files
+from heads.storage import locate_head
 from scripts.publish.card import is_hub_id
 
 SIZES = {"model_type": "llama", "hidden_size": 8, "vocab_size": 32}
@@ -66,11 +66,11 @@ def test_every_judge_of_paths_takes_both_forms_of_an_id(monkeypatch: pytest.Monk
     monkeypatch.setattr("heads.storage._download", lambda path, _: Path(folder(f"got/{path}", {})))
     for path in ("gpt2", "openai-community/gpt2"):
         assert find_source(path).files == ()
-        check_data(DataConfig(path=path))
-        assert locate(path, None) == Path("got") / path
+        check_data_paths(DataConfig(path=path))
+        assert locate_head(path, None) == Path("got") / path
         assert is_hub_id(path) == ("/" in path)
         with pytest.raises(InputError, match=f"target.path={path}: no such folder here, no config"):
-            check_target(TargetConfig(path))
+            check_target_files(TargetConfig(path))
 
 
 def test_data_that_are_not_there_are_refused() -> None:
@@ -82,14 +82,14 @@ def test_data_that_are_not_there_are_refused() -> None:
         (DataConfig(features="gone"), r"data\.features=gone: no such folder"),
     ):
         with pytest.raises(InputError, match=message):
-            check_data(config)
+            check_data_paths(config)
     with pytest.raises(InputError, match=r"^prompts\.path=gone\.json: "):
-        check_data(DataConfig(path="gone.json"), "prompts")
+        check_data_paths(DataConfig(path="gone.json"), "prompts")
 
 
 def test_a_target_is_whole_or_refused() -> None:
-    check_target(TargetConfig(folder("whole", SIZES, "model.safetensors")))
-    check_target(TargetConfig("~/whole"))
+    check_target_files(TargetConfig(folder("whole", SIZES, "model.safetensors")))
+    check_target_files(TargetConfig("~/whole"))
     assert TargetConfig("~/whole").path == str(Path.home() / "whole")
     Path("file").touch()
     Path("empty").mkdir()
@@ -108,32 +108,32 @@ def test_a_target_is_whole_or_refused() -> None:
         ("nameless", r"has no model_type"),
     ):
         with pytest.raises(InputError, match=message):
-            check_target(TargetConfig(path))
+            check_target_files(TargetConfig(path))
     with pytest.raises(InputError, match=r"target\.adapter=bare: no adapter_config\.json there"):
-        check_target(TargetConfig(adapter="bare"))
+        check_target_files(TargetConfig(adapter="bare"))
 
 
 def test_without_the_hub_a_target_of_it_must_be_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(InputError, match="HF_HUB_OFFLINE forbids"):
-        check_target(TargetConfig("me/model"))
+        check_target_files(TargetConfig("me/model"))
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache",
         lambda *_, **__: folder("cached", SIZES) + "/config.json",
     )
-    check_target(TargetConfig("me/model"))
+    check_target_files(TargetConfig("me/model"))
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("heads.folders.getproxies", dict)
     with socket.create_server(("127.0.0.1", 0)) as hub:
         url = f"http://127.0.0.1:{hub.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-        check_target(TargetConfig("me/model"))  # whether it is there is asked later
+        check_target_files(TargetConfig("me/model"))  # whether it is there is asked later
     with pytest.raises(InputError, match=rf"{url} cannot be reached .*; name a folder, or connect"):
-        check_target(TargetConfig("me/model"))
+        check_target_files(TargetConfig("me/model"))
     monkeypatch.setattr("heads.folders.getproxies", lambda: {"https": "http://proxy"})
-    check_target(TargetConfig("me/model"))
+    check_target_files(TargetConfig("me/model"))
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_a_head_of_another_target_is_refused(
 ) -> None:
     target = TargetConfig(folder("target", outer or SIZES))
     head = HeadRef(folder("head", config))
-    check_head(head, target)  # somebody else's: its config may count otherwise
+    check_head_files(head, target)  # somebody else's: its config may count otherwise
     Path("head/headsmith.json").touch()
-    check_head(head, None)
+    check_head_files(head, None)
     if message is None:
-        check_head(head, target)
+        check_head_files(head, target)
         return
     with pytest.raises(InputError) as refused:
-        check_head(head, target)
+        check_head_files(head, target)
     assert f"head.path: this head has {message}, but target.path=target has" in str(refused.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data.embedded import TARGET
+from data.embedded import TARGET_PATH
 from tests import commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ def told(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_every_command_runs_and_says_and_writes_what_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "smollm2").symlink_to(TARGET)
+    (tmp_path / "smollm2").symlink_to(TARGET_PATH)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     for kind, text in BLOCKS:

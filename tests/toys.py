@@ -15,7 +15,7 @@ from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
-from heads.target_model.load import attentions_for
+from heads.target_model.load import choose_attentions
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
@@ -98,7 +98,7 @@ def random_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     if "vocab_size_per_layer_input" in settings:
         settings["vocab_size_per_layer_input"] = settings["vocab_size"]
     config = AutoConfig.for_model(family, **settings)
-    attention = attentions_for(config)[0]
+    attention = choose_attentions(config)[0]
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
@@ -164,8 +164,8 @@ def eagle_head(
         config.regression_weight = 1.0
     # The commonest ids lie scattered, so that draft ids and target ids differ.
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    head = EagleHead.untrained(
-        target, config, DraftVocab.choose(counts, num_draft_ids, [0, 1, 2]), seed=0
+    head = EagleHead.from_settings(
+        target, config, DraftVocab.from_counts(counts, num_draft_ids, [0, 1, 2]), seed=0
     )
     return trained(EagleObjective(head, target, config), texts(target, 6, 40), num_updates)
 

@@ -51,8 +51,8 @@ def objective_of(kind: str, target: Target) -> Any:
         regression_weight=float(eagle1),
     )  # fmt: skip
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    vocab = DraftVocab.choose(counts, config.draft_vocab_size, [0])
-    return EagleObjective(EagleHead.untrained(target, config, vocab, seed=0), target, config)
+    vocab = DraftVocab.from_counts(counts, config.draft_vocab_size, [0])
+    return EagleObjective(EagleHead.from_settings(target, config, vocab, seed=0), target, config)
 
 
 def documents() -> PackedDataset:

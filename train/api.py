@@ -19,9 +19,9 @@ from torch import Tensor
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from conf.settings.target import Dtype, TargetConfig
-from data.embedded import TARGET
-from data.features.format import HIDDEN, LAYER
-from data.templates.encoder import Encoder
+from data.embedded import TARGET_PATH
+from data.features.format import HIDDEN_STATES, LAYER_PREFIX
+from data.templates.encoder import RecordEncoder
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generation_config import follow
 from eval.measure import replay, stats
@@ -31,7 +31,7 @@ from heads.decoding.tree import Tree
 from heads.export.writer import check_format
 from heads.head import UNKNOWN, DraftHead
 from heads.target_model import load
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 from train import schedule
@@ -106,13 +106,15 @@ def load_target(path: str | None = None, dtype: str = "auto", device: str | None
         InputError: nothing is there, or the architecture cannot draft, with the reason.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    config = TargetConfig(path or TARGET, dtype=Dtype(dtype))
+    config = TargetConfig(path or TARGET_PATH, dtype=Dtype(dtype))
     target = load.load_target(config, torch.device(device))
     follow(target)
     return target
 
 
-def load_head(path: str, target: EmbeddingsAndHead, dtype: torch.dtype | None = None) -> DraftHead:
+def load_head(
+    path: str, target: EmbeddingsAndOutputHead, dtype: torch.dtype | None = None
+) -> DraftHead:
     """Load a trained, exported or published head, attached to its target, in eval mode.
 
     Args:
@@ -148,7 +150,11 @@ def generate(
     """
     ids = _prompt_ids(target, prompt)
     sampling = Sampling(temperature)
-    drafter = NoDraft() if head is None else head.drafter(head.usual_shape(), sampling, [seed])
+    drafter = (
+        NoDraft()
+        if head is None
+        else head.make_drafter(head.make_default_shape(), sampling, [seed])
+    )
     found = decode(target, drafter, ids, max_new_tokens, sampling, seed)
     text = target.tokenizer.decode(found.token_ids, skip_special_tokens=True)
     tau = stats.tau([stats.PromptSteps("", found.steps)])
@@ -176,14 +182,14 @@ def acceptance(
     """
     if isinstance(response, str):
         response = list(target.tokenizer(response, add_special_tokens=False)["input_ids"])
-    tree = Tree.chain(depth or head.usual_depth)
+    tree = Tree.chain(depth or head.default_depth)
     steps = replay.replay(target, head, tree, _prompt_ids(target, prompt), response)
     text = [stats.PromptSteps("", steps)]
     return Acceptance(stats.tau(text), stats.alpha(text, tree.depth))
 
 
 def training_objective(
-    head: DraftHead | str, target: EmbeddingsAndHead, seed: int = 0, **settings: Any
+    head: DraftHead | str, target: EmbeddingsAndOutputHead, seed: int = 0, **settings: Any
 ) -> Objective:
     """Make the objective with which the training commands train a head.
 
@@ -203,7 +209,7 @@ def training_objective(
     if isinstance(head, str):
         training, recipe = _recipe(head)
     else:
-        training, recipe = _training(kinds.name_of(head)), head.variant
+        training, recipe = _training(kinds.find_kind_name(head)), head.variant
     chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
     try:
         changed = OmegaConf.merge(training.command.compose_settings(chosen).head, settings)
@@ -211,8 +217,8 @@ def training_objective(
         raise InputError(f"training_objective: {str(error).splitlines()[0]}") from error
     config: Any = OmegaConf.to_object(changed)
     if isinstance(head, str):
-        vocab = DraftVocab.everything(target.vocab_size)
-        head = training.head.untrained(target, config, vocab, seed)
+        vocab = DraftVocab.make_full(target.vocab_size)
+        head = training.head.from_settings(target, config, vocab, seed)
     else:
         config.path = "(in memory)"  # a trained head is gone on with
     return training.objective(head, target, config)
@@ -260,7 +266,7 @@ def training_step(
     return StepLoss(sums.total, {n.removeprefix("train/"): value for n, value in named.items()})
 
 
-def frozen_parts(model: Any, tokenizer: Any = None, name: str = UNKNOWN) -> EmbeddingsAndHead:
+def frozen_parts(model: Any, tokenizer: Any = None, name: str = UNKNOWN) -> EmbeddingsAndOutputHead:
     """Take the embedding and output head of a transformers model that goes on learning.
 
     They share the model's memory, so a head always sees the weights of now, and no gradient of
@@ -271,7 +277,7 @@ def frozen_parts(model: Any, tokenizer: Any = None, name: str = UNKNOWN) -> Embe
         tokenizer: of the model; names special tokens.
         name: what the head's files call its target: a Hub id or folder.
     """
-    return EmbeddingsAndHead.sharing(model, tokenizer, name)
+    return EmbeddingsAndOutputHead.from_model(model, tokenizer, name)
 
 
 def engine_tensors(
@@ -292,7 +298,7 @@ def engine_tensors(
         InputError: the engine cannot serve this head, with the formats that can.
     """
     check_format(head, ExportFormat(engine))
-    tensors = head.export(ExportFormat(engine)).files().tensors
+    tensors = head.plan_export(ExportFormat(engine)).files().tensors
     return {
         name: each.detach().to(dtype if each.is_floating_point() else None)
         for name, each in tensors.items()
@@ -303,7 +309,7 @@ def _prompt_ids(target: Target, prompt: str | Messages | list[int]) -> list[int]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if prompt and isinstance(prompt[0], dict):
-        return Encoder(target.tokenizer).prompt([*prompt])
+        return RecordEncoder(target.tokenizer).encode_prompt([*prompt])
     return [*prompt]
 
 
@@ -368,7 +374,7 @@ def _with_states(objective: Objective, batch: Batch, states: TargetOutput | None
     if states is None:
         return objective.prepare(batch)
     target = objective.target
-    named = {f"{LAYER}{index}": states.layers[index] for index in objective.head.taps.layers}
-    named |= {HIDDEN: states.hidden_states}
+    named = {f"{LAYER_PREFIX}{index}": states.layers[index] for index in objective.head.taps.layers}
+    named |= {HIDDEN_STATES: states.hidden_states}
     ready = {name: each.detach().to(target.device, target.dtype) for name, each in named.items()}
     return {**batch, **ready}

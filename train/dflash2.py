@@ -37,7 +37,7 @@ class DFlash2Objective(BlockObjective):
         """Make students of the slots' rows, through the output head alone."""
         unrolled: Unrolled = batch[UNROLLED]
         rows = self.rows(outputs, unrolled)
-        return Student(rows, self.head.projection(), unrolled.rows.answers, scales)
+        return Student(rows, self.head.make_projection(), unrolled.rows.answers, scales)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
         """Bytes that the convolutions and the selector keep.
@@ -75,7 +75,7 @@ class DFlash2Objective(BlockObjective):
     def _candidates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and ids [M, k] of the likeliest tokens of rows [M, H]."""
         k = min(self.head.config.selector_top_k, len(self.head.vocab.ids))
-        parts = [self.head.logits(part).topk(k) for part in rows.split(ROWS_PER_CHUNK)]
+        parts = [self.head.compute_logits(part).topk(k) for part in rows.split(ROWS_PER_CHUNK)]
         values, ids = (torch.cat(each) for each in zip(*parts, strict=True))
         return values, ids
 

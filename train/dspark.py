@@ -35,10 +35,10 @@ class DSparkObjective(BlockObjective):
     def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Make students through the output head, with the Markov head's logits added."""
         unrolled: Unrolled = batch[UNROLLED]
-        told = self.head.told(outputs, self._before(batch))
+        told = self.head.compute_markov_states(outputs, self._before(batch))
         rows, heard = (self.rows(each, unrolled) for each in (outputs, told))
         added = LowRank(heard, self.head.markov_head.markov_w2.weight)
-        return Student(rows, self.head.projection(), unrolled.rows.answers, scales, added)
+        return Student(rows, self.head.make_projection(), unrolled.rows.answers, scales, added)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
         """Bytes of the Markov states, of their inputs and of the confidence's.
@@ -63,7 +63,9 @@ class DSparkObjective(BlockObjective):
         """[M] cross-entropy of each learnt row's confidence against alpha."""
         if self.head.confidence_head is None or not self.config.confidence_weight:
             return super().beside(outputs, batch, found)
-        said = self.rows(self.head.confidence(outputs, self._before(batch)), batch[UNROLLED])
+        said = self.rows(
+            self.head.compute_confidence(outputs, self._before(batch)), batch[UNROLLED]
+        )
         alpha = found[2].clamp(0, 1)
         loss = F.binary_cross_entropy_with_logits(said, alpha, reduction="none")
         return self.config.confidence_weight * loss

@@ -28,10 +28,10 @@ from torch.profiler import record_function
 
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, TokenNormalizer
-from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
-from heads.eagle.branches import Branches, causal_rows
+from data.features.format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.eagle.head import EagleHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from train.batch.states import states_of
 from train.batch.supervision import (
     DOCUMENTS,
@@ -56,7 +56,7 @@ class EagleObjective(Objective):
 
     measures = MEASURES
 
-    def __init__(self, head: Any, target: EmbeddingsAndHead, config: Any) -> None:
+    def __init__(self, head: Any, target: EmbeddingsAndOutputHead, config: Any) -> None:
         super().__init__()
         self.head = head
         self.target = target
@@ -153,8 +153,8 @@ class EagleObjective(Objective):
         positions = batch["position_ids"].flatten()
         text = head.read(head.fuse(features), ids.roll(-1), positions)
         drafts = batch[UNROLLED].drafts
-        seen = causal_rows(batch[DOCUMENTS], drafts)
-        branches = Branches(text.keys[None], text.values[None], seen)
+        seen = build_causal_range(batch[DOCUMENTS], drafts)
+        branches = BranchCache(text.keys[None], text.values[None], seen)
         config = self.config
         return head.unroll(text, ids, drafts, branches, config.detach_features, config.own_tokens)
 
@@ -166,7 +166,7 @@ class EagleObjective(Objective):
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
             ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)
             return TopKTeacher(vocab, ids, log_probs, temperature)
-        states = batch[HIDDEN].flatten(0, 1)[places]
+        states = batch[HIDDEN_STATES].flatten(0, 1)[places]
         return HiddenTeacher(self.target, vocab, states, temperature)
 
     def _noisy(self, features: Tensor, batch: Batch) -> Tensor:

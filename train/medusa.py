@@ -17,9 +17,9 @@ from torch import Tensor
 
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Schedule
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN_STATES
 from heads.medusa.head import MedusaHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 from train.batch.supervision import SUPERVISION, Batch
 from train.loop import command, resume
@@ -38,7 +38,9 @@ class MedusaObjective(Objective):
     muon_rate = 8.4e-2
     adam_rate_times_width = 2.1
 
-    def __init__(self, head: MedusaHead, target: EmbeddingsAndHead, config: MedusaConfig) -> None:
+    def __init__(
+        self, head: MedusaHead, target: EmbeddingsAndOutputHead, config: MedusaConfig
+    ) -> None:
         super().__init__()
         self.head = head
         self.target = target
@@ -47,7 +49,7 @@ class MedusaObjective(Objective):
         self.weights = medusa_weights(head.num_heads, config.loss_decay)
         self.resume_settings = resume.settings("head", config)
         self.about = f"{head.num_heads} Medusa heads"
-        self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
+        self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
 
     def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
         """N H float32 of states; per head and token 2 H e in blocks, H float32 in the loss."""
@@ -69,7 +71,7 @@ class MedusaObjective(Objective):
 
     def forward(self, batch: Batch, scale: Tensor) -> Sums:
         """Compute the loss of a prepared batch; `scale` [K] is the weight of each head."""
-        hidden = batch[HIDDEN].to(next(self.head.parameters()).dtype)
+        hidden = batch[HIDDEN_STATES].to(next(self.head.parameters()).dtype)
         soft = None
         if self.soft:
             states = hidden.flatten(0, 1)[batch[SUPERVISION].places]

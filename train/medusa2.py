@@ -28,7 +28,7 @@ from torch.profiler import record_function
 from conf.errors import InputError
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN_STATES
 from data.prepared.pack import PackedDataset
 from eval.measure.answers import OwnTexts
 from heads.medusa.adapted import AdaptedMedusa
@@ -79,7 +79,7 @@ class Medusa2Objective(Objective):
             ParameterGroup(list(head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
             ParameterGroup(list(head.adapter.parameters()), first_step=self._first_step),
         ]
-        self.vocab = DraftVocab.everything(target.vocab_size).to(target.device)
+        self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
 
     def _resume_settings(self, config: Medusa2Run) -> dict[str, Any]:
         groups = {"head": config.head, "adapter": config.adapter, "joint": config.joint}
@@ -154,7 +154,7 @@ class Medusa2Objective(Objective):
     def _hidden(self, batch: Batch) -> Tensor:
         """[B, T, D] last hidden states, in the dtype of the heads."""
         with record_function("target"):
-            return with_states(self.target, batch, self.head.taps)[HIDDEN].float()
+            return with_states(self.target, batch, self.head.taps)[HIDDEN_STATES].float()
 
 
 def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from dataclasses import dataclass
 
 from conf.errors import InputError
-from heads.mtp.checkpoint import dropped, promised_and_held
+from heads.mtp.checkpoint import find_mtp_layers, format_dropped_layers
 from heads.mtp.head import MtpHead
 from train.eagle import EagleObjective
 from train.loop import command
@@ -57,10 +57,10 @@ class MtpTraining(command.Training):
         """
         head, target = config.head, config.target
         if head.path is None and target.path is not None:
-            promised, held = promised_and_held(target.path, target.revision)
+            promised, held = find_mtp_layers(target.path, target.revision)
             if promised and not held:
                 raise InputError(
-                    f"target.path={target.path}: {dropped(promised)}; set head.path to the "
+                    f"target.path={target.path}: {format_dropped_layers(promised)}; set head.path to the "
                     "original model, or that count to 0 for a new layer"
                 )
             if held:

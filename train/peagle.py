@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from conf.settings.eagle import PEagleConfig
-from heads.eagle.branches import causal_rows
+from heads.eagle.branches import build_causal_range
 from heads.peagle.head import PEagleHead
-from heads.peagle.network import KeysValues, remembered
+from heads.peagle.network import KeysValues, make_list_store
 from train.batch.states import states_of
 from train.batch.supervision import (
     DOCUMENTS,
@@ -114,7 +114,7 @@ class PEagleObjective(EagleObjective):
         kept += (tokens + masks) * sizes.FLOAT32 * 2 * hidden
         students = tokens + masks
         grads = sizes.FLOAT32 * students * hidden
-        one = head.projection().weight.shape[0], hidden
+        one = head.make_projection().weight.shape[0], hidden
         loss = grads + sizes.loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
         loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
         backward = 2 * grads + 3 * students * inner * e
@@ -128,20 +128,20 @@ class PEagleObjective(EagleObjective):
     def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
         """[N, H] outputs of each step's rows, all sequences flattened."""
         head, ids, documents = self.head, batch["input_ids"].flatten(), batch[DOCUMENTS]
-        features = self._noisy(head.features(states_of(batch)).flatten(0, 1), batch)
+        features = self._noisy(head.collect_features(states_of(batch)).flatten(0, 1), batch)
         positions = batch["position_ids"].flatten()
         known: list[KeysValues] = []
-        every = causal_rows(documents, torch.arange(len(ids), device=ids.device))
-        text = head.text_rows(head.fuse(features), ids.roll(-1), positions, every)
-        (outputs,) = head.through(text, [], remembered(known))
+        every = build_causal_range(documents, torch.arange(len(ids), device=ids.device))
+        text = head.build_context_rows(head.fuse(features), ids.roll(-1), positions, every)
+        (outputs,) = head.run_layers(text, [], make_list_store(known))
         yield outputs[batch[UNROLLED].drafts]
 
         def drafted(groups: Sequence[Behind]) -> list[Tensor]:
             steps = enumerate((group.tokens for group in groups), 1)
             places = torch.cat([positions[tokens] + step for step, tokens in steps])
-            seen = [causal_rows(documents, group.tokens) for group in groups]
-            masks = head.mask_rows(places, seen, [group.kept for group in groups])
-            return head.through(None, masks, remembered(known))
+            seen = [build_causal_range(documents, group.tokens) for group in groups]
+            masks = head.build_mask_rows(places, seen, [group.kept for group in groups])
+            return head.run_layers(None, masks, make_list_store(known))
 
         segments = batch[SEGMENTS]
         if len(segments) == 1:

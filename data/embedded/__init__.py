@@ -8,7 +8,7 @@ from pathlib import Path
 from conf.settings.data import DataRun
 
 _FOLDER = Path(__file__).parent
-TARGET = str(_FOLDER / "model")
+TARGET_PATH = str(_FOLDER / "model")
 CONVERSATIONS = str(_FOLDER / "train.jsonl")
 PROMPTS = str(_FOLDER / "prompts.jsonl")
 """Held out: from files that the target was not trained on."""
@@ -23,7 +23,7 @@ def is_embedded(path: str) -> bool:
     return (data, embedded) == ("data", "embedded") and name in ("model", "target")
 
 
-def fill_unset(run: DataRun, *, prompts: bool = False) -> None:
+def fill_default_paths(run: DataRun, *, prompts: bool = False) -> None:
     """Fill unset paths with the embedded default.
 
     Effects: sets `target.path` and `data.path` of the run.
@@ -32,5 +32,5 @@ def fill_unset(run: DataRun, *, prompts: bool = False) -> None:
         run: whose paths may be unset.
         prompts: its data are prompts to measure on, not conversations to learn from.
     """
-    run.target.path = run.target.path or TARGET
+    run.target.path = run.target.path or TARGET_PATH
     run.data.path = run.data.path or (PROMPTS if prompts else CONVERSATIONS)

@@ -39,13 +39,13 @@ from conf.settings.data import StateFormat, TeacherKind
 VERSION = 1
 PLAN, MANIFEST = "capture.json", "manifest.json"
 EMBEDDINGS_AND_HEAD, TOKEN_COUNTS = "target/ends.safetensors", "token_counts.safetensors"
-SUFFIX = ".safetensors"
+SAFETENSORS_SUFFIX = ".safetensors"
 SPLITS = ("train", "heldout", "replay")
 """Splits. `replay` holds held-out prompts with the target's answers, which are learnt; not
 packed."""
 
-HIDDEN = "hidden_states"
-LAYER = "layers."
+HIDDEN_STATES = "hidden_states"
+LAYER_PREFIX = "layers."
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher.ids", "teacher.log_probs"
 SCALE = ".scale"
 NO_PROBABILITY = torch.finfo(torch.float16).min
@@ -61,7 +61,7 @@ READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Field:
+class TensorSpec:
     """Tensor of a shard, with the shape of one token."""
 
     name: str
@@ -75,14 +75,14 @@ class Field:
 
 
 TOKEN_FIELDS = (
-    Field("input_ids", torch.int32),
-    Field("document_ids", torch.int32),
-    Field("loss_mask", torch.bool),
+    TensorSpec("input_ids", torch.int32),
+    TensorSpec("document_ids", torch.int32),
+    TensorSpec("loss_mask", torch.bool),
 )
 
 
 @dataclass(frozen=True)
-class Contents:
+class StoreContents:
     """Parts of the target's forward pass that a store keeps.
 
     Attributes:
@@ -100,35 +100,35 @@ class Contents:
     format: StateFormat
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "Contents":
+    def from_json(cls, stored: Mapping[str, Any]) -> "StoreContents":
         """Read contents from the JSON of `conf.command.statement.plain`."""
         enums = {"teacher": TeacherKind(stored["teacher"]), "format": StateFormat(stored["format"])}
         return cls(**{**stored, **enums, "layers": tuple(stored["layers"])})
 
     @property
-    def states(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of the hidden states."""
-        last = (HIDDEN,) if self.teacher is TeacherKind.hidden else ()
-        return *last, *(f"{LAYER}{index}" for index in self.layers)
+        last = (HIDDEN_STATES,) if self.teacher is TeacherKind.hidden else ()
+        return *last, *(f"{LAYER_PREFIX}{index}" for index in self.layers)
 
     @property
-    def fields(self) -> tuple[Field, ...]:
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
         """All tensors, wide dtypes first, so that each is aligned."""
         fields = list(TOKEN_FIELDS)
-        for name in self.states:
-            fields.append(Field(name, DTYPES[self.format], (self.hidden_size,)))
+        for name in self.state_names:
+            fields.append(TensorSpec(name, DTYPES[self.format], (self.hidden_size,)))
             if self.format in LARGEST:
-                fields.append(Field(name + SCALE, torch.float32))
+                fields.append(TensorSpec(name + SCALE, torch.float32))
         if self.teacher is TeacherKind.top_k:
-            fields.append(Field(TEACHER_IDS, torch.int32, (self.top_k,)))
+            fields.append(TensorSpec(TEACHER_IDS, torch.int32, (self.top_k,)))
             # float16 is off by at most 2^-11 of a log-probability, bfloat16 by 2^-8.
-            fields.append(Field(TEACHER_LOG_PROBS, torch.float16, (self.top_k,)))
+            fields.append(TensorSpec(TEACHER_LOG_PROBS, torch.float16, (self.top_k,)))
         return tuple(sorted(fields, key=lambda field: (-field.dtype.itemsize, field.name)))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token, ids, documents and masks included."""
-        return sum(field.num_bytes for field in self.fields)
+        return sum(field.num_bytes for field in self.tensor_specs)
 
     def line(self) -> str:
         """Line about the contents."""
@@ -137,7 +137,7 @@ class Contents:
         return f"{self.format.value}, {last}, layers {layers}, {self.bytes_per_token:,} bytes/token"
 
 
-def encode(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | None]:
+def quantize_states(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | None]:
     """Round hidden states to the nearest value of a format.
 
     For the largest magnitude amax of a token, int8 is off by at most amax / 254, and fp8 (e4m3) by
@@ -162,7 +162,7 @@ def encode(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | 
     return (scaled.round() if state_format is StateFormat.int8 else scaled).to(dtype), scale
 
 
-def decode(values: Tensor, scale: Tensor) -> Tensor:
+def dequantize_states(values: Tensor, scale: Tensor) -> Tensor:
     """Restore [..., D] float32 from one-byte values [..., D] and scales [...]."""
     return values.float() * scale.unsqueeze(-1)
 
@@ -184,7 +184,7 @@ class ShardIndex:
     checksum: str
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> "ShardIndex":
+    def from_folder(cls, folder: Path, name: str) -> "ShardIndex":
         """Read the index of a shard.
 
         Raises:
@@ -194,7 +194,9 @@ class ShardIndex:
         try:
             return cls(**json.loads(retry_io(path.read_text)))
         except (OSError, ValueError, TypeError) as error:
-            raise InputError(f"{path}: missing or damaged ({error}); {repair(folder)}") from error
+            raise InputError(
+                f"{path}: missing or damaged ({error}); {format_repair_advice(folder)}"
+            ) from error
 
     @cached_property
     def starts(self) -> list[int]:
@@ -202,24 +204,24 @@ class ShardIndex:
         return list(accumulate(self.num_tokens, initial=0))
 
 
-def is_whole(folder: Path, name: str) -> bool:
+def is_shard_whole(folder: Path, name: str) -> bool:
     """Tell whether every byte of a shard matches its index."""
     try:
-        index = ShardIndex.read(folder, name)
-        path = folder / f"{name}{SUFFIX}"
+        index = ShardIndex.from_folder(folder, name)
+        path = folder / f"{name}{SAFETENSORS_SUFFIX}"
         same_size = path.stat().st_size == index.size
-        return same_size and retry_io(partial(file_checksum, path)) == index.checksum
+        return same_size and retry_io(partial(compute_file_checksum, path)) == index.checksum
     except (InputError, FileNotFoundError):
         return False
 
 
-def file_checksum(path: Path) -> str:
+def compute_file_checksum(path: Path) -> str:
     """xxh3_64 of a file."""
     with path.open("rb") as file:
-        return checksum(iter(partial(file.read, READ_BYTES), b""))
+        return compute_checksum(iter(partial(file.read, READ_BYTES), b""))
 
 
-def checksum(parts: Iterable[bytes | memoryview]) -> str:
+def compute_checksum(parts: Iterable[bytes | memoryview]) -> str:
     """xxh3_64 of concatenated parts."""
     digest = xxhash.xxh3_64()
     for part in parts:
@@ -232,7 +234,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def repair(folder: Path) -> str:
+def format_repair_advice(folder: Path) -> str:
     """Advice for a damaged store."""
     again = f"start scripts/capture.py with out_dir={folder} again"
     return f"{again}: it writes missing and damaged files"

@@ -10,7 +10,7 @@ from conf.command.statement import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
 from conf.files import retry_io, write_atomically
 from conf.settings.data import Form
-from data.features.format import MANIFEST, PLAN, VERSION, Contents, repair
+from data.features.format import MANIFEST, PLAN, VERSION, StoreContents, format_repair_advice
 from data.prepared.prepare import DataReport
 
 
@@ -48,7 +48,7 @@ class StorePlan:
     """
 
     target: dict[str, Any]
-    contents: Contents
+    contents: StoreContents
     data: dict[str, Any]
     sha256: str
     max_length: int
@@ -61,15 +61,15 @@ class StorePlan:
     def from_json(cls, stored: Mapping[str, Any]) -> "StorePlan":
         """Read the plan from the JSON of `as_json`."""
         values = {name: stored[name] for name in cls.__dataclass_fields__}
-        values["contents"] = Contents.from_json(values["contents"])
+        values["contents"] = StoreContents.from_json(values["contents"])
         values["splits"] = {name: Split(**split) for name, split in values["splits"].items()}
         return cls(**values)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """JSON content, with the version of the format."""
         return {"version": VERSION, **to_json(self)}
 
-    def check(self, folder: Path) -> None:
+    def check_folder(self, folder: Path) -> None:
         """Refuse a folder with other content, or with a capture of other settings.
 
         Raises:
@@ -80,7 +80,7 @@ class StorePlan:
         if (folder / PLAN).is_file():
             before = flatten_settings(_read_json(folder / PLAN, f"out_dir={folder}"))
             check_unchanged(
-                f"out_dir={folder} holds a capture", before, flatten_settings(self.as_json())
+                f"out_dir={folder} holds a capture", before, flatten_settings(self.to_json())
             )
             return
         # A capture may have been killed while writing its plan.
@@ -91,10 +91,10 @@ class StorePlan:
                 "folder"
             )
 
-    def write(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write the plan of a store before its capture."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / PLAN, json.dumps(self.as_json(), indent=2) + "\n")
+        write_atomically(folder / PLAN, json.dumps(self.to_json(), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class Manifest:
         stored = self.provenance["data"]
         return DataReport(**{**stored, "form": Form(stored["form"])})
 
-    def write(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         """Write the manifest, which marks the store as whole."""
         content = {
-            **self.plan.as_json(),
+            **self.plan.to_json(),
             "shards": [asdict(shard) for shard in self.shards],
             "files": self.files,
             "provenance": self.provenance,
@@ -141,7 +141,7 @@ class Manifest:
         retry_io(lambda: write_atomically(folder / MANIFEST, text))
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
+    def from_folder(cls, folder: Path) -> "Manifest":
         """Read the manifest of a store.
 
         Raises:
@@ -151,7 +151,7 @@ class Manifest:
         if not path.is_file():
             raise InputError(
                 f"data.features={folder}: {MANIFEST} is missing, so this is no store or its "
-                f"capture has not ended; {repair(folder)}"
+                f"capture has not ended; {format_repair_advice(folder)}"
             )
         stored = _read_json(path, f"data.features={folder}")
         if stored.get("version") != VERSION:
@@ -165,7 +165,7 @@ class Manifest:
             return cls(StorePlan.from_json(stored), shards, stored["files"], stored["provenance"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"data.features={folder}: {path.name} is damaged: {error!r}; {repair(folder)}"
+                f"data.features={folder}: {path.name} is damaged: {error!r}; {format_repair_advice(folder)}"
             ) from error
 
 

@@ -16,23 +16,23 @@ from conf.errors import InputError
 from conf.files import retry_io
 from data.features.format import (
     NO_PROBABILITY,
+    SAFETENSORS_SUFFIX,
     SCALE,
     SPLITS,
-    SUFFIX,
     TEACHER_LOG_PROBS,
     TOKEN_COUNTS,
-    Field,
     ShardIndex,
-    decode,
-    file_checksum,
+    TensorSpec,
+    compute_file_checksum,
+    dequantize_states,
+    format_repair_advice,
     memory_of,
-    repair,
 )
 from data.features.manifest import Manifest, ShardEntry
-from data.prepared.pack import PackedDataset, Vocabulary, check_ids
+from data.prepared.pack import PackedDataset, VocabularySizes, check_token_ids
 
 
-def restore(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dequantize_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Restore one-byte hidden states of a batch to numbers, on their device.
 
     Args:
@@ -43,7 +43,7 @@ def restore(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         The tensors, without the scales.
     """
     return {
-        name: decode(tensor, batch[name + SCALE]) if name + SCALE in batch else tensor
+        name: dequantize_states(tensor, batch[name + SCALE]) if name + SCALE in batch else tensor
         for name, tensor in batch.items()
         if not name.endswith(SCALE)
     }
@@ -65,7 +65,7 @@ class FeatureStore:
             InputError: naming the file that is missing, too short or damaged.
         """
         self.folder = folder
-        self.manifest = Manifest.read(folder)
+        self.manifest = Manifest.from_folder(folder)
         self.train, self.heldout, self.replay = (StoredDataset(self, name) for name in SPLITS)
 
     def check_file(self, name: str) -> Path:
@@ -76,11 +76,13 @@ class FeatureStore:
         """
         path = self.folder / name
         try:
-            written = retry_io(partial(file_checksum, path)) == self.manifest.files[name]
+            written = retry_io(partial(compute_file_checksum, path)) == self.manifest.files[name]
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; {repair(self.folder)}") from error
+            raise InputError(
+                f"{path}: {error.strerror}; {format_repair_advice(self.folder)}"
+            ) from error
         if not written:
-            raise InputError(f"{path}: damaged; {repair(self.folder)}")
+            raise InputError(f"{path}: damaged; {format_repair_advice(self.folder)}")
         return path
 
 
@@ -98,20 +100,20 @@ class StoredDataset(Dataset):
         manifest = store.manifest
         self.store, self.split = store, split
         self.max_length, self.pad_id = manifest.plan.max_length, manifest.plan.pad_id
-        self.fields = manifest.plan.contents.fields
+        self.fields = manifest.plan.contents.tensor_specs
         self.shards = [entry for entry in manifest.shards if entry.split == split]
         self.indexes = [_checked_index(store.folder, entry) for entry in self.shards]
         self.last = list(accumulate(len(index.num_tokens) for index in self.indexes))
         """Number of sequences up to each shard, included."""
-        self.target: Vocabulary | None = None
+        self.target: VocabularySizes | None = None
         """Target to check the token ids against, if any."""
 
-    def check_ids(self, target: Vocabulary) -> None:
+    def check_token_ids(self, target: VocabularySizes) -> None:
         """Let `read` check ids as `PackedDataset.check_ids` does."""
         self.target = target
         self.pad_id = self.pad_id if self.pad_id < target.num_embeddings else 0
 
-    def token_counts(self, vocab_size: int) -> Tensor:
+    def count_token_ids(self, vocab_size: int) -> Tensor:
         """[V] int64 count of each id among the learnt tokens."""
         counts = load_file(self.store.check_file(TOKEN_COUNTS))[self.split]
         assert len(counts) == vocab_size
@@ -121,9 +123,9 @@ class StoredDataset(Dataset):
         return self.last[-1] if self.last else 0
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.read(index, self.max_length)
+        return self.load_sequence(index, self.max_length)
 
-    def read(self, index: int, room: int | None = None) -> dict[str, Tensor]:
+    def load_sequence(self, index: int, room: int | None = None) -> dict[str, Tensor]:
         """Read a sequence, padded to `room` tokens if set.
 
         Raises:
@@ -135,17 +137,21 @@ class StoredDataset(Dataset):
         shard_index = self.indexes[shard]
         number = index - self.last[shard] + len(shard_index.num_tokens)
         num_tokens = shard_index.num_tokens[number]
-        path = self.store.folder / f"{self.shards[shard].name}{SUFFIX}"
+        path = self.store.folder / f"{self.shards[shard].name}{SAFETENSORS_SUFFIX}"
         room = num_tokens if room is None else room
         try:
-            row = retry_io(partial(read_sequence, path, self.fields, shard_index, number, room))
+            row = retry_io(
+                partial(load_shard_sequence, path, self.fields, shard_index, number, room)
+            )
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; {repair(path.parent)}") from error
+            raise InputError(
+                f"{path}: {error.strerror}; {format_repair_advice(path.parent)}"
+            ) from error
         ids, target = row["input_ids"][:num_tokens], self.target
         if target is not None and int(ids.max()) >= min(target.num_embeddings, target.vocab_size):
             learnt = ids[row["loss_mask"][:num_tokens].bool()]
             where = f"{self.store.folder}: sequence {index} of {self.split}".format
-            check_ids(ids.tolist(), target, where, learnt.tolist())
+            check_token_ids(ids.tolist(), target, where, learnt.tolist())
         return self._item(row, num_tokens)
 
     def _item(self, row: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
@@ -169,21 +175,23 @@ TrainingData = PackedDataset | StoredDataset
 
 def _checked_index(folder: Path, entry: ShardEntry) -> ShardIndex:
     """Index of a shard whose file has the right size."""
-    index = ShardIndex.read(folder, entry.name)
-    path = folder / f"{entry.name}{SUFFIX}"
+    index = ShardIndex.from_folder(folder, entry.name)
+    path = folder / f"{entry.name}{SAFETENSORS_SUFFIX}"
     if (index.size, index.checksum) != (entry.size, entry.checksum):
         raise InputError(
-            f"{folder / entry.name}.json: not the index of the manifest; {repair(folder)}"
+            f"{folder / entry.name}.json: not the index of the manifest; {format_repair_advice(folder)}"
         )
     size = path.stat().st_size if path.is_file() else None
     if size != index.size:
         shown = "missing" if size is None else f"{size:,} bytes long"
-        raise InputError(f"{path}: {shown}, but must have {index.size:,} bytes; {repair(folder)}")
+        raise InputError(
+            f"{path}: {shown}, but must have {index.size:,} bytes; {format_repair_advice(folder)}"
+        )
     return index
 
 
-def read_sequence(
-    path: Path, fields: tuple[Field, ...], index: ShardIndex, number: int, room: int
+def load_shard_sequence(
+    path: Path, fields: tuple[TensorSpec, ...], index: ShardIndex, number: int, room: int
 ) -> dict[str, Tensor]:
     """Read tensors [room, ...] of a sequence, zero after its tokens, and verify their checksum.
 
@@ -211,13 +219,15 @@ def read_sequence(
             memory = memory_of(tensor)[: num_tokens * field.num_bytes]
             file.seek(offset + first * field.num_bytes)
             if file.readinto(memory) != len(memory):
-                raise InputError(f"{path}: sequence {number} is cut off; {repair(path.parent)}")
+                raise InputError(
+                    f"{path}: sequence {number} is cut off; {format_repair_advice(path.parent)}"
+                )
             digest.update(memory)
             offset += total * field.num_bytes
             tensors[field.name] = tensor
     if digest.hexdigest() != index.checksums[number]:
         raise InputError(
             f"{path}: sequence {number} is damaged (checksum {digest.hexdigest()}, not "
-            f"{index.checksums[number]}); {repair(path.parent)}"
+            f"{index.checksums[number]}); {format_repair_advice(path.parent)}"
         )
     return tensors

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.files import retry_io, write_atomically
-from data.features.format import SUFFIX, Field, ShardIndex, checksum, memory_of
+from data.features.format import (
+    SAFETENSORS_SUFFIX,
+    ShardIndex,
+    TensorSpec,
+    compute_checksum,
+    memory_of,
+)
 
 SHARD_BYTES = 512 * 2**20
 NUM_WRITERS = 2
@@ -71,7 +77,7 @@ def plan_shards(
 
 
 def write_shard(
-    folder: Path, name: str, fields: Sequence[Field], sequences: Sequence[Mapping[str, Tensor]]
+    folder: Path, name: str, fields: Sequence[TensorSpec], sequences: Sequence[Mapping[str, Tensor]]
 ) -> ShardIndex:
     """Write a shard and then its index; retry if the file system fails briefly.
 
@@ -94,17 +100,18 @@ def write_shard(
 
 
 def _write_shard(
-    folder: Path, name: str, fields: Sequence[Field], sequences: Sequence[Mapping[str, Tensor]]
+    folder: Path, name: str, fields: Sequence[TensorSpec], sequences: Sequence[Mapping[str, Tensor]]
 ) -> ShardIndex:
     num_tokens = [len(sequence[fields[0].name]) for sequence in sequences]
     checksums = [
-        checksum(memory_of(sequence[field.name]) for field in fields) for sequence in sequences
+        compute_checksum(memory_of(sequence[field.name]) for field in fields)
+        for sequence in sequences
     ]
     parts: Iterable[bytes | memoryview] = chain(
         [_header(fields, sum(num_tokens))],
         (memory_of(sequence[field.name]) for field in fields for sequence in sequences),
     )
-    path = folder / f"{name}{SUFFIX}"
+    path = folder / f"{name}{SAFETENSORS_SUFFIX}"
     temporary = path.with_name(path.name + ".tmp")
     digest = xxhash.xxh3_64()
     try:
@@ -129,7 +136,7 @@ def _write_shard(
     return index
 
 
-def _header(fields: Sequence[Field], num_tokens: int) -> bytes:
+def _header(fields: Sequence[TensorSpec], num_tokens: int) -> bytes:
     """Length of safetensors' JSON header in 8 bytes, and the header, padded to a multiple of 8."""
     entries, end = {}, 0
     for field in fields:
@@ -144,7 +151,7 @@ def _header(fields: Sequence[Field], num_tokens: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Writers:
+class ShardWriterPool:
     """Few threads that write. An error of one is raised by the next call.
 
     As a context manager it waits for all of them at the end.
@@ -158,17 +165,17 @@ class Writers:
         """Start a job once fewer than `NUM_WRITERS` are running."""
         while len(self._pending) >= NUM_WRITERS:
             wait(self._pending, return_when=FIRST_COMPLETED)
-            self.check()
+            self.raise_job_error()
         self._pending.add(self._pool.submit(job))
 
-    def check(self) -> None:
+    def raise_job_error(self) -> None:
         """Raise the error of a finished job, if any."""
         ended = {future for future in self._pending if future.done()}
         self._pending -= ended
         for future in ended:
             future.result()
 
-    def __enter__(self) -> "Writers":
+    def __enter__(self) -> "ShardWriterPool":
         return self
 
     def __exit__(
@@ -176,11 +183,11 @@ class Writers:
     ) -> None:
         self._pool.shutdown(wait=True)
         if error is None:
-            self.check()
+            self.raise_job_error()
 
 
 @dataclass(frozen=True)
-class Copied:
+class HostCopy:
     """Tensors in host memory, complete once `ready`; without `ready`, complete at once."""
 
     tensors: dict[str, Tensor]
@@ -193,7 +200,7 @@ class Copied:
         return self.tensors
 
 
-class Copies:
+class HostCopier:
     """Copies tensors to host memory on a stream beside the computation.
 
     Copies in flight are bounded to `NUM_BATCHES_COPIED` batches, as a program running ahead of its
@@ -211,10 +218,10 @@ class Copies:
         self._blocks = PinnedBlocks(num_bytes)
         self._under_way: deque[torch.cuda.Event] = deque()
 
-    def take(self, tensors: Mapping[str, Tensor]) -> Copied:
+    def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
         """Start copying tensors from the device. CPU tensors stay."""
         if self._stream is None:
-            return Copied(dict(tensors), None)
+            return HostCopy(dict(tensors), None)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             host = {name: self._copy(tensor) for name, tensor in tensors.items()}
@@ -223,12 +230,12 @@ class Copies:
         self._under_way.append(ready)
         if len(self._under_way) > self._max_under_way:
             self._under_way.popleft().synchronize()
-        return Copied(host, ready)
+        return HostCopy(host, ready)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # Keeps the allocator from reusing this memory before the copy ends.
         tensor.record_stream(self._stream)  # type: ignore[arg-type]
-        return self._blocks.like(tensor).copy_(tensor, non_blocking=True)
+        return self._blocks.allocate_like(tensor).copy_(tensor, non_blocking=True)
 
 
 class PinnedBlocks:
@@ -247,7 +254,7 @@ class PinnedBlocks:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def allocate_like(self, tensor: Tensor) -> Tensor:
         """Uninitialised tensor of the same shape and dtype."""
         size = tensor.numel() * tensor.element_size()
         begin = -(-self._used // ALIGNMENT) * ALIGNMENT

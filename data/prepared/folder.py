@@ -31,24 +31,31 @@ from conf.command.statement import to_json
 from conf.errors import InputError
 from conf.files import cache_dir
 from conf.settings.data import Form, OnBadRow, PackedConfig
-from data.features.format import READ_BYTES, SUFFIX
+from data.features.format import READ_BYTES, SAFETENSORS_SUFFIX
 from data.prepared import tokenise
-from data.prepared.lock import held
-from data.prepared.pack import Piece, Samples
-from data.prepared.tokenise import BadRow, PreparedShard, Rule, make_shards, num_cores, write
+from data.prepared.lock import hold_lock
+from data.prepared.pack import TokenChunk, TokenisedSamples
+from data.prepared.tokenise import (
+    BadRow,
+    PreparedShard,
+    TokenisingSettings,
+    iter_shards,
+    num_cores,
+    write,
+)
 from data.rows import files, forms, messages, values
-from data.rows.files import Source, find_source, read_rows
-from data.rows.forms import NUM_LOOKED_AT, detect
+from data.rows.files import DataSource, find_source, iter_rows
+from data.rows.forms import NUM_ROWS_TO_DETECT, detect_form
 from data.templates import encoder, markers, template, turns
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 
 INDEX = "index.json"
 RULE = (encoder, files, forms, markers, messages, template, tokenise, turns, values)
 """Modules that turn rows into samples. A change to one prepares the data anew."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
-DECIDING = ("form", "columns", "subset", "split", "chat_template_kwargs")
+CONTENT_SETTINGS = ("form", "columns", "subset", "split", "chat_template_kwargs")
 """Data settings that decide the samples of a row."""
-NOT_DECIDING = ("num_proc", "prepared_dir")
+NON_CONTENT_SETTINGS = ("num_proc", "prepared_dir")
 """Data settings that do not change the samples."""
 
 
@@ -76,20 +83,22 @@ class PreparedFolder:
     form: Form
     sha256: str
     num_records: int
-    samples: Samples
-    record: np.ndarray
-    refused: np.ndarray
-    bad: list[str]
-    malformed: frozenset[str]
+    samples: TokenisedSamples
+    record_of_sample: np.ndarray
+    refused_records: np.ndarray
+    bad_row_messages: list[str]
+    malformed_locations: frozenset[str]
     unread: dict[str, int]
     unrendered: dict[str, int]
-    source: Source
+    source: DataSource
     rows_per_s: float | None
 
-    def place_of(self, record: int) -> str:
+    def find_location(self, record: int) -> str:
         """Find the place of a record by reading the data again."""
-        rows = (row.where for row in read_rows(self.source, hashlib.sha256()))
-        return next(islice((row for row in rows if row not in self.malformed), record, None))
+        rows = (row.location for row in iter_rows(self.source, hashlib.sha256()))
+        return next(
+            islice((row for row in rows if row not in self.malformed_locations), record, None)
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Index:
     shards: list[PreparedShard]
 
 
-def open_prepared(
+def load_or_prepare_data(
     path: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True
 ) -> PreparedFolder:
     """Open the prepared data of a path. One process makes them if they are missing.
@@ -131,7 +140,7 @@ def open_prepared(
         if prepared is None:
             folder.mkdir(parents=True, exist_ok=True)
             ready = (folder / INDEX).is_file
-            with held(folder / "lock", ready, waiting) as mine:
+            with hold_lock(folder / "lock", ready, waiting) as mine:
                 if mine and not ready():
                     _prepare(folder, source, config, tokenizer)
             prepared = _opened(folder, source)
@@ -144,12 +153,12 @@ def open_prepared(
         raise InputError(
             f"data.prepared_dir={root}: newly written data are damaged; name another folder"
         )
-    if prepared.bad and config.on_bad_row is OnBadRow.error:
-        raise _stopped(prepared.bad[0])
+    if prepared.bad_row_messages and config.on_bad_row is OnBadRow.error:
+        raise _stopped(prepared.bad_row_messages[0])
     return prepared
 
 
-def _contents(source: Source, root: Path) -> str:
+def _contents(source: DataSource, root: Path) -> str:
     """Checksum of a source, remembered for unchanged files."""
     if not source.files:
         return _hub_fingerprint(source)
@@ -173,18 +182,18 @@ def _contents(source: Source, root: Path) -> str:
     return digest.hexdigest()
 
 
-def _hub_fingerprint(source: Source) -> str:
+def _hub_fingerprint(source: DataSource) -> str:
     import datasets
     from huggingface_hub import HfApi
 
-    next(read_rows(source, hashlib.sha256()), None)  # raises if data are missing
+    next(iter_rows(source, hashlib.sha256()), None)  # raises if data are missing
     if source.streaming:
         return str(HfApi().dataset_info(source.path).sha)
     loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
     return str(loaded._fingerprint)
 
 
-def _facts(source: Source) -> list[tuple[str, int, int, int]]:
+def _facts(source: DataSource) -> list[tuple[str, int, int, int]]:
     """Name, size and times of every file. A single file counts by its ending only.
 
     Copies that keep the modification time (rsync -t, cp -p, tar) still change the inode's time.
@@ -201,7 +210,7 @@ def _facts(source: Source) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def _check_unchanged(source: Source, facts: list[tuple[str, int, int, int]]) -> None:
+def _check_unchanged(source: DataSource, facts: list[tuple[str, int, int, int]]) -> None:
     if _facts(source) != facts:
         raise InputError(
             f"{source.path}: changed while being read; start again once it is complete"
@@ -210,7 +219,7 @@ def _check_unchanged(source: Source, facts: list[tuple[str, int, int, int]]) -> 
 
 def _key(contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     code = compute_code_checksum(Path(str(module.__file__)) for module in RULE)
-    settings = [to_json(getattr(config, name)) for name in DECIDING]
+    settings = [to_json(getattr(config, name)) for name in CONTENT_SETTINGS]
     libraries = [version(name) for name in LIBRARIES]
     return _sha256([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]
 
@@ -233,21 +242,23 @@ def _sha256(content: Any) -> str:
 
 
 def _prepare(
-    folder: Path, source: Source, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
+    folder: Path, source: DataSource, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Make the missing shards, and the index."""
     path, facts, digest = source.path, _facts(source), hashlib.sha256()
-    rows = read_rows(source, digest)
-    first = list(islice(rows, NUM_LOOKED_AT))
+    rows = iter_rows(source, digest)
+    first = list(islice(rows, NUM_ROWS_TO_DETECT))
     if not first:
         raise InputError(f"{path}: holds no rows; name data with rows")
-    form = detect(first, path, config.columns) if config.form is Form.auto else config.form
+    form = detect_form(first, path, config.columns) if config.form is Form.auto else config.form
     if form not in (Form.text, Form.tokens):
-        Encoder(tokenizer).template({}, None)  # raises for a tokenizer without a chat template
-    rule = Rule(tokenizer, form, config, _root(source))
+        RecordEncoder(tokenizer).build_template(
+            {}, None
+        )  # raises for a tokenizer without a chat template
+    rule = TokenisingSettings(tokenizer, form, config, _root(source))
     shards, num_new, seconds = [], 0, -time.monotonic()
-    making = make_shards(folder, chain(first, rows), rule, config.num_proc or num_cores())
-    few = len(first) < NUM_LOOKED_AT
+    making = iter_shards(folder, chain(first, rows), rule, config.num_proc or num_cores())
+    few = len(first) < NUM_ROWS_TO_DETECT
     with closing(making), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
         for shard, is_new in making:
             if shard.bad and config.on_bad_row is OnBadRow.error:
@@ -266,7 +277,7 @@ def _prepare(
         leftover.unlink(missing_ok=True)
 
 
-def _opened(folder: Path, source: Source) -> PreparedFolder | None:
+def _opened(folder: Path, source: DataSource) -> PreparedFolder | None:
     """Open prepared data if whole. Damaged files are named and prepared again."""
     try:
         stored = json.loads((folder / INDEX).read_bytes())
@@ -289,8 +300,8 @@ def _opened(folder: Path, source: Source) -> PreparedFolder | None:
     num_records = 0
     for shard in index.shards:
         # The tensors stay on disk until they are read.
-        with safe_open(folder / f"{shard.name}{SUFFIX}", framework="pt") as file:
-            pieces.append(Piece(file.get_tensor("input_ids"), file.get_tensor("loss_mask")))
+        with safe_open(folder / f"{shard.name}{SAFETENSORS_SUFFIX}", framework="pt") as file:
+            pieces.append(TokenChunk(file.get_tensor("input_ids"), file.get_tensor("loss_mask")))
             lengths.append(file.get_tensor("lengths").numpy())
             record.append(file.get_tensor("record").numpy() + num_records)
         malformed += [_root(source) + bad.place for bad in shard.bad if bad.record is None]
@@ -304,11 +315,11 @@ def _opened(folder: Path, source: Source) -> PreparedFolder | None:
         form=Form(index.form),
         sha256=index.sha256,
         num_records=num_records,
-        samples=Samples(pieces, np.concatenate(lengths), highest=highest),
-        record=np.concatenate(record),
-        refused=np.array(refused, dtype=np.int64),
-        bad=[_message(source, bad) for shard in index.shards for bad in shard.bad],
-        malformed=frozenset(malformed),
+        samples=TokenisedSamples(pieces, np.concatenate(lengths), highest=highest),
+        record_of_sample=np.concatenate(record),
+        refused_records=np.array(refused, dtype=np.int64),
+        bad_row_messages=[_message(source, bad) for shard in index.shards for bad in shard.bad],
+        malformed_locations=frozenset(malformed),
         unread=dict(unread),
         unrendered=dict(unrendered),
         source=source,
@@ -316,12 +327,12 @@ def _opened(folder: Path, source: Source) -> PreparedFolder | None:
     )
 
 
-def _root(source: Source) -> str:
+def _root(source: DataSource) -> str:
     """Common start of the places of a source's rows."""
     return str(Path(source.path).expanduser()) if source.files else source.path
 
 
-def _message(source: Source, bad: BadRow) -> str:
+def _message(source: DataSource, bad: BadRow) -> str:
     return f"{_root(source)}{bad.place}: {bad.why}"
 
 

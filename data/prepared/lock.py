@@ -20,7 +20,9 @@ POLL_S = 0.2
 
 
 @contextmanager
-def held(path: Path, ready: Callable[[], bool], waiting: Callable[[str], None]) -> Iterator[bool]:
+def hold_lock(
+    path: Path, ready: Callable[[], bool], waiting: Callable[[str], None]
+) -> Iterator[bool]:
     """Hold a lock, or wait until its holder's result is ready.
 
     Args:

@@ -28,7 +28,7 @@ WINDOW = 16384
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenChunk:
     """Concatenated samples.
 
     Attributes:
@@ -40,7 +40,7 @@ class Piece:
     loss_mask: Tensor
 
 
-class Samples:
+class TokenisedSamples:
     """N samples in the order of their pieces.
 
     Attributes:
@@ -50,7 +50,7 @@ class Samples:
 
     def __init__(
         self,
-        pieces: list[Piece],
+        pieces: list[TokenChunk],
         lengths: np.ndarray,
         starts: np.ndarray | None = None,
         *,
@@ -73,41 +73,41 @@ class Samples:
         self.lengths = lengths
 
     @classmethod
-    def of(cls, samples: Iterable[Sample]) -> "Samples":
+    def from_samples(cls, samples: Iterable[Sample]) -> "TokenisedSamples":
         """Lay samples out in memory, reading them once."""
         ids, mask, lengths = array("i"), bytearray(), array("i")
         for sample in samples:
             ids.extend(sample.input_ids)
             mask.extend(sample.loss_mask)
             lengths.append(len(sample.input_ids))
-        piece = Piece(
+        piece = TokenChunk(
             torch.from_numpy(np.array(ids, dtype=np.int32)),
             torch.from_numpy(np.frombuffer(mask, dtype=np.bool_).copy()),
         )
         return cls([piece], np.array(lengths, dtype=np.int32), highest=max(ids, default=0))
 
-    def take(self, numbers: np.ndarray) -> "Samples":
+    def select_samples(self, numbers: np.ndarray) -> "TokenisedSamples":
         """Select samples.
 
         Args:
             numbers: indices, rising.
         """
         starts = self._starts[numbers]
-        return Samples(self._pieces, self.lengths[numbers], starts, highest=self.highest)
+        return TokenisedSamples(self._pieces, self.lengths[numbers], starts, highest=self.highest)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def read(self, number: int, length: int) -> Piece:
+    def slice_sample(self, number: int, length: int) -> TokenChunk:
         """View of the first `length` tokens of a sample."""
         start = self._starts[number]
         piece = int(np.searchsorted(self._bounds, start, "right")) - 1
         begin = int(start - self._bounds[piece])
         whole = self._pieces[piece]
         here = slice(begin, begin + length)
-        return Piece(whole.input_ids[here], whole.loss_mask[here])
+        return TokenChunk(whole.input_ids[here], whole.loss_mask[here])
 
-    def num_learnt(self, max_length: int) -> np.ndarray:
+    def count_learnt_tokens(self, max_length: int) -> np.ndarray:
         """[N] int32 learnt tokens among the first `max_length` tokens of each sample."""
         num_learnt = np.zeros(len(self), dtype=np.int32)
         for piece, first, last in self._by_piece():
@@ -117,7 +117,7 @@ class Samples:
             num_learnt[first:last] = before[ends] - before[begins]
         return num_learnt
 
-    def cut(self, max_length: int) -> Iterator[Piece]:
+    def iter_truncated(self, max_length: int) -> Iterator[TokenChunk]:
         """Copy the first `max_length` tokens of every sample, piece by piece."""
         for piece, first, last in self._by_piece():
             begins, ends = self._ends(piece, first, last, max_length)
@@ -127,7 +127,7 @@ class Samples:
             np.add.at(steps, ends, -1)
             inside = np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)
             ids, mask = whole.input_ids.numpy()[inside], whole.loss_mask.numpy()[inside]
-            yield Piece(torch.from_numpy(ids), torch.from_numpy(mask))
+            yield TokenChunk(torch.from_numpy(ids), torch.from_numpy(mask))
 
     def _by_piece(self) -> Iterator[tuple[int, int, int]]:
         """Yield each piece with its first sample and the one after its last."""
@@ -212,7 +212,7 @@ def _shuffled(count: int, generator: random.Random) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-class Vocabulary(Protocol):
+class VocabularySizes(Protocol):
     """Sizes of a target that limit token ids."""
 
     name: str
@@ -226,8 +226,11 @@ class Vocabulary(Protocol):
         """Rows of the output head."""
 
 
-def check_ids(
-    ids: Sequence[int], target: Vocabulary, where: Callable[[], str], learnt: Sequence[int] = ()
+def check_token_ids(
+    ids: Sequence[int],
+    target: VocabularySizes,
+    where: Callable[[], str],
+    learnt: Sequence[int] = (),
 ) -> None:
     """Refuse ids beyond a target's embedding, and learnt ids beyond its output head.
 
@@ -266,7 +269,7 @@ class PackedDataset(Dataset):
 
     def __init__(
         self,
-        samples: Iterable[Sample] | Samples,
+        samples: Iterable[Sample] | TokenisedSamples,
         max_length: int,
         *,
         seed: int,
@@ -285,17 +288,21 @@ class PackedDataset(Dataset):
         """
         self.max_length = max_length
         self.pad_id = pad_id
-        samples = samples if isinstance(samples, Samples) else Samples.of(samples)
-        num_learnt = samples.num_learnt(max_length)
+        samples = (
+            samples
+            if isinstance(samples, TokenisedSamples)
+            else TokenisedSamples.from_samples(samples)
+        )
+        num_learnt = samples.count_learnt_tokens(max_length)
         self.num_truncated = int((samples.lengths > max_length).sum())
         self.num_dropped = int((num_learnt == 0).sum())
         """Samples without a learnt token, after truncation."""
         self.num_supervised_tokens = int(num_learnt.sum())
         """Tokens that are learnt."""
         self._place, self._taken = place, np.flatnonzero(num_learnt)
-        self._samples = samples.take(self._taken)
+        self._samples = samples.select_samples(self._taken)
         self._lengths = np.minimum(self._samples.lengths, max_length)
-        self.sequences = pack(self._lengths, max_length, seed)
+        self.packing = pack(self._lengths, max_length, seed)
         """Sample indices of each sequence."""
 
     @property
@@ -304,32 +311,32 @@ class PackedDataset(Dataset):
         return int(self._lengths.sum())
 
     @property
-    def lengths(self) -> list[int]:
+    def parse_accepted_lengths(self) -> list[int]:
         """[S] tokens per sequence, without padding."""
-        return [int(self._lengths[samples].sum()) for samples in self.sequences]
+        return [int(self._lengths[samples].sum()) for samples in self.packing]
 
     @property
     def checksum(self) -> str:
         """xxh3_64 of the ids and masks of all samples, in reading order."""
         digest = xxhash.xxh3_64()
-        for piece in self._samples.cut(self.max_length):
+        for piece in self._samples.iter_truncated(self.max_length):
             digest.update(piece.input_ids.numpy().tobytes())
-        for piece in self._samples.cut(self.max_length):
+        for piece in self._samples.iter_truncated(self.max_length):
             digest.update(piece.loss_mask.numpy().tobytes())
         return digest.hexdigest()
 
-    def token_counts(self, vocab_size: int) -> Tensor:
+    def count_token_ids(self, vocab_size: int) -> Tensor:
         """[V] int64 count of each id among the learnt tokens.
 
         Args:
             vocab_size: V, rows of the target's output head; all learnt ids are below.
         """
         counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for piece in self._samples.cut(self.max_length):
+        for piece in self._samples.iter_truncated(self.max_length):
             counts += torch.bincount(piece.input_ids[piece.loss_mask], minlength=vocab_size)
         return counts
 
-    def check_ids(self, target: Vocabulary) -> None:
+    def check_token_ids(self, target: VocabularySizes) -> None:
         """Refuse ids that a target cannot read, and learnt ids that it cannot write.
 
         Effects: a padding id beyond the embedding becomes 0.
@@ -341,13 +348,13 @@ class PackedDataset(Dataset):
         if self._samples.highest < min(target.num_embeddings, target.vocab_size):
             return
         for number, length in enumerate(self._lengths.tolist()):
-            piece = self._samples.read(number, length)
+            piece = self._samples.slice_sample(number, length)
             where = partial(self._place, int(self._taken[number]))
             learnt = piece.input_ids[piece.loss_mask].tolist()
-            check_ids(piece.input_ids.tolist(), target, where, learnt)
+            check_token_ids(piece.input_ids.tolist(), target, where, learnt)
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return len(self.packing)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         input_ids = torch.full((self.max_length,), self.pad_id)
@@ -355,10 +362,10 @@ class PackedDataset(Dataset):
         position_ids = torch.zeros(self.max_length, dtype=torch.int64)
         document_ids = torch.full((self.max_length,), -1)
         at = 0
-        for document, sample in enumerate(self.sequences[index].tolist()):
+        for document, sample in enumerate(self.packing[index].tolist()):
             length = int(self._lengths[sample])
             here = slice(at, at + length)
-            piece = self._samples.read(sample, length)
+            piece = self._samples.slice_sample(sample, length)
             input_ids[here], loss_mask[here] = piece.input_ids, piece.loss_mask
             position_ids[here] = torch.arange(length)
             document_ids[here] = document

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
 from conf.settings.data import Form, PackedConfig
-from data.prepared.folder import PreparedFolder, open_prepared
-from data.prepared.pack import PackedDataset, Samples
-from data.rows.records import counted, malformed
+from data.prepared.folder import PreparedFolder, load_or_prepare_data
+from data.prepared.pack import PackedDataset, TokenisedSamples
+from data.rows.records import format_counts, format_malformed_rows
 
 WIDE = 0.1
 """Share of padding above which another length is advised; padding takes as long as text."""
@@ -53,7 +53,7 @@ class DataReport:
     left_out: list[str] = field(default_factory=list)
     """Files of a folder that are not read, with reasons."""
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Lines of the report."""
         share = self.num_supervised_tokens / self.num_tokens
         held_out = self.eval_path or "a share of it"
@@ -63,8 +63,8 @@ class DataReport:
             half, most, nearly_all, longest = self.lengths.values()
             speed = f", {self.rows_per_s:,.0f} rows/s" if self.rows_per_s else ""
             left_out = [
-                *counted("fields not read", self.unread, "rows"),
-                *counted("not rendered by the chat template", self.unrendered, "times"),
+                *format_counts("fields not read", self.unread, "rows"),
+                *format_counts("not rendered by the chat template", self.unrendered, "times"),
                 *(f"not read: {name}" for name in self.left_out),
             ]
             lines = [
@@ -82,11 +82,11 @@ class DataReport:
             f"  sequences: {self.num_train_sequences:,} to train on, "
             f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding{advice}",
             *lines,
-            *(f"  {line}" for line in malformed(self.bad)),
+            *(f"  {line}" for line in format_malformed_rows(self.bad)),
         ]
 
 
-def prepare(
+def prepare_datasets(
     config: PackedConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
     """Open or make the prepared data, and pack training and held-out sequences.
@@ -106,15 +106,15 @@ def prepare(
         InputError: bad data, or a set without learnt tokens.
     """
     path, eval_path = str(config.path), config.eval_path
-    folders = [open_prepared(path, config, tokenizer, progress)]
+    folders = [load_or_prepare_data(path, config, tokenizer, progress)]
     if eval_path is None:
-        train, heldout = split(folders[0].num_records, config.eval_fraction, seed, path)
+        train, heldout = split_records(folders[0].num_records, config.eval_fraction, seed, path)
     else:
-        folders.append(open_prepared(eval_path, config, tokenizer, progress))
+        folders.append(load_or_prepare_data(eval_path, config, tokenizer, progress))
         train, heldout = (np.arange(folder.num_records) for folder in folders)
     selections = [
-        Selection(path, folders[0], train[: config.num_prompts]),
-        Selection(eval_path or f"{path} (held-out share)", folders[-1], heldout),
+        RecordSelection(path, folders[0], train[: config.num_prompts]),
+        RecordSelection(eval_path or f"{path} (held-out share)", folders[-1], heldout),
     ]
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad_id = next(token_id for token_id in ids if token_id is not None)
@@ -122,7 +122,9 @@ def prepare(
     return sets[0], sets[1], _report(config, folders, selections, sets)
 
 
-def split(num_records: int, fraction: float, seed: int, path: str) -> tuple[np.ndarray, np.ndarray]:
+def split_records(
+    num_records: int, fraction: float, seed: int, path: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the records to train on and of those held out (at least one), both rising."""
     if num_records < 2:
         raise InputError(
@@ -135,7 +137,7 @@ def split(num_records: int, fraction: float, seed: int, path: str) -> tuple[np.n
 
 
 @dataclass(frozen=True)
-class Selection:
+class RecordSelection:
     """Records of a prepared folder for one set.
 
     Attributes:
@@ -150,12 +152,12 @@ class Selection:
 
     @cached_property
     def _numbers(self) -> np.ndarray:
-        return np.flatnonzero(np.isin(self.folder.record, self.records))
+        return np.flatnonzero(np.isin(self.folder.record_of_sample, self.records))
 
     @cached_property
-    def samples(self) -> Samples:
+    def samples(self) -> TokenisedSamples:
         """Samples of these records."""
-        return self.folder.samples.take(self._numbers)
+        return self.folder.samples.select_samples(self._numbers)
 
     def packed(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
         """Packed sequences of these records.
@@ -165,14 +167,16 @@ class Selection:
         """
 
         def place(sample: int) -> str:
-            return self.folder.place_of(int(self.folder.record[self._numbers[sample]]))
+            return self.folder.find_location(
+                int(self.folder.record_of_sample[self._numbers[sample]])
+            )
 
         packed = PackedDataset(self.samples, max_length, seed=seed, pad_id=pad_id, place=place)
         if packed.num_supervised_tokens:
             return packed
-        bad = self.folder.bad
+        bad = self.folder.bad_row_messages
         why = f"; the first malformed row: {bad[0]}" if bad else ""
-        if not self.samples.num_learnt(int(self.samples.lengths.max())).any():
+        if not self.samples.count_learnt_tokens(int(self.samples.lengths.max())).any():
             form = self.folder.form.value
             why = f"; no record of form {form} has text of an assistant" + why
         raise InputError(
@@ -184,12 +188,14 @@ class Selection:
 def _report(
     config: PackedConfig,
     folders: list[PreparedFolder],
-    selections: list[Selection],
+    selections: list[RecordSelection],
     sets: list[PackedDataset],
 ) -> DataReport:
     num_tokens = sum(packed.num_tokens for packed in sets)
-    refused = sum(int(np.isin(part.folder.refused, part.records).sum()) for part in selections)
-    bad = [message for folder in folders for message in folder.bad]
+    refused = sum(
+        int(np.isin(part.folder.refused_records, part.records).sum()) for part in selections
+    )
+    bad = [message for folder in folders for message in folder.bad_row_messages]
     lengths = np.concatenate([selection.samples.lengths for selection in selections])
     quantiles = np.quantile(lengths, [0.5, 0.9, 0.99, 1], method="higher").tolist()
     return DataReport(

@@ -32,11 +32,11 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
 from conf.settings.data import Form, PackedConfig
-from data.features.format import SUFFIX, file_checksum
+from data.features.format import SAFETENSORS_SUFFIX, compute_file_checksum
 from data.rows.files import Row
-from data.rows.forms import to_record
+from data.rows.forms import parse_record
 from data.rows.values import MalformedRowError
-from data.templates.encoder import Encoder, Sample
+from data.templates.encoder import RecordEncoder, Sample
 from data.templates.markers import refuse_dialogue
 
 SHARD_ROWS = 2048
@@ -47,7 +47,7 @@ NUM_SMALL = 2
 
 
 @dataclass(frozen=True)
-class Rule:
+class TokenisingSettings:
     """Settings that turn rows into samples.
 
     Attributes:
@@ -111,10 +111,10 @@ class PreparedShard:
 
     def is_whole(self, folder: Path) -> bool:
         """Tell whether the file has the recorded size and checksum."""
-        path = folder / f"{self.name}{SUFFIX}"
+        path = folder / f"{self.name}{SAFETENSORS_SUFFIX}"
         if not path.is_file() or path.stat().st_size != self.size:
             return False
-        return file_checksum(path) == self.checksum
+        return compute_file_checksum(path) == self.checksum
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class TokenisingJob:
     done: PreparedShard | None
 
 
-def make_shards(
-    folder: Path, rows: Iterator[Row], rule: Rule, num_proc: int
+def iter_shards(
+    folder: Path, rows: Iterator[Row], rule: TokenisingSettings, num_proc: int
 ) -> Generator[tuple[PreparedShard, bool]]:
     """Make the missing shards of all rows, in order.
 
@@ -150,7 +150,7 @@ def make_shards(
     jobs = chain(first, jobs)
     if num_proc == 1 or len(first) <= NUM_SMALL:
         for job in jobs:
-            yield job.done or make_shard(job, rule), job.done is None
+            yield job.done or tokenise_shard(job, rule), job.done is None
         return
     # Workers fork from a server process, which has neither threads nor a CUDA device.
     context = multiprocessing.get_context("forkserver")
@@ -167,14 +167,14 @@ def make_shards(
         pool.shutdown(cancel_futures=True)
 
 
-def make_shard(job: TokenisingJob, rule: Rule) -> PreparedShard:
+def tokenise_shard(job: TokenisingJob, rule: TokenisingSettings) -> PreparedShard:
     """Tokenise the rows of a job and write them.
 
     Raises:
         InputError: a row has another form than the others.
         OSError: the shard cannot be written. Nothing of it is left.
     """
-    encoder = Encoder(rule.tokenizer, rule.config.chat_template_kwargs)
+    encoder = RecordEncoder(rule.tokenizer, rule.config.chat_template_kwargs)
     detected = rule.config.form is Form.auto
     ids, mask = array("i"), bytearray()
     lengths: list[int] = []
@@ -183,26 +183,26 @@ def make_shard(job: TokenisingJob, rule: Rule) -> PreparedShard:
     unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
     for row in job.rows:
-        place = row.where.removeprefix(rule.root)
+        place = row.location.removeprefix(rule.root)
         try:
-            record = to_record(row, rule.form, rule.config.columns, detected=detected)
+            record = parse_record(row, rule.form, rule.config.columns, detected=detected)
             if record.text is not None and detected:
-                refuse_dialogue(encoder.markers.find(record.text))
+                refuse_dialogue(encoder.markers.find_marker(record.text))
         except MalformedRowError as error:
             bad.append(BadRow(place, str(error)))
             continue
-        unread.update(record.unread)
+        unread.update(record.unread_fields)
         samples: list[Sample] = []
         try:
-            samples = encoder.encode(record)
+            samples = encoder.encode_record(record)
         except InputError as error:
-            bad.append(BadRow(place, str(error).removeprefix(f"{row.where}: "), num_records))
+            bad.append(BadRow(place, str(error).removeprefix(f"{row.location}: "), num_records))
         for sample in samples:
             ids.extend(sample.input_ids)
             mask.extend(sample.loss_mask)
             lengths.append(len(sample.input_ids))
             record_of.append(num_records)
-            unrendered.update(sample.left_out)
+            unrendered.update(sample.unrendered_parts)
         num_records += 1
     content = save(
         {
@@ -223,7 +223,7 @@ def make_shard(job: TokenisingJob, rule: Rule) -> PreparedShard:
         unrendered=dict(unrendered),
         highest=max(ids, default=0),
     )
-    write(job.folder / f"{job.name}{SUFFIX}", content)
+    write(job.folder / f"{job.name}{SAFETENSORS_SUFFIX}", content)
     write(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())
     return shard
 
@@ -292,7 +292,7 @@ def _in_order(
                 yield shard.result(), True
 
 
-_rule: Rule | None = None
+_rule: TokenisingSettings | None = None
 """Settings of this process if it is a worker."""
 
 
@@ -309,7 +309,7 @@ def _submit(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedSha
         sys.modules["__main__"] = script
 
 
-def _begin(rule: Rule) -> None:
+def _begin(rule: TokenisingSettings) -> None:
     """Make this process a worker."""
     global _rule  # noqa: PLW0603  a process has one, and jobs should not carry it
     _rule = rule
@@ -330,4 +330,4 @@ def _end_with_parent() -> None:
 
 def _work(job: TokenisingJob) -> PreparedShard:
     assert _rule is not None
-    return make_shard(job, _rule)
+    return tokenise_shard(job, _rule)

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from conf.errors import InputError
 from conf.files import find_local_path
 from conf.settings.data import RowsConfig
-from data.rows.values import parse_json, show
+from data.rows.values import format_found_value, parse_json
 
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (".parquet", ".arrow")
-PACKINGS = (".gz", ".zst")
-SUFFIXES = (*TEXTS, *(text + packing for text in TEXTS for packing in PACKINGS), *TABLES)
+COMPRESSIONS = (".gz", ".zst")
+DATA_ENDINGS = (*TEXTS, *(text + packing for text in TEXTS for packing in COMPRESSIONS), *TABLES)
 ALLOWED = f"{', '.join((*TEXTS, *TABLES))}; the first {len(TEXTS)} also in .gz or .zst"
 
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -44,7 +44,7 @@ ONE_A_LINE = (
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Files or Hub dataset of a path.
 
     Attributes:
@@ -66,7 +66,7 @@ class Source:
 
 def find_source(
     path: str, *, subset: str | None = None, split: str = "train", streaming: bool = False
-) -> Source:
+) -> DataSource:
     """Find the files or the Hub dataset of a path, without reading rows.
 
     Args:
@@ -79,16 +79,16 @@ def find_source(
     Raises:
         InputError: nothing is there, or no file belongs to the split.
     """
-    local = find_local_path("data.path", path, SUFFIXES)
+    local = find_local_path("data.path", path, DATA_ENDINGS)
     if local is None:
-        return Source(path, (), subset=subset, split=split, streaming=streaming)
+        return DataSource(path, (), subset=subset, split=split, streaming=streaming)
     if local.is_dir():
         return _folder(local, path, subset, split)
-    ending_of(local)
-    return Source(path, (local,))
+    parse_file_ending(local)
+    return DataSource(path, (local,))
 
 
-def check_data(config: RowsConfig, section: str = "data") -> None:
+def check_data_paths(config: RowsConfig, section: str = "data") -> None:
     """Refuse missing data, and files with other endings than `SUFFIXES`.
 
     Args:
@@ -100,9 +100,9 @@ def check_data(config: RowsConfig, section: str = "data") -> None:
     """
     for name in ("path", "eval_path"):
         path = getattr(config, name)
-        local = None if path is None else find_local_path(f"{section}.{name}", path, SUFFIXES)
+        local = None if path is None else find_local_path(f"{section}.{name}", path, DATA_ENDINGS)
         if local is not None and local.is_file():
-            ending_of(local)
+            parse_file_ending(local)
     if config.features is not None and not Path(config.features).expanduser().is_dir():
         raise InputError(
             f"{section}.features={config.features}: no such folder; name the out_dir of "
@@ -110,7 +110,7 @@ def check_data(config: RowsConfig, section: str = "data") -> None:
         )
 
 
-def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
+def _folder(folder: Path, path: str, subset: str | None, split: str) -> DataSource:
     saved_splits = folder / SAVED_SPLITS
     if saved_splits.is_file():
         names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED).is_file()]
@@ -119,9 +119,9 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
                 f"data.split={split}: not in {path}, which has {', '.join(names) or 'no splits'}"
             )
         others = tuple(f"{name}/ (data.split={split})" for name in names if name != split)
-        return Source(path, _saved(folder / split), others)
+        return DataSource(path, _saved(folder / split), others)
     if (folder / SAVED).is_file():
-        return Source(path, _saved(folder))
+        return DataSource(path, _saved(folder))
     inside = {
         file: file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()
     }
@@ -139,7 +139,7 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> Source:
     why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
     taken = set(chosen)
     left_out = [f for f in seen if f not in taken and f.name not in ABOUT_ROWS]
-    return Source(
+    return DataSource(
         path,
         tuple(chosen),
         tuple(f"{inside[f]} ({why if _is_data(f) else 'no rows'})" for f in left_out),
@@ -161,7 +161,7 @@ def _saved(folder: Path) -> tuple[Path, ...]:
 
 
 def _is_data(file: Path) -> bool:
-    return file.name.lower().endswith(SUFFIXES) and file.name not in ABOUT_ROWS
+    return file.name.lower().endswith(DATA_ENDINGS) and file.name not in ABOUT_ROWS
 
 
 def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
@@ -187,7 +187,7 @@ def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str
 def _names(file: Path) -> list[str]:
     """Names that may name a split or subset: folders, and the file's name without shard number."""
     ending = next(
-        s for s in sorted(SUFFIXES, key=len, reverse=True) if file.name.lower().endswith(s)
+        s for s in sorted(DATA_ENDINGS, key=len, reverse=True) if file.name.lower().endswith(s)
     )
     return [*file.parts[:-1], SHARD.sub("", file.name[: -len(ending)])]
 
@@ -200,14 +200,14 @@ def _split_named(names: list[str]) -> str | None:
     return next((SPLITS[name] for name in candidates if name in SPLITS), None)
 
 
-def ending_of(file: Path) -> str:
+def parse_file_ending(file: Path) -> str:
     """File ending that decides how a file is read, without packing.
 
     Raises:
         InputError: the ending is not in `SUFFIXES`.
     """
     name = file.name.lower()
-    for packing in PACKINGS:
+    for packing in COMPRESSIONS:
         name = name.removesuffix(packing)
     ending = Path(name).suffix
     packed = name != file.name.lower()
@@ -234,26 +234,26 @@ class Row:
         problem: reason why the row cannot be decoded.
     """
 
-    where: str
+    location: str
     raw: bytes | None = None
     value: object = None
     problem: str | None = None
 
-    def parsed(self) -> "Row":
+    def parse(self) -> "Row":
         """Decode the row into its value or its problem."""
         if self.raw is None:
             return self
         try:
-            return Row(self.where, value=parse_json(self.raw.decode("utf-8-sig").rstrip()))
+            return Row(self.location, value=parse_json(self.raw.decode("utf-8-sig").rstrip()))
         except UnicodeDecodeError as error:
             problem = f"bytes that are not UTF-8 (at byte {error.start})"
         except ValueError as error:
             several = self.raw.strip() in (b"{", b"[")
             problem = f"{error}{ONE_A_LINE if several else ''}"
-        return Row(self.where, problem=problem)
+        return Row(self.location, problem=problem)
 
 
-def read_rows(source: Source, digest: Digest) -> Iterator[Row]:
+def iter_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
     """Yield the rows of a source; lines of JSON stay undecoded.
 
     Memory does not grow with file size, except for JSON lists, which are decoded whole.
@@ -268,7 +268,7 @@ def read_rows(source: Source, digest: Digest) -> Iterator[Row]:
     if not source.files:
         yield from _hub(source, digest)
     for file in source.files:
-        yield from READERS[ending_of(file)](file, digest)
+        yield from READERS[parse_file_ending(file)](file, digest)
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -318,7 +318,7 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
         values = values[0]
     if not isinstance(values, list):
         raise InputError(
-            f"{file}: found {show(values)}; allowed: a list of objects, or one object per line"
+            f"{file}: found {format_found_value(values)}; allowed: a list of objects, or one object per line"
         )
     for number, value in enumerate(values, 1):
         yield Row(f"{file}[row {number}]", value=value)
@@ -338,14 +338,14 @@ def _holds_lines(file: Path) -> bool:
     for line in _lines(file):
         start = line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         if start:
-            return start == b"{" and isinstance(Row("", raw=line).parsed().value, dict)
+            return start == b"{" and isinstance(Row("", raw=line).parse().value, dict)
     return True
 
 
 def _cells(file: Path, digest: Digest) -> Iterator[Row]:
     """Read cells under the names of the first line."""
     csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if ending_of(file) == ".tsv" else ","
+    delimiter = "\t" if parse_file_ending(file) == ".tsv" else ","
     reader = csv.reader(_decoded_lines(file, digest), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
@@ -424,7 +424,7 @@ def _filled(value: object) -> object:
     return value
 
 
-def _hub(source: Source, digest: Digest) -> Iterator[Row]:
+def _hub(source: DataSource, digest: Digest) -> Iterator[Row]:
     import datasets
 
     path, subset, split = source.path, source.subset, source.split

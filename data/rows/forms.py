@@ -9,20 +9,27 @@ from typing import Any
 from conf.errors import InputError
 from conf.settings.data import Form
 from data.rows.files import Row
-from data.rows.messages import SYSTEM, Conversation, Messages, ids_of, refuse_media, tools_of
+from data.rows.messages import (
+    SYSTEM,
+    Conversation,
+    Messages,
+    parse_token_ids,
+    parse_tools,
+    refuse_media,
+)
 from data.rows.values import (
     MalformedRowError,
-    decoded,
-    empty,
-    list_of,
-    object_of,
-    show,
+    format_found_value,
+    is_empty,
+    parse_if_json,
+    parse_list,
+    parse_object,
+    parse_text,
     show_fields,
-    text_of,
 )
-from data.templates.markers import begins_rendered, refuse_dialogue, turn_marker
+from data.templates.markers import find_rendered_start, find_turn_marker, refuse_dialogue
 
-NUM_LOOKED_AT = 100
+NUM_ROWS_TO_DETECT = 100
 NAME = re.compile(r"\w+")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Start of the prompts of SPEED-Bench that its publisher may not share."""
@@ -43,15 +50,15 @@ class Record:
     """Function schemas for `apply_chat_template(tools=)`."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """`chat_template_kwargs` of the row."""
-    unlearnt: frozenset[int] = frozenset()
+    unlearnt_messages: frozenset[int] = frozenset()
     """Indices of messages that the row excludes from learning."""
-    cut_off: frozenset[int] = frozenset()
+    truncated_messages: frozenset[int] = frozenset()
     """Indices of messages that the target did not finish."""
-    written: dict[int, list[int]] = field(default_factory=dict)
+    written_ids: dict[int, list[int]] = field(default_factory=dict)
     """Token ids by message index, for messages that the target wrote."""
     tokens: tuple[list[int], list[bool]] | None = None
     """Ids and loss mask of a tokenised row."""
-    unread: tuple[str, ...] = ()
+    unread_fields: tuple[str, ...] = ()
     """Names of fields that have a value but are not read."""
 
 
@@ -74,7 +81,7 @@ class FormSpec:
     parse: Callable[[Fields, str, Conversation], None] | None
 
 
-def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
+def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
     """Recognise the form of the first rows.
 
     Args:
@@ -86,12 +93,12 @@ def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = N
         InputError: no row has a form, or none has a named column.
     """
     columns = columns or {}
-    values = [row.parsed().value for row in rows[:NUM_LOOKED_AT]]
+    values = [row.parse().value for row in rows[:NUM_ROWS_TO_DETECT]]
     for name, theirs in columns.items():
         if not any(isinstance(value, dict) and theirs in value for value in values):
             raise InputError(
                 f"data.columns={{{name}: {theirs}}}: none of the first {len(values)} rows of "
-                f"{path} has '{theirs}'; {rows[0].where} has {show_fields(values[0])}"
+                f"{path} has '{theirs}'; {rows[0].location} has {show_fields(values[0])}"
             )
     # Columns that the user names take precedence.
     named = [
@@ -102,17 +109,17 @@ def detect(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = N
         form = next((form for form in map(_form_of, candidates) if form), None)
         if form:
             return form
-    first = rows[0].parsed()
+    first = rows[0].parse()
     keys = ", ".join(key for spec in FORMS for key in spec.keys)
     raise InputError(
         f"{path}: none of the first {len(values)} rows has a known form; "
-        f"{first.where} has {first.problem or show_fields(first.value)}; allowed: one of the "
+        f"{first.location} has {first.problem or show_fields(first.value)}; allowed: one of the "
         f"fields {keys}; map other names with data.columns, e.g. "
         "data.columns={prompt: ask, response: reply}"
     )
 
 
-def to_record(
+def parse_record(
     row: Row, form: Form, columns: Mapping[str, str] | None = None, *, detected: bool = False
 ) -> Record:
     """Check a row and read its content.
@@ -130,7 +137,7 @@ def to_record(
     """
     columns = columns or {}
     try:
-        return _record(row.parsed(), form, columns, detected)
+        return _record(row.parse(), form, columns, detected)
     except MalformedRowError as error:
         ours = NAME.match(error.name)
         if ours is None or ours[0] not in columns:
@@ -144,7 +151,7 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         raise MalformedRowError("(whole row)", row.problem, "one JSON object")
     value = row.value
     if not isinstance(value, dict):
-        raise MalformedRowError("(whole row)", show(value), "an object with fields")
+        raise MalformedRowError("(whole row)", format_found_value(value), "an object with fields")
     fields, hidden = _renamed(value, columns)
     spec = next(spec for spec in FORMS if spec.form is form)
     key = next((key for key in spec.keys if fields.get(key) is not None), None)
@@ -152,25 +159,25 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         other = _form_of(fields) if detected else None
         if other:
             raise InputError(
-                f"{row.where}: a row of form {other.value} ({show_fields(value)}) among rows of "
+                f"{row.location}: a row of form {other.value} ({show_fields(value)}) among rows of "
                 f"form {form.value}; split the file, or set data.form= to one of "
                 + ", ".join(spec.form.value for spec in FORMS)
             )
         raise MalformedRowError(
             spec.keys[0], show_fields(value), f"a row of data.form={form.value}"
         )
-    named = next((name for name in CATEGORIES if not empty(fields.get(name))), None)
+    named = next((name for name in CATEGORIES if not is_empty(fields.get(name))), None)
     category = "all" if named is None else str(fields.pop(named))
-    record = Record(None, None, row.where, category=category, row=value)
+    record = Record(None, None, row.location, category=category, row=value)
     talk = Conversation()
     if spec.parse is not None:
         refuse_media(fields)
         talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _system))
         record = replace(
             record,
-            tools=_first_of(fields, TOOLS, tools_of),
+            tools=_first_of(fields, TOOLS, parse_tools),
             template_kwargs=_first_of(
-                fields, TEMPLATE_KWARGS, partial(object_of, allowed="an object")
+                fields, TEMPLATE_KWARGS, partial(parse_object, allowed="an object")
             )
             or {},
         )
@@ -189,25 +196,25 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
             written=talk.written,
         )
     elif form is Form.text:
-        record = replace(record, text=text_of(fields.pop("text"), "text"))
+        record = replace(record, text=parse_text(fields.pop("text"), "text"))
         if detected:
-            refuse_dialogue(turn_marker(str(record.text)))
+            refuse_dialogue(find_turn_marker(str(record.text)))
     else:
         record = replace(record, tokens=_tokens(fields))
-    left = [name for name, value in fields.items() if not empty(value)]
+    left = [name for name, value in fields.items() if not is_empty(value)]
     return replace(record, unread=(*left, *hidden, *talk.unread))
 
 
 def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
     """Indices of the messages whose answers, counted from 0, were cut off."""
-    if empty(decoded(fields.get(CUT_OFF))):
+    if is_empty(parse_if_json(fields.get(CUT_OFF))):
         return frozenset()
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    numbers = list_of(fields.pop(CUT_OFF), CUT_OFF, "numbers of answers")
+    numbers = parse_list(fields.pop(CUT_OFF), CUT_OFF, "numbers of answers")
     for number in numbers:
         if type(number) is not int or not 0 <= number < len(answers):
             allowed = f"numbers of the {len(answers)} answers, counted from 0"
-            raise MalformedRowError(CUT_OFF, show(number), allowed)
+            raise MalformedRowError(CUT_OFF, format_found_value(number), allowed)
     return frozenset(answers[number] for number in numbers)
 
 
@@ -220,7 +227,9 @@ def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[st
     theirs = set(columns.values())
     fields = {name: v for name, v in value.items() if name not in theirs and name not in columns}
     fields |= {name: value.get(source) for name, source in columns.items()}
-    return fields, [name for name in columns if name not in theirs and not empty(value.get(name))]
+    return fields, [
+        name for name in columns if name not in theirs and not is_empty(value.get(name))
+    ]
 
 
 def _form_of(fields: Fields) -> Form | None:
@@ -233,7 +242,7 @@ def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], A
     """Take the first of some names with a value, and drop those with the same value."""
     for name in names:
         value = fields.get(name)
-        if empty(value):
+        if is_empty(value):
             continue
         for other in names:
             if fields.get(other) == value:
@@ -243,38 +252,42 @@ def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], A
 
 
 def _system(value: object, name: str) -> str | None:
-    return text_of(value, name) if not isinstance(value, str) or value.strip() else None
+    return parse_text(value, name) if not isinstance(value, str) or value.strip() else None
 
 
 def _conversation(fields: Fields, key: str, talk: Conversation) -> None:
-    talk.add_all(list_of(fields.pop(key), key, "objects"), key)
+    talk.add_messages(parse_list(fields.pop(key), key, "objects"), key)
 
 
 def _turns(fields: Fields, key: str, talk: Conversation) -> None:
-    turns = decoded(fields.pop(key))
+    turns = parse_if_json(fields.pop(key))
     if isinstance(turns, str):  # one question, as speculators splits SPEED-Bench
         _say(turns, key, "user", talk)
         return
-    for index, turn in enumerate(list_of(turns, key, "strings")):
-        talk.say("user", turn, f"{key}[{index}]")
+    for index, turn in enumerate(parse_list(turns, key, "strings")):
+        talk.add_text("user", turn, f"{key}[{index}]")
 
 
 def _preference(fields: Fields, key: str, talk: Conversation) -> None:
-    prompt_key = next((name for name in PROMPTS if not empty(fields.get(name))), None)
+    prompt_key = next((name for name in PROMPTS if not is_empty(fields.get(name))), None)
     prompt = fields.pop(prompt_key) if prompt_key else None
     chosen = fields.pop(key)
     start = Conversation()
     if isinstance(chosen, list):
-        start.add_all(chosen[:1], key)
+        start.add_messages(chosen[:1], key)
     answer_alone = any(message["role"] == "assistant" for message in start.messages)
     # A longer list repeats the prompt at its start, if there is one.
     if isinstance(chosen, list) and (prompt_key is None or not answer_alone):
-        talk.add_all(list_of(chosen, key, "objects"), key)
+        talk.add_messages(parse_list(chosen, key, "objects"), key)
         if prompt_key and not _opens_with(prompt, prompt_key, talk.messages):
-            raise MalformedRowError(prompt_key, show(prompt), f"what '{key}' begins with")
+            raise MalformedRowError(
+                prompt_key, format_found_value(prompt), f"what '{key}' begins with"
+            )
         return
     if prompt_key is None:
-        raise MalformedRowError(key, show(chosen), "with a 'prompt' beside, or a list of messages")
+        raise MalformedRowError(
+            key, format_found_value(chosen), "with a 'prompt' beside, or a list of messages"
+        )
     _say(prompt, prompt_key, "user", talk)
     _say(chosen, key, "assistant", talk)
 
@@ -289,19 +302,19 @@ def _opens_with(prompt: object, name: str, messages: Messages) -> bool:
 
 
 def _alpaca(fields: Fields, key: str, talk: Conversation) -> None:
-    history = decoded(fields.get("history"))
-    if not empty(history):
-        for index, pair in enumerate(list_of(fields.pop("history"), "history", "pairs")):
+    history = parse_if_json(fields.get("history"))
+    if not is_empty(history):
+        for index, pair in enumerate(parse_list(fields.pop("history"), "history", "pairs")):
             if not isinstance(pair, list) or len(pair) != 2:
                 wanted = "a pair of the user's text and the answer"
-                raise MalformedRowError(f"history[{index}]", show(pair), wanted)
-            talk.say("user", pair[0], f"history[{index}][0]")
-            talk.say("assistant", pair[1], f"history[{index}][1]")
-    prompt = text_of(fields.pop(key), key)
-    more = next((name for name in ("input", "context") if not empty(fields.get(name))), None)
+                raise MalformedRowError(f"history[{index}]", format_found_value(pair), wanted)
+            talk.add_text("user", pair[0], f"history[{index}][0]")
+            talk.add_text("assistant", pair[1], f"history[{index}][1]")
+    prompt = parse_text(fields.pop(key), key)
+    more = next((name for name in ("input", "context") if not is_empty(fields.get(name))), None)
     if more:
-        prompt += "\n\n" + text_of(fields.pop(more), more)
-    talk.say("user", prompt, key)
+        prompt += "\n\n" + parse_text(fields.pop(more), more)
+    talk.add_text("user", prompt, key)
     _reply(fields, ("output", *REPLIES), talk)
 
 
@@ -318,21 +331,21 @@ def _reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
     if key in RESULTS and type(value) is int:
         value = str(value)
     _say(value, key, "assistant", talk)
-    if not empty(fields.get("reasoning_content")) and talk.messages[-1]["role"] == "assistant":
+    if not is_empty(fields.get("reasoning_content")) and talk.messages[-1]["role"] == "assistant":
         reasoning = fields.pop("reasoning_content")
-        talk.messages[-1]["reasoning_content"] = text_of(reasoning, "reasoning_content")
+        talk.messages[-1]["reasoning_content"] = parse_text(reasoning, "reasoning_content")
 
 
 def _say(value: object, key: str, role: str, talk: Conversation) -> None:
     """Add a text of a role, a list of messages, or a list of the user's questions."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        talk.add_all(value, key)
+        talk.add_messages(value, key)
     elif isinstance(value, list) and value and role == "user":  # MT-bench's questions on the Hub
         for index, text in enumerate(value):
-            talk.say(role, text, f"{key}[{index}]")
+            talk.add_text(role, text, f"{key}[{index}]")
     else:
-        text = text_of(value, key, "a string or a list of messages")
-        marker = begins_rendered(text)
+        text = parse_text(value, key, "a string or a list of messages")
+        marker = find_rendered_start(text)
         if marker:
             found = f"a rendered prompt (it begins with {marker!r})"
             raise MalformedRowError(key, found, "messages or a bare question, to render")
@@ -340,13 +353,15 @@ def _say(value: object, key: str, role: str, talk: Conversation) -> None:
 
 
 def _tokens(fields: Fields) -> tuple[list[int], list[bool]]:
-    ids = ids_of(list_of(fields.pop("input_ids"), "input_ids", "token ids"), "input_ids")
-    key = next((name for name in (*MASKS, "labels") if not empty(fields.get(name))), None)
+    ids = parse_token_ids(
+        parse_list(fields.pop("input_ids"), "input_ids", "token ids"), "input_ids"
+    )
+    key = next((name for name in (*MASKS, "labels") if not is_empty(fields.get(name))), None)
     if key is None:
         wanted = f"one of the fields {', '.join((*MASKS, 'labels'))} beside"
         raise MalformedRowError("input_ids", "ids without a loss mask", wanted)
     mask = _mask(fields, key, ids)
-    if empty(fields.get("attention_mask")):
+    if is_empty(fields.get("attention_mask")):
         return ids, mask
     seen = _mask(fields, "attention_mask", ids)
     return (
@@ -356,13 +371,15 @@ def _tokens(fields: Fields) -> tuple[list[int], list[bool]]:
 
 
 def _mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
-    mask = list_of(fields.pop(key), key, "numbers")
+    mask = parse_list(fields.pop(key), key, "numbers")
     if len(mask) != len(ids):
         raise MalformedRowError(key, f"{len(mask)} values", f"one for each of {len(ids)} input_ids")
     for index, (value, token) in enumerate(zip(mask, ids, strict=True)):
         allowed = (-100, token) if key == "labels" else (0, 1)
         if value not in allowed:
-            raise MalformedRowError(f"{key}[{index}]", show(value), " or ".join(map(str, allowed)))
+            raise MalformedRowError(
+                f"{key}[{index}]", format_found_value(value), " or ".join(map(str, allowed))
+            )
     return [value != -100 if key == "labels" else bool(value) for value in mask]
 
 

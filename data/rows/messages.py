@@ -6,13 +6,13 @@ from typing import Any
 
 from data.rows.values import (
     MalformedRowError,
-    decoded,
-    empty,
-    list_of,
-    object_of,
-    show,
-    text_of,
-    unicode_of,
+    format_found_value,
+    is_empty,
+    parse_if_json,
+    parse_list,
+    parse_object,
+    parse_text,
+    parse_unicode,
 )
 
 Message = dict[str, Any]
@@ -76,15 +76,15 @@ class Conversation:
             self.messages.append({"role": "system", "content": system})
             self._num_given = 1
 
-    def say(self, role: str, value: object, name: str) -> None:
+    def add_text(self, role: str, value: object, name: str) -> None:
         """Add a text of a role.
 
         Raises:
             MalformedRowError: the text is missing.
         """
-        self.messages.append({"role": role, "content": text_of(value, name)})
+        self.messages.append({"role": role, "content": parse_text(value, name)})
 
-    def add(self, item: object, key: str, index: int) -> None:
+    def add_message(self, item: object, key: str, index: int) -> None:
         """Add a message.
 
         Args:
@@ -95,26 +95,26 @@ class Conversation:
         Raises:
             MalformedRowError: the item is no message, or does not fit the messages before it.
         """
-        name, item = f"{key}[{index}]", decoded(item)
+        name, item = f"{key}[{index}]", parse_if_json(item)
         if not isinstance(item, dict):
-            raise MalformedRowError(name, show(item), MESSAGE)
+            raise MalformedRowError(name, format_found_value(item), MESSAGE)
         fields = dict(item)
         refuse_media(fields, f"{name}.")
         if "input" in fields and "output" in fields and "content" not in fields:  # Capybara's turns
-            self.say("user", fields.pop("input"), f"{name}.input")
-            self.say("assistant", fields.pop("output"), f"{name}.output")
+            self.add_text("user", fields.pop("input"), f"{name}.input")
+            self.add_text("assistant", fields.pop("output"), f"{name}.output")
         else:
             self._add(fields, name)
         self._leave(fields, name)
 
-    def add_all(self, items: list, key: str) -> None:
+    def add_messages(self, items: list, key: str) -> None:
         """Add the messages of a field. Raises as `add` does."""
         for index, item in enumerate(items):
-            self.add(item, key, index)
+            self.add_message(item, key, index)
 
     def _leave(self, fields: dict[str, Any], name: str) -> None:
         for field, value in fields.items():
-            if not empty(value):
+            if not is_empty(value):
                 self.unread[f"{PLACE.sub('[]', name)}.{field}"] = None
 
     def _add(self, fields: dict[str, Any], name: str) -> None:
@@ -122,7 +122,7 @@ class Conversation:
         given = fields.pop(key, None)
         role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
         if role is None:
-            raise MalformedRowError(f"{name}.{key}", show(given), ", ".join(ROLES))
+            raise MalformedRowError(f"{name}.{key}", format_found_value(given), ", ".join(ROLES))
         message: Message = {"role": role, "content": ""}
         content_key = "content" if "content" in fields or "value" not in fields else "value"
         content = fields.pop(content_key, None)
@@ -134,19 +134,19 @@ class Conversation:
             self._assistant(fields, message, name)
         elif role == "tool" and all(m["role"] != "assistant" for m in self.messages):
             raise MalformedRowError(f"{name}.role", "a tool's result before any call", "after it")
-        elif not empty(fields.get("tool_calls")):
+        elif not is_empty(fields.get("tool_calls")):
             raise MalformedRowError(f"{name}.tool_calls", f"calls of the {role}", "the assistant's")
         may_be_empty = len(message) > 2 or role in ("tool", *SYSTEM)
         message["content"] = self._content(content, f"{name}.{content_key}", may_be_empty)
         for key in ("tool_call_id", "name"):
-            if not empty(fields.get(key)):
-                message[key] = text_of(fields.pop(key), f"{name}.{key}")
+            if not is_empty(fields.get(key)):
+                message[key] = parse_text(fields.pop(key), f"{name}.{key}")
         if role in SYSTEM and self._says_nothing_new(message, name):
             return
-        if role == "assistant" and not empty(fields.get("token_ids")):
+        if role == "assistant" and not is_empty(fields.get("token_ids")):
             key = f"{name}.token_ids"
-            ids = list_of(fields.pop("token_ids"), key, "token ids")
-            self.written[len(self.messages)] = ids_of(ids, key)
+            ids = parse_list(fields.pop("token_ids"), key, "token ids")
+            self.written[len(self.messages)] = parse_token_ids(ids, key)
         if _unlearnt(fields, role, name):
             self.unlearnt.add(len(self.messages))
         self.messages.append(message)
@@ -160,7 +160,7 @@ class Conversation:
         if given.strip() != message["content"].strip():
             raise MalformedRowError(
                 f"{name}.content",
-                f"another system text, {show(message['content'])}, than the row's own",
+                f"another system text, {format_found_value(message['content'])}, than the row's own",
                 "one of them",
             )
         self.messages[0] = message
@@ -171,14 +171,16 @@ class Conversation:
             value = "\n".join(self._part(part, name, i) for i, part in enumerate(value))
         if may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
             return "" if value is None else value
-        return text_of(value, name)
+        return parse_text(value, name)
 
     def _part(self, part: object, name: str, index: int) -> str:
         name = f"{name}[{index}]"
         if isinstance(part, str):
-            return unicode_of(part, name)
+            return parse_unicode(part, name)
         if not isinstance(part, dict):
-            raise MalformedRowError(name, show(part), "an object with 'type' and 'text'")
+            raise MalformedRowError(
+                name, format_found_value(part), "an object with 'type' and 'text'"
+            )
         fields = dict(part)
         kind = fields.pop("type", "text")
         if kind not in TEXT_PARTS:
@@ -186,62 +188,64 @@ class Conversation:
         refuse_media(fields, f"{name}.")
         text = fields.pop("text", None)
         if not isinstance(text, str):
-            raise MalformedRowError(f"{name}.text", show(text), "a string")
+            raise MalformedRowError(f"{name}.text", format_found_value(text), "a string")
         self._leave(fields, name)
-        return unicode_of(text, name)
+        return parse_unicode(text, name)
 
     def _assistant(self, fields: dict[str, Any], message: Message, name: str) -> None:
         """Take the reasoning and the calls of an assistant's message."""
         for key in REASONING:
-            if empty(fields.get(key)):
+            if is_empty(fields.get(key)):
                 continue
-            text = text_of(fields.pop(key), f"{name}.{key}")
+            text = parse_text(fields.pop(key), f"{name}.{key}")
             if message.setdefault("reasoning_content", text) != text:
                 raise MalformedRowError(f"{name}.{key}", "another reasoning", "one per message")
         for key in ("tool_calls", "function_call"):
-            if not empty(fields.get(key)):
+            if not is_empty(fields.get(key)):
                 calls = self._calls(fields.pop(key), f"{name}.{key}")
                 message["tool_calls"] = message.get("tool_calls", []) + calls
 
     def _calls(self, value: object, name: str) -> list[Message]:
-        calls = decoded(value)
+        calls = parse_if_json(value)
         if isinstance(calls, dict):
             return [self._call(calls, name)]
-        calls = list_of(calls, name, "tool calls")
+        calls = parse_list(calls, name, "tool calls")
         return [self._call(call, f"{name}[{index}]") for index, call in enumerate(calls)]
 
     def _call(self, value: object, name: str) -> Message:
         """Rewrite a call as OpenAI does, with arguments as an object, as templates need them."""
-        given = object_of(value, name, "a call with 'function', or with 'name' and 'arguments'")
+        given = parse_object(value, name, "a call with 'function', or with 'name' and 'arguments'")
         call = dict(given)
         function = call.pop("function", None)
         kind, call_id = call.pop("type", None), call.pop("id", None)
         if kind not in (None, "function"):
-            raise MalformedRowError(f"{name}.type", show(kind), "function")
+            raise MalformedRowError(f"{name}.type", format_found_value(kind), "function")
         if function is None:
             function, call = call, {}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise MalformedRowError(f"{name}.function", show(function), "an object with a 'name'")
+            raise MalformedRowError(
+                f"{name}.function", format_found_value(function), "an object with a 'name'"
+            )
         rest = {k: v for k, v in function.items() if k not in ("name", "arguments")}
         self._leave(call | rest, name)
-        arguments = arguments_of(function.get("arguments"), f"{name}.arguments")
-        ids = {} if empty(call_id) else {"id": call_id}
+        arguments = parse_call_arguments(function.get("arguments"), f"{name}.arguments")
+        ids = {} if is_empty(call_id) else {"id": call_id}
         function = {"name": function["name"], "arguments": arguments}
         return {"type": "function", **ids, "function": function}
 
 
-def arguments_of(value: object, name: str) -> dict[str, Any]:
+def parse_call_arguments(value: object, name: str) -> dict[str, Any]:
     """Arguments of a call as an object; empty in any of the usual spellings gives {}.
 
     Raises:
         MalformedRowError: the value is neither an object nor a JSON object.
     """
-    if empty(value) or (isinstance(value, str) and value.strip() in ("", "null")):
+    if is_empty(value) or (isinstance(value, str) and value.strip() in ("", "null")):
         return {}
-    return object_of(value, name, "an object, or one written as JSON")
+    return parse_object(value, name, "an object, or one written as JSON")
 
 
-def with_text_arguments(message: Message) -> Message:
+def format_call_arguments(message: Message) -> Message:
     """Copy a message with call arguments as JSON text, as servers and some templates need."""
     if "tool_calls" not in message:
         return message
@@ -259,8 +263,10 @@ def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
     """
     for key in MEDIA:
         value = fields.get(key)
-        if not empty(value) and value is not False:
-            raise MalformedRowError(prefix + key, show(value), "text alone, without this field")
+        if not is_empty(value) and value is not False:
+            raise MalformedRowError(
+                prefix + key, format_found_value(value), "text alone, without this field"
+            )
 
 
 def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
@@ -271,14 +277,16 @@ def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
         if value is None:
             continue
         if value not in (0, 1) or isinstance(value, str):
-            raise MalformedRowError(f"{name}.{key}", show(value), "0 or 1, false or true")
+            raise MalformedRowError(
+                f"{name}.{key}", format_found_value(value), "0 or 1, false or true"
+            )
         if role == "assistant" or not value:
             del fields[key]
         unlearnt = unlearnt or not value
     return unlearnt
 
 
-def ids_of(ids: list, name: str) -> list[int]:
+def parse_token_ids(ids: list, name: str) -> list[int]:
     """Check token ids.
 
     Raises:
@@ -286,24 +294,26 @@ def ids_of(ids: list, name: str) -> list[int]:
     """
     for index, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < MOST_IDS:
-            raise MalformedRowError(f"{name}[{index}]", show(token), "a token id")
+            raise MalformedRowError(f"{name}[{index}]", format_found_value(token), "a token id")
     return ids
 
 
-def tools_of(value: object, name: str) -> list[dict] | None:
+def parse_tools(value: object, name: str) -> list[dict] | None:
     """Rewrite function schemas as OpenAI does; bare schemas are wrapped.
 
     Raises:
         MalformedRowError: a schema has no name.
     """
-    if empty(value) or empty(decoded(value)):
+    if is_empty(value) or is_empty(parse_if_json(value)):
         return None
     tools = []
-    for index, item in enumerate(list_of(value, name, "function schemas")):
-        tool = object_of(item, f"{name}[{index}]", "a function schema")
+    for index, item in enumerate(parse_list(value, name, "function schemas")):
+        tool = parse_object(item, f"{name}[{index}]", "a function schema")
         bare = {key: part for key, part in tool.items() if key != "type"}
         function = tool.get("function", bare)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise MalformedRowError(f"{name}[{index}]", show(item), "a function with a 'name'")
+            raise MalformedRowError(
+                f"{name}[{index}]", format_found_value(item), "a function with a 'name'"
+            )
         tools.append(tool if "function" in tool else {"type": "function", "function": function})
     return tools

@@ -15,7 +15,7 @@ class MalformedRowError(Exception):
         return f"field '{self.name}': found {self.found}; allowed: {self.allowed}"
 
 
-def show(value: object) -> str:
+def format_found_value(value: object) -> str:
     """Show a value and its type in a message, shortened."""
     if value is None:
         return "nothing"
@@ -30,7 +30,7 @@ def show(value: object) -> str:
 def show_fields(value: object) -> str:
     """Show the names of a row's fields in a message."""
     if not isinstance(value, dict):
-        return show(value)
+        return format_found_value(value)
     return "the fields " + ", ".join(map(str, value)) if value else "no fields"
 
 
@@ -50,25 +50,25 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"JSON with too long a number ({error})") from None
 
 
-def empty(value: object) -> bool:
+def is_empty(value: object) -> bool:
     """Tell whether a field has no value: None, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-def text_of(value: object, name: str, allowed: str = "a string") -> str:
+def parse_text(value: object, name: str, allowed: str = "a string") -> str:
     """Check that a value is a non-empty text.
 
     Raises:
         MalformedRowError: the value is no text, empty, or not valid Unicode.
     """
     if not isinstance(value, str):
-        raise MalformedRowError(name, show(value), allowed)
+        raise MalformedRowError(name, format_found_value(value), allowed)
     if not value or value.isspace():
         raise MalformedRowError(name, "empty text", "a non-empty string")
-    return unicode_of(value, name)
+    return parse_unicode(value, name)
 
 
-def unicode_of(value: str, name: str) -> str:
+def parse_unicode(value: str, name: str) -> str:
     """Check that a text can be encoded.
 
     Raises:
@@ -81,35 +81,35 @@ def unicode_of(value: str, name: str) -> str:
     return value
 
 
-def list_of(value: object, name: str, items: str) -> list:
+def parse_list(value: object, name: str, items: str) -> list:
     """Check that a value is a non-empty list, or its JSON text.
 
     Raises:
         MalformedRowError: the value is no list or empty.
     """
-    content = decoded(value)
+    content = parse_if_json(value)
     if not isinstance(content, list) or not content:
-        raise MalformedRowError(name, show(value), f"a non-empty list of {items}")
+        raise MalformedRowError(name, format_found_value(value), f"a non-empty list of {items}")
     return content
 
 
-def object_of(value: object, name: str, allowed: str) -> dict[str, Any]:
+def parse_object(value: object, name: str, allowed: str) -> dict[str, Any]:
     """Check that a value is an object, or its JSON text.
 
     Raises:
         MalformedRowError: the value is no object, or cannot be written as JSON.
     """
-    content = decoded(value)
+    content = parse_if_json(value)
     if not isinstance(content, dict):
-        raise MalformedRowError(name, show(value), allowed)
+        raise MalformedRowError(name, format_found_value(value), allowed)
     try:
-        unicode_of(json.dumps(content, ensure_ascii=False), name)
+        parse_unicode(json.dumps(content, ensure_ascii=False), name)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedRowError(name, f"a value that JSON cannot hold ({error})", allowed) from None
     return content
 
 
-def decoded(value: object) -> object:
+def parse_if_json(value: object) -> object:
     """Decode a JSON text of a list or object; return anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:

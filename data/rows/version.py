@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 from conf.files import find_local_path
-from data.rows.files import SUFFIXES
+from data.rows.files import DATA_ENDINGS
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
-def version_of(path: str) -> str | None:
+def find_dataset_revision(path: str) -> str | None:
     """Find the commit of a Hub dataset, or the commit that a local path is a copy of.
 
     Args:
@@ -20,7 +20,7 @@ def version_of(path: str) -> str | None:
     Returns:
         40 hexadecimal digits; None if unknown, or if the Hub cannot be reached.
     """
-    local = find_local_path("data.path", path, SUFFIXES)
+    local = find_local_path("data.path", path, DATA_ENDINGS)
     if local is None:
         return _on_the_hub(path)
     if found := SNAPSHOT.search(local.absolute().as_posix()):

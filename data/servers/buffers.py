@@ -13,7 +13,7 @@ STEPS = 4
 """Sizes of kept memory between two powers of two."""
 
 
-class Buffers:
+class BufferPool:
     """Memory of a process that reads much and holds little.
 
     The kernel clears new pages, which takes several times as long as reading into old ones. Keeps
@@ -23,7 +23,7 @@ class Buffers:
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []  # threads take and return memory; each operation is atomic
 
-    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+    def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Uninitialised memory; returned once the array and all views of it are gone.
 
         Args:

@@ -25,13 +25,13 @@ class DraftCounts:
     accepted: list[int]
 
     @classmethod
-    def of(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
+    def from_passes(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
         """Make counts from the tokens that each pass accepted, also beyond the text's end."""
         accepted = [sum(length > place for length in lengths) for place in range(depth)]
         return cls(text, len(lengths), depth * len(lengths), accepted)
 
     @classmethod
-    def total(cls, texts: "Iterable[DraftCounts]", depth: int) -> "DraftCounts":
+    def from_texts(cls, texts: "Iterable[DraftCounts]", depth: int) -> "DraftCounts":
         """Sum over texts."""
         counted = list(texts)
         return cls(
@@ -42,7 +42,7 @@ class DraftCounts:
         )
 
     @classmethod
-    def within(
+    def from_passes_within_text(
         cls, text: list[int], lengths: list[int], depth: int, room: int, stop_ids: list[int]
     ) -> "DraftCounts":
         """Make the counts of an engine whose drafts end with the text at the latest.
@@ -65,4 +65,4 @@ class DraftCounts:
                 stopped = text[-1] in stop_ids and left <= length
                 kept.append(left - (left != size) if stopped else min(length, size))
             emitted += length + 1
-        return replace(cls.of(text, kept, depth), proposed=proposed)
+        return replace(cls.from_passes(text, kept, depth), proposed=proposed)

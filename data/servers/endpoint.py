@@ -15,7 +15,7 @@ import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from conf.errors import InputError
-from data.rows.messages import arguments_of, with_text_arguments
+from data.rows.messages import format_call_arguments, parse_call_arguments
 from data.rows.values import MalformedRowError
 
 Job = TypeVar("Job")
@@ -31,11 +31,11 @@ ENDED = frozenset({None, "stop", "eos", "eos_token", "tool_calls", "function_cal
 """`finish_reason` of complete answers; `length` and `abort` are not among them."""
 
 
-class RowRefused(Exception):  # noqa: N818  names what happened to the row
+class RequestRefusedError(Exception):
     """The server can never answer this conversation: too long, or refused."""
 
 
-class RowFailed(Exception):  # noqa: N818
+class RequestFailedError(Exception):
     """All attempts for this conversation failed; another start may succeed."""
 
 
@@ -88,7 +88,7 @@ class Endpoint:
         return f"{self.setting}={self.url}"
 
 
-class Client:
+class EndpointClient:
     """Connection pool to one endpoint, as an asynchronous context manager."""
 
     def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
@@ -107,7 +107,7 @@ class Client:
             limits=httpx.Limits(max_connections=concurrency),
         )
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "EndpointClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -115,14 +115,14 @@ class Client:
 
     async def first_model(self) -> str:
         """Name of the first model that the server lists."""
-        return str((await self.models())[0]["id"])
+        return str((await self.request_models())[0]["id"])
 
-    async def models(self) -> list[dict]:
+    async def request_models(self) -> list[dict]:
         """Models that the server lists, at least one, each with an `id`."""
         try:
             listed = (await self.request("GET", "models"))["data"]
             named = [m for m in listed if isinstance(m, dict) and "id" in m]
-        except (RowFailed, RowRefused) as error:
+        except (RequestFailedError, RequestRefusedError) as error:
             raise InputError(f"{self.endpoint}: {error}") from error
         except (KeyError, TypeError):
             named = []
@@ -140,7 +140,7 @@ class Client:
             return None
         return str(told["version"]) if isinstance(told, dict) and "version" in told else None
 
-    async def answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
+    async def request_answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
         """Request the next assistant message.
 
         Args:
@@ -154,7 +154,7 @@ class Client:
         """
         body = {
             "model": self.endpoint.model,
-            "messages": [with_text_arguments(message) for message in messages],
+            "messages": [format_call_arguments(message) for message in messages],
             "stream": False,
             **settings,
         }
@@ -164,13 +164,13 @@ class Client:
             said = choice["message"]
             message = _message(said)
         except (KeyError, IndexError, TypeError) as error:
-            raise RowFailed("the reply has no choices[0].message.content") from error
+            raise RequestFailedError("the reply has no choices[0].message.content") from error
         ended = choice.get("finish_reason") in ENDED
         return Answer(message, not ended, choice.get("token_ids"))
 
     async def tells_token_ids(self) -> bool:
         """Tell whether the server returns token ids on request, as vLLM does."""
-        return all(model.get("owned_by") == "vllm" for model in await self.models())
+        return all(model.get("owned_by") == "vllm" for model in await self.request_models())
 
     async def request(self, method: str, path: str, body: dict | None = None) -> dict:
         """Send a request until it succeeds.
@@ -194,7 +194,7 @@ class Client:
         """Get the text at a path below the base URL. Raises as `request` does."""
         return await self._send("GET", path, None, lambda response: response.text)
 
-    async def events(self, path: str, body: dict) -> AsyncGenerator[dict, None]:
+    async def stream_events(self, path: str, body: dict) -> AsyncGenerator[dict, None]:
         """Stream the pieces of a reply as they come; a request that fails is not sent again.
 
         Args:
@@ -217,9 +217,9 @@ class Client:
                     if line.startswith("data:") and data != "[DONE]":
                         yield json.loads(data)
         except httpx.RequestError as error:
-            raise RowFailed(f"{type(error).__name__}: {error}") from error
+            raise RequestFailedError(f"{type(error).__name__}: {error}") from error
         except json.JSONDecodeError as error:
-            raise RowFailed(f"a streamed piece is not JSON ({error})") from error
+            raise RequestFailedError(f"a streamed piece is not JSON ({error})") from error
 
     def _problem(self, response: httpx.Response) -> str:
         text = " ".join(response.text.split())
@@ -248,9 +248,9 @@ class Client:
                     raise
                 problem = f"the reply is not JSON ({error})"
             if attempt >= self.endpoint.max_retries:
-                raise RowFailed(f"{problem} ({attempt + 1} attempts)")
+                raise RequestFailedError(f"{problem} ({attempt + 1} attempts)")
             if wait_s > max(self.endpoint.timeout_s, MAX_DELAY_S):
-                raise RowFailed(
+                raise RequestFailedError(
                     f"{problem}; the server asks to wait {wait_s:.0f} s, more than timeout_s"
                 )
             self.num_retries += 1
@@ -258,7 +258,7 @@ class Client:
         raise AssertionError
 
 
-class Connection:
+class SyncEndpointClient:
     """Client for synchronous code, as a context manager.
 
     Attributes:
@@ -269,7 +269,7 @@ class Connection:
     def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
         """Keep the endpoint; connect later. See `Client`."""
         self.endpoint = endpoint
-        self.client = Client(endpoint, concurrency)
+        self.client = EndpointClient(endpoint, concurrency)
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
 
@@ -279,14 +279,14 @@ class Connection:
         assert self._portal is not None
         return self._portal
 
-    def start(self) -> None:
+    def connect(self) -> None:
         """Try the server. An error closes the connection."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal())
             stack.enter_context(self._portal.wrap_async_context_manager(self.client))
-            self.start()
+            self.connect()
             self._stack = stack.pop_all()
         return self
 
@@ -308,7 +308,7 @@ def retry_after_s(value: str | None) -> float:
         return 0.0
 
 
-async def as_completed(
+async def iter_completed(
     jobs: Iterable[Job], work: Callable[[Job], Awaitable[Result]], concurrency: int
 ) -> AsyncGenerator[list[Result], None]:
     """Run `work` on every job, in order, at most `concurrency` at a time.
@@ -336,7 +336,7 @@ async def as_completed(
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-def continuations(
+def request_continuations(
     endpoint: Endpoint,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
@@ -360,7 +360,7 @@ def continuations(
     answers: dict[int, list[int]] = {}
 
     async def ask_all() -> None:
-        async with Client(endpoint, concurrency) as client:
+        async with EndpointClient(endpoint, concurrency) as client:
             model = await client.first_model()
 
             async def ask(place: int) -> tuple[int, list[int]]:
@@ -369,25 +369,25 @@ def continuations(
                 try:
                     return place, list(reply["choices"][0]["token_ids"])
                 except (KeyError, IndexError, TypeError) as error:
-                    raise RowFailed(
+                    raise RequestFailedError(
                         "the reply has no choices[0].token_ids: the server must be a recent vLLM"
                     ) from error
 
-            ended = as_completed(range(len(bodies)), ask, concurrency)
+            ended = iter_completed(range(len(bodies)), ask, concurrency)
             async with contextlib.aclosing(ended):
                 async for some in ended:
                     answers.update(some)
 
     try:
         asyncio.run(ask_all())
-    except (RowFailed, RowRefused) as error:
+    except (RequestFailedError, RequestRefusedError) as error:
         raise InputError(f"{endpoint}: {error}") from error
     return [answers[place] for place in range(len(bodies))]
 
 
 def _final_error(status: int, url: str, problem: str) -> Exception:
     if status in REFUSED:
-        return RowRefused(problem)
+        return RequestRefusedError(problem)
     hint = {
         401: "set the key in the environment variable named by api_key_env",
         403: "the key may not use this model",
@@ -401,7 +401,7 @@ def _message(said: dict) -> dict:
     content, calls = said["content"], said.get("tool_calls")
     reasoning = said.get("reasoning_content") or said.get("reasoning")
     if not isinstance(content, str) and (content is not None or not (reasoning or calls)):
-        raise RowFailed(f"the reply's content is {type(content).__name__}, not text")
+        raise RequestFailedError(f"the reply's content is {type(content).__name__}, not text")
     message: dict = {"role": "assistant", "content": content or ""}
     if reasoning:
         message["reasoning_content"] = str(reasoning)
@@ -410,15 +410,15 @@ def _message(said: dict) -> dict:
     try:
         "".join((message["content"], message.get("reasoning_content", ""))).encode()
     except UnicodeEncodeError as error:
-        raise RowFailed("the reply holds half of a surrogate pair") from error
+        raise RequestFailedError("the reply holds half of a surrogate pair") from error
     return message
 
 
 def _call(call: dict) -> dict:
     function = call["function"]
     try:
-        arguments = arguments_of(function.get("arguments"), "arguments")
+        arguments = parse_call_arguments(function.get("arguments"), "arguments")
     except MalformedRowError as error:
-        raise RowFailed(f"a call of {function['name']}: {error}") from error
+        raise RequestFailedError(f"a call of {function['name']}: {error}") from error
     function = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}

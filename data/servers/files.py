@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from conf.errors import InputError
-from data.servers.buffers import Buffers
+from data.servers.buffers import BufferPool
 
 VISIBLE_S = 10.0
 """Seconds in which a file named by the server may stay invisible on a network file system."""
@@ -35,17 +35,17 @@ DTYPES = {
     "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 
-BUFFERS = Buffers()
+BUFFERS = BufferPool()
 
 
-class NotReadError(InputError):
+class HiddenStatesError(InputError):
     """The hidden states of a document are missing or wrong; another attempt or server may help."""
 
 
-class Files(Protocol):
+class StateFiles(Protocol):
     """Access to a server's files."""
 
-    def take(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
+    def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
         """Read a file and delete it.
 
         Args:
@@ -68,7 +68,7 @@ class Files(Protocol):
         """Close open connections."""
 
 
-class Folder:
+class SharedFolder:
     """Files in a folder that has the same name here and on the server.
 
     Now and then deletes files of requests that were given up.
@@ -84,17 +84,17 @@ class Folder:
         self._folder: Path | None = None
         self._swept_at = -SWEEP_EVERY_S
 
-    def take(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
+    def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
         """See `Files`."""
         wait_until_whole(path, locks, self.timeout_s)
         try:
             with path.open("rb", buffering=0) as file:
-                tensors = read_tensors(file, os.fstat(file.fileno()).st_size)
+                tensors = load_safetensors(file, os.fstat(file.fileno()).st_size)
         except (OSError, ValueError) as error:
-            raise NotReadError(f"{path} cannot be read: {error}") from error
-        states = states_of(tensors, token_ids, path)
+            raise HiddenStatesError(f"{path} cannot be read: {error}") from error
+        states = extract_states(tensors, token_ids, path)
         try:
-            delete(path)
+            delete_states_file(path)
         except OSError as error:
             raise InputError(
                 f"{path}: cannot be deleted, so the disk would fill up: {error}; let this user "
@@ -103,7 +103,7 @@ class Folder:
         self._folder = path.parent
         if time.monotonic() - self._swept_at >= SWEEP_EVERY_S:
             self._swept_at = time.monotonic()
-            num_lost = sweep(path.parent, LOST_AFTER * self.timeout_s)
+            num_lost = delete_old_files(path.parent, LOST_AFTER * self.timeout_s)
             if num_lost:
                 tqdm.write(
                     f"{path.parent}: deleted {num_lost} files that no process has read for "
@@ -143,7 +143,7 @@ def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
         if held:
             released = now
             if now - begin > timeout_s:
-                raise NotReadError(
+                raise HiddenStatesError(
                     f"{path}: not written after {now - begin:.0f} s; see the server's log"
                 )
         elif _is_whole(path):
@@ -151,14 +151,14 @@ def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
                 return
             was_whole = True
         elif now - released > VISIBLE_S:
-            raise NotReadError(_why_not_whole(path))
+            raise HiddenStatesError(_why_not_whole(path))
         time.sleep(LOOK_EVERY_S)
 
 
 def _is_held(path: Path) -> bool | None:
     """Tell whether a writer holds the lock; None without a lock."""
     try:
-        with lock_of(path).open("rb") as lock:
+        with make_lock_path(path).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -168,7 +168,7 @@ def _is_held(path: Path) -> bool | None:
         if error.errno in CANNOT_LOCK:
             return None
         raise InputError(
-            f"{lock_of(path)}: cannot be locked: {error}; let this user write there"
+            f"{make_lock_path(path)}: cannot be locked: {error}; let this user write there"
         ) from error
     return False
 
@@ -185,7 +185,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _why_not_whole(path: Path) -> str:
-    if not path.exists() and not lock_of(path).exists():
+    if not path.exists() and not make_lock_path(path).exists():
         return (
             f"{path}: cannot be seen from this machine; mount the server's shared_storage_path "
             "here under the same name, or start scripts/relay.py beside the server and set "
@@ -205,7 +205,7 @@ class Readable(Protocol):
         """Fill the start of a buffer and return the number of bytes; 0 at the end."""
 
 
-def read_tensors(file: Readable, size: int) -> dict[str, Tensor]:
+def load_safetensors(file: Readable, size: int) -> dict[str, Tensor]:
     """Read a safetensors file into one buffer, which its tensors share.
 
     Raises:
@@ -213,7 +213,7 @@ def read_tensors(file: Readable, size: int) -> dict[str, Tensor]:
         OSError: reading fails.
     """
     num_bytes, places = _places(file, size)
-    data = BUFFERS.take(num_bytes)
+    data = BUFFERS.allocate(num_bytes)
     filled, view = 0, data.data
     while filled < num_bytes:
         count = file.readinto(view[filled:num_bytes])
@@ -255,27 +255,27 @@ def _places(
     return end, places
 
 
-def states_of(tensors: dict[str, Tensor], token_ids: list[int], path: Path) -> Tensor:
+def extract_states(tensors: dict[str, Tensor], token_ids: list[int], path: Path) -> Tensor:
     """Return the hidden states of a file with these tokens; raise a NotReadError for others."""
     if "hidden_states" not in tensors or tensors.get("token_ids", torch.empty(0)).tolist() != (
         token_ids
     ):
-        raise NotReadError(f"{path}: holds other tokens than were sent")
+        raise HiddenStatesError(f"{path}: holds other tokens than were sent")
     return tensors["hidden_states"]
 
 
-def lock_of(path: Path) -> Path:
+def make_lock_path(path: Path) -> Path:
     """Path of the lock file of a file."""
     return path.with_name(path.name + ".lock")
 
 
-def delete(path: Path) -> None:
+def delete_states_file(path: Path) -> None:
     """Delete a file and its lock, if present."""
     path.unlink(missing_ok=True)
-    lock_of(path).unlink(missing_ok=True)
+    make_lock_path(path).unlink(missing_ok=True)
 
 
-def sweep(folder: Path, age_s: float) -> int:
+def delete_old_files(folder: Path, age_s: float) -> int:
     """Delete files of hidden states, and their locks, that are older than an age.
 
     Returns:

@@ -23,12 +23,12 @@ from torch import Tensor
 from conf.errors import InputError
 from data.servers.endpoint import (
     WHOLE_DISTRIBUTION,
-    Connection,
     Endpoint,
-    RowFailed,
-    RowRefused,
+    RequestFailedError,
+    RequestRefusedError,
+    SyncEndpointClient,
 )
-from data.servers.files import Files, Folder, NotReadError
+from data.servers.files import HiddenStatesError, SharedFolder, StateFiles
 from data.servers.versions import WRITINGS, Writing, writing_of
 
 ROOM = 2
@@ -38,16 +38,16 @@ TRANSFER = "kv_transfer_params"
 OUTPUTS = {"include_output_tokens": True}
 
 
-class NoAnswerError(NotReadError):
+class ServerUnavailableError(HiddenStatesError):
     """A server does not answer, or cannot answer now."""
 
 
-Told = Mapping[str, Any]
+RequestSettings = Mapping[str, Any]
 """Request settings of OpenAI's protocol or of vLLM's additions."""
 
 
 @dataclass(frozen=True)
-class ServerTaps:
+class ServerFeatureLayers:
     """Hidden states that a server writes, and their names here.
 
     Layers are numbered as in vLLM: 0 is the embedding, i the output of decoder layer i - 1 before
@@ -77,19 +77,19 @@ class ServerTaps:
                 f"layers={outside}: not in the target, which has hidden states "
                 f"0..{self.num_layers}; name these"
             )
-        if not self.written:
+        if not self.written_layers:
             raise InputError("layers=[]: no hidden state to read; name a layer")
 
     @property
-    def written(self) -> list[int]:
+    def written_layers(self) -> list[int]:
         """[L] layers in a file, sorted and without repetitions, as vLLM writes them."""
         last = () if self.final_norm is None else (self.num_layers,)
         return sorted({*self.layers, *last})
 
     @property
-    def folder(self) -> str:
+    def folder_name(self) -> str:
         """Name of the folder of the files, which tells readers the layers."""
-        return "-".join(["layers", *map(str, self.written)])
+        return "-".join(["layers", *map(str, self.written_layers)])
 
     def serve_options(self, storage: str | Path, writing: Writing = WRITINGS[-1]) -> list[str]:
         """Arguments of `vllm serve` to write these hidden states.
@@ -98,7 +98,7 @@ class ServerTaps:
             storage: folder that server and reader see under one name.
             writing: format of the server's version.
         """
-        layers = {"eagle_aux_hidden_state_layer_ids": self.written}
+        layers = {"eagle_aux_hidden_state_layer_ids": self.written_layers}
         speculative = {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -107,7 +107,7 @@ class ServerTaps:
         transfer = {
             "kv_connector": "ExampleHiddenStatesConnector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": f"{storage}/{self.folder}"},
+            "kv_connector_extra_config": {"shared_storage_path": f"{storage}/{self.folder_name}"},
         }
         return [
             *("--speculative-config", json.dumps(speculative)),
@@ -118,14 +118,14 @@ class ServerTaps:
     @torch.no_grad()
     def named(self, written: Tensor) -> dict[str, Tensor]:
         """Split a file's states [S, L, D] into `layers.{i}` and `hidden_states`, [S, D] each."""
-        at = dict(zip(self.written, written.unbind(1), strict=True))
+        at = dict(zip(self.written_layers, written.unbind(1), strict=True))
         states = {f"layers.{index}": at[index] for index in self.layers}
         if self.final_norm is not None:
             states["hidden_states"] = self.final_norm(at[self.num_layers]).to(written.dtype)
         return states
 
 
-class HiddenStatesServer(Connection):
+class HiddenStatesClient(SyncEndpointClient):
     """Server of documents' hidden states, as a context manager that tries the server first.
 
     `eval.measure.engine_probe` checks that the server has this target's weights.
@@ -138,9 +138,9 @@ class HiddenStatesServer(Connection):
     def __init__(
         self,
         endpoint: Endpoint,
-        taps: ServerTaps,
+        taps: ServerFeatureLayers,
         concurrency: int,
-        files: Files | None = None,
+        files: StateFiles | None = None,
     ) -> None:
         """Keep the settings; connect later.
 
@@ -152,7 +152,7 @@ class HiddenStatesServer(Connection):
         """
         super().__init__(endpoint, concurrency)
         self.taps = taps
-        self.files = files or Folder(endpoint.timeout_s)
+        self.files = files or SharedFolder(endpoint.timeout_s)
         self.concurrency = concurrency
         self.model = endpoint.model
         self.max_model_len: int | None = None
@@ -164,10 +164,10 @@ class HiddenStatesServer(Connection):
         super().__exit__(*error)
         self.files.close()
 
-    def start(self) -> None:
+    def connect(self) -> None:
         """Raise an InputError unless a first document can be read."""
         try:
-            listed = self.portal.call(self.client.models)
+            listed = self.portal.call(self.client.request_models)
         except InputError as error:
             raise InputError(f"{error}; {self._how_to_serve()}") from error
         models = {str(model["id"]): model for model in listed}
@@ -187,9 +187,9 @@ class HiddenStatesServer(Connection):
                 f"vLLM {version} writes zeros for a target with recurrent layers; serve with 0.26 "
                 "or newer"
             )
-        self.read([0])
+        self.request_states([0])
 
-    def read(self, token_ids: list[int]) -> dict[str, Tensor]:
+    def request_states(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Request the hidden states of one document.
 
         Args:
@@ -222,7 +222,7 @@ class HiddenStatesServer(Connection):
                 "returns no prompt_logprobs; serve with vLLM 0.18 or newer"
             ) from error
 
-    def write(self, prompt: list[int], max_new_tokens: int, told: Told) -> list[int]:
+    def save(self, prompt: list[int], max_new_tokens: int, told: RequestSettings) -> list[int]:
         """Request the target's answer to a prompt; token ids, including the ending one.
 
         Args:
@@ -238,8 +238,8 @@ class HiddenStatesServer(Connection):
             choice, _ = self.portal.call(self._read, prompt, max_new_tokens, asked)
         return choice["token_ids"]
 
-    def answer(
-        self, prompt: list[int], max_new_tokens: int, told: Told
+    def request_answer_with_states(
+        self, prompt: list[int], max_new_tokens: int, told: RequestSettings
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Request an answer with hidden states of all tokens but its last. Raises as `read` does.
 
@@ -249,8 +249,8 @@ class HiddenStatesServer(Connection):
             InputError: see `read`.
         """
         if not self.writing.outputs:
-            ids = self.write(prompt, max_new_tokens, told)
-            return ids, self.read(prompt + ids[:-1])
+            ids = self.save(prompt, max_new_tokens, told)
+            return ids, self.request_states(prompt + ids[:-1])
         asked = {**WHOLE_DISTRIBUTION, **told, "return_token_ids": True, TRANSFER: OUTPUTS}
         with self._room_for(len(prompt) + max_new_tokens):
             choice, states = self.portal.call(self._read, prompt, max_new_tokens, asked)
@@ -266,7 +266,7 @@ class HiddenStatesServer(Connection):
             NotReadError: other files fill the storage.
         """
         itemsize = 4  # float32, the widest dtype of a server
-        num_bytes = num_tokens * len(self.taps.written) * self.taps.hidden_size * itemsize
+        num_bytes = num_tokens * len(self.taps.written_layers) * self.taps.hidden_size * itemsize
         until = time.monotonic() + self.endpoint.timeout_s
         with self._room:
             while self._num_bytes and (free := self.files.free_bytes()) is not None:
@@ -297,17 +297,21 @@ class HiddenStatesServer(Connection):
         body |= asked or {}
         try:
             reply = await self.client.request("POST", "completions", body)
-        except (RowFailed, RowRefused) as error:
-            kind = NoAnswerError if isinstance(error, RowFailed) else NotReadError
+        except (RequestFailedError, RequestRefusedError) as error:
+            kind = (
+                ServerUnavailableError
+                if isinstance(error, RequestFailedError)
+                else HiddenStatesError
+            )
             raise kind(
                 f"{self.endpoint}: no hidden states of a document of {num_tokens} tokens: {error}"
             ) from error
         path = (reply.get(TRANSFER) or {}).get("hidden_states_path")
         if path is None:
             raise self._error(f"returns no hidden states; {self._how_to_serve()}")
-        if Path(path).parent.name != self.taps.folder:
+        if Path(path).parent.name != self.taps.folder_name:
             raise self._error(
-                f"writes {path}, outside of {self.taps.folder}, so perhaps other layers; "
+                f"writes {path}, outside of {self.taps.folder_name}, so perhaps other layers; "
                 f"{self._how_to_serve()}"
             )
         choice = (reply.get("choices") or [{}])[0]
@@ -320,10 +324,10 @@ class HiddenStatesServer(Connection):
     def _collect(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
         """Read and check the hidden states in a file that the server named."""
         try:
-            written = self.files.take(path, token_ids, self.writing.locks)
+            written = self.files.load_and_delete(path, token_ids, self.writing.locks)
         except InputError as error:
             raise type(error)(f"{self.endpoint}: {error}") from error
-        wanted = [len(token_ids), len(self.taps.written), self.taps.hidden_size]
+        wanted = [len(token_ids), len(self.taps.written_layers), self.taps.hidden_size]
         if list(written.shape) != wanted:
             raise self._error(
                 f"hidden states have shape {list(written.shape)}, not {wanted} (tokens, layers, "
@@ -341,8 +345,8 @@ class HiddenStatesServer(Connection):
         options = self.taps.serve_options("/dev/shm", self.writing)
         return f"serve with: {shlex.join(['vllm', 'serve', self.taps.target, *options])}"
 
-    def _failed(self, text: str) -> NotReadError:
-        return NotReadError(f"{self.endpoint}: {text}")
+    def _failed(self, text: str) -> HiddenStatesError:
+        return HiddenStatesError(f"{self.endpoint}: {text}")
 
     def _error(self, text: str) -> InputError:
         return InputError(f"{self.endpoint}: {text}")

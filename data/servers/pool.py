@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers.files import NotReadError
-from data.servers.hidden_states import HiddenStatesServer, NoAnswerError, Told
+from data.servers.files import HiddenStatesError
+from data.servers.hidden_states import HiddenStatesClient, RequestSettings, ServerUnavailableError
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,7 @@ REST_S = 60.0
 """Seconds in which a failed server is used only if all others failed too."""
 
 
-class StatesPool:
+class HiddenStatesPool:
     """Servers that share the documents of a run, as a context manager that tries each server.
 
     Args:
@@ -47,11 +47,11 @@ class StatesPool:
 
     def __init__(
         self,
-        servers: Sequence[HiddenStatesServer],
-        check: Callable[[HiddenStatesServer], object] = lambda _: None,
+        servers: Sequence[HiddenStatesClient],
+        check: Callable[[HiddenStatesClient], object] = lambda _: None,
     ) -> None:
         self.servers, self.check = servers, check
-        self.told: list[str] = []
+        self.server_lines: list[str] = []
         self._failed_at: dict[int, float] = {}
         self._checking = threading.Lock()
         self._in_a_row = 0
@@ -85,31 +85,32 @@ class StatesPool:
 
     def submit(self, token_ids: list[int]) -> "Future[dict[str, Tensor]]":
         """Request the hidden states of a document, as `HiddenStatesServer.read` returns them."""
-        return self._threads.submit(self.read, token_ids)
+        return self._threads.submit(self.request_states, token_ids)
 
-    def read(self, token_ids: list[int]) -> dict[str, Tensor]:
+    def request_states(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Request the hidden states of a document, as `HiddenStatesServer.read` returns them.
 
         Raises:
             NotReadError: all attempts failed.
             InputError: a server serves something else, or too many attempts failed in a row.
         """
-        return self._tried(lambda server: server.read(token_ids))
+        return self._tried(lambda server: server.request_states(token_ids))
 
-    def answers(
-        self, prompts: Iterable[list[int]], max_new_tokens: int, told: Told
+    def request_answers_with_states(
+        self, prompts: Iterable[list[int]], max_new_tokens: int, told: RequestSettings
     ) -> list[tuple[list[int], dict[str, Tensor]]]:
         """Request answers as `HiddenStatesServer.answer` does. Raises as `read` does."""
 
         def ask(prompt: list[int]) -> Future[tuple[list[int], dict[str, Tensor]]]:
             return self._threads.submit(
-                self._tried, lambda server: server.answer(prompt, max_new_tokens, told)
+                self._tried,
+                lambda server: server.request_answer_with_states(prompt, max_new_tokens, told),
             )
 
         return [future.result() for future in list(map(ask, prompts))]
 
-    def texts(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, told: Sequence[Told]
+    def stream_answers(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, told: Sequence[RequestSettings]
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of each prompt with its answer, as they end. Raises as `read` does.
 
@@ -119,8 +120,8 @@ class StatesPool:
             told: settings per prompt, see `HiddenStatesServer.write`.
         """
 
-        def write(number: int, server: HiddenStatesServer) -> tuple[int, list[int]]:
-            return number, server.write(prompts[number], max_new_tokens, told[number])
+        def write(number: int, server: HiddenStatesClient) -> tuple[int, list[int]]:
+            return number, server.save(prompts[number], max_new_tokens, told[number])
 
         asked = [
             self._threads.submit(self._tried, partial(write, number))
@@ -129,7 +130,7 @@ class StatesPool:
         for future in as_completed(asked):
             yield future.result()
 
-    def _tried(self, ask: Callable[[HiddenStatesServer], Result]) -> Result:
+    def _tried(self, ask: Callable[[HiddenStatesClient], Result]) -> Result:
         """Try servers in turn; if none answers, try all again for a while."""
         tried: set[int] = set()
         failures, waits_s = 0, iter(WAITS_S)
@@ -138,7 +139,7 @@ class StatesPool:
             tried.add(number)
             try:
                 return self._attempt(number, ask)
-            except NoAnswerError as error:
+            except ServerUnavailableError as error:
                 if len(tried) < len(self.servers):
                     continue
                 wait_s = next(waits_s, None)
@@ -146,17 +147,17 @@ class StatesPool:
                     self._count(error)
                     raise
                 tried.clear()
-            except NotReadError as error:
+            except HiddenStatesError as error:
                 self._count(error)
                 failures += 1
                 if failures == NUM_ATTEMPTS:
                     raise
 
-    def _attempt(self, number: int, ask: Callable[[HiddenStatesServer], Result]) -> Result:
+    def _attempt(self, number: int, ask: Callable[[HiddenStatesClient], Result]) -> Result:
         try:
             self._check_again(number)
             found = ask(self.servers[number])
-        except NotReadError:
+        except HiddenStatesError:
             with self._lock:
                 self._failed_at[number] = time.monotonic()
             raise
@@ -167,7 +168,7 @@ class StatesPool:
             with self._lock:
                 self._busy[number] -= 1
 
-    def _count(self, error: NotReadError) -> None:
+    def _count(self, error: HiddenStatesError) -> None:
         """Count a failure; raise an InputError after too many in a row."""
         with self._lock:
             self._in_a_row += 1
@@ -196,7 +197,7 @@ class StatesPool:
             self._busy[number] += 1
         return number
 
-    def read_many(self, documents: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
+    def stream_states(self, documents: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
         """Yield the hidden states of each document in order, with several in flight."""
         pending: deque[Future[dict[str, Tensor]]] = deque()
         queue = iter(documents)
@@ -211,7 +212,9 @@ class StatesPool:
             for future in pending:
                 future.cancel()
 
-    def read_rows(self, rows: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    def stream_sequence_states(
+        self, rows: Iterable[dict[str, Tensor]]
+    ) -> Iterator[dict[str, Tensor]]:
         """Yield the hidden states of packed sequences, with later documents in flight.
 
         One sequence often has fewer documents than keep the servers busy.
@@ -223,20 +226,20 @@ class StatesPool:
             Tensors as from `read`, each [T, D], with zeros on padding; in order.
         """
         rows, ahead = itertools.tee(rows)
-        states = self.read_many(document for row in ahead for document in documents_of(row))
+        states = self.stream_states(document for row in ahead for document in split_documents(row))
         for row in rows:
-            documents = list(itertools.islice(states, len(documents_of(row))))
-            yield {name: placed(row, [d[name] for d in documents]) for name in documents[0]}
+            documents = list(itertools.islice(states, len(split_documents(row))))
+            yield {name: join_documents(row, [d[name] for d in documents]) for name in documents[0]}
 
 
-def documents_of(row: dict[str, Tensor]) -> list[list[int]]:
+def split_documents(row: dict[str, Tensor]) -> list[list[int]]:
     """Token ids of each document of a packed sequence, in order."""
     real = row["document_ids"] >= 0
     lengths = torch.unique_consecutive(row["document_ids"][real], return_counts=True)[1]
     return [part.tolist() for part in row["input_ids"][real].split(lengths.tolist())]
 
 
-def placed(row: dict[str, Tensor], documents: list[Tensor]) -> Tensor:
+def join_documents(row: dict[str, Tensor], documents: list[Tensor]) -> Tensor:
     """[T, D] of concatenated documents [S, D], with padding at the end."""
     placed = documents[0].new_empty(len(row["document_ids"]), documents[0].shape[1])
     num_tokens = sum(map(len, documents))

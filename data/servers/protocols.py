@@ -16,7 +16,7 @@ from typing import Any
 from conf.command.clock import Stopwatch
 from conf.errors import InputError
 from data.servers.counts import DraftCounts
-from data.servers.endpoint import Client
+from data.servers.endpoint import EndpointClient
 
 COUNTER = re.compile(
     r"^(?:vllm|llamacpp):spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE
@@ -32,7 +32,7 @@ class ReplyError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextRequest:
     """How a text is to be written.
 
     Attributes:
@@ -55,7 +55,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedText:
     """When a text came.
 
     Attributes:
@@ -69,79 +69,79 @@ class Streamed:
     lengths: list[int]
 
 
-class Protocol(ABC):
+class EngineProtocol(ABC):
     """The requests to one serving engine; each may raise what `Client.request` does."""
 
-    within = False
+    drafts_end_with_text = False
     path: str
 
-    def __init__(self, client: Client, model: str) -> None:
+    def __init__(self, client: EndpointClient, model: str) -> None:
         self.client, self.model = client, model
         self.depth = 0
 
     @abstractmethod
-    async def start(self, drafts: bool) -> None:
+    async def find_draft_depth(self, drafts: bool) -> None:
         """Find the depth, the draft tokens of a pass, of an engine that drafts."""
 
     @abstractmethod
-    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
         """The request."""
 
     @abstractmethod
-    def token_ids(self, reply: dict) -> list[int]:
+    def parse_token_ids(self, reply: dict) -> list[int]:
         """Tokens of a reply, or of a piece of it that is streamed."""
 
     @abstractmethod
-    async def answer(self, prompt_ids: list[int], asked: Asked) -> DraftCounts:
+    async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
         """One text and its counts."""
 
     @abstractmethod
-    async def count(self) -> list[int]:
+    async def request_draft_counters(self) -> list[int]:
         """Drafts, their tokens, and those accepted at each position, since the server's start."""
 
     @abstractmethod
-    def difference(self, before: list[int], after: list[int]) -> DraftCounts | None:
+    def subtract_counters(self, before: list[int], after: list[int]) -> DraftCounts | None:
         """What two counts are apart; None where counts come with the texts."""
 
     @abstractmethod
-    async def forget(self) -> None:
+    async def empty_prefix_cache(self) -> None:
         """Empty the engine's memory of beginnings, where requests cannot be kept apart."""
 
-    async def stream(self, prompt_ids: list[int], asked: Asked) -> Streamed:
+    async def stream(self, prompt_ids: list[int], asked: TextRequest) -> StreamedText:
         """One text as it comes."""
         num_tokens, arrivals, event = 0, list[float](), dict[str, Any]()
-        body, watch = self.body(prompt_ids, asked) | {"stream": True}, Stopwatch()
-        async for event in self.client.events(self.path, body):
+        body, watch = self.build_request(prompt_ids, asked) | {"stream": True}, Stopwatch()
+        async for event in self.client.stream_events(self.path, body):
             arrived = watch.seconds()
             if "error" in event:
                 raise ReplyError(f"broke a text off: {str(event['error'])[:300]}")
-            total = self.total(event, num_tokens)
+            total = self.count_streamed_tokens(event, num_tokens)
             if total > num_tokens:
                 arrivals.append(arrived)
                 num_tokens = total
         if not arrivals:
             raise ReplyError(f"streams no token at {self.path}: {str(event)[:200]}")
-        return Streamed(num_tokens, arrivals, self.lengths(event))
+        return StreamedText(num_tokens, arrivals, self.parse_accepted_lengths(event))
 
-    def total(self, event: dict, before: int) -> int:
+    def count_streamed_tokens(self, event: dict, before: int) -> int:
         """Tokens of a text up to a streamed piece, behind so many."""
-        return before + len(self.token_ids(event))
+        return before + len(self.parse_token_ids(event))
 
     @abstractmethod
-    def lengths(self, reply: dict) -> list[int]:
+    def parse_accepted_lengths(self, reply: dict) -> list[int]:
         """Draft tokens that each pass accepted, where a reply tells."""
 
 
-class _Metered(Protocol):
+class _Metered(EngineProtocol):
     """Counters before a request, and after."""
 
-    async def answer(self, prompt_ids: list[int], asked: Asked) -> DraftCounts:
-        before = await self.count()
-        reply = await self.client.request("POST", self.path, self.body(prompt_ids, asked))
-        found = self.difference(before, await self.count())
-        return replace(found, text=self.token_ids(reply))
+    async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
+        before = await self.request_draft_counters()
+        reply = await self.client.request("POST", self.path, self.build_request(prompt_ids, asked))
+        found = self.subtract_counters(before, await self.request_draft_counters())
+        return replace(found, text=self.parse_token_ids(reply))
 
-    async def count(self) -> list[int]:
+    async def request_draft_counters(self) -> list[int]:
         if not self.depth:
             return []
         return await self._counters()
@@ -157,28 +157,28 @@ class _Metered(Protocol):
         self.depth = len(accepted)
         return [*totals.values(), *(accepted[position] for position in sorted(accepted))]
 
-    def difference(self, before: list[int], after: list[int]) -> DraftCounts:
+    def subtract_counters(self, before: list[int], after: list[int]) -> DraftCounts:
         if not self.depth:
             return DraftCounts([], 0, 0, [])
         new = [count - old for count, old in zip(after, before, strict=True)]
         return DraftCounts([], new[0], new[1], new[2:])
 
-    async def forget(self) -> None:
+    async def empty_prefix_cache(self) -> None:
         pass
 
-    def lengths(self, _reply: dict) -> list[int]:
+    def parse_accepted_lengths(self, _reply: dict) -> list[int]:
         return []
 
 
 class _Vllm(_Metered):
     path = "v1/completions"
 
-    async def start(self, drafts: bool) -> None:
+    async def find_draft_depth(self, drafts: bool) -> None:
         await self._counters()
         if drafts and not self.depth:
             raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
 
-    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
         return {
             "model": self.model,
             "prompt": prompt_ids,
@@ -191,7 +191,7 @@ class _Vllm(_Metered):
             **({"cache_salt": asked.salt} if asked.salt else {}),
         }
 
-    def token_ids(self, reply: dict) -> list[int]:
+    def parse_token_ids(self, reply: dict) -> list[int]:
         try:
             return list(reply["choices"][0]["token_ids"]) if reply["choices"] else []
         except (KeyError, IndexError, TypeError) as error:
@@ -199,13 +199,13 @@ class _Vllm(_Metered):
 
 
 class _LlamaCpp(_Metered):
-    within = True
+    drafts_end_with_text = True
     path = "completion"
 
-    async def start(self, drafts: bool) -> None:
+    async def find_draft_depth(self, drafts: bool) -> None:
         """Have something drafted: before that no position is counted."""
-        first = self.body([0], Asked(FIRST_TOKENS, ignore_eos=True))
-        self.token_ids(await self.client.request("POST", self.path, first))
+        first = self.build_request([0], TextRequest(FIRST_TOKENS, ignore_eos=True))
+        self.parse_token_ids(await self.client.request("POST", self.path, first))
         try:
             await self._counters()
         except InputError as error:
@@ -214,7 +214,7 @@ class _LlamaCpp(_Metered):
         if drafts and not self.depth:
             raise ReplyError(f"{NO_HEAD}, and without --spec-draft-p-min")
 
-    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
         return {
             "prompt": prompt_ids,
             "n_predict": asked.max_new_tokens,
@@ -226,19 +226,19 @@ class _LlamaCpp(_Metered):
             **({"ignore_eos": True} if asked.ignore_eos else {}),
         }
 
-    def token_ids(self, reply: dict) -> list[int]:
+    def parse_token_ids(self, reply: dict) -> list[int]:
         try:
             return list(reply["tokens"])
         except (KeyError, TypeError) as error:
             raise ReplyError("the reply has no tokens: llama.cpp is too old") from error
 
 
-class _Sglang(Protocol):
+class _Sglang(EngineProtocol):
     """Count that come with the text."""
 
     path = "generate"
 
-    async def start(self, drafts: bool) -> None:
+    async def find_draft_depth(self, drafts: bool) -> None:
         settings = await self.client.request("GET", "get_server_info")
         if not settings.get("speculative_algorithm"):
             if drafts:
@@ -252,45 +252,47 @@ class _Sglang(Protocol):
             )
         self.depth = int(settings["speculative_num_steps"])
 
-    def body(self, prompt_ids: list[int], asked: Asked) -> dict[str, Any]:
+    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
         sampling = {"max_new_tokens": asked.max_new_tokens, "repetition_penalty": 1.0}
         sampling |= {key: value for key, value in asked.chosen.items() if key != "seed"}
         sampling |= {"ignore_eos": True} if asked.ignore_eos else {}
         return {"input_ids": prompt_ids, "sampling_params": sampling}
 
-    def token_ids(self, reply: dict) -> list[int]:
+    def parse_token_ids(self, reply: dict) -> list[int]:
         try:
             return list(reply["output_ids"])
         except (KeyError, TypeError) as error:
             raise ReplyError("the reply has no output_ids: SGLang is too old") from error
 
-    async def answer(self, prompt_ids: list[int], asked: Asked) -> DraftCounts:
-        reply = await self.client.request("POST", self.path, self.body(prompt_ids, asked))
-        return DraftCounts.of(self.token_ids(reply), self.lengths(reply), self.depth)
+    async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
+        reply = await self.client.request("POST", self.path, self.build_request(prompt_ids, asked))
+        return DraftCounts.from_passes(
+            self.parse_token_ids(reply), self.parse_accepted_lengths(reply), self.depth
+        )
 
-    async def count(self) -> list[int]:
+    async def request_draft_counters(self) -> list[int]:
         return []
 
-    def difference(self, _before: list[int], _after: list[int]) -> None:
+    def subtract_counters(self, _before: list[int], _after: list[int]) -> None:
         return None
 
-    async def forget(self) -> None:
+    async def empty_prefix_cache(self) -> None:
         await self.client.page("flush_cache")
 
-    def total(self, event: dict, _before: int) -> int:
+    def count_streamed_tokens(self, event: dict, _before: int) -> int:
         return int(event["meta_info"]["completion_tokens"])
 
-    def lengths(self, reply: dict) -> list[int]:
+    def parse_accepted_lengths(self, reply: dict) -> list[int]:
         # The second is its older name. A text of one token has had no pass.
         names = ("spec_correct_drafts_histogram", "spec_accept_histogram")
         meta = reply.get("meta_info") or {}
         histogram = next((meta[name] for name in names if name in meta), None)
-        if histogram is None and self.depth and len(self.token_ids(reply)) > 1:
+        if histogram is None and self.depth and len(self.parse_token_ids(reply)) > 1:
             raise ReplyError(f"the reply's meta_info has none of {', '.join(names)}")
         return [n for n, passes in enumerate(histogram or []) for _ in range(passes)]
 
 
-PROTOCOLS: dict[str, type[Protocol]] = {
+PROTOCOLS: dict[str, type[EngineProtocol]] = {
     "vllm": _Vllm,
     "sglang": _Sglang,
     "llamacpp": _LlamaCpp,

@@ -12,8 +12,8 @@ from urllib.parse import quote, urlsplit
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers.files import NotReadError, read_tensors, states_of
-from data.servers.token import TOKEN, token
+from data.servers.files import HiddenStatesError, extract_states, load_safetensors
+from data.servers.token import RELAY_TOKEN_VARIABLE, find_relay_token
 
 NUM_ATTEMPTS = 4
 FIRST_DELAY_S = 0.5
@@ -28,7 +28,7 @@ MOST_WORDS = 500
 Result = TypeVar("Result")
 
 
-class Relay:
+class RelayFiles:
     """Files of one relay. See `data.servers.files.Files`.
 
     Each reading thread has its own connection, and leaves it to the next thread.
@@ -51,18 +51,18 @@ class Relay:
         self.url, self.timeout_s = url, timeout_s
         self._host, self._port, self._root = host, port, parsed.path.rstrip("/")
         self._kind = HTTPSConnection if parsed.scheme == "https" else HTTPConnection
-        key = token()
+        key = find_relay_token()
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._idle: list[HTTPConnection] = []
         self._free: int | None = None
         self._free_at = -FREE_FOR_S
 
-    def take(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:  # noqa: ARG002  the relay sees
+    def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:  # noqa: ARG002  the relay sees
         """See `Files`."""
         tensors = self._asked(
-            "GET", path.name, lambda body: read_tensors(body, body.length or 0), self.timeout_s
+            "GET", path.name, lambda body: load_safetensors(body, body.length or 0), self.timeout_s
         )
-        states = states_of(tensors, token_ids, path)
+        states = extract_states(tensors, token_ids, path)
         self._asked("DELETE", path.name, HTTPResponse.read, self.timeout_s)
         return states
 
@@ -114,7 +114,7 @@ class Relay:
                 self.close()  # the relay may have closed all of them
                 if isinstance(error, TimeoutError):
                     break
-        raise NotReadError(f"target.relay={self.url}: {problem} ({attempt + 1} attempts)")
+        raise HiddenStatesError(f"target.relay={self.url}: {problem} ({attempt + 1} attempts)")
 
     def _connection(self) -> HTTPConnection:
         with suppress(IndexError):
@@ -132,13 +132,13 @@ class Relay:
         who = f"target.relay={self.url}"
         if response.status in (401, 403):
             raise InputError(
-                f"{who}: HTTP {response.status}: wrong token; set {TOKEN} here as on the relay"
+                f"{who}: HTTP {response.status}: wrong token; set {RELAY_TOKEN_VARIABLE} here as on the relay"
             )
         if response.status == 404:
-            raise NotReadError(
+            raise HiddenStatesError(
                 f"{who}: has no {name}; start scripts/relay.py beside the server, on the folder it "
                 "writes to, and list relays in the order of target.engine"
             )
         if response.status == 409:
-            raise NotReadError(f"{who}: {words}")
+            raise HiddenStatesError(f"{who}: {words}")
         return f"HTTP {response.status}: {words}"

@@ -7,14 +7,20 @@ from typing import Any
 from conf.command.clock import Stopwatch
 from conf.errors import InputError
 from data.servers.counts import DraftCounts
-from data.servers.endpoint import Connection, Endpoint, RowFailed, RowRefused, as_completed
-from data.servers.protocols import PROTOCOLS, Asked, Protocol, ReplyError, Streamed
+from data.servers.endpoint import (
+    Endpoint,
+    RequestFailedError,
+    RequestRefusedError,
+    SyncEndpointClient,
+    iter_completed,
+)
+from data.servers.protocols import PROTOCOLS, EngineProtocol, ReplyError, StreamedText, TextRequest
 
 START = "start a server there with the line that scripts/export.py prints, or name its address"
 
 
 @dataclass(frozen=True)
-class Pass:
+class LoadMeasurement:
     """Texts that were asked for with so many in flight.
 
     Attributes:
@@ -23,12 +29,12 @@ class Pass:
         counts: of all their drafts.
     """
 
-    texts: list[Streamed]
+    texts: list[StreamedText]
     seconds: float
     counts: DraftCounts
 
 
-class ServingEngine(Connection):
+class ServingEngine(SyncEndpointClient):
     """A vLLM, SGLang or llama.cpp server; a context manager.
 
     Nobody else may ask it anything meanwhile: vLLM and llama.cpp count over all requests.
@@ -60,9 +66,9 @@ class ServingEngine(Connection):
         self.version: str | None = None
         self.adapters: list[str] = []
         self.max_model_len: int | None = None
-        self._protocol: Protocol | None = None
+        self._protocol: EngineProtocol | None = None
 
-    def start(self) -> None:
+    def connect(self) -> None:
         """Refuse an unknown engine, or one that drafts against what was said.
 
         Raises:
@@ -70,7 +76,7 @@ class ServingEngine(Connection):
         """
         self._call(self._start)
 
-    def answer(
+    def request_answer(
         self, prompt_ids: list[int], max_new_tokens: int, ignore_eos: bool = False
     ) -> DraftCounts:
         """Ask for the greedy text after a prompt, ended by the server's own stop tokens.
@@ -83,10 +89,10 @@ class ServingEngine(Connection):
         Raises:
             InputError: no answer, or one without token ids and counts.
         """
-        asked = Asked(max_new_tokens, ignore_eos=ignore_eos)
-        return self._call(self.protocol.answer, prompt_ids, asked)
+        asked = TextRequest(max_new_tokens, ignore_eos=ignore_eos)
+        return self._call(self.protocol.request_answer, prompt_ids, asked)
 
-    def rendered(
+    def render_prompt(
         self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]
     ) -> list[int] | int:
         """Render a conversation by the server's own chat template.
@@ -104,12 +110,12 @@ class ServingEngine(Connection):
         body |= {"chat_template_kwargs": kwargs} if kwargs else {}
         return self._call(self._rendered, body | {"model": self.model})
 
-    def stream(
+    def stream_texts(
         self,
-        jobs: Sequence[tuple[list[int], Asked]],
+        jobs: Sequence[tuple[list[int], TextRequest]],
         concurrency: int,
         tell: Callable[[int], object] = lambda _: None,
-    ) -> Pass:
+    ) -> LoadMeasurement:
         """Ask for texts, so many at a time, and notes when their tokens come.
 
         Args:
@@ -123,7 +129,7 @@ class ServingEngine(Connection):
         return self._call(self._stream, jobs, concurrency, tell)
 
     @property
-    def protocol(self) -> Protocol:
+    def protocol(self) -> EngineProtocol:
         """The engine's requests, once this is entered."""
         assert self._protocol is not None
         return self._protocol
@@ -131,7 +137,7 @@ class ServingEngine(Connection):
     def _call(self, work: Any, *arguments: Any) -> Any:
         try:
             return self.portal.call(work, *arguments)
-        except (RowFailed, RowRefused, ReplyError) as error:
+        except (RequestFailedError, RequestRefusedError, ReplyError) as error:
             start = "" if self.name else f"; {START}"
             raise InputError(f"{self.endpoint}: {error}{start}") from error
 
@@ -151,8 +157,8 @@ class ServingEngine(Connection):
                 f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
             ) from error
         self.version = await self.client.version()
-        await self._protocol.start(self.drafts)
-        self.depth, self.within = self._protocol.depth, self._protocol.within
+        await self._protocol.find_draft_depth(self.drafts)
+        self.depth, self.within = self._protocol.depth, self._protocol.drafts_end_with_text
         if self.depth and not self.drafts:
             raise ReplyError(
                 f"drafts {self.depth} tokens; the baseline is the same server without a draft head"
@@ -171,28 +177,28 @@ class ServingEngine(Connection):
 
     async def _stream(
         self,
-        jobs: Sequence[tuple[list[int], Asked]],
+        jobs: Sequence[tuple[list[int], TextRequest]],
         concurrency: int,
         tell: Callable[[int], object],
-    ) -> Pass:
+    ) -> LoadMeasurement:
         protocol = self.protocol
-        await protocol.forget()
-        texts: dict[int, Streamed] = {}
+        await protocol.empty_prefix_cache()
+        texts: dict[int, StreamedText] = {}
 
-        async def ask(place: int) -> tuple[int, Streamed]:
+        async def ask(place: int) -> tuple[int, StreamedText]:
             return place, await protocol.stream(*jobs[place])
 
-        before, watch = await protocol.count(), Stopwatch()
-        async for ended in as_completed(range(len(jobs)), ask, concurrency):
+        before, watch = await protocol.request_draft_counters(), Stopwatch()
+        async for ended in iter_completed(range(len(jobs)), ask, concurrency):
             texts |= ended
             tell(len(ended))
         seconds = watch.seconds()
         ordered = [texts[place] for place in range(len(jobs))]
-        counts = protocol.difference(before, await protocol.count())
+        counts = protocol.subtract_counters(before, await protocol.request_draft_counters())
         if counts is None:
             lengths = [length for text in ordered for length in text.lengths]
-            counts = DraftCounts.of([], lengths, self.depth)
-        return Pass(ordered, seconds, counts)
+            counts = DraftCounts.from_passes([], lengths, self.depth)
+        return LoadMeasurement(ordered, seconds, counts)
 
 
 def _chosen(listed: list[dict], model: str | None) -> dict:

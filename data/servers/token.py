@@ -4,18 +4,18 @@ import os
 
 from conf.errors import InputError
 
-TOKEN = "HEADSMITH_RELAY_TOKEN"
+RELAY_TOKEN_VARIABLE = "HEADSMITH_RELAY_TOKEN"
 
 
-def token() -> str | None:
+def find_relay_token() -> str | None:
     """Token in this machine's environment; None if unset.
 
     Raises:
         InputError: the token cannot be sent.
     """
-    found = os.environ.get(TOKEN)
+    found = os.environ.get(RELAY_TOKEN_VARIABLE)
     if found and not (found.isascii() and found.isprintable() and " " not in found):
         raise InputError(
-            f"{TOKEN}: cannot be sent; allowed are ASCII letters, digits and signs, without spaces"
+            f"{RELAY_TOKEN_VARIABLE}: cannot be sent; allowed are ASCII letters, digits and signs, without spaces"
         )
     return found or None

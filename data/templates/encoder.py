@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from conf.errors import InputError
 from data.rows.forms import Record
 from data.rows.messages import Messages
-from data.templates.markers import Markers
+from data.templates.markers import TurnMarkers
 from data.templates.template import ChatTemplate, Tools
-from data.templates.turns import Turn, cut_off, find_turns, is_shown, says_nothing
+from data.templates.turns import Turn, find_turns, is_left_out, is_rendered, remove_turn_ending
 
 Span = tuple[int, int]
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -39,11 +39,11 @@ class Sample:
     input_ids: list[int]
     loss_mask: list[bool]
     """True for the tokens to learn."""
-    left_out: tuple[str, ...] = ()
+    unrendered_parts: tuple[str, ...] = ()
     """Names of record parts that the template does not render, one entry each time."""
 
 
-class Encoder:
+class RecordEncoder:
     """Makes samples of records for one tokenizer."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Encoder:
         self.template_kwargs = dict(template_kwargs or {})
         self._template = cache(self._make_template)
 
-    def template(self, record_kwargs: Mapping[str, Any], tools: Tools) -> ChatTemplate:
+    def build_template(self, record_kwargs: Mapping[str, Any], tools: Tools) -> ChatTemplate:
         """Chat template for the settings and a record's own variables.
 
         Raises:
@@ -68,7 +68,7 @@ class Encoder:
         kwargs = self.template_kwargs | dict(record_kwargs)
         return self._template(json.dumps(kwargs, sort_keys=True), bool(tools))
 
-    def prompt(
+    def encode_prompt(
         self, messages: Messages, tools: Tools = None, record_kwargs: Mapping[str, Any] = EMPTY
     ) -> list[int]:
         """Tokenise a conversation up to the start of the assistant's turn.
@@ -81,10 +81,10 @@ class Encoder:
         Raises:
             InputError: the template refuses the conversation.
         """
-        text = self.template(record_kwargs, tools).prompt(messages, tools)
+        text = self.build_template(record_kwargs, tools).render_prompt(messages, tools)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def encode(self, record: Record) -> list[Sample]:
+    def encode_record(self, record: Record) -> list[Sample]:
         """Tokenise a record and mark the tokens to learn.
 
         Returns:
@@ -106,12 +106,12 @@ class Encoder:
             raise InputError(f"{record.where}: {error}") from None
 
     @cached_property
-    def markers(self) -> Markers:
+    def markers(self) -> TurnMarkers:
         """Markers of dialogues rendered for the target; empty without a template."""
         try:
-            return Markers.of(self.template({}, None))
+            return TurnMarkers.from_template(self.build_template({}, None))
         except InputError:
-            return Markers()
+            return TurnMarkers()
 
     def _text_ids(self, text: str | None) -> list[int]:
         """Tokenise a plain text, with the tokenizer's begin and end tokens only once."""
@@ -139,37 +139,45 @@ class Encoder:
         return ChatTemplate(self.tokenizer, json.loads(kwargs), with_tools=with_tools)
 
     def _encode_chat(self, record: Record, messages: Messages) -> list[Sample]:
-        template = self.template(record.template_kwargs, record.tools)
+        template = self.build_template(record.template_kwargs, record.tools)
         # Assistant messages are learnt if they answer something.
         asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0)
         answers = (i for i, message in enumerate(messages) if message["role"] == "assistant")
-        indices = [i for i in answers if i > asked and i not in record.unlearnt]
+        indices = [i for i in answers if i > asked and i not in record.unlearnt_messages]
         turns = dict(
             zip(indices, find_turns(messages, indices, template, record.tools), strict=True)
         )
         last = turns[indices[-1]] if indices else None
-        given = record.written.keys()
-        left_out = [name for turn in turns.values() for name in turn.left_out]
+        given = record.written_ids.keys()
+        left_out = [name for turn in turns.values() for name in turn.unrendered_parts]
         left_out += _unshown(record, messages, last.prompt if last else "")
         learnt = {
-            i: cut_off(turn, messages[i], template) if i in record.cut_off - given else turn
+            i: remove_turn_ending(turn, messages[i], template)
+            if i in record.truncated_messages - given
+            else turn
             for i, turn in turns.items()
-            if i in given or not says_nothing(messages[i], turn)
+            if i in given or not is_left_out(messages[i], turn)
         }
-        if record.written:
+        if record.written_ids:
             for i in given & learnt.keys():
-                self._check_written(messages[i], record.written[i], i)
-            samples = self._join_ids([*learnt.values()], [record.written.get(i) for i in learnt])
+                self._check_written(messages[i], record.written_ids[i], i)
+            samples = self._join_ids(
+                [*learnt.values()], [record.written_ids.get(i) for i in learnt]
+            )
         else:
             ends = bool(indices) and indices[-1] == len(messages) - 1
-            whole = last.through if last and ends else template.through(messages, record.tools)
+            whole = (
+                last.conversation_text
+                if last and ends
+                else template.render_conversation(messages, record.tools)
+            )
             samples = [self._mark(text, spans) for text, spans in _join([*learnt.values()], whole)]
         return [replace(samples[0], left_out=tuple(left_out)), *samples[1:]]
 
     def _mark(self, text: str, spans: list[Span]) -> Sample:
         """Tokenise a rendering; tokens inside the character spans are learnt."""
         cuts = sorted({edge for span in spans for edge in span})
-        tokens = tokenise(text, cuts, self.tokenizer)
+        tokens = encode_text(text, cuts, self.tokenizer)
         mask = [False] * len(tokens.ids)
         for low, high in spans:
             begin, end = bisect_right(tokens.ends, low), bisect_left(tokens.starts, high)
@@ -201,7 +209,7 @@ class Encoder:
 
     def _check_written(self, message: dict, ids: list[int], index: int) -> None:
         said = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if not is_shown(message["content"].rpartition("</think>")[2], said):
+        if not is_rendered(message["content"].rpartition("</think>")[2], said):
             raise InputError(
                 f"messages[{index}].token_ids: give {said[:80]!r} in this target's tokenizer, but "
                 f"'content' is {message['content'][:80]!r}, so they are of another tokenizer, or "
@@ -221,7 +229,7 @@ def _unshown(record: Record, messages: Messages, prompt: str) -> list[str]:
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     for message in messages[:last]:
         said = message["role"] in ("system", "developer", "user")
-        if said and not is_shown(message["content"], prompt):
+        if said and not is_rendered(message["content"], prompt):
             lost.append(f"a {message['role']} message")
     greeted = messages[0]["role"] == "assistant"
     return [*lost, *(["a greeting"] if greeted else [])]
@@ -252,7 +260,7 @@ class Tokens:
     ends: list[int]
 
 
-def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def encode_text(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Tokenise a text without tokens across the borders of the model's own text.
 
     Args:
@@ -278,9 +286,9 @@ def tokenise(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> 
         # A space before a word belongs to the word, so a trailing space is ignored.
         before, after = text[tokens.starts[at] : cut], text[cut : tokens.ends[at]]
         if before.strip(" ") or not after.strip():
-            left = tokenise(text[:cut], [place for place in cuts if place < cut], tokenizer)
+            left = encode_text(text[:cut], [place for place in cuts if place < cut], tokenizer)
             later = [place - cut for place in cuts if place > cut]
-            right = tokenise(text[cut:], later, tokenizer)
+            right = encode_text(text[cut:], later, tokenizer)
             apart = Tokens(
                 left.ids + right.ids,
                 left.starts + [cut + start for start in right.starts],

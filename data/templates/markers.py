@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from conf.errors import InputError
 from data.rows.values import MalformedRowError
-from data.templates.template import ANSWER, QUESTION, ChatTemplate, probe, shared_start
+from data.templates.template import (
+    ANSWER,
+    QUESTION,
+    ChatTemplate,
+    build_probe_messages,
+    find_common_prefix,
+)
 
 ROLE = r"(im_start|start|bom|\w*(user|assistant|header|turn|role)\w*)"
 ROLE_TOKEN = re.compile(
@@ -24,7 +30,7 @@ WORDS = (
 """Lines of strings that occur together in dialogues of common templates without such tokens."""
 
 
-def turn_marker(text: str) -> str:
+def find_turn_marker(text: str) -> str:
     """Turn marker of a text that is a rendered dialogue of any model; empty for other texts."""
     token = ROLE_TOKEN.search(text)
     if token:
@@ -46,14 +52,14 @@ def refuse_dialogue(marker: str) -> None:
         )
 
 
-def begins_rendered(prompt: str) -> str:
+def find_rendered_start(prompt: str) -> str:
     """Start of a prompt that is a rendered turn; empty for other prompts."""
     begin = BEGIN.match(prompt)
     return begin.group().strip() if begin else ""
 
 
 @dataclass(frozen=True)
-class Markers:
+class TurnMarkers:
     """Tokens and texts that the target's template puts around turns.
 
     Attributes:
@@ -67,28 +73,28 @@ class Markers:
     answers: str = ""
 
     @classmethod
-    def of(cls, template: ChatTemplate) -> "Markers":
+    def from_template(cls, template: ChatTemplate) -> "TurnMarkers":
         """Markers in a rendering of known texts; empty if the template refuses them."""
-        question, answer, _ = probe(calls=False)
+        question, answer, _ = build_probe_messages(calls=False)
         try:
-            text = template.through([question, answer, question, answer])
+            text = template.render_conversation([question, answer, question, answer])
         except InputError:
             return cls()
         pieces = re.split(f"{QUESTION}|{ANSWER}", text)
         if len(pieces) != 5:
             return cls()
         start, first, between, second, _ = pieces
-        asks = shared_start(start[::-1], between[::-1])[::-1]
+        asks = find_common_prefix(start[::-1], between[::-1])[::-1]
         tokenizer = template.tokenizer
         ends = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
         tokens = re.findall(template.stop_pattern, first + between + second)
         return cls(
             tuple(dict.fromkeys(token for token in tokens if token not in ends)),
             asks.strip(),
-            shared_start(first, second).strip(),
+            find_common_prefix(first, second).strip(),
         )
 
-    def find(self, text: str) -> str:
+    def find_marker(self, text: str) -> str:
         """Marker in a text that is rendered like the target's dialogues; empty for other texts."""
         token = next((token for token in self.tokens if token in text), "")
         # Some templates end a question with a single sign, which occurs in any text.

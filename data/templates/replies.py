@@ -13,8 +13,15 @@ from functools import lru_cache
 
 from conf.errors import InputError
 from data.rows.messages import Messages
-from data.templates.template import ANSWER, PROBE_TOOLS, THOUGHT, ChatTemplate, Tools, probe
-from data.templates.turns import THINKING_TAGS, Turn, find_turn, squash
+from data.templates.template import (
+    ANSWER,
+    PROBE_TOOLS,
+    THOUGHT,
+    ChatTemplate,
+    Tools,
+    build_probe_messages,
+)
+from data.templates.turns import THINKING_TAGS, Turn, find_turn, remove_white_space
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,10 @@ def parse_reply(
             turn = find_turn([*before, message], template, tools)
         except InputError:
             continue
-        rendered = squash(_open(turn.written, notation.closing, template))
+        rendered = remove_white_space(_open(turn.written, notation.closing, template))
         # Thinking that the template never renders (DeepSeek-R1) cannot be compared; the rest must.
-        same = str.endswith if turn.left_out else str.__eq__
-        if same(squash(body), rendered):
+        same = str.endswith if turn.unrendered_parts else str.__eq__
+        if same(remove_white_space(body), rendered):
             return message
     return {"role": "assistant", "content": body.strip()}
 
@@ -121,9 +128,9 @@ def _calls(text: str, notation: Notation) -> tuple[str, list[dict]]:
 @lru_cache(maxsize=8)
 def _notation(template: ChatTemplate, *, with_tools: bool) -> Notation:
     tools = PROBE_TOOLS if with_tools else None
-    question, answer, _ = probe(calls=False)
+    question, answer, _ = build_probe_messages(calls=False)
     text = _probed([question, answer], template, tools)
-    called_answer = probe(calls=True)[1]
+    called_answer = build_probe_messages(calls=True)[1]
     thinks = {"reasoning_content": THOUGHT}
     thought = _probed([question, answer | thinks], template, tools)
     called = _probed([question, called_answer], template, tools)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.errors import InputError
-from data.rows.messages import REASONING, Messages, with_text_arguments
+from data.rows.messages import REASONING, Messages, format_call_arguments
 
 Tools = list[dict] | None
 
@@ -43,7 +43,7 @@ TEMPLATE_FAULTS = (
 
 
 @dataclass(frozen=True)
-class Ending:
+class TurnEnding:
     """End of the last turn.
 
     Attributes:
@@ -88,7 +88,7 @@ class ChatTemplate:
         self.source = _chosen(tokenizer, named.pop("chat_template", None), self._probe_tools)
         self.variables = {**tokenizer.special_tokens_map, **named}
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> str:
+    def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
         """Render a conversation up to the start of the assistant's turn.
 
         Raises:
@@ -96,7 +96,7 @@ class ChatTemplate:
         """
         return self._render(messages, tools, self._notation, prompt=True)
 
-    def through(self, messages: Messages, tools: Tools = None) -> str:
+    def render_conversation(self, messages: Messages, tools: Tools = None) -> str:
         """Render a whole conversation.
 
         Raises:
@@ -138,7 +138,7 @@ class ChatTemplate:
         if thinks:
             shown["content"].insert(0, {"type": "thinking", "thinking": reasoning})
         if text_arguments:
-            shown = with_text_arguments(shown)
+            shown = format_call_arguments(shown)
         return shown
 
     @cached_property
@@ -149,7 +149,7 @@ class ChatTemplate:
         arguments may be JSON text (DeepSeek).
         """
         notation = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
-        question, answer, _ = probe(calls=False)
+        question, answer, _ = build_probe_messages(calls=False)
         thought = answer | {"reasoning_content": THOUGHT}
         for name, messages, text in (
             ("parts", [question], QUESTION),
@@ -158,7 +158,7 @@ class ChatTemplate:
             other = notation | {name: True}
             if self._shows(text, messages, other) and not self._shows(text, messages, notation):
                 notation = other
-        calls = probe(calls=True)[:2]
+        calls = build_probe_messages(calls=True)[:2]
         return notation | {"text_arguments": self._rendered(calls, notation) is None}
 
     def _rendered(self, messages: Messages, notation: dict[str, bool]) -> str | None:
@@ -173,7 +173,7 @@ class ChatTemplate:
         return text in rendered and not re.search(rf"""['"]{text}['"]""", rendered)
 
     @lru_cache(maxsize=2)  # noqa: B019  templates live as long as their run
-    def ending(self, calls: bool) -> Ending:
+    def find_turn_ending(self, calls: bool) -> TurnEnding:
         """Find the end of the last turn.
 
         The text shared by the renderings of a turn as last and as followed turn is the model's, up
@@ -186,34 +186,37 @@ class ChatTemplate:
         Raises:
             InputError: the template does not render turns of this kind.
         """
-        messages, tools = probe(calls=calls), self._probe_tools
-        last, followed = self.through(messages[:2], tools), self.through(messages, tools)
+        messages, tools = build_probe_messages(calls=calls), self._probe_tools
+        last, followed = (
+            self.render_conversation(messages[:2], tools),
+            self.render_conversation(messages, tools),
+        )
         if ANSWER not in last:
             what = "tool calls" if calls else "an assistant's text"
             raise InputError(f"the target's chat template does not render {what}")
         tail, more = last.rpartition(ANSWER)[2], followed.rpartition(ANSWER)[2]
-        shared = self.whole_tokens(shared_start(tail, more), tail)
+        shared = self.whole_tokens(find_common_prefix(tail, more), tail)
         shared = shared.partition(self._opening)[0] if self._opening else shared
         shared = shared.rstrip()
         # Text before the stop token belongs to the turn: an id, a bracket after an argument.
         at = re.search(rf"({self.stop_pattern})$", shared)
         if at:
-            return Ending(at.group(), tail[at.start() :])
+            return TurnEnding(at.group(), tail[at.start() :])
         stop = re.compile(rf"\s*({self.stop_pattern})")
         stopped = stop.match(tail, len(shared)) or stop.match(more, len(shared))
-        return Ending(stopped.group() if stopped else "", tail[len(shared) :])
+        return TurnEnding(stopped.group() if stopped else "", tail[len(shared) :])
 
     @cached_property
     def lead_space(self) -> str:
         """White space that the template puts before an answer's text."""
-        text = self.through(probe(calls=False)[:2], self._probe_tools)
+        text = self.render_conversation(build_probe_messages(calls=False)[:2], self._probe_tools)
         lead = text.partition(ANSWER)[0]
         return lead[len(lead.rstrip()) :]
 
     @cached_property
     def _opening(self) -> str:
         """Special token that opens a turn, if any."""
-        text = self.through(probe(calls=False)[:1], self._probe_tools)
+        text = self.render_conversation(build_probe_messages(calls=False)[:1], self._probe_tools)
         tokens = (token.group() for token in re.finditer(self.special_pattern, text))
         return next((token for token in tokens if token != self.tokenizer.bos_token), "")
 
@@ -241,7 +244,7 @@ class ChatTemplate:
         return _any_of(token.content for token in added if token.special)
 
 
-def shared_start(one: str, other: str) -> str:
+def find_common_prefix(one: str, other: str) -> str:
     """Common start of two texts."""
     pairs = zip(one, other, strict=False)
     return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
@@ -271,7 +274,7 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.name_or_path or "(unnamed)"
 
 
-def probe(*, calls: bool) -> Messages:
+def build_probe_messages(*, calls: bool) -> Messages:
     """A question, a turn whose text (or last argument) is `ANSWER`, and a following turn."""
     question = {"role": "user", "content": QUESTION}
     if not calls:

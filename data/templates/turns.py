@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from conf.errors import InputError
 from data.rows.messages import Messages
-from data.templates.template import ANSWER, ChatTemplate, Ending, Tools, shared_start
+from data.templates.template import ANSWER, ChatTemplate, Tools, TurnEnding, find_common_prefix
 
 THINKING_TAGS = {
     "<think>": "</think>",
@@ -43,8 +43,8 @@ class Turn:
 
     prompt: str
     written: str
-    through: str
-    left_out: tuple[str, ...] = ()
+    conversation_text: str
+    unrendered_parts: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -78,19 +78,19 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
         InputError: as `find_turns`.
     """
     last = messages[-1]
-    through = template.through(messages, tools)
+    through = template.render_conversation(messages, tools)
     prompt, rest = _divide(messages, through, template, tools)
     thinks = last.get("reasoning_content") or "</think>" in last["content"]
     block = None if thinks else EMPTY_THINKING.match(rest)
     if block:
         # The usual space after the block is the template's; further space is the answer's.
-        space = shared_start(rest[block.end() :], template.lead_space)
+        space = find_common_prefix(rest[block.end() :], template.lead_space)
         end = block.end() + len(space)
         prompt, rest = prompt + rest[:end], rest[end:]
     # R1 closes a turn with tool calls twice. The model's text ends at the first stop token after
     # everything the turn says; a turn without such a stop is refused.
     written = ""
-    for written in _closed(rest, template.ending(bool(last.get("tool_calls"))), template):
+    for written in _closed(rest, template.find_turn_ending(bool(last.get("tool_calls"))), template):
         if not _unsaid(last, written):
             break
     return Turn(prompt, written, through, _left_out(last, written))
@@ -101,14 +101,16 @@ def _divide(
 ) -> tuple[str, str]:
     """Prompt before the last message, and the rest."""
     before, last = messages[:-1], messages[-1]
-    prompt = template.prompt(before, tools)
+    prompt = template.render_prompt(before, tools)
     if through.startswith(prompt):
         return prompt, through[len(prompt) :]
-    probe = template.through([*before, {"role": "assistant", "content": ANSWER}], tools)
-    answer, history = probe.find(ANSWER), len(shared_start(prompt, probe))
+    probe = template.render_conversation([*before, {"role": "assistant", "content": ANSWER}], tools)
+    answer, history = probe.find(ANSWER), len(find_common_prefix(prompt, probe))
     # gpt-oss shows earlier thinking, and Mistral the system message, until the answer is there, so
     # only the prompt has them. The turn begins after the end of the prompt.
-    header = prompt.removeprefix(template.through(before, tools)) or template.last_special(prompt)
+    header = prompt.removeprefix(
+        template.render_conversation(before, tools)
+    ) or template.last_special(prompt)
     at = probe.rfind(header, 0, answer)
     start = at + len(header)
     if header and at >= history and through.startswith(probe[:start]):
@@ -116,7 +118,11 @@ def _divide(
     # The generation prompt opens (or skips) thinking, but the rendered turn does not.
     start = len(template.whole_tokens(probe[:history], probe))
     lead = probe[start:answer]
-    if squash(lead) in (squash(prompt[start:]), "</think>", "<think></think>"):
+    if remove_white_space(lead) in (
+        remove_white_space(prompt[start:]),
+        "</think>",
+        "<think></think>",
+    ):
         start, lead = answer, ""
     only_special = re.fullmatch(rf"(\s|{template.special_pattern})*", lead)
     if only_special and start <= answer and through.startswith(probe[:start]):
@@ -126,7 +132,7 @@ def _divide(
         if not any(tag in prompt[start:] and rest.startswith(tag) for tag in THINKING_TAGS):
             return prompt, rest
     hint = "; data.chat_template_kwargs={enable_thinking: true} may be missing"
-    apart = len(shared_start(prompt, through))
+    apart = len(find_common_prefix(prompt, through))
     raise InputError(
         "the target's chat template renders an answer elsewhere than after its generation prompt "
         f"{prompt[-60:]!r}: {through[apart : apart + 60]!r}"
@@ -134,7 +140,7 @@ def _divide(
     )
 
 
-def _closed(rest: str, ending: Ending, template: ChatTemplate) -> Iterator[str]:
+def _closed(rest: str, ending: TurnEnding, template: ChatTemplate) -> Iterator[str]:
     """Yield the turn cut after its end, or closed: at its first stop token, the second, ..."""
     if not rest.endswith(ending.rendered):
         raise InputError(
@@ -150,7 +156,7 @@ def _closed(rest: str, ending: Ending, template: ChatTemplate) -> Iterator[str]:
 
 def _unsaid(message: dict, written: str) -> str:
     """Name a part of a turn, except thinking, that the text lacks; empty if complete."""
-    if not is_shown(_text(message), written):
+    if not is_rendered(_text(message), written):
         return f"the text {message['content'][:80]!r}"
     names = (call["function"]["name"] for call in message.get("tool_calls", ()))
     return next((f"the call of {name}" for name in names if name not in written), "")
@@ -168,7 +174,7 @@ def _left_out(message: dict, written: str) -> tuple[str, ...]:
             f"the target's chat template does not render {unsaid} of the assistant; it renders "
             f"{written[:80]!r}"
         )
-    shown = all(is_shown(thought, written) for thought in _thoughts(message))
+    shown = all(is_rendered(thought, written) for thought in _thoughts(message))
     return () if shown else ("thinking",)
 
 
@@ -182,12 +188,12 @@ def _thoughts(message: dict) -> tuple[str, str]:
     return message.get("reasoning_content") or "", inline
 
 
-def says_nothing(message: dict, turn: Turn) -> bool:
+def is_left_out(message: dict, turn: Turn) -> bool:
     """Tell whether the template leaves out the whole turn, yet closes it."""
-    return bool(turn.left_out) and not (_text(message).strip() or message.get("tool_calls"))
+    return bool(turn.unrendered_parts) and not (_text(message).strip() or message.get("tool_calls"))
 
 
-def cut_off(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
+def remove_turn_ending(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
     """Remove the end of a turn that the model had not reached.
 
     Args:
@@ -201,13 +207,13 @@ def cut_off(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
     at = turn.written.rfind(said) if said else -1
     if at >= 0:
         return replace(turn, written=turn.written[: at + len(said)])
-    closing = template.ending(calls).closing
+    closing = template.find_turn_ending(calls).closing
     return replace(turn, written=turn.written.removesuffix(closing).rstrip())
 
 
-def is_shown(text: str, rendered: str) -> bool:
+def is_rendered(text: str, rendered: str) -> bool:
     """Tell whether a text is rendered, ignoring white space."""
-    return text.strip() in rendered or squash(text) in squash(rendered)
+    return text.strip() in rendered or remove_white_space(text) in remove_white_space(rendered)
 
 
 def _aligned(
@@ -226,24 +232,24 @@ def _aligned(
         return None
     outer = indices[0], indices[-1]
     own = [find_turn(messages[: i + 1], template, tools) for i in outer]
-    whole = template.through(messages, tools)
-    header = own[0].prompt.removeprefix(template.through(messages[: outer[0]], tools))
+    whole = template.render_conversation(messages, tools)
+    header = own[0].prompt.removeprefix(template.render_conversation(messages[: outer[0]], tools))
     starts = [place.end() for place in re.finditer(re.escape(header), whole)] if header else []
     if len(starts) != len(answers):
         return None
-    closing = template.ending(calls=False).closing
+    closing = template.find_turn_ending(calls=False).closing
     turns = {}
     for i, start in zip(answers, starts, strict=True):
         said = messages[i]["content"].strip()
         end = whole.find(closing, start + len(said)) + len(closing)
         turns[i] = Turn(whole[:start], whole[start:end], whole)
-        if squash(turns[i].written) != squash(said + closing):
+        if remove_white_space(turns[i].written) != remove_white_space(said + closing):
             return None
     if [turns[i].text for i in outer] != [turn.text for turn in own]:
         return None
     return [turns[i] for i in indices]
 
 
-def squash(text: str) -> str:
+def remove_white_space(text: str) -> str:
     """Remove white space from a text."""
     return "".join(text.split())

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from data.rows.values import MalformedRowError, show
+from data.rows.values import MalformedRowError, format_found_value
 
 ROUNDING = 1e-6
 MOST = 1e15
@@ -14,7 +14,7 @@ def number_of(value: object, name: str, least: float = 0, most: float = MOST) ->
     """Check that a value is a number within limits."""
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
         limits = f"of at least {least:g}" if most == MOST else f"from {least:g} to {most:g}"
-        raise MalformedRowError(name, show(value), f"a number {limits}")
+        raise MalformedRowError(name, format_found_value(value), f"a number {limits}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -22,7 +22,7 @@ def whole_of(value: object, name: str, least: int = 0, most: float = MOST) -> in
     """Check that a value is an integer, which counters may write as 12.0."""
     number = number_of(value, name, least, most)
     if number != int(number):
-        raise MalformedRowError(name, show(value), "a whole number")
+        raise MalformedRowError(name, format_found_value(value), "a whole number")
     return int(number)
 
 
@@ -34,21 +34,21 @@ def share_of(value: object, name: str) -> float:
 def text_of(value: object, name: str) -> str:
     """Check that a value is a non-empty text."""
     if not isinstance(value, str) or not value.strip():
-        raise MalformedRowError(name, show(value), "a text")
+        raise MalformedRowError(name, format_found_value(value), "a text")
     return value
 
 
 def object_of(value: object, name: str, what: str = "an object") -> dict[str, Any]:
     """Check that a value is a JSON object."""
     if not isinstance(value, dict):
-        raise MalformedRowError(name, show(value), what)
+        raise MalformedRowError(name, format_found_value(value), what)
     return value
 
 
 def items_of(value: object, name: str, check: Callable[[object, str], Any]) -> list[Any]:
     """Check each item of a list."""
     if not isinstance(value, list):
-        raise MalformedRowError(name, show(value), "a list")
+        raise MalformedRowError(name, format_found_value(value), "a list")
     return [check(item, f"{name}[{place}]") for place, item in enumerate(value)]
 
 

@@ -37,7 +37,7 @@ def summarise(
         "baseline": baseline,
         "baselines": [name for name in BASELINES if name in methods],
         # Sampled texts differ by chance; tests check their distribution.
-        "lossless": lossless(bench, methods, runs) if bench.sampling.greedy else None,
+        "lossless": lossless(bench, methods, runs) if bench.sampling.is_greedy else None,
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
         "texts": texts_shown(bench.ends.tokenizer, methods, runs, config.num_texts),
@@ -222,8 +222,10 @@ def _divergence(
 ) -> dict[str, Any]:
     """Place where two texts part, and the margin of the target's choice there."""
     position = common_prefix(expected, text)
-    output = target.read_text(prompt.token_ids + expected[:position])
-    best, second = target.logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
+    output = target.encode_text(prompt.token_ids + expected[:position])
+    best, second = (
+        target.compute_logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
+    )
     return {"position": position, "top2_margin": best - second}
 
 

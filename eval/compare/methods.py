@@ -38,11 +38,11 @@ from eval.measure.heads import BenchHead
 from eval.tune.skip_search import search_layers
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
-from heads.decoding.tree import Tree, usual_tree
+from heads.decoding.tree import Tree, make_default_tree
 from heads.kinds import HEADS
-from heads.layers.low_rank import with_low_rank_head
-from heads.layers.packed import pack
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.layers.low_rank import make_low_rank_target
+from heads.layers.packed import pack_weights
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 
@@ -202,7 +202,7 @@ class MethodBuilder:
             for shape in ("chain", "tree", *(["cut"] if head.calibration else [])):
                 makers[f"{family}_{shape}{number}"] = partial(self._head, head, shape)
             makers[f"{family}_suffix{number}"] = partial(self._hybrid, head)
-            if HEADS[family].static and not self.sampling.greedy:
+            if HEADS[family].has_static_tree and not self.sampling.is_greedy:
                 makers[f"{family}_typical{number}"] = partial(self._typical, head)
         if self.config.draft.path is not None:
             makers |= self._with_draft_model(self.config.draft.path, single)
@@ -236,7 +236,7 @@ class MethodBuilder:
     ) -> Method:
         how, length = sampling or self.sampling, self.config.max_new_tokens
         run = Decoding(self.target, make, length, how, self.config.cuda_graphs)
-        return Method(run, tree, how.lossy, run.settings)
+        return Method(run, tree, how.is_lossy, run.settings)
 
     def _remembering(
         self,
@@ -269,7 +269,7 @@ class MethodBuilder:
     def _head(self, head: BenchHead, shape: str) -> Method:
         tree = head.tree if shape == "tree" else head.chain
         made = self._engine(
-            lambda seeds: head.drafter(shape, self.sampling, seeds),
+            lambda seeds: head.make_drafter(shape, self.sampling, seeds),
             tree if isinstance(tree, Tree) else None,
         )
         if shape != "cut" or head.calibration is None:
@@ -281,13 +281,13 @@ class MethodBuilder:
         rule = self.config.typical
         lossy = replace(self.sampling, typical=Typical(rule.threshold, rule.alpha))
         assert isinstance(head.tree, Tree)
-        return self._engine(lambda seeds: head.drafter("tree", lossy, seeds), head.tree, lossy)
+        return self._engine(lambda seeds: head.make_drafter("tree", lossy, seeds), head.tree, lossy)
 
     def _with_draft_model(self, path: str, single: bool) -> dict[str, Callable[[], Method]]:
         settings = self.config.draft
         reference = TargetConfig(path, settings.revision, dtype=self.config.target.dtype)
         model = load_target(reference, self.target.device)
-        pack(model.model, model.output_head)
+        pack_weights(model.model, model.output_head)
         model.output_head = self._drafting(model).output_head
         if not same_tokenizer(self.target, model):
             return {"draft_chain": partial(self._other_tokenizer, model)}
@@ -313,10 +313,10 @@ class MethodBuilder:
             makers["generate_assisted"] = partial(self._generate, assistant_model=model.model)
         return makers
 
-    def _drafting(self, model: Target) -> EmbeddingsAndHead:
+    def _drafting(self, model: Target) -> EmbeddingsAndOutputHead:
         """Embeddings and output head of a model while drafting."""
         rank = self.config.output_rank
-        return model if rank is None else with_low_rank_head(model, rank)
+        return model if rank is None else make_low_rank_target(model, rank)
 
     def _draft_chain(self, model: Target) -> Method:
         settings = self.config.draft
@@ -328,7 +328,11 @@ class MethodBuilder:
 
     def _draft_tree(self, model: Target) -> Method:
         paths = self.config.draft.tree
-        tree = usual_tree(self.config.draft.num_tokens) if paths is None else Tree.from_paths(paths)
+        tree = (
+            make_default_tree(self.config.draft.num_tokens)
+            if paths is None
+            else Tree.from_paths(paths)
+        )
         return self._draft_model(model, tree)
 
     def _draft_model(self, model: Target, tree: Tree, length: DraftLength | None = None) -> Method:
@@ -348,7 +352,7 @@ class MethodBuilder:
     def _hybrid(self, head: BenchHead) -> Method:
         def make(seeds: list[int], answers: SuffixTree) -> Drafter:
             # Greedy, as sampled candidates cannot stand beside a copied text.
-            drafter = head.drafter("tree", GREEDY, seeds)
+            drafter = head.make_drafter("tree", GREEDY, seeds)
             return Hybrid(drafter, self._suffix_drafter(answers), head.tree.depth / 2)
 
         return self._remembering(self._answers, make)

@@ -38,12 +38,12 @@ def known_methods() -> dict[str, str]:
 
     of_heads: dict[str, str] = {}
     for name, kind in HEADS.items():
-        of_heads |= {f"{name}_{way}": kind.phrase for way in ("chain", "tree", "suffix")}
+        of_heads |= {f"{name}_{way}": kind.name_with_article for way in ("chain", "tree", "suffix")}
         of_heads[f"{name}_cut"] = (
-            f"{kind.phrase} calibrated by eval/calibrate.py on this machine, at this depth"
+            f"{kind.name_with_article} calibrated by eval/calibrate.py on this machine, at this depth"
         )
-        if kind.static:
-            of_heads[f"{name}_typical"] = f"{kind.phrase}; temperature above 0; lossy"
+        if kind.has_static_tree:
+            of_heads[f"{name}_typical"] = f"{kind.name_with_article}; temperature above 0; lossy"
     return METHODS | of_heads
 
 

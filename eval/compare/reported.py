@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
-from data.rows.values import MalformedRowError, show
+from data.rows.values import MalformedRowError, format_found_value
 from eval.compare.checks import (
     check_fits,
     if_there,
@@ -128,7 +128,7 @@ def _check_own(row: dict[str, Any]) -> None:
     items_of(row.get("alpha"), "alpha", share_of)
     ends = row.get("tau_ci95", "nothing")
     if ends is not None and len(items_of(ends, "tau_ci95", number_of)) != 2:
-        raise MalformedRowError("tau_ci95", show(ends), "two ends, or null")
+        raise MalformedRowError("tau_ci95", format_found_value(ends), "two ends, or null")
     tree = next((name for name in TREES if name in row), TREES[0])
     _check_figures(object_of(row.get(tree), tree, "the tree's figures"), f"{tree}.")
     whole_of(row.get("num_prompts"), "num_prompts", 1)
@@ -309,7 +309,7 @@ def _cell(value: object, name: str) -> float:
     try:
         return float(str(value))
     except ValueError:
-        raise MalformedRowError(name, show(value), "a number") from None
+        raise MalformedRowError(name, format_found_value(value), "a number") from None
 
 
 def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> Reported:
@@ -364,7 +364,7 @@ def _configured(file: Path) -> dict[str, Any]:
         return {}
     noted = _json(file)
     if not isinstance(noted, dict):
-        raise InputError(f"results: {file}: found {show(noted)}; allowed: an object")
+        raise InputError(f"results: {file}: found {format_found_value(noted)}; allowed: an object")
     stated: dict[str, Any] = {}
     # Engines count a block differently for block drafters.
     if noted.get("speculative_algorithm") not in ("DFLASH", None):

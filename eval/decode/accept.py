@@ -46,21 +46,21 @@ def verify(
         sampling: how the target chooses.
         generators: random generators, for sampling.
     """
-    if tokens.shape[1] == 1 and sampling.greedy:
+    if tokens.shape[1] == 1 and sampling.is_greedy:
         root = torch.zeros_like(tokens)
         return Accepted(root, root[:, 0], logits[:, 0].argmax(-1))
-    layout = draft.layout()
-    if sampling.greedy:
+    layout = draft.build_layout()
+    if sampling.is_greedy:
         choices = logits.argmax(-1)
         passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
         return Accepted(nodes, _at(layout.depths, end), _at(choices, end))
-    probs = sampling.probabilities(logits)
+    probs = sampling.compute_probabilities(logits)
     if sampling.typical is not None:
         passes, log_probs = typical_acceptance(layout, tokens, probs, sampling.typical)
         nodes, end = _deepest_path(layout, passes, log_probs)
         return Accepted(nodes, _at(layout.depths, end), generators.sample(_at(probs, end)))
-    uniforms = generators.uniform(tokens.shape[1])
+    uniforms = generators.draw_uniform(tokens.shape[1])
     if draft.draft_probs is None:
         passes = accept_ranked(layout, tokens, probs, uniforms)
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))

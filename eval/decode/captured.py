@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from eval.decode.engine import Batch, Generation, Make, NewTokens, Prefilled, Request
 from eval.decode.verify_pass import ContextLimits, HostStep, Verified, read_trees
-from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.cache import KeptNodes, TreeCache
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target
@@ -118,7 +118,7 @@ def obstacle(target: Target) -> str:
         return "the target's layers lie on several devices"
     if target.is_recurrent:
         return "the target's recurrent layers run depth by depth"
-    if target.rope.switch is not None:
+    if target.long_rope.switch is not None:
         return "the target reads long texts with other frequencies"
     if target.logits_processing:
         return "the target's generation config changes its logits"
@@ -154,7 +154,7 @@ class Captured:
     ) -> None:
         self.target, self.make = target, make
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
-        self.what = "verify pass" if make([0]).static_nodes is None else "step"
+        self.what = "verify pass" if make([0]).num_static_nodes is None else "step"
         self.kept: Any = None
 
     def decode(self, requests: Sequence[Request], batch_size: int) -> list[Generation]:
@@ -230,7 +230,7 @@ class _Rows:
             self.cache.slots.advance(verified.counts, [])
         else:
             path = verified.accepted.nodes[:, : draft.depth + 1]
-            self.cache.commit([], Kept(path, verified.counts))
+            self.cache.commit([], KeptNodes(path, verified.counts))
         self.roots.copy_(verified.accepted.bonus)
         return verified
 
@@ -253,14 +253,14 @@ class CapturedSteps(_Rows):
 
     def __init__(self, batch: Batch, cache: TreeCache) -> None:
         super().__init__(batch, cache)
-        assert batch.drafter.static_nodes is not None
-        self.drafter, self.num_nodes = batch.drafter, batch.drafter.static_nodes
+        assert batch.drafter.num_static_nodes is not None
+        self.drafter, self.num_nodes = batch.drafter, batch.drafter.num_static_nodes
         self.capacity = self.target.capacity or slots_for(batch.longest, self.num_nodes)
         if not self.fits(batch.longest):
             raise CaptureError(
                 f"{batch.longest} tokens in a compiled target's {self.capacity} slots"
             )
-        self.committed: Committed | None = None
+        self.committed: CommittedTokens | None = None
         self.width, self.graphs = 0, _Graphs[None]()
         self.buffers: list[Tensor] = []
         self.record: Tensor | None = None
@@ -271,7 +271,7 @@ class CapturedSteps(_Rows):
 
     def prepare(self, longest: int) -> bool:
         """Reserve slots for texts of a known length; True if the step must be captured."""
-        width, held = slots_for(longest, self.num_nodes), self.cache.slots.held
+        width, held = slots_for(longest, self.num_nodes), self.cache.slots.fixed_width
         if self.target.capacity is not None:
             width = self.target.capacity
         elif held is not None and len(self.roots) > 1:
@@ -305,9 +305,9 @@ class CapturedSteps(_Rows):
         draft = self.drafter.propose(Roots(self.roots, []))
         verified = self._verify(draft)
         path = verified.accepted.nodes[:, : draft.depth + 1]
-        new = Committed(
+        new = CommittedTokens(
             token_ids=[],
-            output=verified.nodes.output.at(path),
+            output=verified.nodes.output.select_tokens(path),
             cache=self.cache,
             logits=verified.nodes.logits,
             on_device=(verified.on_path[:, : path.shape[1]], verified.counts),
@@ -316,7 +316,7 @@ class CapturedSteps(_Rows):
         if self.committed is None:
             self.committed = replace(new, logits=None)
         else:
-            self.committed.fill(new)
+            self.committed.copy_from(new)
         self.drafter.observe(replace(self.committed, logits=new.logits))
         if self.record is None:
             self.record = verified.record
@@ -349,7 +349,7 @@ class StepBatch(Batch):
     captured: CapturedSteps | None = None
     late: _Launched | None = None
 
-    def _start(self) -> tuple[Committed, NewTokens]:
+    def _start(self) -> tuple[CommittedTokens, NewTokens]:
         """Start as usual, or with free rows that the first texts take."""
         rows, size = self.captured, self.batch_size
         if rows is None or len(rows.roots) != size or not rows.fits(self.longest):
@@ -360,7 +360,7 @@ class StepBatch(Batch):
         self.rows, self.running = [FREE] * size, []
         return rows.committed, {}
 
-    def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
+    def _go_on(self, prefilled: list[Prefilled], committed: CommittedTokens) -> CommittedTokens:
         """Let new texts take the rows of finished ones; the drafter has observed its steps."""
         if self.captured is None:
             committed = super()._go_on(prefilled, committed)
@@ -374,7 +374,7 @@ class StepBatch(Batch):
             self._seat(prefilled, committed.cache)
         return committed
 
-    def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:  # noqa: ARG002
+    def _step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:  # noqa: ARG002
         """Launch a step; return the new tokens of the previous one, by text."""
         rows = self.captured
         assert rows is not None
@@ -463,10 +463,10 @@ class CapturedPasses(_Rows):
         """Tell whether a text of this length has room, with the largest draft so far."""
         return slots_for(longest, 1 + self.most) <= self.capacity
 
-    def take(self, batch: Batch, committed: Committed) -> Committed:
+    def take(self, batch: Batch, committed: CommittedTokens) -> CommittedTokens:
         """Continue the single text of another batch here, and return its prompt for the drafter."""
         self.longest = batch.longest
-        self.cache.take(0, committed.cache)
+        self.cache.insert_row(0, committed.cache)
         self.roots.copy_(batch.roots)
         self.generators.take(0, batch.generators)
         # Before a head reads the prompt with as many slots as the last text had.
@@ -532,7 +532,7 @@ class PassBatch(Batch):
 
     captured: CapturedPasses | None = None
 
-    def _start(self) -> tuple[Committed, NewTokens]:
+    def _start(self) -> tuple[CommittedTokens, NewTokens]:
         """Start as usual, and reuse the slots of an earlier text."""
         committed, new = super()._start()
         if self.captured is not None and not self.captured.fits(self.longest):
@@ -542,7 +542,7 @@ class PassBatch(Batch):
             self.roots, self.generators = self.captured.roots, self.captured.generators
         return committed, new
 
-    def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
+    def _go_on(self, prefilled: list[Prefilled], committed: CommittedTokens) -> CommittedTokens:
         """Continue as usual; with fewer rows, capture anew."""
         if len(self.running) + len(prefilled) < len(self.rows):
             self.captured = None
@@ -551,7 +551,7 @@ class PassBatch(Batch):
             self.captured = CapturedPasses(self, committed.cache)
         return committed
 
-    def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:
+    def _step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:
         """Draft, then launch the rest at once."""
         passes = self.captured
         assert passes is not None

@@ -17,12 +17,12 @@ from torch import Tensor
 from conf.command.clock import DecodingTimes, PartClock
 from eval.decode.generation_config import Processors, Stops
 from eval.decode.verify_pass import ContextLimits, HostStep, Nodes, read_trees
-from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import Committed, Draft, Drafter, Roots
+from heads.decoding.cache import KeptNodes, TreeCache
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target, prefill_parts
-from heads.upload import upload
+from heads.target_model.model import FeatureLayers, Target, iter_prefill
+from heads.upload import to_device
 
 ROOT_ALONE = Tree.chain(0)
 Make = Callable[[list[int]], Drafter]
@@ -92,20 +92,20 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 class NoDraft:
     """Drafter without drafts: plain decoding in the same engine, the baseline `vanilla`."""
 
-    taps = Taps()
-    static_nodes = 1
+    taps = FeatureLayers()
+    num_static_nodes = 1
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Do nothing."""
 
     def propose(self, roots: Roots) -> Draft:
         """Return the roots alone."""
-        return Draft.of(ROOT_ALONE, roots.tokens.new_empty(len(roots), 0))
+        return Draft.from_tree(ROOT_ALONE, roots.tokens.new_empty(len(roots), 0))
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Do nothing."""
 
-    def take(self, row: int, other: "NoDraft") -> None:
+    def insert_row(self, row: int, other: "NoDraft") -> None:
         """Do nothing."""
 
 
@@ -206,7 +206,7 @@ class Prefilled:
 
     texts: list[int]
     drafter: Drafter
-    committed: Committed
+    committed: CommittedTokens
     roots: Tensor
     generators: Generators
 
@@ -242,7 +242,7 @@ class Batch:
         self.prompts = [request.prompt_ids for request in requests]
         self.seeds = [request.seed for request in requests]
         self.longest = max(map(len, self.prompts)) + max_new_tokens
-        assert target.window is None or self.longest <= target.window
+        assert target.max_positions is None or self.longest <= target.max_positions
         self.target, self.make, self.sampling = target, make, sampling
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.stops = Stops.of(target)
@@ -296,7 +296,7 @@ class Batch:
         ids = self.generations[text].token_ids
         return len(ids) >= self.max_new_tokens or self.stops.ended(ids)
 
-    def _start(self) -> tuple[Committed, NewTokens]:
+    def _start(self) -> tuple[CommittedTokens, NewTokens]:
         """Read the prompts of the first texts together; return their first tokens."""
         self.rows, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
         begun, new = self._prefill(self.rows)
@@ -304,7 +304,7 @@ class Batch:
         self.running = list(self.rows)
         return begun.committed, new
 
-    def _step(self, committed: Committed) -> tuple[Committed, NewTokens]:
+    def _step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:
         """Draft, verify and accept; return what is committed, and new tokens by text."""
         cache = committed.cache
         with self.clock.measure_part("draft", self.rows):
@@ -314,7 +314,7 @@ class Batch:
         with self.clock.measure_part("accept", self.rows):
             verified = nodes.accept(draft, self.sampling, self.generators)
             steps = HostStep.all_of(verified.record.tolist())
-            kept = Kept(verified.accepted.nodes, verified.counts)
+            kept = KeptNodes(verified.accepted.nodes, verified.counts)
             cache.commit([step.path for step in steps], kept)
             self.roots = verified.accepted.bonus
             return verified.committed(steps, cache), self._note(steps)
@@ -328,18 +328,18 @@ class Batch:
             self.started[text] = self.clock.end_lap(self.rows)
         with self.clock.measure_part("prefill", texts):
             seeds = [self.seeds[text] for text in texts]
-            drafter, generators = self.make(seeds), Generators.seeded(seeds, self.target.device)
+            drafter, generators = self.make(seeds), Generators.from_seeds(seeds, self.target.device)
             prompts = [self.prompts[text] for text in texts]
             cache, last = self.target.new_cache(len(prompts)), None
             # The drafter observes all parts but the last at once, so that they are not kept.
-            for tokens, output in prefill_parts(self.target, cache, prompts, drafter.taps):
-                part = Committed(tokens, output, cache)
+            for tokens, output in iter_prefill(self.target, cache, prompts, drafter.taps):
+                part = CommittedTokens(tokens, output, cache)
                 if last is not None:
-                    last, part = last.hand_on(part)
+                    last, part = last.carry_last_tokens(part)
                     drafter.observe(last)
                 last = part
             assert last is not None
-            logits = self.target.logits(last.last.hidden_states[:, 0])
+            logits = self.target.compute_logits(last.last_output.hidden_states[:, 0])
             logits = self.processors.begin(logits, prompts)
             roots = sample_tokens(logits, self.sampling, generators)
             new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
@@ -355,10 +355,10 @@ class Batch:
         padded = [ids + [0] * (longest - len(ids)) for ids in texts]
         logits = self.processors.apply(
             nodes.logits,
-            history=upload(padded, self.target.device),
+            history=to_device(padded, self.target.device),
             committed=cache.slots.committed,
             tokens=nodes.tokens,
-            layout=draft.layout(),
+            layout=draft.build_layout(),
         )
         return replace(nodes, logits=logits)
 
@@ -390,7 +390,7 @@ class Batch:
         self.running = [text for text in self.running if text not in ended]
         return not ended
 
-    def _go_on(self, prefilled: list[Prefilled], committed: Committed) -> Committed:
+    def _go_on(self, prefilled: list[Prefilled], committed: CommittedTokens) -> CommittedTokens:
         """Let the drafter observe, and give the rows of finished texts to new ones."""
         if len(self.running) + len(prefilled) < len(self.rows):
             committed = self._drop(len(prefilled), committed)
@@ -405,26 +405,26 @@ class Batch:
         free = [row for row, text in enumerate(self.rows) if text not in self.running]
         for row, begun in zip(free, prefilled, strict=False):
             begun.drafter.observe(begun.committed)
-            self.drafter.take(row, begun.drafter)
-            cache.take(row, begun.committed.cache)
+            self.drafter.insert_row(row, begun.drafter)
+            cache.insert_row(row, begun.committed.cache)
             self.generators.take(row, begun.generators)
             self.roots[row] = begun.roots[0]
             self.rows[row] = begun.texts[0]
             self.running += begun.texts
 
-    def _drop(self, num_new: int, committed: Committed) -> Committed:
+    def _drop(self, num_new: int, committed: CommittedTokens) -> CommittedTokens:
         """Drop rows everywhere; the last rows take the free places."""
         free = [text for text in self.rows if text not in self.running]
         # The first free rows are among the rows that stay in place.
         staying = [*self.running, *free[:num_new]]
         last = [row for row in range(len(staying), len(self.rows)) if self.rows[row] in staying]
         rows = [row if self.rows[row] in staying else last.pop() for row in range(len(staying))]
-        committed.cache.keep(rows)
-        self.drafter.keep(rows)
+        committed.cache.select_rows(rows)
+        self.drafter.select_rows(rows)
         self.generators = self.generators.rows(rows)
         self.rows = [self.rows[row] for row in rows]
-        self.roots = self.roots[upload(rows, self.target.device)]
-        return committed.rows(rows)
+        self.roots = self.roots[to_device(rows, self.target.device)]
+        return committed.select_rows(rows)
 
     def _length(self, texts: list[int]) -> int:
         """Tokens of the longest of some texts, prompts included."""

@@ -187,7 +187,7 @@ def _settings(
     }
     never = target.vocab_size
     return GenerationConfig(
-        **({"do_sample": False} if sampling.greedy else drawn),
+        **({"do_sample": False} if sampling.is_greedy else drawn),
         max_new_tokens=max_new_tokens,
         eos_token_id=never if target.ignores_stops else target.stop_ids or never,
         pad_token_id=pad,

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from conf.errors import InputError
-from heads.decoding.drafting import TreeLayout, tree_layout
+from heads.decoding.drafting import TreeLayout, build_tree_layout
 from heads.decoding.tree import Tree
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +70,7 @@ class Processors:
         committed = torch.tensor([[len(ids) - 1] for ids in prompts], device=device)
         last = torch.tensor([ids[-1:] for ids in prompts], device=device)
         history = torch.tensor(filled, device=device, dtype=torch.int64)
-        rows = node_rows(history, committed, last, tree_layout(Tree.chain(0), device), none)
+        rows = node_rows(history, committed, last, build_tree_layout(Tree.chain(0), device), none)
         return _processed(logits.unsqueeze(1), rows, self.first)[:, 0]
 
     def apply(
@@ -149,7 +149,7 @@ class Stops:
         self.reach = max((len(text.encode()) + 1 for text in strings), default=1)
 
     @classmethod
-    def of(cls, target: EmbeddingsAndHead) -> "Stops":
+    def of(cls, target: EmbeddingsAndOutputHead) -> "Stops":
         """Make the ends of a target's answers."""
         ids = [] if target.ignores_stops else target.stop_ids
         return cls(ids, target.stop_strings, target.tokenizer)
@@ -187,7 +187,7 @@ NOTHING = {
 
 
 def follow(
-    target: EmbeddingsAndHead,
+    target: EmbeddingsAndOutputHead,
     *,
     stop: Sequence[str] = (),
     plain: bool = False,
@@ -218,7 +218,7 @@ def follow(
         )
 
 
-def follow_or_tell(target: EmbeddingsAndHead) -> str | None:
+def follow_or_tell(target: EmbeddingsAndOutputHead) -> str | None:
     """Run `follow`; if only a figure depends on it, use plain answers and return a line."""
     try:
         follow(target)
@@ -228,7 +228,7 @@ def follow_or_tell(target: EmbeddingsAndHead) -> str | None:
     return None
 
 
-def asked_of(target: EmbeddingsAndHead) -> dict[str, Any]:
+def asked_of(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
     """Changes of logits in a target's generation config, by setting.
 
     Raises:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from eval.decode.accept import Accepted, verify
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Committed, Draft
+from heads.decoding.drafting import PAD, CommittedTokens, Draft
 from heads.decoding.sampling import Generators, Sampling
-from heads.target_model.model import Taps, Target, TargetOutput, last_states
+from heads.target_model.model import FeatureLayers, Target, TargetOutput, prefill_last_states
 
 
 class ContextLimits:
@@ -30,7 +30,11 @@ class ContextLimits:
     """
 
     def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
-        self.target, self.switch, self.window = target, target.rope.switch, target.window
+        self.target, self.switch, self.window = (
+            target,
+            target.long_rope.switch,
+            target.max_positions,
+        )
         switch = self.switch
         self.long = {n for n, ids in enumerate(prompts) if switch is not None and len(ids) > switch}
 
@@ -48,8 +52,8 @@ class ContextLimits:
             if length >= self.switch and number not in self.long:
                 self.long.add(number)
                 anew = self.target.new_cache(1)
-                last_states(self.target, anew, [texts[row][: length + 1]])
-                cache.replace(row, anew)
+                prefill_last_states(self.target, anew, [texts[row][: length + 1]])
+                cache.overwrite_row(row, anew)
 
     def cut(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
         """Replace tokens [B, N] of trees beyond the window or a short text's switch by PAD.
@@ -115,14 +119,14 @@ class Verified:
         """[B] int64 number of accepted nodes, root included."""
         return self.accepted.num_accepted + 1
 
-    def committed(self, steps: Sequence[HostStep], cache: TreeCache) -> Committed:
+    def committed(self, steps: Sequence[HostStep], cache: TreeCache) -> CommittedTokens:
         """Make the pass as drafters observe it, once the host knows its steps."""
         paths = [step.path for step in steps]
         longest = max(map(len, paths))
         path = self.accepted.nodes[:, :longest]
-        return Committed(
+        return CommittedTokens(
             token_ids=[step.tokens for step in steps],
-            output=self.nodes.output.at(path),
+            output=self.nodes.output.select_tokens(path),
             cache=cache,
             logits=self.nodes.logits,
             on_device=(self.on_path[:, :longest], self.counts),
@@ -156,7 +160,7 @@ class Nodes:
 
 
 def read_trees(
-    limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: Taps
+    limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: FeatureLayers
 ) -> Nodes:
     """Run the target once over all trees.
 
@@ -167,9 +171,9 @@ def read_trees(
         cache: cache of the texts.
         taps: hidden states that the drafter needs.
     """
-    layout, target = draft.layout(), limits.target
+    layout, target = draft.build_layout(), limits.target
     tokens = torch.cat([roots.unsqueeze(1), draft.tokens], dim=1)
     tokens = limits.cut(tokens, layout.depths, cache)
     mask = None if draft.is_chain else layout.mask
-    output = target.extend(cache, tokens.clamp_min(0), mask, layout.depths, taps)
-    return Nodes(tokens, output, target.logits(output.hidden_states))
+    output = target.run_pending(cache, tokens.clamp_min(0), mask, layout.depths, taps)
+    return Nodes(tokens, output, target.compute_logits(output.hidden_states))

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from eval.decode.engine import Batch, NoDraft, Request
 from heads.decoding.sampling import GREEDY, Sampling
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
 
 NUM_TOGETHER = 16
 """Texts at a time, as a pass over 16 tokens takes little longer than a pass over one."""
@@ -79,11 +79,11 @@ class Texts(Writer, Protocol):
         """See the class."""
 
     def answers(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
+        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[Answered]:
         """Answers to prompts of token ids, with the states that `taps` name."""
 
-    def read(self, prompt: list[int], response: list[int], taps: Taps) -> TargetOutput:
+    def read(self, prompt: list[int], response: list[int], taps: FeatureLayers) -> TargetOutput:
         """States [1, S, D] of a prompt and a given response without its last token."""
 
 
@@ -101,15 +101,15 @@ class OwnTexts:
         return answers(self.target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
 
     def answers(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
+        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[Answered]:
         """See `Texts`."""
         texts = greedy_answers(self.target, prompts, max_new_tokens, shown=False)
         return [
-            (ids, self.target.read_response(prompt, ids, taps))
+            (ids, self.target.encode_response(prompt, ids, taps))
             for prompt, ids in zip(prompts, texts, strict=True)
         ]
 
-    def read(self, prompt: list[int], response: list[int], taps: Taps) -> TargetOutput:
+    def read(self, prompt: list[int], response: list[int], taps: FeatureLayers) -> TargetOutput:
         """See `Texts`."""
-        return self.target.read_response(prompt, response, taps)
+        return self.target.encode_response(prompt, response, taps)

@@ -21,11 +21,11 @@ from conf.files import write_atomically
 from conf.settings.data import OnBadRow
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
-from data.embedded import fill_unset
-from data.rows.records import Record, Records, load_records
-from data.rows.version import version_of
-from data.servers.pool import StatesPool
-from data.templates.encoder import Encoder
+from data.embedded import fill_default_paths
+from data.rows.records import LoadedRecords, Record, load_records
+from data.rows.version import find_dataset_revision
+from data.servers.pool import HiddenStatesPool
+from data.templates.encoder import RecordEncoder
 from eval.decode.generation_config import follow
 from eval.measure import processes
 from eval.measure.answers import OwnTexts, Texts, Writer
@@ -36,9 +36,13 @@ from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, 
 from eval.refusals import check_measure
 from heads.decoding.sampling import Sampling
 from heads.layers.low_rank import reduce_rank
-from heads.layers.packed import pack
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.identity import identify, other_target_notice, weights_checksum
+from heads.layers.packed import pack_weights
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.identity import (
+    compute_weights_checksum,
+    format_target_change,
+    identify_target,
+)
 from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -66,14 +70,14 @@ class Bench:
         main: whether this process prints and writes.
     """
 
-    ends: EmbeddingsAndHead
+    ends: EmbeddingsAndOutputHead
     heads: list[BenchHead]
     prompts: list[Prompt]
     sampling: Sampling
     data: dict[str, Any]
     main: bool
     spare: list[Prompt] = field(default_factory=list)
-    engines: StatesPool | None = None
+    engines: HiddenStatesPool | None = None
     writer: Writer | None = None
     held: ExitStack = field(default_factory=ExitStack)
 
@@ -128,10 +132,10 @@ def open_bench(
     check_measure(run, result_name)
     state = processes.start()
     with state.main_process_first():
-        fill_unset(run, prompts=True)
+        fill_default_paths(run, prompts=True)
     assert run.data.path is not None
     records = load_records(run.data.path, run.data)
-    _tell(*records.lines())
+    _tell(*records.format_lines())
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = like.heads if like else [open_head(run, ref) for ref in refs]
@@ -139,7 +143,7 @@ def open_bench(
     for head in heads:
         _tell(*_flattered(head, records))
     chosen = records.records[: run.data.num_prompts]
-    encoder = Encoder(target.tokenizer, run.data.chat_template_kwargs)
+    encoder = RecordEncoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts, left_out = fitting(run, target, first_turns(chosen, encoder))
     if not prompts:
         raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
@@ -147,15 +151,15 @@ def open_bench(
         _tell(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
         for head in heads:
-            window = head.head.window or max(lengths)
+            window = head.head.max_positions or max(lengths)
             if beyond := sum(length > window for length in lengths):
                 _tell(
                     f"{head.path}: knows {window} positions (max_position_embeddings), but "
                     f"{beyond} of {len(prompts)} texts may be longer; beyond them it drafts nothing"
                 )
-        identity = identify(run.target, target.tokenizer, target.dtype)
+        identity = identify_target(run.target, target.tokenizer, target.dtype)
         for ref in refs:
-            _tell(other_target_notice("head.path", str(ref.path), ref.revision, identity))
+            _tell(format_target_change("head.path", str(ref.path), ref.revision, identity))
     mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
     if not mine:
         raise InputError(
@@ -187,10 +191,12 @@ def open_bench(
     return replace(bench, prompts=prompts)
 
 
-def _open_target(run: MeasureRun, heads: Sequence[BenchHead], served: bool) -> EmbeddingsAndHead:
+def _open_target(
+    run: MeasureRun, heads: Sequence[BenchHead], served: bool
+) -> EmbeddingsAndOutputHead:
     """Open the target, or its parts if engines or nothing runs its layers; prepare heads."""
     bare = served and (bool(run.target.engine) or not heads)
-    load: Callable[..., EmbeddingsAndHead] = RemoteTarget.of if bare else load_target
+    load: Callable[..., EmbeddingsAndOutputHead] = RemoteTarget.from_config if bare else load_target
     target = load(run.target, processes.start().device)
     follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
     for head in heads:
@@ -198,20 +204,20 @@ def _open_target(run: MeasureRun, heads: Sequence[BenchHead], served: bool) -> E
         if run.output_rank is not None:
             reduce_rank(head.head, target, run.output_rank)
     whole = [target.model] if isinstance(target, Target) else []
-    pack(*whole, target.output_head, *(head.head for head in heads))
+    pack_weights(*whole, target.output_head, *(head.head for head in heads))
     return target
 
 
 def _engines(
     run: MeasureRun, target: Any, heads: Sequence[BenchHead], prompts: Sequence[Prompt]
-) -> AbstractContextManager[StatesPool]:
+) -> AbstractContextManager[HiddenStatesPool]:
     """Open the engines that give the hidden states that heads read."""
     layers = {index for head in heads for index in head.head.taps.layers} | {target.num_layers}
     text = max((prompt.token_ids for prompt in prompts), key=len)
     return opened(run.target, target, sorted(layers), text)
 
 
-def _flattered(head: BenchHead, records: Records) -> Iterator[str]:
+def _flattered(head: BenchHead, records: LoadedRecords) -> Iterator[str]:
     """Make lines about drafts that were fitted to the same prompts."""
     for data, words, fitted in (
         (head.searched_on, "its draft tree was searched", "tree"),
@@ -231,7 +237,10 @@ def _tell(*lines: str | None) -> None:
 
 
 def _spare(
-    run: MeasureRun, records: Sequence[Record], target: EmbeddingsAndHead, encoder: Encoder
+    run: MeasureRun,
+    records: Sequence[Record],
+    target: EmbeddingsAndOutputHead,
+    encoder: RecordEncoder,
 ) -> list[Prompt]:
     """Choose some prompts after the measured ones, if there are any."""
     measured = run.data.num_prompts or len(records)
@@ -251,7 +260,7 @@ def _later_turns(
     records: Sequence[Record],
     prompts: list[Prompt],
     bench: Bench,
-    encoder: Encoder,
+    encoder: RecordEncoder,
 ) -> list[Prompt]:
     """Make the prompts of all turns; all methods get the same answers in them.
 
@@ -286,7 +295,7 @@ def _later_turns(
 
 
 def fitting(
-    run: MeasureRun, target: EmbeddingsAndHead, prompts: Sequence[Prompt]
+    run: MeasureRun, target: EmbeddingsAndOutputHead, prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[str]]:
     """Find the prompts that a target can answer, and the reasons against the others.
 
@@ -329,7 +338,7 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Js
     manifest: dict[str, object] = flatten_settings(
         {
             **{key: made[key] for key in ("config", "data", "versions", "git")},
-            "target": to_json(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
+            "target": to_json(identify_target(run.target, bench.ends.tokenizer, bench.ends.dtype)),
             "heads": [checksums(head.path) for head in bench.heads],
             "generation_config": bench.ends.logits_processing,
             "stop": [*bench.ends.stop_ids, *bench.ends.stop_strings],
@@ -359,7 +368,7 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Js
 def checksums(path: str) -> list[str | None]:
     """Checksums of the weight files in a folder; empty for a Hub id, whose revision is fixed."""
     files = sorted(Path(path).glob("*.safetensors"))
-    return [weights_checksum(file.parent, file.stem) for file in files]
+    return [compute_weights_checksum(file.parent, file.stem) for file in files]
 
 
 def partial_folder(run: MeasureRun, name: str) -> Path:
@@ -372,7 +381,9 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     result = {
         **result,
         "head": run.head.path,
-        "target_identity": to_json(identify(run.target, bench.ends.tokenizer, bench.ends.dtype)),
+        "target_identity": to_json(
+            identify_target(run.target, bench.ends.tokenizer, bench.ends.dtype)
+        ),
         "target_dtype": str(bench.ends.dtype).removeprefix("torch."),
         **_how_run(bench),
         "device": device_name(),
@@ -389,7 +400,9 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "seed": run.seed,
         "tree": bench.heads[0].described() if bench.heads else None,
         **collect_provenance(
-            run, bench.ends.name, {**bench.data, "version": version_of(bench.data["path"])}
+            run,
+            bench.ends.name,
+            {**bench.data, "version": find_dataset_revision(bench.data["path"])},
         ),
     }
     result["conditions"] = conditions(result)
@@ -407,8 +420,11 @@ def _how_run(bench: Bench) -> dict[str, Any]:
     """Facts of the target's layers that affect figures."""
     target = bench.ends
     if not isinstance(target, Target):
-        return {"engines": bench.engines.told if bench.engines else []}
-    return {"target_attention": target.attention, "target_state_bytes": target.state_bytes}
+        return {"engines": bench.engines.server_lines if bench.engines else []}
+    return {
+        "target_attention": target.attention_description,
+        "target_state_bytes": target.state_bytes,
+    }
 
 
 def _dense(text: str) -> str:

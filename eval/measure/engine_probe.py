@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from data.features.format import HIDDEN, LAYER
-from data.servers.hidden_states import HiddenStatesServer
+from data.features.format import HIDDEN_STATES, LAYER_PREFIX
+from data.servers.hidden_states import HiddenStatesClient
 from heads.target_model.remote import RemoteTarget
 
 EarlyState = Callable[[list[int]], Tensor]
@@ -42,7 +42,7 @@ class EngineProbe:
     token_ids: list[int]
     early: tuple[int, EarlyState] | None = None
 
-    def __call__(self, server: HiddenStatesServer) -> dict[str, float]:
+    def __call__(self, server: HiddenStatesClient) -> dict[str, float]:
         """Ask a server.
 
         Returns:
@@ -56,7 +56,7 @@ class EngineProbe:
             InputError: it runs another target, or sends other states.
         """
         short = self.token_ids[:NUM_TOKENS]
-        states = server.read(short)
+        states = server.request_states(short)
         nats = self._nats(server, short, states)
         if not nats <= MOST_NATS:
             raise InputError(
@@ -67,11 +67,11 @@ class EngineProbe:
             )
         found = self._early(server, short, states)
         texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
-        alone = [server.read(text) for text in texts]
+        alone = [server.request_states(text) for text in texts]
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            together = list(threads.map(server.read, texts))
+            together = list(threads.map(server.request_states, texts))
         alike = {
-            "longest": distance(server.read(self.token_ids), states),
+            "longest": distance(server.request_states(self.token_ids), states),
             "again": distance(alone[0], states),
             "at_once": max(map(distance, together, alone)),
         }
@@ -84,13 +84,13 @@ class EngineProbe:
         return {"log_prob_difference": nats, **found, **alike}
 
     def _early(
-        self, server: HiddenStatesServer, token_ids: list[int], states: Mapping[str, Tensor]
+        self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
     ) -> dict[str, float]:
         """`early`: distance of a state from that of the target's first layers, as a share."""
         if self.early is None:
             return {}
         index, own = self.early
-        name = f"{LAYER}{index}"
+        name = f"{LAYER_PREFIX}{index}"
         share = distance(states, {name: own(token_ids)})
         if not share <= MOST_SHARE:
             raise InputError(
@@ -103,13 +103,13 @@ class EngineProbe:
 
     @torch.no_grad()
     def _nats(
-        self, server: HiddenStatesServer, token_ids: list[int], states: Mapping[str, Tensor]
+        self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
     ) -> float:
         target = self.target
-        last = states.get(HIDDEN)
+        last = states.get(HIDDEN_STATES)
         if last is None:
-            last = target.final_norm(self._here(states[f"{LAYER}{target.num_layers}"]))
-        log_probs = target.logits(self._here(last)[:-1]).float().log_softmax(-1)
+            last = target.final_norm(self._here(states[f"{LAYER_PREFIX}{target.num_layers}"]))
+        log_probs = target.compute_logits(self._here(last)[:-1]).float().log_softmax(-1)
         following = torch.tensor(token_ids[1:], device=target.device).unsqueeze(1)
         told = torch.tensor(server.log_probs(token_ids), device=target.device)
         return (log_probs.gather(1, following).squeeze(1) - told).abs().mean().item()

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
-from data.features.format import LAYER
+from data.features.format import LAYER_PREFIX
 from data.servers.endpoint import Endpoint
-from data.servers.files import Files
-from data.servers.hidden_states import HiddenStatesServer, ServerTaps
-from data.servers.pool import StatesPool
-from data.servers.relay import Relay
+from data.servers.files import StateFiles
+from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
+from data.servers.pool import HiddenStatesPool
+from data.servers.relay import RelayFiles
 from eval.decode.generation_config import Stops
 from eval.measure.answers import Answered
 from eval.measure.engine_probe import EarlyState, EngineProbe, told
 from heads.target_model.attention_pattern import AttentionPattern
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, TargetOutput
-from heads.target_model.remote import RemoteTarget, early_state
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, TargetOutput
+from heads.target_model.remote import RemoteTarget, load_early_layers
 
 NUM_REQUESTS = 16
 """Documents to request from a server at a time."""
@@ -44,7 +44,7 @@ def opened(
     layers: Iterable[int],
     text: list[int],
     final_norm: Callable[[Tensor], Tensor] | None = None,
-) -> Iterator[StatesPool]:
+) -> Iterator[HiddenStatesPool]:
     """Open servers of a target's hidden states, and check each.
 
     Args:
@@ -57,9 +57,9 @@ def opened(
     Raises:
         InputError: a server does not give these states.
     """
-    recurrent = AttentionPattern.of(target.config, target.name).recurrent
+    recurrent = AttentionPattern.from_config(target.config, target.name).is_recurrent
     size = target.num_layers, target.hidden_size
-    taps = ServerTaps(tuple(layers), *size, final_norm, recurrent, target.name)
+    taps = ServerFeatureLayers(tuple(layers), *size, final_norm, recurrent, target.name)
     endpoints = [
         Endpoint(
             url,
@@ -70,31 +70,31 @@ def opened(
         )
         for url in config.engine
     ]
-    files: list[Files | None] = [Relay(url, TIMEOUT_S) for url in config.relay]
+    files: list[StateFiles | None] = [RelayFiles(url, TIMEOUT_S) for url in config.relay]
     servers = [
-        HiddenStatesServer(endpoint, taps, NUM_REQUESTS, way)
+        HiddenStatesClient(endpoint, taps, NUM_REQUESTS, way)
         for endpoint, way in zip(endpoints, files or [None] * len(endpoints), strict=True)
     ]
     probe = EngineProbe(target, text)
-    with StatesPool(servers, probe) as pool:
+    with HiddenStatesPool(servers, probe) as pool:
         main = PartialState().is_main_process
         first = replace(probe, early=_early(config, taps)) if main else probe
         for server in servers:
-            pool.told.append(f"{server.endpoint}: {told(first(server))}")
+            pool.server_lines.append(f"{server.endpoint}: {told(first(server))}")
         if main:
-            print(*pool.told, sep="\n")  # noqa: T201
+            print(*pool.server_lines, sep="\n")  # noqa: T201
         yield pool
 
 
-def _early(config: TargetConfig, taps: ServerTaps) -> tuple[int, EarlyState] | None:
+def _early(config: TargetConfig, taps: ServerFeatureLayers) -> tuple[int, EarlyState] | None:
     """A server's first state between layers, and the same state computed here."""
     between = [index for index in taps.layers if 0 < index < taps.num_layers]
-    own = early_state(config, min(between)) if between else None
+    own = load_early_layers(config, min(between)) if between else None
     return None if own is None else (min(between), own)
 
 
 def told_of(
-    target: EmbeddingsAndHead, who: str = "target.engine", temperature: float = 0.0
+    target: EmbeddingsAndOutputHead, who: str = "target.engine", temperature: float = 0.0
 ) -> dict[str, Any]:
     """Request settings that apply the target's generation config.
 
@@ -120,7 +120,7 @@ class ServedTexts:
         target: the parts in this process.
     """
 
-    pool: StatesPool
+    pool: HiddenStatesPool
     target: RemoteTarget
 
     @property
@@ -133,30 +133,34 @@ class ServedTexts:
     ) -> Iterator[tuple[int, list[int]]]:
         """See `Texts`."""
         told = [told_of(self.target)] * len(prompts)
-        for number, ids in self.pool.texts(prompts, max_new_tokens, told):
+        for number, ids in self.pool.stream_answers(prompts, max_new_tokens, told):
             yield number, Stops.of(self.target).cut([], ids)
 
     def answers(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: Taps
+        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[Answered]:
         """See `Texts`."""
         found = []
-        answers = self.pool.answers(prompts, max_new_tokens, told_of(self.target))
+        answers = self.pool.request_answers_with_states(
+            prompts, max_new_tokens, told_of(self.target)
+        )
         for prompt, (whole, states) in zip(prompts, answers, strict=True):
             ids = Stops.of(self.target).cut([], whole)
             found.append((ids, self._output(states, len(prompt) + len(ids) - 1, taps)))
         return found
 
-    def read(self, prompt: list[int], response: list[int], taps: Taps) -> TargetOutput:
+    def read(self, prompt: list[int], response: list[int], taps: FeatureLayers) -> TargetOutput:
         """See `Texts`."""
         ids = [*prompt, *response[:-1]]
-        return self._output(self.pool.read(ids), len(ids), taps)
+        return self._output(self.pool.request_states(ids), len(ids), taps)
 
-    def _output(self, states: dict[str, Tensor], num_tokens: int, taps: Taps) -> TargetOutput:
+    def _output(
+        self, states: dict[str, Tensor], num_tokens: int, taps: FeatureLayers
+    ) -> TargetOutput:
         target = self.target
         here = {
             name: each[None, :num_tokens].to(target.device, target.dtype)
             for name, each in states.items()
         }
-        last = target.final_norm(here[f"{LAYER}{target.num_layers}"])
-        return TargetOutput(last, {index: here[f"{LAYER}{index}"] for index in taps.layers})
+        last = target.final_norm(here[f"{LAYER_PREFIX}{target.num_layers}"])
+        return TargetOutput(last, {index: here[f"{LAYER_PREFIX}{index}"] for index in taps.layers})

@@ -14,10 +14,10 @@ from conf.settings.measure import MeasureRun
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
-from heads.decoding.tree import DynamicShape, Shape, Tree
+from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.head import DraftHead, check_depth
-from heads.kinds import load_head, name_of
-from heads.storage import locate
+from heads.kinds import find_kind_name, load_head
+from heads.storage import locate_head
 
 SHAPE_FILE = "draft_tree.json"
 """File beside the weights of a head: the best tree, from `eval/tree_search.py`."""
@@ -42,7 +42,7 @@ class BenchHead:
 
     path: str
     head: DraftHead
-    tree: Shape
+    tree: DraftShape
     chain: Tree
     searched_on: str | None = None
     calibration: Calibration | None = None
@@ -51,7 +51,7 @@ class BenchHead:
     @property
     def family(self) -> str:
         """Name of the head's kind in the names of its methods."""
-        return name_of(self.head)
+        return find_kind_name(self.head)
 
     @property
     def tree_name(self) -> str:
@@ -66,15 +66,15 @@ class BenchHead:
     @property
     def longest(self) -> int:
         """Draft tokens of the longest useful chain."""
-        return self.head.longest
+        return self.head.max_chain_depth
 
-    def drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
+    def make_drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
         """Make a new drafter, `chain`, `cut` or `tree`, for texts with these seeds."""
         if shape == "cut":
             assert self.calibration is not None
-            return self.head.drafter(self.chain, sampling, seeds, self.calibration)
+            return self.head.make_drafter(self.chain, sampling, seeds, self.calibration)
         chosen = self.tree if shape == "tree" else self.chain
-        return self.head.drafter(chosen, sampling, seeds)
+        return self.head.make_drafter(chosen, sampling, seeds)
 
     def described(self) -> list[int] | dict[str, int]:
         """The tree for a results file: parents of a static tree, limits of dynamic trees."""
@@ -90,26 +90,26 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)
     stored = _stored(ref, SHAPE_FILE)
-    check_depth(run.depth, head.most_tokens)
-    check_depth(run.dynamic_tree.depth, head.most_tokens, "dynamic_tree.depth")
-    usual = head.usual_shape()
+    check_depth(run.depth, head.max_draft_tokens)
+    check_depth(run.dynamic_tree.depth, head.max_draft_tokens, "dynamic_tree.depth")
+    usual = head.make_default_shape()
     if isinstance(usual, DynamicShape):
         if run.tree is not None:
             raise InputError(
-                f"tree: {head.phrase} drafts dynamic trees; leave tree unset, and set "
+                f"tree: {head.name_with_article} drafts dynamic trees; leave tree unset, and set "
                 "dynamic_tree.*"
             )
         limits = asdict(usual) | stored.get("dynamic_tree", {})
         chosen = {name: getattr(run.dynamic_tree, name) or limits[name] for name in limits}
-        shape: Shape = DynamicShape(**chosen)
+        shape: DraftShape = DynamicShape(**chosen)
     else:
-        paths, most = run.tree or stored.get("tree"), head.most_tokens
+        paths, most = run.tree or stored.get("tree"), head.max_draft_tokens
         shape = usual if paths is None else Tree.from_paths(paths)
         if not 0 < shape.depth <= (most or shape.depth):
             raise InputError(
                 f"tree: has depth {shape.depth}, but this head allows depths 1..{most}; lower it"
             )
-    chain = Tree.chain(run.depth or head.usual_depth)
+    chain = Tree.chain(run.depth or head.default_depth)
     calibration = _calibration(ref, chain.depth)
     searched_on = None if run.tree else stored.get("data")
     return BenchHead(ref.path, head, shape, chain, searched_on, *calibration)
@@ -122,7 +122,7 @@ def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
         InputError: the file is not JSON.
     """
     assert ref.path is not None
-    path = locate(ref.path, ref.revision) / name
+    path = locate_head(ref.path, ref.revision) / name
     if not path.is_file():
         return {}
     try:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import InputError
-from data.prepared.pack import check_ids
+from data.prepared.pack import check_token_ids
 from data.rows.records import Messages, Record
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from data.templates.replies import parse_reply, thinking_tags
 from data.templates.template import Tools
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 
 OPENING_TOKENS = 32  # tokens at the end of a prompt that may open the thinking
 
@@ -43,7 +43,7 @@ class Prompt:
         return self.messages[-1]["content"] if self.messages else ""
 
 
-def first_turns(records: Sequence[Record], encoder: Encoder) -> list[Prompt]:
+def first_turns(records: Sequence[Record], encoder: RecordEncoder) -> list[Prompt]:
     """Render every dialogue up to its first question.
 
     Raises:
@@ -66,7 +66,7 @@ def next_turns(
     records: Sequence[Record],
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
-    encoder: Encoder,
+    encoder: RecordEncoder,
 ) -> list[Prompt]:
     """Render the question after each prompt, for dialogues that have one.
 
@@ -91,7 +91,7 @@ def next_turns(
         if turn < len(users):
             tools = records[index].tools
             written = encoder.tokenizer.decode(answer, clean_up_tokenization_spaces=False)
-            template = encoder.template(records[index].template_kwargs, tools)
+            template = encoder.build_template(records[index].template_kwargs, tools)
             reply = parse_reply(str(written), prompt.messages, template, tools)
             messages = [*prompt.messages, reply, users[turn]]
             following.append(_prompt(records[index], index, turn + 1, messages, encoder))
@@ -104,21 +104,21 @@ def questions(record: Record) -> Messages:
 
 
 def _prompt(
-    record: Record, dialogue: int, turn: int, messages: Messages, encoder: Encoder
+    record: Record, dialogue: int, turn: int, messages: Messages, encoder: RecordEncoder
 ) -> Prompt:
     where = f"{record.where}, turn {turn}"
     try:
-        token_ids = encoder.prompt(messages, record.tools, record.template_kwargs)
+        token_ids = encoder.encode_prompt(messages, record.tools, record.template_kwargs)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    tags = thinking_tags(encoder.template(record.template_kwargs, record.tools), record.tools)
+    tags = thinking_tags(encoder.build_template(record.template_kwargs, record.tools), record.tools)
     kwargs = encoder.template_kwargs | dict(record.template_kwargs)
     return Prompt(
         record.category, token_ids, dialogue, turn, messages, tags, where, record.tools, kwargs
     )
 
 
-def check_prompt(target: EmbeddingsAndHead, prompt: Prompt, max_new_tokens: int) -> None:
+def check_prompt(target: EmbeddingsAndOutputHead, prompt: Prompt, max_new_tokens: int) -> None:
     """Refuse a prompt that the target cannot read, or that leaves no room for an answer.
 
     Drafts need no room.
@@ -126,12 +126,12 @@ def check_prompt(target: EmbeddingsAndHead, prompt: Prompt, max_new_tokens: int)
     Raises:
         InputError: the prompt does not fit; names its place.
     """
-    check_ids(prompt.token_ids, target, lambda: prompt.where)
+    check_token_ids(prompt.token_ids, target, lambda: prompt.where)
     length = len(prompt.token_ids)
-    if target.window is not None and length + max_new_tokens > target.window:
+    if target.max_positions is not None and length + max_new_tokens > target.max_positions:
         raise InputError(
             f"{prompt.where}: {length} prompt tokens and max_new_tokens={max_new_tokens} are "
-            f"{length + max_new_tokens}, above the target's window of {target.window}; lower "
+            f"{length + max_new_tokens}, above the target's window of {target.max_positions}; lower "
             "max_new_tokens or num_turns, or set data.on_bad_row=skip to skip such turns"
         )
 

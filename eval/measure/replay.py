@@ -12,17 +12,17 @@ from torch import Tensor
 
 from eval.decode.engine import Step
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
 
 
 class Replayable(Protocol):
     """A head whose drafts depend only on the text."""
 
-    taps: Taps
+    taps: FeatureLayers
 
-    def candidates(
+    def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
         """[depth, n, width] int64, the best tokens of each depth along a text itself."""
@@ -42,7 +42,7 @@ def replay(
         prompt_ids: the rendered prompt.
         response_ids: [n] the target's greedy continuation, including the stop token.
     """
-    output = target.read_response(prompt_ids, response_ids, head.taps)
+    output = target.encode_response(prompt_ids, response_ids, head.taps)
     ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
     return steps_along(tree, ranked, response_ids)
 
@@ -69,9 +69,11 @@ def ranked_drafts(
         response_ids: [n].
     """
     first = len(prompt_ids) - 1
-    candidates = head.candidates(output, prompt_ids + response_ids, first, tree.depth, tree.width)
+    candidates = head.compute_candidates(
+        output, prompt_ids + response_ids, first, tree.depth, tree.width
+    )
     ranked = candidates.transpose(0, 1).tolist()
-    switch, begin = output.switch or 0, len(prompt_ids)
+    switch, begin = output.switch_length or 0, len(prompt_ids)
     # Draft tokens beyond a switch are not accepted.
     for root in range(begin, min(switch, begin + len(ranked))):
         for depth in range(switch - root, tree.depth + 1):
@@ -97,20 +99,20 @@ def replayed(
     device, ids = output.hidden_states.device, prompt_ids + response_ids
     cache = TreeCache(1, device, num_layers=0)
 
-    def commit(first: int, last: int) -> Committed:
+    def commit(first: int, last: int) -> CommittedTokens:
         cache.slots.rewind([last])
         places = torch.arange(first, last, device=device).unsqueeze(0)
-        return Committed([ids[first:last]], output.at(places), cache)
+        return CommittedTokens([ids[first:last]], output.select_tokens(places), cache)
 
     accepted, drafted = [0] * len(response_ids), []
     root, seen = len(prompt_ids), 0
     while root < len(ids) - 1:
         drafter.observe(commit(seen, root))
-        draft = drafter.propose(Roots.of([ids[root]], device))
+        draft = drafter.propose(Roots.from_ids([ids[root]], device))
         length = _accepted(draft, ids[root + 1 :])
-        if output.switch is not None and root < output.switch:
+        if output.switch_length is not None and root < output.switch_length:
             # Draft tokens beyond a switch are not accepted.
-            length = min(length, output.switch - 1 - root)
+            length = min(length, output.switch_length - 1 - root)
         accepted[root - len(prompt_ids)] = length
         drafted.append(int((draft.tokens != PAD).sum()))
         seen, root = root, root + length + 1
@@ -119,7 +121,7 @@ def replayed(
 
 def _accepted(draft: Draft, following: list[int]) -> int:
     """Count draft tokens that match a text's next tokens."""
-    parents, tokens = draft.layout().parents[0].tolist(), draft.tokens[0].tolist()
+    parents, tokens = draft.build_layout().parents[0].tolist(), draft.tokens[0].tolist()
     node, length = 0, 0
     for wanted in following:
         below = (n for n in range(1, len(parents)) if parents[n] == node)

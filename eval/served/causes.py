@@ -25,7 +25,7 @@ def other_template(server: ServingEngine, prompts: Sequence[Prompt]) -> tuple[st
     some = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
     for number, prompt in enumerate(some):
         try:
-            theirs = server.rendered(prompt.messages, prompt.tools, prompt.template_kwargs)
+            theirs = server.render_prompt(prompt.messages, prompt.tools, prompt.template_kwargs)
         except InputError:  # chats are refused; prompts of token ids may do
             return None, number
         ours = prompt.token_ids
@@ -70,7 +70,7 @@ def problems(
     if len(others) > tolerance * num_tokens:
         first = others[0]
         asked = prompts[first.prompt].token_ids
-        again = server.answer(asked, max_new_tokens).text
+        again = server.request_answer(asked, max_new_tokens).text
         drawn = again != texts[first.prompt].served.text
         return [_other_texts(server, others, num_tokens, target, drawn)]
     if lines := differences(texts, server.depth, tolerance):

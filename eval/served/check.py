@@ -88,13 +88,13 @@ def checked(
         root += accepted[root] + 1
     depth = head.chain.depth
     replayed = (
-        DraftCounts.within(text, lengths, depth, max_new_tokens, target.stop_ids)
+        DraftCounts.from_passes_within_text(text, lengths, depth, max_new_tokens, target.stop_ids)
         if within
-        else DraftCounts.of(text, lengths, depth)
+        else DraftCounts.from_passes(text, lengths, depth)
     )
     first = len(prompt) - 1
     states = output.hidden_states[0, first : first + len(text)]
-    logits = target.logits(states).float()
+    logits = target.compute_logits(states).float()
     chosen = torch.tensor(text, device=logits.device)
     best, ids = logits.max(dim=-1)
     gaps = (best - logits.gather(1, chosen[:, None])[:, 0]).tolist()
@@ -121,7 +121,7 @@ def figures(
         Passes(prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    lengths, total = acceptance_lengths(passes), DraftCounts.total(texts, depth)
+    lengths, total = acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
     dialogues: dict[int, list[Passes]] = {}
     for each in passes:
         dialogues.setdefault(each.dialogue, []).append(each)
@@ -154,8 +154,8 @@ def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[
         depth: draft tokens of a pass.
         tolerance: allowed difference of two sums, as a share of the greater.
     """
-    theirs = DraftCounts.total([text.served for text in texts], depth)
-    ours = DraftCounts.total([text.replayed for text in texts], depth)
+    theirs = DraftCounts.from_texts([text.served for text in texts], depth)
+    ours = DraftCounts.from_texts([text.replayed for text in texts], depth)
     counts = {
         "drafts": (ours.drafts, theirs.drafts),
         "draft tokens": (ours.proposed, theirs.proposed),

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from conf.command.journal import JsonlStore
 from conf.settings.measure import ServeRun
 from data.servers.counts import DraftCounts
-from data.servers.protocols import Asked, Streamed
-from data.servers.serving import Pass, ServingEngine
+from data.servers.protocols import StreamedText, TextRequest
+from data.servers.serving import LoadMeasurement, ServingEngine
 from eval.measure.bench import seed_of
 from eval.measure.prompts import Prompt
 from eval.measure.stats import Interval, interval, percentiles_ms
@@ -23,7 +23,7 @@ from eval.measure.stats import Interval, interval, percentiles_ms
 WITH, WITHOUT = "with drafts", "without"
 IDS_PER_SIZE = 1 << 20
 """Ids of passes that the journal reserves for each number of requests in flight."""
-Passes = dict[str, list[Pass]]
+Passes = dict[str, list[LoadMeasurement]]
 """By server, one per repeat; texts in the order of the prompts."""
 
 
@@ -75,7 +75,7 @@ def _timed(
     config: ServeRun,
     size: int,
     words: str | None = None,
-) -> Pass:
+) -> LoadMeasurement:
     """Run one pass; its texts come in the order of the prompts, not of the requests."""
     nonce, asked = secrets.token_hex(8), sampling_of(config)
     jobs = []
@@ -83,11 +83,11 @@ def _timed(
         prompt = prompts[number]
         drawn = asked | {"seed": seed_of(prompt, config.seed)} if config.temperature else asked
         salt = f"{nonce}-{prompt.dialogue}"
-        jobs.append((prompt.token_ids, Asked(config.max_new_tokens, drawn, salt=salt)))
+        jobs.append((prompt.token_ids, TextRequest(config.max_new_tokens, drawn, salt=salt)))
     with tqdm(total=len(jobs), desc=words, unit="text", disable=words is None) as bar:
-        done = server.stream(jobs, size, bar.update)
+        done = server.stream_texts(jobs, size, bar.update)
     placed = dict(zip(order, done.texts, strict=True))
-    return Pass([placed[number] for number in sorted(placed)], done.seconds, done.counts)
+    return LoadMeasurement([placed[number] for number in sorted(placed)], done.seconds, done.counts)
 
 
 def sampling_of(config: ServeRun) -> dict[str, float | int]:
@@ -139,11 +139,11 @@ def figures(passes: Passes, prompts: Sequence[Prompt], seed: int) -> dict[str, A
     return {"baseline": WITHOUT if WITHOUT in passes else None, "methods": rows}
 
 
-def _gaps(text: Streamed) -> list[float]:
+def _gaps(text: StreamedText) -> list[float]:
     return [after - before for before, after in pairwise(text.arrivals_s)]
 
 
-def _num_tokens(each: Pass) -> int:
+def _num_tokens(each: LoadMeasurement) -> int:
     return sum(text.num_tokens for text in each.texts)
 
 
@@ -154,7 +154,10 @@ def _per_draft(counts: Sequence[DraftCounts]) -> float | None:
 
 
 def _speedup(
-    ours: Sequence[Pass], base: Sequence[Pass], prompts: Sequence[Prompt], seed: int
+    ours: Sequence[LoadMeasurement],
+    base: Sequence[LoadMeasurement],
+    prompts: Sequence[Prompt],
+    seed: int,
 ) -> tuple[float, Interval]:
     """The speed-up, and its 95% bootstrap interval over dialogues and repeats."""
     dialogues: dict[int, list[int]] = {}
@@ -184,15 +187,15 @@ def _speedup(
     return speedup(everything, range(len(ours))), interval(everything, speedup, seed, len(ours))
 
 
-def _seconds(text: Streamed) -> float:
+def _seconds(text: StreamedText) -> float:
     return text.arrivals_s[-1]
 
 
-def _tokens(text: Streamed) -> float:
+def _tokens(text: StreamedText) -> float:
     return text.num_tokens
 
 
-def _pass(row: dict[str, Any]) -> Pass:
+def _pass(row: dict[str, Any]) -> LoadMeasurement:
     """A pass from what `asdict` made of it."""
-    texts = [Streamed(**text) for text in row["texts"]]
-    return Pass(texts, row["seconds"], DraftCounts(**row["counts"]))
+    texts = [StreamedText(**text) for text in row["texts"]]
+    return LoadMeasurement(texts, row["seconds"], DraftCounts(**row["counts"]))

@@ -140,7 +140,7 @@ def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> l
 
 def chain(head: BenchHead, length: int, num_texts: int) -> Drafter:
     """Make a drafter of greedy chains."""
-    return replace(head, chain=Tree.chain(length)).drafter("chain", GREEDY, [0] * num_texts)
+    return replace(head, chain=Tree.chain(length)).make_drafter("chain", GREEDY, [0] * num_texts)
 
 
 def measured_advice(advice: Advice, bench: Bench, config: TreeSearchRun) -> Advice:

@@ -20,11 +20,11 @@ from eval.decode.accept import verify
 from eval.decode.captured import CaptureError, Graph, obstacle, slots_for
 from eval.measure.heads import device_name
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import Committed, Draft, Drafter, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target, prefill
-from heads.upload import upload
+from heads.target_model.model import FeatureLayers, Target, prefill
+from heads.upload import to_device
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Numbers of tokens, besides 1, of the passes to time; others are interpolated."""
@@ -123,12 +123,15 @@ def time_steps(
     """
     cache, root = target.new_cache(batch_size), context[-1]
     taps = next(iter(drafters.values())).taps
-    roots = Roots.of([root] * batch_size, target.device)
+    roots = Roots.from_ids([root] * batch_size, target.device)
     for tokens in ([context] * batch_size, [[root]] * batch_size):
         output = prefill(target, cache, tokens, taps)
-        logits, counts = target.logits(output.hidden_states[:, -1:]), [len(tokens[0])] * batch_size
-        on_device = upload(tokens, target.device), upload(counts, target.device)
-        seen = Committed(tokens, output, cache, logits=logits, on_device=on_device)
+        logits, counts = (
+            target.compute_logits(output.hidden_states[:, -1:]),
+            [len(tokens[0])] * batch_size,
+        )
+        on_device = to_device(tokens, target.device), to_device(counts, target.device)
+        seen = CommittedTokens(tokens, output, cache, logits=logits, on_device=on_device)
         for drafter in drafters.values():
             _draft(drafter, seen, roots).tolist()
     captures = target.device.type == "cuda" and not obstacle(target)
@@ -137,10 +140,10 @@ def time_steps(
         cache.hold(width, sizes[-1], width)
     verify = partial(_verify, target, cache, roots)
     checks = {size: _TimedStep(partial(verify, taps, size), captures) for size in sizes}
-    plain = _TimedStep(partial(verify, Taps(), 1), captures)
+    plain = _TimedStep(partial(verify, FeatureLayers(), 1), captures)
     proposals = {
         key: _TimedStep(
-            partial(_draft, drafter, seen, roots), captures and drafter.static_nodes is not None
+            partial(_draft, drafter, seen, roots), captures and drafter.num_static_nodes is not None
         )
         for key, drafter in drafters.items()
     }
@@ -199,15 +202,19 @@ class _TimedStep:
         self._output = self._run()
 
 
-def _verify(target: Target, cache: TreeCache, roots: Roots, taps: Taps, size: int) -> Tensor:
+def _verify(
+    target: Target, cache: TreeCache, roots: Roots, taps: FeatureLayers, size: int
+) -> Tensor:
     tokens = roots.tokens.unsqueeze(1).repeat(1, size)
     tree = Tree.from_paths([[rank] for rank in range(size - 1)])
-    draft = Draft.of(tree, tokens[:, 1:])
-    layout = draft.layout()
-    output = target.extend(cache, tokens, layout.mask, layout.depths, taps)
-    return verify(draft, tokens, target.logits(output.hidden_states), GREEDY, NO_DRAWS).bonus
+    draft = Draft.from_tree(tree, tokens[:, 1:])
+    layout = draft.build_layout()
+    output = target.run_pending(cache, tokens, layout.mask, layout.depths, taps)
+    return verify(
+        draft, tokens, target.compute_logits(output.hidden_states), GREEDY, NO_DRAWS
+    ).bonus
 
 
-def _draft(drafter: Drafter, seen: Committed, roots: Roots) -> Tensor:
+def _draft(drafter: Drafter, seen: CommittedTokens, roots: Roots) -> Tensor:
     drafter.observe(seen)
     return drafter.propose(roots).tokens

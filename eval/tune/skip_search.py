@@ -214,8 +214,8 @@ def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> Pass
         causal = places.unsqueeze(1) >= places
 
         def run() -> None:
-            output = target.extend(cache, ids, causal[None], places[None], skip=skip)
-            target.logits(output.hidden_states).argmax(-1).tolist()
+            output = target.run_pending(cache, ids, causal[None], places[None], skip=skip)
+            target.compute_logits(output.hidden_states).argmax(-1).tolist()
 
         return measure_seconds(run, target.device)
 

@@ -17,7 +17,7 @@ from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.answers import greedy_answers
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
-from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.dynamic_trees import DynamicDrafter
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target
@@ -57,7 +57,7 @@ class StaticTexts:
         asked = [prompt.token_ids for prompt in prompts]
         responses, ranked = greedy_answers(target, asked, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
-            output = target.read_response(prompt.token_ids, response, head.taps)
+            output = target.encode_response(prompt.token_ids, response, head.taps)
             ranked.append(ranked_drafts(head, tree, output, prompt.token_ids, response))
         return cls(responses, ranked)
 
@@ -143,13 +143,13 @@ class DrawnTree:
 class TreeRecorder:
     """Draws trees at every token of the target's own text, and proposes nothing."""
 
-    static_nodes = None
+    num_static_nodes = None
 
     def __init__(self, drafters: Sequence[DynamicDrafter]) -> None:
         self.drafters, self.plain, self.taps = drafters, NoDraft(), drafters[0].taps
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Let all drafters observe."""
         for drafter in self.drafters:
             drafter.observe(seen)
@@ -158,19 +158,19 @@ class TreeRecorder:
     def propose(self, roots: Roots) -> Draft:
         """Record the drawn trees, and propose nothing."""
         for drafter, drawn in zip(self.drafters, self.drawn, strict=True):
-            tokens, scores, parents = drafter.expand(roots)
+            tokens, scores, parents = drafter.expand_trees(roots)
             drawn.append((tokens[0].tolist(), scores[0].tolist(), parents[0].tolist()))
         return self.plain.propose(roots)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Let all drafters keep some rows."""
         for drafter in self.drafters:
-            drafter.keep(rows)
+            drafter.select_rows(rows)
 
-    def take(self, row: int, other: "TreeRecorder") -> None:
+    def insert_row(self, row: int, other: "TreeRecorder") -> None:
         """Let all drafters take a row of the others."""
         for mine, theirs in zip(self.drafters, other.drafters, strict=True):
-            mine.take(row, theirs)
+            mine.insert_row(row, theirs)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class DynamicTexts:
 
     responses: list[list[int]]
     drawn: dict[tuple[int, int], list[list[DrawnTree]]]
-    nested: bool
+    has_nested_trees: bool
 
     @classmethod
     @torch.no_grad()
@@ -199,7 +199,7 @@ class DynamicTexts:
         top_ks: Sequence[int],
     ) -> "DynamicTexts":
         """Read texts after some prompts, with trees up to `depth` from `make`'s drafters."""
-        nested = make(DynamicShape(1, 1, 1)).nested
+        nested = make(DynamicShape(1, 1, 1)).has_nested_trees
         depths = [depth] if nested else range(1, depth + 1)
         limits = [(deep, top_k) for top_k in top_ks for deep in depths]
         drawn: dict[tuple[int, int], list[list[DrawnTree]]] = {limit: [] for limit in limits}
@@ -229,7 +229,7 @@ class DynamicTexts:
 
     def steps(self, shape: DynamicShape) -> list[list[Step]]:
         """Verify passes that decoding each text with a shape would take, exactly."""
-        drawn = self.drawn[self.depth if self.nested else shape.depth, shape.top_k]
+        drawn = self.drawn[self.depth if self.has_nested_trees else shape.depth, shape.top_k]
         return [
             verify_steps(
                 [tree.accepted(shape.depth, shape.num_tokens) for tree in places], len(response)

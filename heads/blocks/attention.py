@@ -19,13 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from heads.blocks import kernels
-from heads.blocks.kernels import HIDDEN, attend, attend_backward, bias_like
+from heads.blocks.kernels import HIDDEN_BIAS, attend, attend_backward, make_aligned_bias
 
 ROWS_PER_CHUNK = 128
 """Rows per chunk on a CPU, where a chunk costs little and may skip tokens."""
 ROWS_PER_LAUNCH = 1024
 """Rows per launch on other devices; with several heads they fill a GPU."""
-TOKENS, MORE_TOKENS = 128, 512
+SHORT_LENGTH_STEP, LENGTH_STEP = 128, 512
 """Units of the chunk lengths on other devices, which keep the lengths few: multiples of the second,
 from 8 times that on 4 lengths per octave; for short texts, multiples of the first."""
 
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sight:
+class BlockRange:
     """Stretch of a text that each block sees.
 
     Each text has A / T blocks; blocks are ordered by text.
@@ -61,23 +61,23 @@ class Sight:
 
     first: Tensor
     end: Tensor
-    size: int
+    num_rows: int
     causal: bool = False
     window: int | None = None
-    host: tuple[Tensor, Tensor] | None = None
+    bounds_on_cpu: tuple[Tensor, Tensor] | None = None
     _found: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    def plan(self, query: Tensor, num_tokens: int, group: int) -> "Plan":
+    def make_chunk_plan(self, query: Tensor, num_tokens: int, group: int) -> "ChunkPlan":
         """Plan the attention of blocks over one text, once for all layers."""
-        return self._once(Plan, query, num_tokens, group, key=(query.dtype, num_tokens, group))
+        return self._once(ChunkPlan, query, num_tokens, group, key=(query.dtype, num_tokens, group))
 
-    def masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def build_masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """[A, R, S] and [R, R] bool: what rows see of texts and blocks; one result for all layers.
 
         Args:
             num_tokens: S.
         """
-        return self._once(Sight._masks, num_tokens, key=num_tokens)
+        return self._once(BlockRange._masks, num_tokens, key=num_tokens)
 
     def _once(self, make: Callable[..., Any], *given: Any, key: Any) -> Any:
         if key not in self._found:
@@ -85,27 +85,29 @@ class Sight:
         return self._found[key]
 
     def _masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        return self.of_text(slice(0, len(self.end)), slice(0, num_tokens)), self.of_block()
+        return self.build_context_mask(
+            slice(0, len(self.end)), slice(0, num_tokens)
+        ), self.build_block_mask()
 
-    def of_text(self, blocks: slice, tokens: slice) -> Tensor:
+    def build_context_mask(self, blocks: slice, tokens: slice) -> Tensor:
         """[c, R, s] bool, tokens that each row of c blocks sees."""
         places = torch.arange(tokens.start, tokens.stop, device=self.end.device)
         first, end = (each[blocks, None, None] for each in (self.first, self.end))
         seen = (places >= first) & (places < end)
         if self.window is None:
-            return seen.expand(-1, self.size, -1)
-        rows = torch.arange(self.size, device=self.end.device).unsqueeze(1)
+            return seen.expand(-1, self.num_rows, -1)
+        rows = torch.arange(self.num_rows, device=self.end.device).unsqueeze(1)
         return seen & (end + rows - places < self.window)
 
-    def of_block(self) -> Tensor:
+    def build_block_mask(self) -> Tensor:
         """[R, R] bool, rows that each row sees."""
-        rows = torch.arange(self.size, device=self.end.device)
+        rows = torch.arange(self.num_rows, device=self.end.device)
         distance = rows.unsqueeze(1) - rows
         seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return seen if self.window is None else seen & (distance.abs() < self.window)
 
 
-class Plan:
+class ChunkPlan:
     """Chunks of the rows of blocks over one text, with their masks.
 
     The biases take N times the tokens of a document: 38 MB in bfloat16 for 512 blocks of 16 rows in
@@ -123,45 +125,48 @@ class Plan:
         num_rows, num_tokens: sizes padded to the end of the last possible chunk.
     """
 
-    def __init__(self, sight: Sight, query: Tensor, num_tokens: int, group: int) -> None:
-        self.sight, self.exact = sight, kernels.on_cpu(query)
-        self.num_tokens = num_tokens if self.exact else _up(num_tokens, TOKENS)
-        number, size = len(sight.end), sight.size
+    def __init__(self, sight: BlockRange, query: Tensor, num_tokens: int, group: int) -> None:
+        self.sight, self.exact = sight, kernels.is_on_cpu(query)
+        self.num_tokens = num_tokens if self.exact else _round_up(num_tokens, SHORT_LENGTH_STEP)
+        number, size = len(sight.end), sight.num_rows
         most = max(1, (ROWS_PER_CHUNK if self.exact else ROWS_PER_LAUNCH) // size)
         if not self.exact:
             # Powers of two: whole tiles of rows, and few shapes.
             most = 1 << min(most.bit_length() - 1, (number - 1).bit_length())
-        self.num_rows = (number if self.exact else _up(number, most)) * size
+        self.num_rows = (number if self.exact else _round_up(number, most)) * size
         self.chunks = [self._chunk(start, most, query) for start in range(0, number, most)]
-        self.own: Tensor | None = None
+        self.block_bias: Tensor | None = None
         if sight.causal or sight.window is not None:
-            self.own = bias_like(query, group * size, size)
-            self.own.masked_fill_(~sight.of_block().repeat(group, 1), HIDDEN)
+            self.block_bias = make_aligned_bias(query, group * size, size)
+            self.block_bias.masked_fill_(~sight.build_block_mask().repeat(group, 1), HIDDEN_BIAS)
 
     def _chunk(self, start: int, number: int, query: Tensor) -> Chunk:
         """Chunk of `number` blocks from `start` on, with the tokens that any of them sees."""
-        size, blocks = self.sight.size, slice(start, start + number)
+        size, blocks = self.sight.num_rows, slice(start, start + number)
         rows = slice(start * size, min((start + number) * size, self.num_rows))
         tokens = self._tokens(blocks)
-        bias = bias_like(query, rows.stop - rows.start, tokens.stop - tokens.start)
-        hidden = ~self.sight.of_text(blocks, tokens)
-        bias[: len(hidden) * size].unflatten(0, (-1, size)).masked_fill_(hidden, HIDDEN)
+        bias = make_aligned_bias(query, rows.stop - rows.start, tokens.stop - tokens.start)
+        hidden = ~self.sight.build_context_mask(blocks, tokens)
+        bias[: len(hidden) * size].unflatten(0, (-1, size)).masked_fill_(hidden, HIDDEN_BIAS)
         return Chunk(rows, tokens, bias)
 
     def _tokens(self, blocks: slice) -> slice:
-        assert self.sight.host is not None
-        (first, end), window = (each[blocks] for each in self.sight.host), self.sight.window
+        assert self.sight.bounds_on_cpu is not None
+        (first, end), window = (
+            (each[blocks] for each in self.sight.bounds_on_cpu),
+            self.sight.window,
+        )
         stop = int(end.max())
         # A row without text tokens sees only its block.
         start = int(first.min() if window is None else first.maximum(end + 1 - window).min())
         start = min(start, stop - 1)
         if self.exact:
             return slice(start, stop)
-        length = min(_length(stop - start), self.num_tokens)
+        length = min(_round_up_length(stop - start), self.num_tokens)
         start = min(start, self.num_tokens - length)
         return slice(start, start + length)
 
-    def rows(self, states: Tensor, num_kv_heads: int) -> Tensor:
+    def arrange_rows(self, states: Tensor, num_kv_heads: int) -> Tensor:
         """[G, K, N, d] view of [A, R, Q, d], padded to `num_rows`.
 
         Groups thus share keys without a copy.
@@ -169,13 +174,13 @@ class Plan:
         rows = _padded(states.flatten(0, 1), self.num_rows)
         return rows.unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
 
-    def text(self, states: Tensor, group: int) -> Tensor:
+    def arrange_context(self, states: Tensor, group: int) -> Tensor:
         """[G, K, S, d] view of a text's keys or values [S, K, d], padded to `num_tokens`."""
         return _padded(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
 
 
 def block_attention(
-    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: Sight
+    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: BlockRange
 ) -> Tensor:
     """Softmax attention of each row over its text and its block, in one distribution.
 
@@ -190,46 +195,46 @@ def block_attention(
     """
     if len(text[0]) == 1:
         # Not `[0]`, whose gradient fills a tensor of zeros.
-        return _Joined.apply(sight, query, *(each.squeeze(0) for each in text), *own)
-    return plain_attention(query, text, own, sight)
+        return _BlockAttention.apply(sight, query, *(each.squeeze(0) for each in text), *own)
+    return plain_block_attention(query, text, own, sight)
 
 
-def plain_attention(
-    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: Sight
+def plain_block_attention(
+    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: BlockRange
 ) -> Tensor:
     """`block_attention` by its definition, for any number of texts."""
     num_texts, num_tokens, num_kv_heads, size = text[0].shape
     blocks = query.unflatten(0, (num_texts, -1)).unflatten(-2, (num_kv_heads, -1)) * size**-0.5
     scores = torch.einsum("tarkgd,tskd->takgrs", blocks, text[0]).flatten(0, 1)
     within = torch.einsum("arkgd,aukd->akgru", blocks.flatten(0, 1), own[0])
-    seen, seen_within = sight.masks(num_tokens)
+    seen, seen_within = sight.build_masks(num_tokens)
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     within = within.masked_fill(~seen_within, -torch.inf)
     joined = torch.cat([scores, within], -1)
     weights = joined.to(torch.promote_types(joined.dtype, torch.float32)).softmax(-1).to(query)
-    of_text, of_block = weights.split([num_tokens, sight.size], -1)
+    of_text, of_block = weights.split([num_tokens, sight.num_rows], -1)
     found = torch.einsum("takgrs,tskd->tarkgd", of_text.unflatten(0, (num_texts, -1)), text[1])
     more = torch.einsum("akgru,aukd->arkgd", of_block, own[1])
     return (found.flatten(0, 1) + more).flatten(2, 3)
 
 
-class _Joined(torch.autograd.Function):
+class _BlockAttention(torch.autograd.Function):
     """Attention over one text, a chunk of rows at a time, and over blocks."""
 
     @staticmethod
-    def forward(ctx: Any, sight: Sight, query: Tensor, *both: Tensor) -> Tensor:
+    def forward(ctx: Any, sight: BlockRange, query: Tensor, *both: Tensor) -> Tensor:
         """[A, R, Q, d] for query [A, R, Q, d]; `both` has keys and values of text and blocks."""
         num_kv_heads, group = both[0].shape[1], query.shape[2] // both[0].shape[1]
-        plan = sight.plan(query, len(both[0]), group)
-        rows, own = plan.rows(query, num_kv_heads), _heads_first(both[2:])
-        keys, values = (plan.text(each, group) for each in both[:2])
+        plan = sight.make_chunk_plan(query, len(both[0]), group)
+        rows, own = plan.arrange_rows(query, num_kv_heads), _heads_first(both[2:])
+        keys, values = (plan.arrange_context(each, group) for each in both[:2])
         parts = [
             attend(rows[:, :, c.rows], keys[:, :, c.tokens], values[:, :, c.tokens], c.bias)
             for c in plan.chunks
         ]
         found = torch.cat([output.transpose(1, 2) for output, _ in parts], 1).transpose(1, 2)
         norms = torch.cat([log_norm for _, log_norm in parts], 2)
-        mine, own_norms = attend(_in_blocks(query, group), own[0], own[1], plan.own)
+        mine, own_norms = attend(_in_blocks(query, group), own[0], own[1], plan.block_bias)
         of_text, of_own = _of_rows(found, query), _of_blocks(mine, group)
         norm, own_norm = _of_rows(norms, query), _of_blocks(own_norms, group)
         share = (own_norm - norm).sigmoid_().unsqueeze(-1).to(query.dtype)
@@ -301,10 +306,10 @@ def _padded(states: Tensor, length: int) -> Tensor:
     return functional.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return number + -number % multiple
 
 
-def _length(num_tokens: int) -> int:
+def _round_up_length(num_tokens: int) -> int:
     """Smallest allowed length for a number of tokens."""
-    return _up(num_tokens, max(MORE_TOKENS, 1 << max(0, (num_tokens - 1).bit_length() - 3)))
+    return _round_up(num_tokens, max(LENGTH_STEP, 1 << max(0, (num_tokens - 1).bit_length() - 3)))

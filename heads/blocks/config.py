@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
-from heads.layers.llama import LLAMA_KEYS, llama_like, old_rope
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.layers.llama import LLAMA_KEYS, format_legacy_rope, make_llama_config
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
 
@@ -62,9 +62,9 @@ class BlockHeadConfig:
         """Draft tokens of a full block."""
         return self.block_size - self.first_row
 
-    def ids(self, vocab: DraftVocab) -> DraftVocab:
+    def select_draft_vocab(self, vocab: DraftVocab) -> DraftVocab:
         """Ids that a head drafts: `vocab` with an own output head, otherwise all ids."""
-        return vocab if self.own_output_head else DraftVocab.everything(vocab.size)
+        return vocab if self.own_output_head else DraftVocab.make_full(vocab.size)
 
     def num_rows(self, depth: int) -> int:
         """Rows of a block that drafts `depth` tokens."""
@@ -95,7 +95,7 @@ def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tu
     return tuple(sorted({round(step) + 1 for step in steps}))
 
 
-def check_layers(layers: tuple[int, ...], target: EmbeddingsAndHead) -> None:
+def check_layers(layers: tuple[int, ...], target: EmbeddingsAndOutputHead) -> None:
     """Refuse layers that the target lacks, repeated ones and ones out of order.
 
     Raises:
@@ -110,7 +110,7 @@ def check_layers(layers: tuple[int, ...], target: EmbeddingsAndHead) -> None:
         )
 
 
-def mask_token(target: EmbeddingsAndHead, asked: int | None) -> int:
+def choose_mask_token(target: EmbeddingsAndOutputHead, asked: int | None) -> int:
     """Choose the mask token: the one asked for, or one that no text uses.
 
     Default: the first embedding row after the tokenizer's ids (the last row without a tokenizer),
@@ -143,7 +143,7 @@ def mask_token(target: EmbeddingsAndHead, asked: int | None) -> int:
     return found
 
 
-def _example(target: EmbeddingsAndHead) -> str:
+def _example(target: EmbeddingsAndOutputHead) -> str:
     """Suggest a special token that chats do not use; empty if all may be used."""
     tokenizer = target.tokenizer
     used = (str(tokenizer.chat_template), *map(str, tokenizer.special_tokens_map.values()))
@@ -154,7 +154,7 @@ def _example(target: EmbeddingsAndHead) -> str:
     return ""
 
 
-def _free_token(target: EmbeddingsAndHead, size: int) -> int | None:
+def _free_token(target: EmbeddingsAndOutputHead, size: int) -> int | None:
     tokenizer = target.tokenizer
     if len(tokenizer) < size:
         return len(tokenizer)
@@ -168,8 +168,8 @@ def _free_token(target: EmbeddingsAndHead, size: int) -> int | None:
     return None
 
 
-def block_config(
-    settings: BlockConfig, target: EmbeddingsAndHead, sample_from_anchor: bool
+def build_block_config(
+    settings: BlockConfig, target: EmbeddingsAndOutputHead, sample_from_anchor: bool
 ) -> BlockHeadConfig:
     """Architecture of a new head with layers of the target's sizes.
 
@@ -178,7 +178,7 @@ def block_config(
     """
     layers = tuple(settings.layers or default_layers(target.num_layers, settings.num_features))
     check_layers(layers, target)
-    llama = llama_like(target.config, target.vocab_size)
+    llama = make_llama_config(target.config, target.vocab_size)
     llama.num_hidden_layers = settings.num_layers
     return BlockHeadConfig(
         llama=llama,
@@ -187,7 +187,7 @@ def block_config(
         num_target_layers=target.num_layers,
         layers=layers,
         block_size=settings.block_size,
-        mask_token_id=mask_token(target, settings.mask_token_id),
+        mask_token_id=choose_mask_token(target, settings.mask_token_id),
         sample_from_anchor=sample_from_anchor,
         causal=settings.causal,
         window=settings.window,
@@ -197,7 +197,7 @@ def block_config(
     )
 
 
-def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
     """Keys of `config.json` in every layout, as in Qwen3."""
     llama = config.llama
     rope: Any = llama.rope_parameters
@@ -209,7 +209,7 @@ def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
         "model_type": "qwen3",
         **{name: getattr(llama, name) for name in LLAMA_KEYS},
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": old_rope(rope),
+        "rope_scaling": format_legacy_rope(rope),
         "num_hidden_layers": llama.num_hidden_layers,
         "layer_types": kinds,
         "sliding_window": config.window,
@@ -225,17 +225,17 @@ def shared_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
     }
 
 
-def causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
+def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
     """Key that engines apply in all layers; without it, layers with a window are causal."""
     return {} if config.causal and config.full_layers else {name: config.causal}
 
 
-def dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
+def build_dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
     """Keys of `dflash_config`, with layers as the authors count them."""
     window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
     return {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [index - 1 for index in config.layers],
-        **causal_key(config, "causal"),
+        **build_causal_key(config, "causal"),
         **window,
     }

@@ -12,66 +12,69 @@ import torch
 from torch import Tensor
 
 from heads.blocks.network import BlockNetwork
-from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
-from heads.decoding.head_drafter import HeadChain, HeadDrafter, HeadTree, TextCache
-from heads.decoding.tree import Shape
+from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter, HeadCache, HeadDrafter
+from heads.decoding.tree import DraftShape
 
 
 class _BlockDrafter(HeadDrafter):
     """Keeps keys and values of the committed texts in each of a head's layers."""
 
     head: BlockNetwork
-    state = ("cache",)
+    row_attributes = ("cache",)
 
-    def __init__(self, head: BlockNetwork, shape: Shape, *how: Any) -> None:
+    def __init__(self, head: BlockNetwork, shape: DraftShape, *how: Any) -> None:
         super().__init__(head, shape, *how)
-        self.cache = TextCache(len(head.layers))
+        self.cache = HeadCache(len(head.layers))
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Read the hidden states of committed tokens."""
-        features = self.head.features(seen.output)
+        features = self.head.collect_features(seen.output)
         num_texts, length, _ = features.shape
-        slots = self.cache.open(num_texts, features.device, seen.cache.slots)
-        places, width = slots.place(length, length), slots.width(length)
-        positions = places.flatten().clamp_max(self.head.window - 1)
-        text = self.head.read(features.flatten(0, 1), positions)
+        slots = self.cache.prepare_slots(num_texts, features.device, seen.cache.slots)
+        places, width = slots.compute_pending_slots(length, length), slots.count_used_slots(length)
+        positions = places.flatten().clamp_max(self.head.max_positions - 1)
+        text = self.head.encode_context(features.flatten(0, 1), positions)
         for buffer, both in zip(self.cache.buffers, text, strict=True):
             keys, values = (each[0].unflatten(0, (num_texts, length)) for each in both)
             new = keys.transpose(1, 2), values.transpose(1, 2)
-            buffer.write(*new, places, width, seen.cache.needed)
+            buffer.write(*new, places, width, seen.cache.num_needed_slots)
         slots.advance(seen.counts, seen.token_ids)
 
-    def _slots(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
+    def _compute_slots(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
         """Last known tokens [B], outputs [B, D, H] and logits [B, D, W] of the slots."""
-        ends, width = self.cache.opened.committed[:, 0], self.cache.opened.width(0)
+        ends, width = (
+            self.cache.prepared_slots.committed[:, 0],
+            self.cache.prepared_slots.count_used_slots(0),
+        )
         host = torch.tensor([0]), torch.tensor([width])
-        sight = self.head.sight(torch.zeros_like(ends), ends, self.shape.depth, host)
+        sight = self.head.make_block_range(torch.zeros_like(ends), ends, self.shape.depth, host)
         text = [
-            (_first(buffer.keys, width), _first(buffer.values, width))
+            (_view_buffer(buffer.keys, width), _view_buffer(buffer.values, width))
             for buffer in self.cache.buffers
         ]
         outputs = self.head.draft(roots.tokens, ends, text, sight)
-        return roots.tokens, outputs, self.head.logits(outputs)
+        return roots.tokens, outputs, self.head.compute_logits(outputs)
 
-    def _known(self, tokens: Tensor, slot: int) -> Tensor:
+    def _pad_beyond_window(self, tokens: Tensor, slot: int) -> Tensor:
         """Tokens [B, n] of a slot, with PAD for rows beyond the head's window."""
-        place = self.cache.opened.committed + self.head.config.first_row + slot
-        return tokens.masked_fill(place >= self.head.window, PAD)
+        place = self.cache.prepared_slots.committed + self.head.config.first_row + slot
+        return tokens.masked_fill(place >= self.head.max_positions, PAD)
 
 
-def _first(buffer: Tensor | None, width: int) -> Tensor:
+def _view_buffer(buffer: Tensor | None, width: int) -> Tensor:
     """[B, S, K, d] of a buffer [B, K, ., d]."""
     assert buffer is not None
     return buffer.narrow(2, 0, width).transpose(1, 2)
 
 
-class BlockChain(HeadChain, _BlockDrafter):
+class BlockChain(ChainDrafter, _BlockDrafter):
     """Drafts a block as a chain."""
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of `depth` tokens."""
-        before, outputs, base = self._slots(roots)
+        before, outputs, base = self._compute_slots(roots)
         draws = self.sampler()
         tokens: list[Tensor] = []
         state: Tensor | None = None
@@ -79,32 +82,32 @@ class BlockChain(HeadChain, _BlockDrafter):
             if draws.ended:
                 break
             mine = outputs[:, slot]
-            logits, state = self.head.step(base[:, slot], mine, before, state)
-            sure = self.head.sure(mine, before) if self.calibration else None
-            before = draws.token(logits, sure)
-            tokens.append(self._known(before.unsqueeze(1), slot))
-        return draws.chains(self.tree, torch.cat(tokens, 1))
+            logits, state = self.head.compute_slot_logits(base[:, slot], mine, before, state)
+            sure = self.head.compute_slot_confidence(mine, before) if self.calibration else None
+            before = draws.choose_token(logits, sure)
+            tokens.append(self._pad_beyond_window(before.unsqueeze(1), slot))
+        return draws.make_draft(self.tree, torch.cat(tokens, 1))
 
 
-class BlockTree(HeadTree, _BlockDrafter):
+class BlockTree(DynamicTreeDrafter, _BlockDrafter):
     """Drafts the likeliest paths through the slots, best first, in one pass of the head."""
 
-    nested = False
+    has_nested_trees = False
     """False: rows see later rows, so a shorter block drafts other tokens."""
 
-    def expand(self, roots: Roots) -> ExpandedTree:
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""
-        sure, outputs, base = self._slots(roots)
-        first, state = self.head.step(base[:, 0], outputs[:, 0], sure, None)
+        sure, outputs, base = self._compute_slots(roots)
+        first, state = self.head.compute_slot_logits(base[:, 0], outputs[:, 0], sure, None)
 
         def after(grown: Frontier) -> Tensor:
             nonlocal state
             number = len(grown.tokens) // len(roots)
             mine, slot = (
-                each[:, grown.level].repeat_interleave(number, 0) for each in (base, outputs)
+                each[:, grown.depth].repeat_interleave(number, 0) for each in (base, outputs)
             )
             before = None if state is None else state[grown.rows]
-            logits, state = self.head.step(mine, slot, grown.tokens, before)
+            logits, state = self.head.compute_slot_logits(mine, slot, grown.tokens, before)
             return logits
 
-        return expand_tree(self.shape, self.head.vocab, first, after, self._known)
+        return expand_tree(self.shape, self.head.vocab, first, after, self._pad_beyond_window)

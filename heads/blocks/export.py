@@ -13,12 +13,12 @@ from torch import Tensor
 
 from conf.settings.export import ExportFormat
 from heads.blocks import gguf
-from heads.blocks.config import dflash_keys
+from heads.blocks.config import build_dflash_keys
 from heads.blocks.network import BlockNetwork
-from heads.export.engines import dtype_of, vllm_command
+from heads.export.engines import format_dtype, format_vllm_command
 from heads.export.llamacpp import rope_problem, weights_name
 from heads.export.llamacpp import serve_command as serve_llamacpp
-from heads.head import WEIGHTS, Files
+from heads.head import WEIGHTS, HeadFiles
 from heads.layers.llama import LLAMA_KEYS
 
 EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -36,14 +36,16 @@ class BlockLayout:
         with_ends: whether the authors' files hold the target's embedding and output head.
     """
 
-    name: str
-    vllm: str
+    speculators_method: str
+    vllm_method: str
     title: str
-    speculators: str
-    with_ends: bool = False
+    speculators_class: str
+    with_embeddings_and_head: bool = False
 
 
-def problem(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> str | None:
+def find_export_problem(
+    head: BlockNetwork, engine: ExportFormat, layout: BlockLayout
+) -> str | None:
     """Reason why an engine cannot serve a head, as the end of a sentence; None if it can."""
     config = head.config
     if engine is ExportFormat.vllm:
@@ -79,20 +81,24 @@ def _llamacpp_problem(head: BlockNetwork) -> str | None:
     return rope_problem(config.llama.rope_parameters)
 
 
-def files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> Files:
+def build_engine_files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> HeadFiles:
     """Files of a head for an engine that can serve it."""
     if engine is ExportFormat.llamacpp:
-        return gguf.files(head, layout.vllm)
-    added = _ends(head) if engine is ExportFormat.original and layout.with_ends else {}
-    own, dtype = head.files(), dtype_of(head)
+        return gguf.build_gguf_files(head, layout.vllm_method)
+    added = (
+        _copy_target_weights(head)
+        if engine is ExportFormat.original and layout.with_embeddings_and_head
+        else {}
+    )
+    own, dtype = head.build_files(), format_dtype(head)
     settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
     if engine is ExportFormat.speculators:
         settings = _speculators_config(head, settings, layout)
     layers = list(head.config.layers)
-    return Files(settings, WEIGHTS, own.tensors | added, sorted(added), layers)
+    return HeadFiles(settings, WEIGHTS, own.tensors | added, sorted(added), layers)
 
 
-def _ends(head: BlockNetwork) -> dict[str, Tensor]:
+def _copy_target_weights(head: BlockNetwork) -> dict[str, Tensor]:
     """The target's embedding and output head, unless the head has its own."""
     ends, target = {}, head.target
     if head.embed_tokens is None:
@@ -115,7 +121,7 @@ def _speculators_config(
     elsewhere = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
     kept = {n: value for n, value in flat.items() if n not in {*of_layers, *elsewhere}}
     # Keys beyond DFlash's; the rest is renamed below.
-    inner, common = flat.get("dflash_config", {}), dflash_keys(config)
+    inner, common = flat.get("dflash_config", {}), build_dflash_keys(config)
     kept |= {name: value for name, value in inner.items() if name not in common}
     proposal = {
         "proposal_type": "greedy",
@@ -124,8 +130,8 @@ def _speculators_config(
         "accept_tolerance": 0.0,
     }
     return kept | {
-        "architectures": [layout.speculators],
-        "speculators_model_type": layout.name,
+        "architectures": [layout.speculators_class],
+        "speculators_model_type": layout.speculators_method,
         "speculators_version": "0.9.0",
         "aux_hidden_state_layer_ids": list(config.layers),
         "mask_token_id": config.mask_token_id,
@@ -134,7 +140,7 @@ def _speculators_config(
         "tie_word_embeddings": False,
         "transformer_layer_config": {name: flat[name] for name in of_layers},
         "speculators_config": {
-            "algorithm": layout.name,
+            "algorithm": layout.speculators_method,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {
@@ -151,20 +157,20 @@ def serve_command(
     """Command that starts an engine, as lines for a shell (the authors': for Python)."""
     target, tokens = head.target_name, head.config.num_draft_tokens
     if engine is ExportFormat.vllm:
-        return vllm_command(layout.vllm, tokens, target, folder)
+        return format_vllm_command(layout.vllm_method, tokens, target, folder)
     if engine is ExportFormat.speculators:
         return f"vllm serve {folder}"
     if engine is ExportFormat.sglang:
         return (
             f"python -m sglang.launch_server --model-path {target} "
-            f"--speculative-algorithm {layout.vllm.upper()} "
+            f"--speculative-algorithm {layout.vllm_method.upper()} "
             f"--speculative-draft-model-path {folder} "
             f"--speculative-num-draft-tokens {tokens + 1}"
         )
     if engine is ExportFormat.llamacpp:
-        file = f"{folder}/{weights_name(layout.vllm, target, head.dtype)}"
-        return serve_llamacpp(target, file, f"draft-{layout.vllm}", tokens)
-    if layout.with_ends:
+        file = f"{folder}/{weights_name(layout.vllm_method, target, head.dtype)}"
+        return serve_llamacpp(target, file, f"draft-{layout.vllm_method}", tokens)
+    if layout.with_embeddings_and_head:
         return (
             "from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel\n"
             f'draft = Qwen3DSparkModel.from_pretrained("{folder}")'

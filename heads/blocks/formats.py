@@ -81,7 +81,7 @@ def _settings(folder: Path, path: str) -> dict[str, Any]:
 
 
 @dataclass
-class BlockFile:
+class BlockCheckpoint:
     """Content of a head's folder.
 
     Attributes:
@@ -99,7 +99,9 @@ class BlockFile:
     export: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: Path, path: str, computed: Collection[str] = ()) -> "BlockFile":
+    def from_folder(
+        cls, folder: Path, path: str, computed: Collection[str] = ()
+    ) -> "BlockCheckpoint":
         """Read settings and tensors.
 
         Args:
@@ -114,7 +116,7 @@ class BlockFile:
         if (folder / PROVENANCE).is_file():
             export = json.loads((folder / PROVENANCE).read_text()).get("export", {})
         files = sorted(folder.glob("model*.safetensors"))
-        found = cls(path, settings, tensors, DraftVocab.everything(1), export)
+        found = cls(path, settings, tensors, DraftVocab.make_full(1), export)
         if not files:
             names = sorted(each.name for each in folder.iterdir())
             raise found.error(
@@ -160,7 +162,7 @@ class BlockFile:
     def _vocabulary(self) -> DraftVocab:
         size, tensors = self.settings["vocab_size"], self.tensors
         d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-        vocab = DraftVocab.everything(size)
+        vocab = DraftVocab.make_full(size)
         if d2t is not None:
             vocab = DraftVocab.from_offsets(d2t, size, t2d)
         stated, rows = self.settings.get("draft_vocab_size", size), tensors.get("lm_head.weight")
@@ -169,14 +171,14 @@ class BlockFile:
                 f"draft vocabularies disagree: {len(vocab.ids)} of {size} ids by d2t (without it, "
                 f"all), {stated} by config.json, {None if rows is None else len(rows)} by lm_head"
             )
-        if not vocab.full and rows is None:
+        if not vocab.is_full and rows is None:
             raise self.error(
                 "lm_head.weight is missing, and the target's has other ids than these "
                 f"{len(vocab.ids)}"
             )
         return vocab
 
-    def architecture(self, layers: Sequence[int] | None, anchored: bool) -> BlockHeadConfig:
+    def build_head_config(self, layers: Sequence[int] | None, anchored: bool) -> BlockHeadConfig:
         """Architecture of the head.
 
         Args:
@@ -196,8 +198,8 @@ class BlockFile:
             target_hidden_size=width,
             num_target_layers=settings.get("num_target_layers", 0),
             layers=chosen,
-            block_size=self.number("block_size"),
-            mask_token_id=self.number("mask_token_id"),
+            block_size=self.get_integer("block_size"),
+            mask_token_id=self.get_integer("mask_token_id"),
             sample_from_anchor=settings.get("sample_from_anchor", anchored),
             causal=self._causal(window, full),
             window=window,
@@ -206,7 +208,7 @@ class BlockFile:
             own_embedding="embed_tokens.weight" in self.tensors,
         )
 
-    def number(self, key: str) -> int:
+    def get_integer(self, key: str) -> int:
         """Integer of `config.json`.
 
         Raises:
@@ -312,7 +314,7 @@ class BlockFile:
             f"must be default, {', '.join(SCALED_ROPE)} over 1.0"
         )
 
-    def fill(self, head: Head) -> Head:
+    def load_into(self, head: Head) -> Head:
         """Load the tensors into a head of this `architecture`.
 
         Raises:
@@ -336,7 +338,7 @@ class BlockFile:
         return head
 
 
-def names_kind(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
+def has_architecture(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
     """Tell whether `config.json` names a kind, in an engine's or speculators' words."""
     try:
         settings = json.loads((folder / "config.json").read_text())

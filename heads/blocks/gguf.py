@@ -16,13 +16,13 @@ from heads.export.gguf import GgufFile, Value
 from heads.export.llamacpp import (
     LAYER,
     ROPE_FREQS,
-    Facts,
-    config_of,
-    of_head,
-    stored,
+    ArchMetadata,
+    build_head_metadata,
+    make_file_tensors,
+    parse_metadata,
     weights_name,
 )
-from heads.head import Files
+from heads.head import HeadFiles
 
 ARCH = "dflash"
 MASK = "tokenizer.ggml.mask_token_id"
@@ -68,17 +68,17 @@ def _names(num_layers: int) -> dict[str, str]:
     }
 
 
-def files(head: BlockNetwork, prefix: str) -> Files:
+def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
     """File of a head that llama.cpp can serve.
 
     Args:
         head: attached head.
         prefix: prefix of the file's name.
     """
-    config, llama, own = head.config, head.config.llama, head.files()
+    config, llama, own = head.config, head.config.llama, head.build_files()
     settings = own.config | own.config.get("dflash_config", {})
     title = head.variants[head.variant].title
-    metadata = of_head(llama, ARCH, head.dtype, title, head.target_name)
+    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
     about = {theirs: settings[ours] for ours, theirs in KEYS.items() if ours in settings}
     about |= {"target_layers": list(config.layers), "attention.causal": config.causal}
     if config.window is not None:
@@ -88,25 +88,25 @@ def files(head: BlockNetwork, prefix: str) -> Files:
     metadata[MASK] = Value.of(config.mask_token_id)
     names = _names(llama.num_hidden_layers)
     tensors = {names[name]: each for name, each in own.tensors.items() if name in names}
-    added = _ends(head)
+    added = _copy_output_head(head)
     if MARKOV in tensors and CONFIDENCE in tensors:
         # A confidence head that does not read the previous token gets a weight of zero for it.
         width = llama.hidden_size + tensors[MARKOV].shape[1]
         read = tensors[CONFIDENCE]
         tensors[CONFIDENCE] = functional.pad(read, (0, width - read.shape[1]))
     name = weights_name(prefix, head.target_name, head.dtype)
-    whole = stored(tensors | added, head.vocab, llama)
-    return Files(metadata, name, whole, sorted(added), list(config.layers))
+    whole = make_file_tensors(tensors | added, head.vocab, llama)
+    return HeadFiles(metadata, name, whole, sorted(added), list(config.layers))
 
 
-def _ends(head: BlockNetwork) -> dict[str, Tensor]:
+def _copy_output_head(head: BlockNetwork) -> dict[str, Tensor]:
     """The target's output head, if the head has its own embedding, which llama.cpp would use."""
     if head.embed_tokens is None or head.lm_head is not None:
         return {}
     return {"output.weight": head.target.output_head.weight.to(head.dtype, copy=True)}
 
 
-def opened(
+def load_gguf_tensors(
     file: GgufFile, what: str, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a file, under the authors' names.
@@ -120,8 +120,8 @@ def opened(
         InputError: metadata are missing.
     """
     tensors = {name: each for name, each in file.tensors().items() if name not in added}
-    config = config_of(file.metadata, tensors.pop(ROPE_FREQS, None), what)
-    facts = Facts(file.metadata, ARCH, what)
+    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), what)
+    facts = ArchMetadata(file.metadata, ARCH, what)
     found = {ours: facts.get(theirs) for ours, theirs in KEYS.items()}
     kind = "DFlash2DraftModel" if "selector_hidden.weight" in tensors else "DFlashDraftModel"
     if MARKOV in tensors:
@@ -142,7 +142,7 @@ def opened(
         "architectures": [kind],
         "block_size": facts.get("block_size", 16),
         "mask_token_id": None if mask is None else mask.content,
-        "target_layer_ids": [index - 1 for index in facts.need("target_layers")],
+        "target_layer_ids": [index - 1 for index in facts.require("target_layers")],
         "layer_types": [SLIDING if windowed else FULL for windowed in pattern],
         "sliding_window": window,
         "is_causal": facts.get("attention.causal", False),

@@ -9,14 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from heads.blocks.network import BlockNetwork
-from heads.head import Golden
-from heads.target_model.embeddings_and_head import embedding_rows, output_rows, projected
+from heads.head import ReferenceLogits
+from heads.target_model.embeddings_and_head import (
+    copy_output_rows,
+    project_in_float32,
+    select_embedding_rows,
+)
 from heads.target_model.model import Target, TargetOutput
 
 
-def golden(
-    head: BlockNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> Golden:
+def compute_reference_logits(
+    head: BlockNetwork,
+    target: Target,
+    states: list[Tensor],
+    token_ids: Tensor,
+    position_ids: Tensor,
+) -> ReferenceLogits:
     """Compute logits whose row t of slot d drafts in a block after token t, from known token t + 1.
 
     These are an engine's logits while every draft token is accepted, so tokens before a slot are
@@ -25,32 +33,36 @@ def golden(
     Raises:
         InputError: the target's output head is quantised or has a bias.
     """
-    num_rows, mask = len(places), head.config.mask_token_id
+    num_rows, mask = len(position_ids), head.config.mask_token_id
     wanted = torch.cat([token_ids, torch.tensor([mask])])
     copy = _on_cpu(head, _embeddings(head, target, wanted))
     output = TargetOutput(states[-1], dict(enumerate(states)))
-    text = copy.read(copy.features(output), places)
+    text = copy.encode_context(copy.collect_features(output), position_ids)
     ends = torch.arange(1, num_rows + 1)
     nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
-    sight = copy.sight(nothing, ends, depth, (nothing, ends))
-    outputs = copy.draft(ends, places + 1, text, sight)
-    rows = None if head.lm_head is not None else output_rows(target, head.dtype)
+    sight = copy.make_block_range(nothing, ends, depth, (nothing, ends))
+    outputs = copy.draft(ends, position_ids + 1, text, sight)
+    rows = None if head.lm_head is not None else copy_output_rows(target, head.dtype)
     beside = {"token_embeddings": _embeddings(head, target, token_ids[1:], of_target=True)}
     beside["mask_token_id"] = torch.tensor([mask])
     beside["mask_embedding"] = _embeddings(head, target, torch.tensor([mask]), of_target=True)
     found, state = [], None
     for slot in range(depth):
         mine = outputs[:, slot]
-        base = copy.logits(mine) if rows is None else copy.scaled(projected(mine, rows))
+        base = (
+            copy.compute_logits(mine)
+            if rows is None
+            else copy.scale_logits(project_in_float32(mine, rows))
+        )
         before = token_ids[1 + slot : 1 + slot + num_rows]
-        logits, state = copy.step(base, mine, before, state)
+        logits, state = copy.compute_slot_logits(base, mine, before, state)
         found.append(logits)
     drawn = torch.stack(found)
     logits = torch.full((*drawn.shape[:2], head.vocab.size), float("-inf"))
     logits[..., head.vocab.ids.cpu()] = drawn
     if rows is None:
         beside["logsumexp"] = drawn.logsumexp(-1)
-    return Golden(logits, beside, rows)
+    return ReferenceLogits(logits, beside, rows)
 
 
 def _embeddings(
@@ -59,7 +71,7 @@ def _embeddings(
     """[n, H] rows of the head's own embedding, or of the target's."""
     own = None if of_target else head.embed_tokens
     weight = target.embedding.weight if own is None else own.weight
-    return embedding_rows(weight, token_ids, head.dtype)
+    return select_embedding_rows(weight, token_ids, head.dtype)
 
 
 def _on_cpu(head: BlockNetwork, embeddings: Tensor) -> BlockNetwork:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-HIDDEN = -3e4
+HIDDEN_BIAS = -3e4
 """Bias of a hidden key. Not -inf, so that a row without keys gives no NaN."""
 ALIGNED_BYTES = 16
 LOG_NORM_MULTIPLE = 32
@@ -38,7 +38,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> 
             query, keys, values, bias, True
         )
         return found, log_norm[..., : query.shape[2]]
-    if on_cpu(query):
+    if is_on_cpu(query):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, keys, values, attn_mask=bias)
     scores = _scores(query, keys, bias)
@@ -69,7 +69,7 @@ def attend_backward(
         return kernel(
             grad, *text, bias, found, _whole_tiles(log_norm), unused, unused, 0.0, wanted
         )[:3]
-    if on_cpu(query):
+    if is_on_cpu(query):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, *text, found, log_norm, 0.0, False, attn_mask=bias)
     query, keys, values = (each.to(log_norm) for each in text)
@@ -80,12 +80,12 @@ def attend_backward(
     return tuple(each.to(grad.dtype) for each in parts)
 
 
-def on_cpu(states: Tensor) -> bool:
+def is_on_cpu(states: Tensor) -> bool:
     """Tell whether a tensor lies on a CPU, which has its own kernels."""
     return states.device.type == "cpu"
 
 
-def bias_like(query: Tensor, num_queries: int, num_keys: int) -> Tensor:
+def make_aligned_bias(query: Tensor, num_queries: int, num_keys: int) -> Tensor:
     """[M, N] zeros, with rows aligned for CUDA's kernel."""
     width = num_keys + -num_keys % ALIGNED_BYTES
     return query.new_zeros(num_queries, width)[:, :num_keys]

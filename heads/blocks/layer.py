@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from heads.blocks.attention import Sight, block_attention
+from heads.blocks.attention import BlockRange, block_attention
 from heads.layers.llama import LlamaAttention, RmsNorm
 
 
@@ -27,7 +27,7 @@ class BlockLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
+        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
     ) -> Tensor:
         """[A, R, H] output of the layer.
 
@@ -37,11 +37,13 @@ class BlockLayer(nn.Module):
             text: the layer's keys and values [T, S, K, d] of the hidden states.
             sight: sight of the blocks.
         """
-        states = states + self.attended(self.input_layernorm(states), rotation, text, sight)
+        states = states + self.compute_attention(
+            self.input_layernorm(states), rotation, text, sight
+        )
         return states + self.mlp(self.post_attention_layernorm(states))
 
-    def attended(
-        self, inputs: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
+    def compute_attention(
+        self, inputs: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
     ) -> Tensor:
         """[A, R, H] attention of normalised inputs [A, R, H]; other arguments as in `forward`."""
         rows, shape = inputs.flatten(0, 1), inputs.shape[:2]

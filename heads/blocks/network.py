@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import InputError
-from heads.blocks.attention import Sight
+from heads.blocks.attention import BlockRange
 from heads.blocks.config import BlockHeadConfig, check_layers
 from heads.blocks.layer import BlockLayer
 from heads.decoding.drafting import PAD
 from heads.feature_head import FeatureHead
 from heads.head import check_fits
 from heads.layers.llama import RmsNorm
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 1024
 """Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
-TextKeys = list[tuple[Tensor, Tensor]]
+ContextKeysValues = list[tuple[Tensor, Tensor]]
 """Rotated keys, and values, [T, S, K, d] of texts, for each layer."""
 
 
@@ -52,15 +52,15 @@ class BlockNetwork(FeatureHead):
         self.hidden_norm = RmsNorm(hidden, eps)
         self.layers = nn.ModuleList(self.make_layer() for _ in range(llama.num_hidden_layers))
         self.norm = RmsNorm(hidden, eps)
-        self._make_ends(config.own_output_head)
+        self._make_embeddings_and_head(config.own_output_head)
 
-    def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
+    def initialise(self, target: EmbeddingsAndOutputHead, seed: int) -> Self:
         """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
 
         Raises:
             InputError: rows of a quantised output head are needed.
         """
-        self.initialise(seed)
+        self.draw_weights(seed)
         self.attach(target)
         if self.embed_tokens is not None:
             self.embed_tokens.weight.data.copy_(target.embedding.weight)
@@ -79,7 +79,7 @@ class BlockNetwork(FeatureHead):
         """Make one layer of the network."""
         return BlockLayer(self.config.llama)
 
-    def initialise(self, seed: int) -> None:
+    def draw_weights(self, seed: int) -> None:
         """Draw new weights by a seed, for all matrices but the target's."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
@@ -88,7 +88,7 @@ class BlockNetwork(FeatureHead):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def fitted(self, target: EmbeddingsAndHead) -> BlockHeadConfig:
+    def complete_config(self, target: EmbeddingsAndOutputHead) -> BlockHeadConfig:
         """See `FeatureHead.fitted`. Without its own embedding, the head has the target's width."""
         config = self.config
         check_fits(self, target, config.target_hidden_size, "feature_size")
@@ -97,7 +97,7 @@ class BlockNetwork(FeatureHead):
         check_layers(config.layers, target)
         return replace(config, num_target_layers=target.num_layers)
 
-    def read(self, features: Tensor, position_ids: Tensor) -> TextKeys:
+    def encode_context(self, features: Tensor, position_ids: Tensor) -> ContextKeysValues:
         """Keys and values of texts per layer, joined into one text of S tokens.
 
         Args:
@@ -112,7 +112,9 @@ class BlockNetwork(FeatureHead):
     def _attention(self, number: int) -> Any:
         return self.layers[number].self_attn
 
-    def draft(self, roots: Tensor, places: Tensor, text: TextKeys, sight: Sight) -> Tensor:
+    def draft(
+        self, roots: Tensor, places: Tensor, context: ContextKeysValues, sight: BlockRange
+    ) -> Tensor:
         """[A, D, H] normalised outputs of the rows that draft.
 
         Args:
@@ -121,26 +123,26 @@ class BlockNetwork(FeatureHead):
             text: keys and values that blocks may see.
             sight: the part of the text that they see, except in `full_layers`.
         """
-        rows = torch.arange(sight.size, device=roots.device)
+        rows = torch.arange(sight.num_rows, device=roots.device)
         ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
-        positions = (places.unsqueeze(1) + rows).clamp_max(self.window - 1)
+        positions = (places.unsqueeze(1) + rows).clamp_max(self.max_positions - 1)
         states = self.embed(ids)
         # In the dtype of the text's keys; under autocast, embeddings have another.
-        rotation = self._attention(0).rotation(text[0][0], positions.flatten())
+        rotation = self._attention(0).rotation(context[0][0], positions.flatten())
         whole, full = replace(sight, causal=False, window=None), self.config.full_layers
         for number, layer in enumerate(self.layers):
             seen = whole if number in full else sight
-            states = layer(states, rotation, text[number], seen)
+            states = layer(states, rotation, context[number], seen)
         return self.norm(states[:, self.config.first_row :])
 
-    def sight(
+    def make_block_range(
         self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
-    ) -> Sight:
+    ) -> BlockRange:
         """Sight of blocks that draft `depth` tokens. Other arguments as in `Sight`."""
         size = self.config.num_rows(depth)
-        return Sight(first, end, size, self.config.causal, self.config.window, host)
+        return BlockRange(first, end, size, self.config.causal, self.config.window, host)
 
-    def scaled(self, logits: Tensor) -> Tensor:
+    def scale_logits(self, logits: Tensor) -> Tensor:
         """Scale logits [..., W] of the output head's rows as the head's file says.
 
         Engines omit the target's own scalings.
@@ -148,8 +150,8 @@ class BlockNetwork(FeatureHead):
         return logits
 
     @abstractmethod
-    def step(
-        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+    def compute_slot_logits(
+        self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """[N, W] logits of a slot given the previous tokens, and the state for the next slot.
 
@@ -160,7 +162,7 @@ class BlockNetwork(FeatureHead):
             state: [N, .] state of the previous slots; None for the first slot or without a state.
         """
 
-    def sure(self, outputs: Tensor, before: Tensor) -> Tensor | None:
+    def compute_slot_confidence(self, outputs: Tensor, before: Tensor) -> Tensor | None:
         """[N] float32 logits of a slot's chance of acceptance; None without a confidence head.
 
         Args:
@@ -171,14 +173,14 @@ class BlockNetwork(FeatureHead):
         return None
 
     @torch.no_grad()
-    def candidates(
+    def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
         """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
-        text = self.read(self.features(output)[0], places)
+        text = self.encode_context(self.collect_features(output)[0], places)
         parts = [
             self._candidates(text, ids, rows, depth, width)
             for rows in places[first:].split(TOKENS_PER_CHUNK)
@@ -186,23 +188,23 @@ class BlockNetwork(FeatureHead):
         return torch.cat(parts, dim=1)
 
     def _candidates(
-        self, text: TextKeys, ids: Tensor, rows: Tensor, depth: int, width: int
+        self, text: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
     ) -> Tensor:
         """Likeliest candidates of the slots, for blocks after tokens [n] of a text."""
         nothing, end = torch.zeros_like(rows), rows + 1
-        sight = self.sight(nothing, end, depth, (nothing.cpu(), end.cpu()))
+        sight = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
         outputs = self.draft(ids[end], end, text, sight)
         best: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(depth):
             # Drafts after the end of a text are not used.
             before = ids[(end + slot).clamp_max(len(ids) - 1)]
-            base = self.logits(outputs[:, slot])
-            logits, state = self.step(base, outputs[:, slot], before, state)
-            found = self.vocab.to_target(logits.topk(width).indices)
+            base = self.compute_logits(outputs[:, slot])
+            logits, state = self.compute_slot_logits(base, outputs[:, slot], before, state)
+            found = self.vocab.to_target_ids(logits.topk(width).indices)
             best.append(
                 found.masked_fill(
-                    (end + self.config.first_row + slot >= self.window).unsqueeze(1), PAD
+                    (end + self.config.first_row + slot >= self.max_positions).unsqueeze(1), PAD
                 )
             )
         return torch.stack(best)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.decoding.recurrent_states import RecurrentStates
-from heads.upload import upload
+from heads.upload import to_device
 
 ROUND_TO = 64  # slots
 
@@ -69,7 +69,7 @@ class SlotBuffer:
         """Keep some rows only."""
         self.keys, self.values = (_kept(buffer, rows) for buffer in self._both())
 
-    def replace(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
+    def insert_row(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
         """Replace the first slots of a row by those of a buffer of one row."""
         if num_slots:
             buffers = self._grown(other._both(), num_slots, num_texts)
@@ -128,13 +128,13 @@ def _texts(num_texts: int, device: torch.device) -> Tensor:
     return torch.arange(num_texts, device=device).unsqueeze(1)
 
 
-def move(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
+def move_slots(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
     """Copy slots [B, A] to slots [B, A] of every buffer."""
     for buffer in buffers:
         buffer.move(source, to)
 
 
-class Kept(NamedTuple):
+class KeptNodes(NamedTuple):
     """Part of a draft to keep, on the device.
 
     Attributes:
@@ -146,7 +146,7 @@ class Kept(NamedTuple):
     counts: Tensor
 
 
-class Slots:
+class CacheSlots:
     """Slots of the tokens of a batch, and which tokens see which.
 
     Attributes:
@@ -158,7 +158,7 @@ class Slots:
 
     def __init__(self, num_texts: int, device: torch.device) -> None:
         self.device = device
-        self.held: int | None = None
+        self.fixed_width: int | None = None
         self._longest = 0
         self.lengths = [0] * num_texts
         self.committed = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
@@ -166,23 +166,23 @@ class Slots:
     def rewind(self, lengths: list[int]) -> None:
         """Forget committed tokens after `lengths`; new tokens will overwrite them."""
         self.lengths = lengths
-        self.committed = upload(lengths, self.device).unsqueeze(1)
+        self.committed = to_device(lengths, self.device).unsqueeze(1)
 
-    def hold(self, width: int, num_pending: int) -> None:
+    def fix_width(self, width: int, num_pending: int) -> None:
         """Make every pass read `width` slots, of which the last are for pending tokens."""
-        self.held, self._longest = width, width - num_pending
+        self.fixed_width, self._longest = width, width - num_pending
 
-    def hold_as(self, other: "Slots") -> None:
+    def copy_fixed_width(self, other: "CacheSlots") -> None:
         """Read as many slots as another object."""
-        self.held, self._longest = other.held, other._longest
+        self.fixed_width, self._longest = other.fixed_width, other._longest
 
-    def place(self, num_new: int, num_pending: int) -> Tensor:
+    def compute_pending_slots(self, num_new: int, num_pending: int) -> Tensor:
         """[B, n] int64 slots of the last `num_new` of `num_pending` pending tokens."""
         return self.committed + torch.arange(num_pending - num_new, num_pending, device=self.device)
 
-    def width(self, num_pending: int) -> int:
+    def count_used_slots(self, num_pending: int) -> int:
         """Slots in use with a number of pending tokens."""
-        return max(self.lengths) + num_pending if self.held is None else self.held
+        return max(self.lengths) + num_pending if self.fixed_width is None else self.fixed_width
 
     def attention_mask(self, mask: Tensor, width: int) -> Tensor:
         """[B, n, S] bool: committed tokens of the own text, and pending ones by the mask.
@@ -192,7 +192,11 @@ class Slots:
         committed, (num_new, num_pending) = self.committed, mask.shape[1:]
         slots = torch.arange(width, device=self.device)
         seen = (slots < committed).unsqueeze(1).repeat(1, num_new, 1)
-        to = self.place(num_pending, num_pending).unsqueeze(1).expand(-1, num_new, -1)
+        to = (
+            self.compute_pending_slots(num_pending, num_pending)
+            .unsqueeze(1)
+            .expand(-1, num_new, -1)
+        )
         return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
 
     def positions(self, depths: Tensor, width: int) -> Tensor:
@@ -200,14 +204,14 @@ class Slots:
         pending = self.committed + depths
         everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
         num_pending = pending.shape[1]
-        return everything.scatter_(1, self.place(num_pending, num_pending), pending)
+        return everything.scatter_(1, self.compute_pending_slots(num_pending, num_pending), pending)
 
     def commit(
         self,
         kept: list[list[int]],
         buffers: Sequence[SlotBuffer] = (),
-        on_device: Kept | None = None,
-        mover: Callable[..., None] = move,
+        on_device: KeptNodes | None = None,
+        mover: Callable[..., None] = move_slots,
     ) -> None:
         """Add pending tokens to the texts and forget the others.
 
@@ -218,16 +222,16 @@ class Slots:
             mover: `move`, optionally compiled.
         """
         moved = any(nodes != list(range(len(nodes))) for nodes in kept)
-        if buffers and (moved or self.held is not None):
+        if buffers and (moved or self.fixed_width is not None):
             longest = max(map(len, kept), default=None)
             if on_device is None:
                 # Shorter rows are padded with slots that are forgotten anyway.
                 rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
-                source = self.committed + upload(rows, self.device)
+                source = self.committed + to_device(rows, self.device)
             else:
                 source = self.committed + on_device.nodes[:, :longest]
             num_kept = source.shape[1]
-            mover(buffers, source, self.place(num_kept, num_kept))
+            mover(buffers, source, self.compute_pending_slots(num_kept, num_kept))
         if on_device is None:
             self.rewind(self._with(kept))
         else:
@@ -238,7 +242,7 @@ class Slots:
 
         `counts` [B] int64 is their number; `kept` lists them per text and is not read with `held`.
         """
-        if self.held is None:
+        if self.fixed_width is None:
             self.lengths = self._with(kept)
             self.committed = self.committed + counts.unsqueeze(1)
         else:
@@ -258,7 +262,7 @@ class Slots:
         for buffer in buffers:
             buffer.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
-        self.committed = self.committed[upload(rows, self.device)]
+        self.committed = self.committed[to_device(rows, self.device)]
 
 
 class _AttentionLayer(CacheLayerMixin):
@@ -276,14 +280,16 @@ class _AttentionLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, K, n, d] of new tokens; return those of all slots."""
         cache = self.cache
-        return self.buffer.write(key_states, value_states, cache.to, cache.width, cache.needed)
+        return self.buffer.write(
+            key_states, value_states, cache.write_slots, cache.read_width, cache.num_needed_slots
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first write allocates the buffers."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         """Number of slots that a mask covers, from slot 0."""
-        return self.cache.width, 0
+        return self.cache.read_width, 0
 
     def get_seq_length(self) -> int:
         """Number of slots in use."""
@@ -324,37 +330,41 @@ class TreeCache(Cache):
         num_layers: int,
         capacity: int | None = None,
         states: RecurrentStates | None = None,
-        mover: Callable[..., None] = move,
+        mover: Callable[..., None] = move_slots,
     ) -> None:
         self.capacity, self.mover, self.states = capacity, mover, states
-        self.slots = Slots(num_texts, device)
-        self.sure: list[int] = []
-        self.ends: list[int] = []
-        self.even = True
-        self.to: Tensor | int = 0
-        self.needed = self.width = 0
+        self.slots = CacheSlots(num_texts, device)
+        self.num_certain: list[int] = []
+        self.certain_lengths: list[int] = []
+        self.has_shared_slots = True
+        self.write_slots: Tensor | int = 0
+        self.num_needed_slots = self.read_width = 0
         self._attention = [_AttentionLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._attention))
 
-    def begin(self, num_new: int, num_pending: int) -> None:
+    def start_pass(self, num_new: int, num_pending: int) -> None:
         """Set where the next pass writes: the last `num_new` of `num_pending` pending slots."""
         lengths = self.slots.lengths
-        ends = {n for n, new in zip(lengths, self.sure or [1] * len(lengths), strict=True) if new}
-        self.even = len(ends) == 1 and self.slots.held is None
-        if self.even:
+        ends = {
+            n for n, new in zip(lengths, self.num_certain or [1] * len(lengths), strict=True) if new
+        }
+        self.has_shared_slots = len(ends) == 1 and self.slots.fixed_width is None
+        if self.has_shared_slots:
             # Padding of texts without new tokens is forgotten.
-            self.to = ends.pop() + num_pending - num_new
+            self.write_slots = ends.pop() + num_pending - num_new
         else:
-            self.to = self.slots.place(num_new, num_pending)
-        self.width = self.slots.width(num_pending)
-        if self.slots.held is None and self.slots.device.type == "cuda":
+            self.write_slots = self.slots.compute_pending_slots(num_new, num_pending)
+        self.read_width = self.slots.count_used_slots(num_pending)
+        if self.slots.fixed_width is None and self.slots.device.type == "cuda":
             # Gives kernels few lengths; masks hide slots after the pending tokens.
-            self.width = min(rounded(self.width), self.capacity or rounded(self.width))
+            self.read_width = min(
+                rounded(self.read_width), self.capacity or rounded(self.read_width)
+            )
 
-    def begin_traced(self, num_new: int, num_pending: int, width: int) -> None:
+    def start_traced_pass(self, num_new: int, num_pending: int, width: int) -> None:
         """Begin inside compiled code, which would otherwise bake in the lengths of texts."""
-        self.even, self.width, self.needed = False, width, 0
-        self.to = self.slots.place(num_new, num_pending)
+        self.has_shared_slots, self.read_width, self.num_needed_slots = False, width, 0
+        self.write_slots = self.slots.compute_pending_slots(num_new, num_pending)
 
     def reserve(self, width: int) -> None:
         """Grow to at least `width` slots."""
@@ -363,37 +373,41 @@ class TreeCache(Cache):
 
     def hold(self, width: int, num_pending: int, capacity: int) -> None:
         """Hold as `Slots.hold` does, with a fixed capacity whose memory does not move."""
-        self.slots.hold(width, num_pending)
-        self.needed = capacity
+        self.slots.fix_width(width, num_pending)
+        self.num_needed_slots = capacity
 
     def announce(self, sure: list[int], ends: list[int]) -> None:
         """Announce the certain tokens of the next pass; see the attributes."""
-        self.sure, self.ends, self.needed = sure, ends, max(ends, default=0)
+        self.num_certain, self.certain_lengths, self.num_needed_slots = (
+            sure,
+            ends,
+            max(ends, default=0),
+        )
 
-    def commit(self, kept: list[list[int]], on_device: Kept | None = None) -> None:
+    def commit(self, kept: list[list[int]], on_device: KeptNodes | None = None) -> None:
         """See `Slots.commit`."""
-        self.sure = []
+        self.num_certain = []
         self.slots.commit(kept, self._buffers(), on_device, self.mover)
         if self.states is not None:
             self.states.commit(kept)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """See `Slots.keep`."""
         self.slots.keep(rows, *self._buffers())
         if self.states is not None:
             self.states.keep(rows)
 
-    def replace(self, row: int, other: "TreeCache") -> None:
+    def overwrite_row(self, row: int, other: "TreeCache") -> None:
         """Take the committed tokens of a text from a cache of that text, which may hold more."""
         lengths = self.slots.lengths
         for own, new in zip(self._attention, other._attention, strict=True):
             if new.buffer.keys is not None:
-                own.buffer.replace(row, new.buffer, lengths[row], len(lengths))
+                own.buffer.insert_row(row, new.buffer, lengths[row], len(lengths))
 
-    def take(self, row: int, other: "TreeCache") -> None:
+    def insert_row(self, row: int, other: "TreeCache") -> None:
         """Start the single text of another cache in a row."""
         self.slots.take(row, other.slots.lengths[0])
-        self.replace(row, other)
+        self.overwrite_row(row, other)
         if self.states is not None and other.states is not None:
             self.states.take(row, other.states)
 

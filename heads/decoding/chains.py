@@ -108,11 +108,11 @@ class ChainSampler:
     cut: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.calibration is not None and not self.sampling.greedy:
+        if self.calibration is not None and not self.sampling.is_greedy:
             # The longest chain of a batch decides how often each text draws.
             self.generators = self.generators.next_step()
 
-    def token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
+    def choose_token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
         """Choose [B] target ids from logits [B, W].
 
         Args:
@@ -122,11 +122,11 @@ class ChainSampler:
         if self.calibration is not None:
             # Before drawing, see the module docstring.
             self._weigh(self.calibration, largest(logits) if confidence is None else confidence)
-        if self.sampling.greedy:
-            return self.vocab.to_target(logits.argmax(-1))
-        q = self.sampling.probabilities(logits)
+        if self.sampling.is_greedy:
+            return self.vocab.to_target_ids(logits.argmax(-1))
+        q = self.sampling.compute_probabilities(logits)
         self.probs.append(q.new_zeros(len(q), self.vocab.size).index_copy(1, self.vocab.ids, q))
-        return self.vocab.to_target(self.generators.sample(q))
+        return self.vocab.to_target_ids(self.generators.sample(q))
 
     def _weigh(self, calibration: Calibration, confidence: Tensor) -> None:
         self.confidence.append(confidence)
@@ -138,14 +138,14 @@ class ChainSampler:
         """Tell whether all chains have ended. With a calibration this waits for the device."""
         return bool(self.cut) and bool(self.cut[-1].all())
 
-    def chains(self, tree: Tree, tokens: Tensor) -> Draft:
+    def make_draft(self, tree: Tree, tokens: Tensor) -> Draft:
         """Make drafts of tokens [B, D], with PAD for ids that the target cannot read.
 
         Cut chains are as deep as the longest of them.
         """
         probs = torch.stack(self.probs, 1) if self.probs else None
         if self.calibration is None:
-            return Draft.of(tree, tokens, probs)
+            return Draft.from_tree(tree, tokens, probs)
         tokens = tokens.masked_fill(torch.stack(self.cut, 1), PAD)
         depth = int((tokens != PAD).sum(1).max())
         confidence = torch.stack(self.confidence, 1)[:, :depth]

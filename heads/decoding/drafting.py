@@ -12,8 +12,8 @@ from torch import Tensor
 
 from heads.decoding.cache import TreeCache
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, TargetOutput
-from heads.upload import upload
+from heads.target_model.model import FeatureLayers, TargetOutput
+from heads.upload import to_device
 
 PAD = -1
 """Missing node: pads the trees of a batch to the same size."""
@@ -32,9 +32,9 @@ class Roots:
     ids: list[int]
 
     @classmethod
-    def of(cls, ids: list[int], device: torch.device | str = "cpu") -> "Roots":
+    def from_ids(cls, ids: list[int], device: torch.device | str = "cpu") -> "Roots":
         """Make roots from tokens on the host."""
-        return cls(upload(ids, device), ids)
+        return cls(to_device(ids, device), ids)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,29 +65,29 @@ class Draft:
     confidence: Tensor | None = None
 
     @classmethod
-    def of(cls, tree: Tree, tokens: Tensor, draft_probs: Tensor | None = None) -> "Draft":
+    def from_tree(cls, tree: Tree, tokens: Tensor, draft_probs: Tensor | None = None) -> "Draft":
         """Make a draft of one tree for all texts."""
         return cls(tree, tokens, tree.depth, draft_probs)
 
     @classmethod
-    def chains(cls, rows: list[list[int]], device: torch.device) -> "Draft":
+    def from_chains(cls, rows: list[list[int]], device: torch.device) -> "Draft":
         """Make a draft of chains of different lengths (some may be empty) that were not sampled."""
         longest = max(map(len, rows))
         filled = [row + [PAD] * (longest - len(row)) for row in rows]
         # An empty list would give floats.
-        tokens = upload(filled, device).reshape(len(rows), longest).long()
-        return cls.of(Tree.chain(longest), tokens)
+        tokens = to_device(filled, device).reshape(len(rows), longest).long()
+        return cls.from_tree(Tree.chain(longest), tokens)
 
     @property
     def is_chain(self) -> bool:
         """Tell whether accepted nodes already lie at their positions."""
         return isinstance(self.tree, Tree) and self.tree.width <= 1
 
-    def layout(self) -> "TreeLayout":
+    def build_layout(self) -> "TreeLayout":
         """Shape of the trees as tensors."""
         if isinstance(self.tree, Tree):
-            return tree_layout(self.tree, self.tokens.device)
-        return TreeLayout.of(self.tree, self.depth)
+            return build_tree_layout(self.tree, self.tokens.device)
+        return TreeLayout.from_parents(self.tree, self.depth)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class TreeLayout:
     depths: Tensor
 
     @classmethod
-    def of(cls, parents: Tensor, depth: int) -> "TreeLayout":
+    def from_parents(cls, parents: Tensor, depth: int) -> "TreeLayout":
         """Make the layout of trees of at most `depth` from the nodes' parents [B, N - 1]."""
         parents = torch.nn.functional.pad(parents, (1, 0))
         num_nodes = parents.shape[1]
@@ -118,7 +118,7 @@ class TreeLayout:
 
 @cache
 @torch.inference_mode(mode=False)
-def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
+def build_tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
     """Make the layout [1, N] of a tree, cached because captured graphs read it at its address.
 
     Made outside of inference mode, so that compiled passes always get the same kind of tensor and
@@ -128,12 +128,12 @@ def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
         # Chains copied from a text have a new length in every step.
         parents = torch.arange(tree.depth, device=device)
     else:
-        parents = upload(list(tree.parents[1:]), device)
-    return TreeLayout.of(parents.unsqueeze(0), tree.depth)
+        parents = to_device(list(tree.parents[1:]), device)
+    return TreeLayout.from_parents(parents.unsqueeze(0), tree.depth)
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedTokens:
     """Tokens that a pass of the target added to the texts, with its hidden states.
 
     Attributes:
@@ -164,69 +164,75 @@ class Committed:
             return self.on_device[0]
         longest = max(map(len, self.token_ids))
         rows = [row + [0] * (longest - len(row)) for row in self.token_ids]
-        return upload(rows, self.output.hidden_states.device)
+        return to_device(rows, self.output.hidden_states.device)
 
     @property
     def counts(self) -> Tensor:
         """[B] int64 number of tokens of each text."""
         if self.on_device is not None:
             return self.on_device[1]
-        return upload(list(map(len, self.token_ids)), self.output.hidden_states.device)
+        return to_device(list(map(len, self.token_ids)), self.output.hidden_states.device)
 
     @property
-    def last(self) -> TargetOutput:
+    def last_output(self) -> TargetOutput:
         """Hidden states [B, 1, D] at the last committed token."""
-        return self.output.at(self.counts.unsqueeze(1) - 1)
+        return self.output.select_tokens(self.counts.unsqueeze(1) - 1)
 
-    def then(self, later: "Committed") -> "Committed":
+    def concat(self, later: "CommittedTokens") -> "CommittedTokens":
         """Join two passes into one."""
         token_ids = [a + b for a, b in zip(self.token_ids, later.token_ids, strict=True)]
-        output, width = TargetOutput.joined([self.output, later.output]), self.tokens.shape[1]
+        output, width = TargetOutput.concat([self.output, later.output]), self.tokens.shape[1]
         tokens, first = torch.cat([self.tokens, later.tokens], dim=1), self.counts.unsqueeze(1)
         places = torch.arange(max(map(len, token_ids)), device=tokens.device)
         index = torch.where(places < first, places, places + width - first)
         index = index.clamp_max(tokens.shape[1] - 1)
         on_device = tokens.gather(1, index), self.counts + later.counts
-        return Committed(
-            token_ids, output.at(index), later.cache, logits=later.logits, on_device=on_device
+        return CommittedTokens(
+            token_ids,
+            output.select_tokens(index),
+            later.cache,
+            logits=later.logits,
+            on_device=on_device,
         )
 
-    def hand_on(self, later: "Committed") -> tuple["Committed", "Committed"]:
+    def carry_last_tokens(
+        self, later: "CommittedTokens"
+    ) -> tuple["CommittedTokens", "CommittedTokens"]:
         """Move the last token of texts that end in this part of the prompts to the next part.
 
         The very last part then has the last token of every text.
         """
-        mine, after, last = list(self.token_ids), list(later.token_ids), self.last
+        mine, after, last = list(self.token_ids), list(later.token_ids), self.last_output
         for row, tokens in enumerate(self.token_ids):
             if tokens and not after[row]:
                 mine[row], after[row] = tokens[:-1], tokens[-1:]
-                later.output.put(row, last.rows(upload([row], last.hidden_states.device)))
+                later.output.put(row, last.rows(to_device([row], last.hidden_states.device)))
         return replace(self, token_ids=mine), replace(later, token_ids=after)
 
-    def put(self, row: int, other: "Committed") -> "Committed":
+    def insert_row(self, row: int, other: "CommittedTokens") -> "CommittedTokens":
         """Replace a row by the last token of another text."""
         last = other.token_ids[0][-1:]
-        self.output.put(row, other.last)
+        self.output.put(row, other.last_output)
         tokens, counts = self.tokens, self.counts
         tokens[row, 0], counts[row] = last[0], 1
         kept = list(self.token_ids)
         if kept:
             kept[row] = last
-        return Committed(
+        return CommittedTokens(
             kept, self.output, self.cache, logits=self.logits, on_device=(tokens, counts)
         )
 
-    def fill(self, new: "Committed") -> None:
+    def copy_from(self, new: "CommittedTokens") -> None:
         """Copy the tensors of a later step of the same shapes in place."""
         self.output.fill(new.output)
         for own, other in zip((self.tokens, self.counts), (new.tokens, new.counts), strict=True):
             own.copy_(other)
 
-    def rows(self, rows: list[int]) -> "Committed":
+    def select_rows(self, rows: list[int]) -> "CommittedTokens":
         """Keep some texts only; the cache does not change."""
-        index = upload(rows, self.output.hidden_states.device)
+        index = to_device(rows, self.output.hidden_states.device)
         on_device = self.on_device
-        return Committed(
+        return CommittedTokens(
             token_ids=[self.token_ids[row] for row in rows] if self.token_ids else [],
             output=self.output.rows(index),
             cache=self.cache,
@@ -244,16 +250,16 @@ class Drafter(Protocol):
         taps: hidden states of the target that the drafter needs.
     """
 
-    taps: Taps
+    taps: FeatureLayers
 
     @property
-    def static_nodes(self) -> int | None:
+    def num_static_nodes(self) -> int | None:
         """Nodes of the drafter's largest tree, root included, if a step can be captured whole.
 
         Such drafts have one size and need nothing from the host. None for other drafters.
         """
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Read the committed tokens, first the prompts.
 
         Long prompts arrive in parts. A text may have no token in a part, except in the last.
@@ -262,8 +268,8 @@ class Drafter(Protocol):
     def propose(self, roots: Roots) -> Draft:
         """Propose trees below `roots`, the tokens that the target has chosen but not read yet."""
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only, as others have ended; may precede the first `observe`."""
 
-    def take(self, row: int, other: Self) -> None:
+    def insert_row(self, row: int, other: Self) -> None:
         """Start the single text of another drafter, which has only seen its prompt, in a row."""

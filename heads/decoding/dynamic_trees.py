@@ -39,7 +39,7 @@ class Frontier(NamedTuple):
         tokens: [B * w] int64 target ids.
     """
 
-    level: int
+    depth: int
     rows: Tensor
     tokens: Tensor
 
@@ -51,9 +51,9 @@ class DynamicDrafter(Drafter, Protocol):
         nested: whether a tree begins with the tree of a smaller depth.
     """
 
-    nested: bool
+    has_nested_trees: bool
 
-    def expand(self, roots: Roots) -> ExpandedTree:
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
         """Expand all nodes below the roots."""
 
 
@@ -82,7 +82,7 @@ def expand_tree(
     logits, num_nodes = first, 1
     for level in range(shape.depth):
         best = logits.float().log_softmax(-1).topk(width)
-        tokens = vocab.to_target(best.indices).view(num_texts, -1)
+        tokens = vocab.to_target_ids(best.indices).view(num_texts, -1)
         all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
         drafted = known(tokens, level)
         known_scores = all_scores.masked_fill(drafted == PAD, -torch.inf)

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import SlotBuffer, Slots
+from heads.decoding.cache import CacheSlots, SlotBuffer
 from heads.decoding.chains import Calibration, ChainSampler
-from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, rerank
 from heads.decoding.sampling import GREEDY, Generators, Sampling
-from heads.decoding.tree import DynamicShape, Shape, Tree
-from heads.upload import upload
+from heads.decoding.tree import DraftShape, DynamicShape, Tree
+from heads.upload import to_device
 
 
 class HeadDrafter(ABC):
@@ -33,18 +33,18 @@ class HeadDrafter(ABC):
         taps, static_nodes: see `heads.decoding.drafting.Drafter`.
     """
 
-    state: tuple[str, ...] = ()
-    static_nodes: int | None = None
+    row_attributes: tuple[str, ...] = ()
+    num_static_nodes: int | None = None
 
     def __init__(
-        self, head: Any, shape: Shape | None = None, calibration: Calibration | None = None
+        self, head: Any, shape: DraftShape | None = None, calibration: Calibration | None = None
     ) -> None:
         self.head, self.taps = head, head.taps
         self.shape: Any = shape
         self.calibration = calibration
 
     @abstractmethod
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """See `heads.decoding.drafting.Drafter`."""
 
     @abstractmethod
@@ -52,34 +52,34 @@ class HeadDrafter(ABC):
         """See `heads.decoding.drafting.Drafter`."""
 
     @final
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only, as others have ended; may precede the first `observe`."""
-        for name in self.state:
+        for name in self.row_attributes:
             held = getattr(self, name)
             if isinstance(held, Tensor):
-                setattr(self, name, held[upload(rows, held.device)])
+                setattr(self, name, held[to_device(rows, held.device)])
             elif held is not None:
                 setattr(self, name, held.rows(rows))
 
     @final
-    def take(self, row: int, other: Self) -> None:
+    def insert_row(self, row: int, other: Self) -> None:
         """Start the single text of another drafter, which has only seen its prompt, in a row."""
-        self._meet(other)
-        for name in self.state:
+        self._prepare_insert(other)
+        for name in self.row_attributes:
             held, new = getattr(self, name), getattr(other, name)
             if isinstance(held, Tensor):
                 held[row] = new[0]
-            elif isinstance(held, Committed):
-                setattr(self, name, held.put(row, new))
+            elif isinstance(held, CommittedTokens):
+                setattr(self, name, held.insert_row(row, new))
             else:
                 held.take(row, new)
 
-    def _meet(self, other: Self) -> None:
+    def _prepare_insert(self, other: Self) -> None:
         """Prepare both drafters for moving a text."""
         assert type(other) is type(self)
 
 
-class HeadChain(HeadDrafter):
+class ChainDrafter(HeadDrafter):
     """Drafts chains of the best tokens, or of drawn tokens when sampling.
 
     Args:
@@ -100,38 +100,38 @@ class HeadChain(HeadDrafter):
     ) -> None:
         self.tree, self.sampling = Tree.chain(depth), sampling
         super().__init__(head, self.tree, calibration)
-        self.static_nodes = 1 + depth if calibration is None else None
-        self.generators = Generators.seeded(seeds, next(head.parameters()).device)
-        self.state = (*self.state, "generators")
+        self.num_static_nodes = 1 + depth if calibration is None else None
+        self.generators = Generators.from_seeds(seeds, next(head.parameters()).device)
+        self.row_attributes = (*self.row_attributes, "generators")
 
     def sampler(self) -> ChainSampler:
         """Make the sampler for one draft."""
         return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
 
 
-class HeadTree(HeadDrafter):
+class DynamicTreeDrafter(HeadDrafter):
     """Drafts the likeliest of all expanded nodes.
 
     Attributes:
         nested: see `heads.decoding.drafting.DynamicDrafter`.
     """
 
-    nested: ClassVar[bool] = True
+    has_nested_trees: ClassVar[bool] = True
 
     def __init__(self, head: Any, shape: DynamicShape) -> None:
         super().__init__(head, shape)
-        self.static_nodes = 1 + shape.num_tokens
+        self.num_static_nodes = 1 + shape.num_tokens
 
     @abstractmethod
-    def expand(self, roots: Roots) -> ExpandedTree:
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""
 
     def propose(self, roots: Roots) -> Draft:
         """Draft trees of at most `num_tokens` nodes below the roots."""
-        return rerank(self.expand(roots), self.shape)
+        return rerank(self.expand_trees(roots), self.shape)
 
 
-class TextCache:
+class HeadCache:
     """Keys and values of the committed texts in each layer of a head.
 
     Args:
@@ -140,17 +140,17 @@ class TextCache:
 
     def __init__(self, num_layers: int) -> None:
         self.buffers = [SlotBuffer() for _ in range(num_layers)]
-        self.slots: Slots | None = None
+        self.slots: CacheSlots | None = None
 
-    def open(self, num_texts: int, device: torch.device, target: Slots) -> Slots:
+    def prepare_slots(self, num_texts: int, device: torch.device, target: CacheSlots) -> CacheSlots:
         """Slots of the texts, made if needed, which hold as the target's do."""
         if self.slots is None:
-            self.slots = Slots(num_texts, device)
-        self.slots.hold_as(target)
+            self.slots = CacheSlots(num_texts, device)
+        self.slots.copy_fixed_width(target)
         return self.slots
 
     @property
-    def opened(self) -> Slots:
+    def prepared_slots(self) -> CacheSlots:
         """Slots of the texts, after `open`."""
         assert self.slots is not None
         return self.slots
@@ -161,9 +161,9 @@ class TextCache:
             self.slots.keep(rows, *self.buffers)
         return self
 
-    def take(self, row: int, other: "TextCache") -> None:
+    def take(self, row: int, other: "HeadCache") -> None:
         """Start the single text of another cache in a row."""
         length = 0 if other.slots is None else other.slots.lengths[0]
-        self.opened.take(row, length)
+        self.prepared_slots.take(row, length)
         for own, new in zip(self.buffers, other.buffers, strict=True):
-            own.replace(row, new, length, len(self.opened.lengths))
+            own.insert_row(row, new, length, len(self.prepared_slots.lengths))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
-from heads.upload import upload
+from heads.upload import to_device
 
 CONV, RECURRENT = "conv_states", "recurrent_states"  # transformers' names
 State = dict[tuple[str, int], Tensor]  # of one mixer, [b, ...] by kind and number
@@ -52,7 +52,7 @@ def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
         width = max(map(len, rows))
         nodes = [row + row[:1] * (width - len(row)) for row in rows]
         before = [[own[node] for node in row] for row, own in zip(nodes, above, strict=True)]
-        by_depth.append(DepthNodes(*upload([nodes, before], mask.device)))
+        by_depth.append(DepthNodes(*to_device([nodes, before], mask.device)))
     return by_depth
 
 
@@ -108,13 +108,13 @@ class RecurrentStates:
             else:
                 self.by_depth = nodes_by_depth(*draft)
 
-    def sure_runs(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    def group_by_length(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Group texts [m, 1] by their number of certain tokens; return these tokens [m, n] too."""
         if device not in self._runs:
             by_length = {length: list[int]() for length in sorted(set(self.sure))}
             for text, length in enumerate(self.sure):
                 by_length[length].append(text)
-            texts = upload([*chain.from_iterable(by_length.values())], device).unsqueeze(1)
+            texts = to_device([*chain.from_iterable(by_length.values())], device).unsqueeze(1)
             self._runs[device] = [
                 (group, torch.arange(length, device=device).expand(len(group), -1))
                 for length, group in zip(
@@ -123,7 +123,7 @@ class RecurrentStates:
             ]
         return self._runs[device]
 
-    def after(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
+    def select_states(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
         """States [m, ...] of a mixer after tokens; empty if it has not run.
 
         Texts and tokens are [m] int64. Token 0 is the committed text, 1 + j pending token j.
@@ -131,7 +131,7 @@ class RecurrentStates:
         table = self._tables.get(mixer, {})
         return {name: states[texts, tokens] for name, states in table.items()}
 
-    def put(self, mixer: int, texts: Tensor, tokens: Tensor, state: State) -> None:
+    def store_states(self, mixer: int, texts: Tensor, tokens: Tensor, state: State) -> None:
         """Store the states [m, ...] of a mixer; arguments as in `after`."""
         table = self._tables.setdefault(mixer, {})
         for name, states in state.items():
@@ -160,7 +160,7 @@ class RecurrentStates:
             for name, states in table.items():
                 device = states.device
                 if device not in index:
-                    index[device] = upload([texts, tokens or texts], device)
+                    index[device] = to_device([texts, tokens or texts], device)
                 rows, last = index[device]
                 table[name] = states[rows] if tokens is None else states[rows, last].unsqueeze(1)
 
@@ -172,7 +172,7 @@ class RecurrentStates:
                 theirs = other._tables.get(mixer, {}).get(name)
                 states[row] = 0 if theirs is None else theirs[0]
 
-    def cache_with(self, layer: int, state: State) -> Cache:
+    def make_layer_cache(self, layer: int, state: State) -> Cache:
         """Cache of transformers' own class whose layer holds a state, or none."""
         held: Any = LinearAttentionLayer(self._num_states[layer])
         for (kind, number), states in state.items():
@@ -185,7 +185,7 @@ class RecurrentStates:
         self._cache.layers[layer] = held
         return self._cache
 
-    def in_cache(self, layer: int) -> State:
+    def collect_layer_states(self, layer: int) -> State:
         """States that a module left in the cache of `cache_with`."""
         held = self._cache.layers[layer]
         return {

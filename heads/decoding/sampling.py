@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.upload import upload
+from heads.upload import to_device
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Sampling:
     min_p: float = 0.0
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         """Tell whether no token is drawn."""
         return self.temperature == 0
 
     @property
-    def lossy(self) -> bool:
+    def is_lossy(self) -> bool:
         """Tell whether the text may lose the target's distribution."""
         return self.typical is not None
 
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def compute_probabilities(self, logits: Tensor) -> Tensor:
         """[..., V] float32 probabilities to sample from logits [..., V]; not for temperature 0.
 
         Source: transformers `generation/logits_process.py`: the temperature, top-k, top-p and min-p
             warpers in the order of `generate`.
         """
-        assert not self.greedy
+        assert not self.is_greedy
         scores = logits.float() / self.temperature
         if self.top_k is not None:
             least = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
@@ -124,15 +124,15 @@ class Generators:
     counts: Tensor
 
     @classmethod
-    def seeded(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
+    def from_seeds(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
         """Make the generator of each text from 64 bits of its seed, without waiting."""
         signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
-        keys = mix(upload(torch.tensor(signed, dtype=torch.int64), device) + GOLDEN)
+        keys = mix(to_device(torch.tensor(signed, dtype=torch.int64), device) + GOLDEN)
         return cls(keys, torch.zeros_like(keys))
 
     def rows(self, rows: list[int]) -> "Generators":
         """Generators of some texts, in new memory."""
-        index = upload(rows, self.keys.device)
+        index = to_device(rows, self.keys.device)
         return Generators(self.keys[index], self.counts[index])
 
     def take(self, row: int, other: "Generators") -> None:
@@ -146,12 +146,12 @@ class Generators:
         """
         return Generators(self._next_keys(), torch.zeros_like(self.counts))
 
-    def uniform(self, num_nodes: int) -> Tensor:
+    def draw_uniform(self, num_nodes: int) -> Tensor:
         """[B, N] float32 in [0, 1)."""
         bits = self._bits(num_nodes)
         return _shift_right(bits, 40, bits).float().mul_(2.0**-24)
 
-    def exponential(self, like: Tensor) -> Tensor:
+    def draw_exponential(self, like: Tensor) -> Tensor:
         """Exponential float32 draws above 0 of the shape [B, ...] of `like`."""
         # The weight with the smallest draw in proportion wins, so an unlikely token wins by a tiny
         # draw alone. A draw from 24 bits, as in `uniform`, is 0 with a chance of 2^-24, and a token
@@ -168,7 +168,7 @@ class Generators:
 
         Source: gpt-fast `generate.py`, `multinomial_sample_one_no_sync`.
         """
-        return (probs / self.exponential(probs)).argmax(-1)
+        return (probs / self.draw_exponential(probs)).argmax(-1)
 
     def _bits(self, num: int) -> Tensor:
         """[B, num] int64, all bits random."""
@@ -188,9 +188,9 @@ NO_DRAWS = Generators(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=to
 
 def sample_tokens(logits: Tensor, sampling: Sampling, generators: Generators) -> Tensor:
     """Choose [B] int64 tokens from logits [B, V]."""
-    if sampling.greedy:
+    if sampling.is_greedy:
         return logits.argmax(-1)
-    return generators.sample(sampling.probabilities(logits))
+    return generators.sample(sampling.compute_probabilities(logits))
 
 
 def drafter_seeds(seeds: Sequence[int]) -> list[int]:

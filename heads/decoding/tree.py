@@ -55,7 +55,7 @@ class Tree:
         return cls.from_paths([[0] * length for length in range(1, depth + 1)])
 
     @classmethod
-    def best(cls, accuracy: list[list[float]], num_nodes: int) -> "Tree":
+    def from_accuracies(cls, accuracy: list[list[float]], num_nodes: int) -> "Tree":
         """Make the tree of the `num_nodes` likeliest accepted paths, root not counted.
 
         Args:
@@ -114,7 +114,7 @@ class Tree:
             children[parent].append(node)
         return tuple(tuple(nodes) for nodes in children)
 
-    def mask(self) -> Tensor:
+    def build_mask(self) -> Tensor:
         """[N, N] bool on the CPU: a node sees itself and its ancestors."""
         # In torch every row would launch a kernel.
         mask = np.eye(self.num_nodes, dtype=bool)
@@ -123,7 +123,7 @@ class Tree:
         return torch.from_numpy(mask)
 
 
-def default_tree(num_heads: int, num_nodes: int) -> Tree:
+def make_static_tree(num_heads: int, num_nodes: int) -> Tree:
     """Make a tree for heads with unknown accuracies.
 
     Accuracies fall by rank and by head as published for Vicuna-7B (FasterDecoding/Medusa,
@@ -132,7 +132,7 @@ def default_tree(num_heads: int, num_nodes: int) -> Tree:
     top1 = [0.56, 0.32, 0.20, 0.15, 0.12]
     ranks = [1.0, 0.22, 0.10, 0.06, 0.04, 0.03, 0.02, 0.02]
     accuracy = [[top1[min(k, len(top1) - 1)] * share for share in ranks] for k in range(num_heads)]
-    return Tree.best(accuracy, num_nodes)
+    return Tree.from_accuracies(accuracy, num_nodes)
 
 
 @dataclass(frozen=True)
@@ -150,18 +150,18 @@ class DynamicShape:
     num_tokens: int
 
 
-Shape = Tree | DynamicShape
+DraftShape = Tree | DynamicShape
 
 
-def usual_tree(depth: int, gpu: bool | None = None) -> Tree:
+def make_default_tree(depth: int, gpu: bool | None = None) -> Tree:
     """Default static tree. Nodes cost time on a CPU, but hardly any on CUDA.
 
     `gpu` chooses the device; unset, this machine's.
     """
-    return default_tree(depth, 32 if _is_gpu(gpu) else 8)
+    return make_static_tree(depth, 32 if _is_gpu(gpu) else 8)
 
 
-def usual_dynamic_shape(gpu: bool | None = None) -> DynamicShape:
+def make_dynamic_shape(gpu: bool | None = None) -> DynamicShape:
     """Default dynamic tree: EAGLE-2's on CUDA, a smaller one on a CPU; `gpu` as in `usual_tree`.
 
     On a CPU depth costs more than width: most heads need one pass per depth.

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from conf.settings.blocks import DFlashConfig
-from heads.blocks.config import block_config, dflash_keys, shared_keys
+from heads.blocks.config import build_block_config, build_dflash_keys, build_qwen3_keys
 from heads.blocks.export import BlockLayout
-from heads.blocks.formats import BlockFile
+from heads.blocks.formats import BlockCheckpoint
 from heads.blocks.head import BlockHead
 from heads.head import Variant
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
 
@@ -23,42 +23,42 @@ class DFlashHead(BlockHead):
     """DFlash head. See the module docstring."""
 
     variants: ClassVar = {"dflash": Variant("DFlash heads", DFlashConfig)}
-    phrase = "a DFlash head"
+    name_with_article = "a DFlash head"
     architectures = ("DFlashDraftModel", "DFlashSpeculator")
     layout = BlockLayout("dflash", "dflash", "DFlash heads", "DFlashDraftModel")
     method, paper = "DFlash", "2602.06036"
 
     @classmethod
-    def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+    def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
         """See `heads/blocks/formats.py`."""
-        file = BlockFile.open(folder, path)
+        file = BlockCheckpoint.from_folder(folder, path)
         if file.settings.get("sample_from_anchor"):
             raise file.error(
                 "config.json says sample_from_anchor=True, but a DFlash head fills in masks, and "
                 "no engine serves the other kind; must be false"
             )
-        return file.fill(cls(file.architecture(layers, anchored=False), file.vocab))
+        return file.load_into(cls(file.build_head_config(layers, anchored=False), file.vocab))
 
     @classmethod
-    def untrained(
-        cls, target: EmbeddingsAndHead, settings: DFlashConfig, vocab: DraftVocab, seed: int
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: DFlashConfig, vocab: DraftVocab, seed: int
     ) -> Self:
         """Make a new head. It drafts all ids unless it has its own output head."""
-        config = block_config(settings, target, sample_from_anchor=False)
-        return cls(config, config.ids(vocab)).begin(target, seed)
+        config = build_block_config(settings, target, sample_from_anchor=False)
+        return cls(config, config.select_draft_vocab(vocab)).initialise(target, seed)
 
-    def step(
+    def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """[N, W] logits of the slot, independent of the previous tokens."""
         del outputs, before
         return base, state
 
-    def config_json(self) -> dict[str, Any]:
+    def build_config_json(self) -> dict[str, Any]:
         """The authors' keys, which vLLM and SGLang read."""
-        shared = shared_keys(self.config, len(self.vocab.ids))
+        shared = build_qwen3_keys(self.config, len(self.vocab.ids))
         return {
             "architectures": ["DFlashDraftModel"],
             **shared,
-            "dflash_config": dflash_keys(self.config),
+            "dflash_config": build_dflash_keys(self.config),
         }

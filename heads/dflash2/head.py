@@ -15,15 +15,20 @@ from torch import Tensor, nn
 from conf.errors import InputError
 from conf.settings.blocks import DFlash2Config
 from conf.settings.export import ExportFormat
-from heads.blocks.config import BlockHeadConfig, block_config, dflash_keys, shared_keys
+from heads.blocks.config import (
+    BlockHeadConfig,
+    build_block_config,
+    build_dflash_keys,
+    build_qwen3_keys,
+)
 from heads.blocks.export import BlockLayout
-from heads.blocks.formats import BlockFile
+from heads.blocks.formats import BlockCheckpoint
 from heads.blocks.head import BlockHead
 from heads.blocks.layer import BlockLayer
-from heads.dflash2.layer import ConvolvedLayer
+from heads.dflash2.layer import DFlash2Layer
 from heads.head import Variant
 from heads.layers.projection import Projection
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
 
@@ -49,11 +54,15 @@ class DFlash2HeadConfig(BlockHeadConfig):
 
 
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+DEFAULT_SCALES = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
 """Defaults of keys that heads set if their target scales its logits."""
 
 
-def scales_of(target: EmbeddingsAndHead) -> dict[str, Any]:
+def build_scale_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
     """Keys of a new head: the target's own scalings, which engines omit from drafts."""
     projection = target.projection
     return {
@@ -93,47 +102,47 @@ class DFlash2Head(BlockHead):
 
     config: DFlash2HeadConfig
     variants: ClassVar = {"dflash2": Variant("DFlash-2 heads", DFlash2Config)}
-    phrase = "a DFlash-2 head"
+    name_with_article = "a DFlash-2 head"
     architectures = ("DFlash2DraftModel", "DFlash2Speculator")
     layout = BlockLayout("dflash2", "dflash", "DFlash-2 heads", "DFlash2DraftModel")
     method, paper = "DFlash-2", ""
-    words = "; the previous token chooses among each slot's candidates"
-    id_rows = (r"candidate_selector\..*_codebook",)
-    prunable = "none of DFlash-2"
+    slot_description = "; the previous token chooses among each slot's candidates"
+    target_id_patterns = (r"candidate_selector\..*_codebook",)
+    pruning_hint = "none of DFlash-2"
 
     def __init__(self, config: DFlash2HeadConfig, vocab: DraftVocab) -> None:
-        assert vocab.full
+        assert vocab.is_full
         super().__init__(config, vocab)
         sizes = (vocab.size, config.llama.hidden_size, config.selector_rank)
         self.candidate_selector = CandidateSelector(*sizes)
 
     @classmethod
-    def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+    def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
         """See `heads/blocks/formats.py`."""
-        file = BlockFile.open(folder, path, SCALES)
-        if not file.vocab.full or "lm_head.weight" in file.tensors:
+        file = BlockCheckpoint.from_folder(folder, path, DEFAULT_SCALES)
+        if not file.vocab.is_full or "lm_head.weight" in file.tensors:
             raise file.error(
                 "an output head of its own, but a DFlash-2 head drafts with the target's; name "
                 "another head"
             )
-        plain = file.architecture(layers, anchored=False)
+        plain = file.build_head_config(layers, anchored=False)
         if plain.sample_from_anchor:
             raise file.error(
                 "config.json says sample_from_anchor=True, which no DFlash-2 head does; must be "
                 "false"
             )
-        scales = {name: file.settings.get(name, usual) for name, usual in SCALES.items()}
+        scales = {name: file.settings.get(name, usual) for name, usual in DEFAULT_SCALES.items()}
         if not all(isinstance(each, int | float) for each in scales.values()):
             raise file.error(f"config.json has {scales}: must be numbers")
-        sizes: Any = {name: file.number(name) for name in SIZES}
-        return file.fill(cls(DFlash2HeadConfig(**vars(plain), **scales, **sizes), file.vocab))
+        sizes: Any = {name: file.get_integer(name) for name in SIZES}
+        return file.load_into(cls(DFlash2HeadConfig(**vars(plain), **scales, **sizes), file.vocab))
 
     @classmethod
-    def untrained(
-        cls, target: EmbeddingsAndHead, settings: DFlash2Config, vocab: DraftVocab, seed: int
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: DFlash2Config, vocab: DraftVocab, seed: int
     ) -> Self:
         """Drafts all ids."""
-        plain = block_config(settings, target, sample_from_anchor=False)
+        plain = build_block_config(settings, target, sample_from_anchor=False)
         hidden, group = plain.llama.hidden_size, settings.conv_group_size
         if hidden % group:
             raise InputError(
@@ -141,22 +150,22 @@ class DFlash2Head(BlockHead):
                 f"target.path={target.name}"
             )
         sizes = {name: getattr(settings, name) for name in SIZES}
-        config = DFlash2HeadConfig(**vars(plain), **sizes, **scales_of(target))
-        return cls(config, plain.ids(vocab)).begin(target, seed)
+        config = DFlash2HeadConfig(**vars(plain), **sizes, **build_scale_settings(target))
+        return cls(config, plain.select_draft_vocab(vocab)).initialise(target, seed)
 
     def make_layer(self) -> BlockLayer:
         """Make one layer with its convolutions."""
         config = self.config
-        return ConvolvedLayer(config.llama, config.conv_kernel_size, config.conv_group_size)
+        return DFlash2Layer(config.llama, config.conv_kernel_size, config.conv_group_size)
 
-    def initialise(self, seed: int) -> None:
+    def draw_weights(self, seed: int) -> None:
         """Draw new weights, including the selector's codebooks."""
-        super().initialise(seed)
+        super().draw_weights(seed)
         generator = torch.Generator().manual_seed(seed + 1)
-        for each in self.embeddings():
+        for each in self.find_embeddings():
             nn.init.normal_(each, std=0.02, generator=generator)
 
-    def step(
+    def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """[N, V] logits of the k likeliest tokens given the previous ones; -inf elsewhere."""
@@ -165,54 +174,57 @@ class DFlash2Head(BlockHead):
         return torch.full_like(base, -torch.inf).scatter(-1, best.indices, scores), state
 
     @property
-    def scales(self) -> list[str]:
+    def changed_scales(self) -> list[str]:
         """Keys of `SCALES` that this head sets."""
-        return [name for name, usual in SCALES.items() if getattr(self.config, name) != usual]
+        return [
+            name for name, usual in DEFAULT_SCALES.items() if getattr(self.config, name) != usual
+        ]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See `BlockHead.embed`."""
         return super().embed(token_ids) * self.config.input_embedding_scale
 
-    def projection(self) -> Projection:
+    def make_projection(self) -> Projection:
         """See `BlockHead.projection`. Scaled by the head's keys, if set."""
-        found, config = super().projection(), self.config
-        if not self.scales:
+        found, config = super().make_projection(), self.config
+        if not self.changed_scales:
             return found
         cap = config.final_logit_softcapping or None
         return found._replace(scale=config.output_multiplier, cap=cap)
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def compute_logits(self, outputs: Tensor) -> Tensor:
         """See `BlockHead.logits`. Scaled by the head's keys, if set."""
-        if not self.scales:
-            return super().logits(outputs)
+        if not self.changed_scales:
+            return super().compute_logits(outputs)
         output_head = self.target.output_head
         found = output_head(outputs.to(output_head.weight.dtype)).to(outputs.device)
-        return self.scaled(found).to(outputs.dtype)
+        return self.scale_logits(found).to(outputs.dtype)
 
-    def scaled(self, logits: Tensor) -> Tensor:
+    def scale_logits(self, logits: Tensor) -> Tensor:
         """See `BlockHead.scaled`."""
         logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
         return cap * (logits / cap).tanh() if cap > 0 else logits
 
-    def config_json(self) -> dict[str, Any]:
+    def build_config_json(self) -> dict[str, Any]:
         """The authors' keys, which vLLM and SGLang read."""
-        config, names = self.config, [*SIZES, *self.scales]
+        config, names = self.config, [*SIZES, *self.changed_scales]
         return {
             "architectures": ["DFlash2DraftModel"],
-            **shared_keys(config, len(self.vocab.ids)),
-            "dflash_config": dflash_keys(config) | {name: getattr(config, name) for name in names},
+            **build_qwen3_keys(config, len(self.vocab.ids)),
+            "dflash_config": build_dflash_keys(config)
+            | {name: getattr(config, name) for name in names},
         }
 
-    def export_problem(self, engine: ExportFormat) -> str | None:
+    def find_export_problem(self, engine: ExportFormat) -> str | None:
         """Reason why an engine cannot serve the head, as the end of a sentence, or None."""
         if self.config.causal:
             return "lets rows of DFlash-2 see later rows, and this head has head.causal=true"
-        if self.scales and engine is ExportFormat.speculators:
-            return f"has no key for {' and '.join(self.scales)} of this head"
+        if self.changed_scales and engine is ExportFormat.speculators:
+            return f"has no key for {' and '.join(self.changed_scales)} of this head"
         top_k, hidden = self.config.selector_top_k, self.config.llama.hidden_size
         if engine is ExportFormat.llamacpp and hidden < top_k * (top_k + 1):
             return (
                 "needs a hidden size of k * (k + 1) or more for head.selector_top_k=k, and this "
                 f"head has {hidden} for {top_k}"
             )
-        return super().export_problem(engine)
+        return super().find_export_problem(engine)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from heads.blocks.attention import Sight
+from heads.blocks.attention import BlockRange
 from heads.blocks.layer import BlockLayer
 
 SIDES = 2
@@ -60,7 +60,7 @@ def _mixed(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
     return found.flatten(-2)
 
 
-class ConvolvedLayer(BlockLayer):
+class DFlash2Layer(BlockLayer):
     """One decoder layer with convolutions around its attention and its MLP.
 
     Args:
@@ -74,12 +74,12 @@ class ConvolvedLayer(BlockLayer):
         self.mlp_conv = BlockConvolution(config.hidden_size, taps, group_size)
 
     def forward(
-        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: Sight
+        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
     ) -> Tensor:
         """[A, R, H] output of the layer. See `BlockLayer`."""
 
         def attend(inputs: Tensor) -> Tensor:
-            return self.attended(inputs, rotation, text, sight)
+            return self.compute_attention(inputs, rotation, text, sight)
 
         states = states + self.attention_conv(self.input_layernorm(states), attend)
         return states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)

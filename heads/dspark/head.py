@@ -15,15 +15,20 @@ from torch import Tensor
 
 from conf.settings.blocks import DSparkConfig, Markov
 from conf.settings.export import ExportFormat
-from heads.blocks.config import BlockHeadConfig, block_config, causal_key, shared_keys
+from heads.blocks.config import (
+    BlockHeadConfig,
+    build_block_config,
+    build_causal_key,
+    build_qwen3_keys,
+)
 from heads.blocks.export import BlockLayout
-from heads.blocks.formats import BlockFile
+from heads.blocks.formats import BlockCheckpoint
 from heads.blocks.head import BlockHead
-from heads.blocks.readings import readings
+from heads.blocks.readings import iter_block_variants
 from heads.dspark.markov import ConfidenceHead, MarkovHead
 from heads.head import Variant
-from heads.readings import Readings, flipped
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.readings import ConfigVariants, flip_setting
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
 CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head.markov_"
@@ -46,9 +51,9 @@ class DSparkHeadConfig(BlockHeadConfig):
     confidence_with_markov: bool = True
 
 
-def anchor_doubts(head: Any) -> Readings:
+def iter_anchor_variants(head: Any) -> ConfigVariants:
     """Readings of which row drafts which token, on which readers disagree."""
-    yield flipped(head, "sample_from_anchor")
+    yield flip_setting(head, "sample_from_anchor")
 
 
 class DSparkHead(BlockHead):
@@ -62,14 +67,16 @@ class DSparkHead(BlockHead):
     config: DSparkHeadConfig
     # DeepSpec's size of a block.
     variants: ClassVar = {"dspark": Variant("DSpark heads", partial(DSparkConfig, block_size=7))}
-    phrase = "a DSpark head"
+    name_with_article = "a DSpark head"
     architectures = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
-    layout = BlockLayout("dspark", "dspark", "DSpark heads", "DSparkDraftModel", with_ends=True)
+    layout = BlockLayout(
+        "dspark", "dspark", "DSpark heads", "DSparkDraftModel", with_embeddings_and_head=True
+    )
     method, paper = "DSpark", "2607.05147"
-    words = ", each from the previous token"
-    drafted_rows = (r"markov_head\.markov_w2\.weight",)
-    id_rows = (r"markov_head\.markov_w1\.weight",)
-    doubts = (anchor_doubts, readings)
+    slot_description = ", each from the previous token"
+    draft_id_patterns = (r"markov_head\.markov_w2\.weight",)
+    target_id_patterns = (r"markov_head\.markov_w1\.weight",)
+    ambiguities = (iter_anchor_variants, iter_block_variants)
 
     def __init__(self, config: DSparkHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -80,17 +87,17 @@ class DSparkHead(BlockHead):
         self.confidence_head = ConfidenceHead(read) if config.confidence else None
 
     @classmethod
-    def opened(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+    def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
         """See `heads/blocks/formats.py`."""
-        file = BlockFile.open(folder, path)
+        file = BlockCheckpoint.from_folder(folder, path)
         settings = file.settings
         markov = settings.get("markov_head_type", "vanilla")
         if markov not in [each.value for each in Markov]:
             allowed = ", ".join(each.value for each in Markov)
             raise file.error(f"config.json says markov_head_type={markov}: must be {allowed}")
         # speculators filled in masks before it wrote the key, and vLLM reads such files so.
-        plain = file.architecture(layers, anchored="speculators_model_type" not in settings)
-        rank = file.number("markov_rank")
+        plain = file.build_head_config(layers, anchored="speculators_model_type" not in settings)
+        rank = file.get_integer("markov_rank")
         if rank == 0:
             # DeepSpec calls this DFlash. Engines need a Markov head, so it gets one that adds
             # nothing.
@@ -107,14 +114,14 @@ class DSparkHead(BlockHead):
             confidence_with_markov=confidence is not None
             and confidence.shape[-1] == plain.llama.hidden_size + rank,
         )
-        return file.fill(cls(config, file.vocab))
+        return file.load_into(cls(config, file.vocab))
 
     @classmethod
-    def untrained(
-        cls, target: EmbeddingsAndHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
     ) -> Self:
         """Make a new head. It drafts all ids unless it has its own output head."""
-        plain = block_config(settings, target, sample_from_anchor=True)
+        plain = build_block_config(settings, target, sample_from_anchor=True)
         config = DSparkHeadConfig(
             **vars(plain),
             markov_rank=settings.markov_rank,
@@ -122,16 +129,16 @@ class DSparkHead(BlockHead):
             confidence=settings.confidence_weight > 0,
             confidence_with_markov=settings.confidence_head_with_markov,
         )
-        return cls(config, plain.ids(vocab)).begin(target, seed)
+        return cls(config, plain.select_draft_vocab(vocab)).initialise(target, seed)
 
-    def step(
+    def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """[N, W] logits with those of the Markov head added."""
         told, state = self.markov_head(outputs, before, state)
         return base + self.markov_head.markov_w2(told), state
 
-    def told(self, outputs: Tensor, before: Tensor) -> Tensor:
+    def compute_markov_states(self, outputs: Tensor, before: Tensor) -> Tensor:
         """[A, D, r] Markov states of all slots, of outputs [A, D, H] and previous tokens [A, D]."""
         found: list[Tensor] = []
         state: Tensor | None = None
@@ -140,7 +147,7 @@ class DSparkHead(BlockHead):
             found.append(heard)
         return torch.stack(found, 1)
 
-    def confidence(self, outputs: Tensor, before: Tensor) -> Tensor:
+    def compute_confidence(self, outputs: Tensor, before: Tensor) -> Tensor:
         """[...] float32 logits of the slots' chance of acceptance.
 
         Args:
@@ -154,19 +161,19 @@ class DSparkHead(BlockHead):
             torch.cat([outputs, self.markov_head.markov_w1(before).to(outputs)], -1)
         )
 
-    def sure(self, outputs: Tensor, before: Tensor) -> Tensor | None:
+    def compute_slot_confidence(self, outputs: Tensor, before: Tensor) -> Tensor | None:
         """See `BlockHead.sure`. None without a confidence head."""
-        return None if self.confidence_head is None else self.confidence(outputs, before)
+        return None if self.confidence_head is None else self.compute_confidence(outputs, before)
 
-    def config_json(self) -> dict[str, Any]:
+    def build_config_json(self) -> dict[str, Any]:
         """The authors' keys, which vLLM and SGLang read."""
         config = self.config
         return {
             "architectures": ["Qwen3DSparkModel"],
-            **shared_keys(config, len(self.vocab.ids)),
+            **build_qwen3_keys(config, len(self.vocab.ids)),
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": [index - 1 for index in config.layers],
-            **causal_key(config, "is_causal"),
+            **build_causal_key(config, "is_causal"),
             "sample_from_anchor": config.sample_from_anchor,
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head_type.value,
@@ -174,9 +181,9 @@ class DSparkHead(BlockHead):
             "confidence_head_with_markov": config.confidence_with_markov,
         }
 
-    def export_problem(self, engine: ExportFormat) -> str | None:
+    def find_export_problem(self, engine: ExportFormat) -> str | None:
         """See `BlockHead`. vLLM and llama.cpp always build the vanilla Markov head."""
         markov, alone = self.config.markov_head_type, (ExportFormat.vllm, ExportFormat.llamacpp)
         if engine in alone and markov is not Markov.vanilla:
             return f"supports head.markov_head_type=vanilla only, and this head has {markov.value}"
-        return super().export_problem(engine)
+        return super().find_export_problem(engine)

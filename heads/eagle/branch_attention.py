@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heads.eagle.branch_kernels import Chunked, Flash
-from heads.eagle.branches import ROWS_PER_CHUNK, Branches, Stretch
-from heads.layers.documents import fits_flash
+from heads.eagle.branch_kernels import ChunkedBranchAttention, FlashBranchAttention
+from heads.eagle.branches import ROWS_PER_CHUNK, BranchCache, CausalRange
+from heads.layers.documents import can_use_flash
 
 
 def branch_attention(
-    query: Tensor, branches: Branches, window: int | None = None, sinks: Tensor | None = None
+    query: Tensor, branches: BranchCache, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """Softmax attention of each row over its text and its own draft tokens, in one distribution.
 
@@ -41,16 +41,16 @@ def branch_attention(
     if plain and torch.is_grad_enabled() and len(branches.keys) == 1:
         # Not `[0]`, whose gradient fills a tensor of zeros.
         text = (branches.keys.squeeze(0), branches.values.squeeze(0))
-        own = (*branches.own_keys, *branches.own_values)
-        if fits_flash(query) and branches.seen.documents is not None:
-            return Flash.apply(query, *text, branches.seen, *own)
+        own = (*branches.draft_keys, *branches.draft_values)
+        if can_use_flash(query) and branches.context_range.documents is not None:
+            return FlashBranchAttention.apply(query, *text, branches.context_range, *own)
         if query.device.type == "cpu" and query.dtype is not torch.float64:
-            return Chunked.apply(query, *text, branches.spans, *own)
-    return plain_attention(query, branches, window, sinks)
+            return ChunkedBranchAttention.apply(query, *text, branches.row_ranges, *own)
+    return plain_branch_attention(query, branches, window, sinks)
 
 
-def plain_attention(
-    query: Tensor, branches: Branches, window: int | None = None, sinks: Tensor | None = None
+def plain_branch_attention(
+    query: Tensor, branches: BranchCache, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """`branch_attention` by its definition, for any dtype, device and number of texts.
 
@@ -59,14 +59,14 @@ def plain_attention(
     """
     chunks = []
     num_texts, num_tokens = branches.keys.shape[:2]
-    (first, end, *_), drafts = branches.seen, (branches.own_keys, branches.own_values)
+    (first, end, *_), drafts = branches.context_range, (branches.draft_keys, branches.draft_values)
     if window is not None:
-        first = torch.maximum(first, end + len(branches.own_keys) - window)
-        drafts = (branches.own_keys[-window:], branches.own_values[-window:])
+        first = torch.maximum(first, end + len(branches.draft_keys) - window)
+        drafts = (branches.draft_keys[-window:], branches.draft_values[-window:])
     rows_per_chunk = ROWS_PER_CHUNK if num_texts == 1 else len(query)
     for start in range(0, len(query), rows_per_chunk):
         here = slice(start, start + rows_per_chunk)
-        allowed = Stretch(first[here], end[here]).allowed(num_tokens)
+        allowed = CausalRange(first[here], end[here]).build_mask(num_tokens)
         inputs = (query[here], branches.keys, branches.values, allowed, sinks)
         own = [own[here] for own in (*drafts[0], *drafts[1])]
         if torch.is_grad_enabled():

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from heads.eagle.branches import Span, Stretch
-from heads.layers.documents import flash, flash_backward
+from heads.eagle.branches import BranchRange, CausalRange
+from heads.layers.documents import flash_attention, flash_attention_backward
 
 OWN_BYTES = 64 * 2**20
 """Largest float32 bytes of the drafts' keys and values, for rows joined at a time."""
 
 
-class Flash(torch.autograd.Function):
+class FlashBranchAttention(torch.autograd.Function):
     """Attention over documents and own draft tokens on CUDA, as derived in the module docstring.
 
     The kernel needs a query for every text token. Tokens that do not draft get zeros, whose outputs
@@ -38,14 +38,14 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, seen: Stretch, *own: Tensor
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, seen: CausalRange, *own: Tensor
     ) -> Tensor:
         """[N, Q, d] of query [N, Q, d], text [S, K, d] and J own keys, then values, [N, K, d]."""
-        rows, documents = seen.rows, seen.documents
+        rows, documents = seen.anchors, seen.documents
         assert rows is not None
         assert documents is not None
         every = _scattered(query, rows, len(keys))
-        found, log_norm = flash(every, keys, values, documents)
+        found, log_norm = flash_attention(every, keys, values, documents)
         output, log_norm = found.index_select(0, rows), log_norm.index_select(1, rows)
         log_norm = log_norm.T.contiguous()
         for part in _joined_rows(keys, own):
@@ -67,7 +67,7 @@ class Flash(torch.autograd.Function):
         # Without a query, scores, output and gradient are 0, and everything after them.
         norms = _scattered(log_norm, rows, size).T
         text = (every, keys, values)
-        found, *d_text = flash_backward(grads, text, (outputs, norms), ctx.seen.documents)
+        found, *d_text = flash_attention_backward(grads, text, (outputs, norms), ctx.seen.documents)
         d_query = found.index_select(0, rows)
         d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
         for part in _joined_rows(keys, own):
@@ -92,19 +92,24 @@ def _joined_rows(keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
     return [slice(*each) for each in pairwise(edges)]
 
 
-class Chunked(torch.autograd.Function):
+class ChunkedBranchAttention(torch.autograd.Function):
     """Attention over one text and own draft tokens on a CPU, as derived in the module docstring."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], *own: Tensor
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        spans: list[BranchRange],
+        *own: Tensor,
     ) -> Tensor:
         """[N, Q, d] of query [N, Q, d], text [S, K, d] and J own keys, then values, [N, K, d]."""
         output, kept = torch.empty_like(query), []
         for span in spans:
             rows, tokens, _ = span
             heads = _grouped(query[rows], keys)
-            text = (keys[tokens], values[tokens], span.bias(keys.dtype))
+            text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
             found, norms = _text_forward(heads, text)
             if own:
                 found = _join(heads, found, _by_row_and_head(norms), _own_of(rows, own))

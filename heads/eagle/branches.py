@@ -16,7 +16,7 @@ from heads.layers.documents import Documents
 ROWS_PER_CHUNK = 256
 
 
-class Stretch(NamedTuple):
+class CausalRange(NamedTuple):
     """Stretch of its text that each row sees.
 
     Attributes:
@@ -28,33 +28,33 @@ class Stretch(NamedTuple):
 
     first: Tensor
     end: Tensor
-    rows: Tensor | None = None
+    anchors: Tensor | None = None
     documents: Documents | None = None
 
     @classmethod
-    def up_to(cls, end: Tensor) -> "Stretch":
+    def from_ends(cls, end: Tensor) -> "CausalRange":
         """Everything before tokens [N] int64."""
         return cls(torch.zeros_like(end), end)
 
-    def allowed(self, num_tokens: int) -> Tensor:
+    def build_mask(self, num_tokens: int) -> Tensor:
         """[N, S] bool, tokens that a row sees."""
         places = torch.arange(num_tokens, device=self.end.device)
         return (places >= self.first.unsqueeze(1)) & (places < self.end.unsqueeze(1))
 
 
-def causal_rows(documents: Documents, rows: Tensor) -> Stretch:
+def build_causal_range(documents: Documents, rows: Tensor) -> CausalRange:
     """Let a row see the tokens of its document up to its own, included.
 
     Args:
         documents: documents of a packed text.
         rows: [N] int64, token from which a row drafts.
     """
-    bounds = documents.bounds.long()
+    bounds = documents.cu_seqlens.long()
     first = bounds[torch.searchsorted(bounds, rows, right=True) - 1]
-    return Stretch(first, rows + 1, rows, documents)
+    return CausalRange(first, rows + 1, rows, documents)
 
 
-class Span(NamedTuple):
+class BranchRange(NamedTuple):
     """Chunk of rows, with the stretch of the text that they see.
 
     Attributes:
@@ -65,9 +65,9 @@ class Span(NamedTuple):
 
     rows: slice
     tokens: slice
-    seen: Stretch
+    seen: CausalRange
 
-    def bias(self, dtype: torch.dtype) -> Tensor:
+    def build_bias(self, dtype: torch.dtype) -> Tensor:
         """[n, s] on the CPU: 0 for tokens that a row sees, -inf elsewhere."""
         first, end = (each.unsqueeze(1) for each in self.seen[:2])
         places = torch.arange(self.tokens.start, self.tokens.stop)
@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Branches:
+class BranchCache:
     """Keys and values that N rows see: a text, and the draft tokens of each row.
 
     Each text has N / T rows; rows are ordered by text.
@@ -89,28 +89,28 @@ class Branches:
 
     keys: Tensor
     values: Tensor
-    seen: Stretch
-    own_keys: list[Tensor] = field(default_factory=list)
-    own_values: list[Tensor] = field(default_factory=list)
+    context_range: CausalRange
+    draft_keys: list[Tensor] = field(default_factory=list)
+    draft_values: list[Tensor] = field(default_factory=list)
 
-    def select(self, rows: Tensor) -> "Branches":
+    def select_rows(self, rows: Tensor) -> "BranchCache":
         """Select the branches of rows [M] int64, equally many per text and in order."""
-        seen = Stretch(self.seen.first[rows], self.seen.end[rows])
-        own = [[each[rows] for each in drafts] for drafts in (self.own_keys, self.own_values)]
-        return Branches(self.keys, self.values, seen, *own)
+        seen = CausalRange(self.context_range.first[rows], self.context_range.end[rows])
+        own = [[each[rows] for each in drafts] for drafts in (self.draft_keys, self.draft_values)]
+        return BranchCache(self.keys, self.values, seen, *own)
 
     @cached_property
-    def spans(self) -> list[Span]:
+    def row_ranges(self) -> list[BranchRange]:
         """All rows in chunks, computed once for every step; only on a CPU, as it reads numbers.
 
         Rows in text order see little of the text together. This saves half of the work in one
         causal text, and most of it with packed documents.
         """
         found, start = [], 0
-        chunks = zip(*(each.split(ROWS_PER_CHUNK) for each in self.seen[:2]), strict=True)
+        chunks = zip(*(each.split(ROWS_PER_CHUNK) for each in self.context_range[:2]), strict=True)
         for first, end in chunks:
             rows = slice(start, start + len(first))
             tokens = slice(int(first.min()), int(end.max()))
-            found.append(Span(rows, tokens, Stretch(first, end)))
+            found.append(BranchRange(rows, tokens, CausalRange(first, end)))
             start = rows.stop
         return found

@@ -7,8 +7,8 @@ from transformers import LlamaConfig
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, FeatureHeadConfig
-from heads.layers.llama import LLAMA_KEYS, llama_like
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.layers.llama import LLAMA_KEYS, make_llama_config
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 
 CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
 """Parts of a head that recipes turn on or off."""
@@ -74,7 +74,9 @@ def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]
     return 2, num_layers // 2, num_layers - 3
 
 
-def eagle_config(settings: FeatureHeadConfig, target: EmbeddingsAndHead) -> EagleHeadConfig:
+def build_eagle_config(
+    settings: FeatureHeadConfig, target: EmbeddingsAndOutputHead
+) -> EagleHeadConfig:
     """Architecture of a new head, with a layer of the target's sizes.
 
     Raises:
@@ -84,7 +86,7 @@ def eagle_config(settings: FeatureHeadConfig, target: EmbeddingsAndHead) -> Eagl
     width = target.feature_size if eagle3 else target.hidden_size
     return EagleHeadConfig(
         form=settings.form,
-        llama=llama_like(target.config, target.vocab_size),
+        llama=make_llama_config(target.config, target.vocab_size),
         target=target.name,
         target_hidden_size=width,
         layers=tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else (),
@@ -94,7 +96,7 @@ def eagle_config(settings: FeatureHeadConfig, target: EmbeddingsAndHead) -> Eagl
     )
 
 
-def config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
     """Keys that vLLM and SGLang read, with layer indices as in vLLM.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.decoding.drafting import PAD
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.feature_head import FeatureHead
 from heads.layers.documents import Documents
 from heads.target_model.model import TargetOutput
@@ -22,7 +22,7 @@ from heads.target_model.model import TargetOutput
 ROWS_PER_CHUNK = 256
 
 
-class ContinuingHead(FeatureHead):
+class AutoregressiveHead(FeatureHead):
     """Head that drafts token by token, to any depth.
 
     Attributes:
@@ -42,7 +42,7 @@ class ContinuingHead(FeatureHead):
         """[..., H] state that the head reads beside a token, from the target's hidden states."""
 
     @abstractmethod
-    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Any:
+    def encode_context(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Any:
         """Read hidden states, each with the token after it.
 
         Args:
@@ -55,12 +55,12 @@ class ContinuingHead(FeatureHead):
         """
 
     @abstractmethod
-    def draft(self, text: Any, rows: Tensor, branches: Branches) -> Tensor:
+    def draft(self, context: Any, rows: Tensor, branches: BranchCache) -> Tensor:
         """[N, H] outputs at rows [N] of a text, whose keys `branches` already holds."""
 
     @abstractmethod
     def advance(
-        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
     ) -> Tensor:
         """[N, H] next outputs of rows that read their own last output.
 
@@ -76,7 +76,7 @@ class ContinuingHead(FeatureHead):
         text: Any,
         token_ids: Tensor,
         rows: Tensor,
-        branches: Branches,
+        branches: BranchCache,
         detach: bool = False,
         own_tokens: bool = False,
     ) -> Iterator[Tensor]:
@@ -101,37 +101,41 @@ class ContinuingHead(FeatureHead):
             step += 1
             fed = outputs.detach() if detach else outputs
             if own_tokens:
-                tokens = self._best(outputs.detach(), 1).squeeze(1)
+                tokens = self._rank_token_ids(outputs.detach(), 1).squeeze(1)
             else:
                 # Rows at the end of the text repeat its last token; their outputs are not used.
                 tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
             outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
 
-    def normed(self, outputs: Tensor) -> Tensor:
+    def apply_final_norm(self, outputs: Tensor) -> Tensor:
         """[..., H] outputs after the last norm."""
         return outputs if self.norm is None else self.norm(outputs)
 
-    def logits(self, outputs: Tensor) -> Tensor:
+    def compute_logits(self, outputs: Tensor) -> Tensor:
         """[..., W] draft logits of outputs [..., H]."""
-        return super().logits(self.normed(outputs))
+        return super().compute_logits(self.apply_final_norm(outputs))
 
     @torch.no_grad()
-    def candidates(
+    def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
         """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
-        text = self.read(self.fuse(self.features(output)[0]), ids[1:], places)
+        text = self.encode_context(self.fuse(self.collect_features(output)[0]), ids[1:], places)
         rows = places[first:]
-        seen = causal_rows(Documents.single(len(places), device), rows)
-        unrolled = self.unroll(text, ids, rows, Branches(text.keys[None], text.values[None], seen))
-        best = torch.stack([self._best(next(unrolled), width) for _ in range(depth)])
+        seen = build_causal_range(Documents.from_length(len(places), device), rows)
+        unrolled = self.unroll(
+            text, ids, rows, BranchCache(text.keys[None], text.values[None], seen)
+        )
+        best = torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
         reached = rows + torch.arange(depth, device=device).unsqueeze(1)
-        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
+        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
 
-    def _best(self, outputs: Tensor, width: int) -> Tensor:
+    def _rank_token_ids(self, outputs: Tensor, width: int) -> Tensor:
         """[N, width] best target ids after outputs [N, H]."""
-        parts = [self.logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)]
-        return self.vocab.to_target(torch.cat(parts))
+        parts = [
+            self.compute_logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)
+        ]
+        return self.vocab.to_target_ids(torch.cat(parts))

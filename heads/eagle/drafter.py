@@ -13,63 +13,67 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import rounded
-from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
-from heads.decoding.head_drafter import HeadChain, HeadDrafter, HeadTree, TextCache
-from heads.eagle.branches import Branches, Stretch
-from heads.eagle.continuing import ContinuingHead
-from heads.upload import upload
+from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter, HeadCache, HeadDrafter
+from heads.eagle.branches import BranchCache, CausalRange
+from heads.eagle.continuing import AutoregressiveHead
+from heads.upload import to_device
 
 
-class EagleMemory(HeadDrafter):
+class EagleDrafter(HeadDrafter):
     """Keeps keys and values of the committed texts in each of a head's layers."""
 
-    head: ContinuingHead
-    state = ("seen", "cache")
+    head: AutoregressiveHead
+    row_attributes = ("seen", "cache")
 
-    def __init__(self, head: ContinuingHead, *how: Any) -> None:
+    def __init__(self, head: AutoregressiveHead, *how: Any) -> None:
         super().__init__(head, *how)
-        self.cache = TextCache(head.num_layers)
-        self.seen: Committed | None = None
+        self.cache = HeadCache(head.num_layers)
+        self.pending: CommittedTokens | None = None
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Keep committed tokens until a draft is needed; then the token after them is known."""
-        if self.seen is None:
-            self.seen = seen
+        if self.pending is None:
+            self.pending = seen
         elif seen.logits is None:
             # Parts of a prompt are read as they arrive, which bounds the memory.
-            before, self.seen = self.seen.hand_on(seen)
-            first = [tokens[0] if tokens else 0 for tokens in self.seen.token_ids]
-            self._read(before, upload(first, seen.output.hidden_states.device))
+            before, self.pending = self.pending.carry_last_tokens(seen)
+            first = [tokens[0] if tokens else 0 for tokens in self.pending.token_ids]
+            self._encode(before, to_device(first, seen.output.hidden_states.device))
         else:
-            self.seen = self.seen.then(seen)
+            self.pending = self.pending.concat(seen)
 
-    def _meet(self, other: Self) -> None:
+    def _prepare_insert(self, other: Self) -> None:
         """Prepare to take another drafter's text: read all but its last token."""
-        assert self.seen is not None
-        other._read_ahead()
-        states = self.seen.output.hidden_states
-        self.cache.open(len(states), states.device, self.seen.cache.slots)
+        assert self.pending is not None
+        other._encode_prompt()
+        states = self.pending.output.hidden_states
+        self.cache.prepare_slots(len(states), states.device, self.pending.cache.slots)
 
-    def _read_ahead(self) -> None:
+    def _encode_prompt(self) -> None:
         """Read a prompt except its last token, which waits for the next token."""
-        assert self.seen is not None
-        (tokens,) = self.seen.token_ids
+        assert self.pending is not None
+        (tokens,) = self.pending.token_ids
         if len(tokens) > 1:
-            device = self.seen.output.hidden_states.device
-            output = self.seen.output.at(torch.arange(len(tokens) - 1, device=device).unsqueeze(0))
-            before = Committed([tokens[:-1]], output, self.seen.cache)
-            self._read(before, upload(tokens[-1:], device))
+            device = self.pending.output.hidden_states.device
+            output = self.pending.output.select_tokens(
+                torch.arange(len(tokens) - 1, device=device).unsqueeze(0)
+            )
+            before = CommittedTokens([tokens[:-1]], output, self.pending.cache)
+            self._encode(before, to_device(tokens[-1:], device))
 
     @abstractmethod
-    def _read(self, seen: Committed, following: Tensor) -> Any:
+    def _encode(self, seen: CommittedTokens, following: Tensor) -> Any:
         """Read tokens, each with the next; `following` [B] comes after the last of each text."""
 
-    def _taken(self, seen: Committed, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _build_inputs(
+        self, seen: CommittedTokens, following: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Fused states [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
-        features = self.head.features(seen.output)
+        features = self.head.collect_features(seen.output)
         num_texts, length, _ = features.shape
-        slots = self.cache.open(num_texts, features.device, seen.cache.slots)
+        slots = self.cache.prepare_slots(num_texts, features.device, seen.cache.slots)
         last = seen.counts.unsqueeze(1) - 1
         if not all(seen.token_ids):
             last = last.clamp_min(
@@ -77,90 +81,97 @@ class EagleMemory(HeadDrafter):
             )  # for texts without tokens in this part, whose result is dropped
         ids = seen.tokens.roll(-1, dims=1).scatter(1, last, following.unsqueeze(1))
         fused = self.head.fuse(features).flatten(0, 1)
-        return fused, ids.flatten(), slots.place(length, length)
+        return fused, ids.flatten(), slots.compute_pending_slots(length, length)
 
-    def _remember(
-        self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: Committed
+    def _store_keys_values(
+        self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: CommittedTokens
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [B * n, K, d] of a layer; return all of them, two [B, S, K, d]."""
         new_keys, new_values = (
             each.unflatten(0, places.shape).transpose(1, 2) for each in (keys, values)
         )
-        width, needed = rounded(self.cache.opened.width(places.shape[1])), seen.cache.needed
+        width, needed = (
+            rounded(self.cache.prepared_slots.count_used_slots(places.shape[1])),
+            seen.cache.num_needed_slots,
+        )
         every = self.cache.buffers[layer].write(new_keys, new_values, places, width, needed)
         return every[0].transpose(1, 2), every[1].transpose(1, 2)
 
-    def _known(self, positions: Tensor) -> Tensor:
+    def _clamp_positions(self, positions: Tensor) -> Tensor:
         """Clamp positions to the head's window, beyond which no token is drafted."""
-        return positions.clamp_max(self.head.window - 1)
+        return positions.clamp_max(self.head.max_positions - 1)
 
-    def _drafted(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _pad_beyond_window(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Replace tokens [B, n] at positions [B, n or 1] beyond the window by PAD."""
-        return tokens.masked_fill(positions >= self.head.window, PAD)
+        return tokens.masked_fill(positions >= self.head.max_positions, PAD)
 
 
-class _EagleDrafter(EagleMemory):
+class _AutoregressiveDrafter(EagleDrafter):
     """Drafts from the head's own outputs."""
 
-    def _begin(self, roots: Roots) -> tuple[Tensor, Tensor, Branches]:
+    def _start_draft(self, roots: Roots) -> tuple[Tensor, Tensor, BranchCache]:
         """Read committed tokens up to `roots`; give the head's output [B, H] and position."""
-        assert self.seen is not None
-        seen, self.seen = self.seen, None
-        text, branches = self._read(seen, roots.tokens)
-        outputs = self.head.draft(text, last_rows(seen), branches)
-        return outputs, self.cache.opened.committed[:, 0] - 1, branches
+        assert self.pending is not None
+        seen, self.pending = self.pending, None
+        text, branches = self._encode(seen, roots.tokens)
+        outputs = self.head.draft(text, find_last_rows(seen), branches)
+        return outputs, self.cache.prepared_slots.committed[:, 0] - 1, branches
 
-    def _read(self, seen: Committed, following: Tensor) -> tuple[Any, Branches]:
+    def _encode(self, seen: CommittedTokens, following: Tensor) -> tuple[Any, BranchCache]:
         """See above."""
-        fused, ids, places = self._taken(seen, following)
-        text = self.head.read(fused, ids, self._known(places.flatten()))
-        keys, values = self._remember(0, text.keys, text.values, places, seen)
-        self.cache.opened.advance(seen.counts, seen.token_ids)
-        return text, Branches(keys, values, Stretch.up_to(self.cache.opened.committed[:, 0]))
+        fused, ids, places = self._build_inputs(seen, following)
+        text = self.head.encode_context(fused, ids, self._clamp_positions(places.flatten()))
+        keys, values = self._store_keys_values(0, text.keys, text.values, places, seen)
+        self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
+        return text, BranchCache(
+            keys, values, CausalRange.from_ends(self.cache.prepared_slots.committed[:, 0])
+        )
 
 
-def last_rows(seen: Committed) -> Tensor:
+def find_last_rows(seen: CommittedTokens) -> Tensor:
     """[B] row of each text's last token among all B * n."""
     places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
     return places + torch.arange(len(places), device=places.device) * length
 
 
-class EagleChain(HeadChain, _EagleDrafter):
+class EagleChain(ChainDrafter, _AutoregressiveDrafter):
     """Drafts a chain, each token from the head's output for the one before."""
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of `depth` tokens."""
-        outputs, positions, branches = self._begin(roots)
+        outputs, positions, branches = self._start_draft(roots)
         draws = self.sampler()
         tokens: list[Tensor] = []
         for step in range(self.tree.depth):
             if draws.ended:
                 break
             if step:
-                place = self._known(positions + step)
+                place = self._clamp_positions(positions + step)
                 outputs = self.head.advance(outputs, tokens[-1], place, branches)
-            tokens.append(draws.token(self.head.logits(outputs)))
+            tokens.append(draws.choose_token(self.head.compute_logits(outputs)))
         places = positions.unsqueeze(1) + torch.arange(len(tokens), device=positions.device)
-        return draws.chains(self.tree, self._drafted(torch.stack(tokens, 1), places))
+        return draws.make_draft(self.tree, self._pad_beyond_window(torch.stack(tokens, 1), places))
 
 
-class EagleTree(HeadTree, _EagleDrafter):
+class EagleTree(DynamicTreeDrafter, _AutoregressiveDrafter):
     """Drafts EAGLE-2's tree."""
 
-    def expand(self, roots: Roots) -> ExpandedTree:
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""
-        outputs, first, branches = self._begin(roots)
+        outputs, first, branches = self._start_draft(roots)
 
         def after(grown: Frontier) -> Tensor:
             nonlocal outputs, branches
-            branches = branches.select(grown.rows)
+            branches = branches.select_rows(grown.rows)
             number = len(grown.rows) // len(roots)
-            positions = self._known((first + grown.level).repeat_interleave(number))
+            positions = self._clamp_positions((first + grown.depth).repeat_interleave(number))
             fed = outputs[grown.rows]
             outputs = self.head.advance(fed, grown.tokens, positions, branches)
-            return self.head.logits(outputs)
+            return self.head.compute_logits(outputs)
 
         def known(tokens: Tensor, level: int) -> Tensor:
-            return self._drafted(tokens, first.unsqueeze(1) + level)
+            return self._pad_beyond_window(tokens, first.unsqueeze(1) + level)
 
-        return expand_tree(self.shape, self.head.vocab, self.head.logits(outputs), after, known)
+        return expand_tree(
+            self.shape, self.head.vocab, self.head.compute_logits(outputs), after, known
+        )

@@ -8,51 +8,56 @@ from torch import Tensor
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
 from heads.eagle import gguf
-from heads.eagle.layouts import NORMS, EagleLayout, check_target, takes_own_embedding
+from heads.eagle.layouts import (
+    NORMS,
+    EagleLayout,
+    can_use_own_embedding,
+    check_layers_and_embedding,
+)
 from heads.eagle.network import EagleNetwork
-from heads.export.engines import dtype_of, vllm_command
+from heads.export.engines import format_dtype, format_vllm_command
 from heads.export.llamacpp import serve_command as serve_llamacpp
 from heads.export.llamacpp import weights_name
-from heads.head import WEIGHTS, Files
-from heads.layers.llama import old_rope
+from heads.head import WEIGHTS, HeadFiles
+from heads.layers.llama import format_legacy_rope
 from heads.target_model import sizes
 
 NUM_DRAFT_TOKENS = 5
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
 
 
-def files(
+def build_engine_files(
     head: EagleNetwork,
     engine: ExportFormat,
     layout: EagleLayout,
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
-) -> Files:
+) -> HeadFiles:
     """Files, in its layout, for an engine that can serve the head.
 
     Raises:
         InputError: see `layouts.check_target`.
     """
-    check_target(head, engine, layout)
+    check_layers_and_embedding(head, engine, layout)
     if layout.gguf:
-        return gguf.files(head)
+        return gguf.build_gguf_files(head)
     own, added = _tensors(head, layout), _added(head, layout)
-    settings = _config(head, layout, dtype_of(head))
+    settings = _config(head, layout, format_dtype(head))
     if engine is ExportFormat.speculators:
         settings = _speculators_config(head, settings, layout, num_draft_tokens)
-    return Files(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
+    return HeadFiles(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
 
 
 def _tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     prefix = head.layer_prefix
     named = {
         layout.layer_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: each
-        for name, each in head.tensors().items()
+        for name, each in head.collect_tensors().items()
     }
     if "d2t" in named:
-        named["d2t"] = named["d2t"].to(layout.d2t)
+        named["d2t"] = named["d2t"].to(layout.d2t_dtype)
     if not layout.t2d:
         named.pop("t2d", None)
-    if not takes_own_embedding(head, layout):
+    if not can_use_own_embedding(head, layout):
         named.pop(EMBEDDING, None)
     return named
 
@@ -60,9 +65,9 @@ def _tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
 def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     """Tensors that the engine would otherwise initialise randomly."""
     added = {}
-    if layout.embedding and head.embed_tokens is None:
+    if layout.needs_embedding and head.embed_tokens is None:
         added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
-    if layout.output_head and head.lm_head is None and head.config.form is EagleForm.eagle3:
+    if layout.needs_output_head and head.lm_head is None and head.config.form is EagleForm.eagle3:
         # A copy, as a file cannot hold two tensors that share memory.
         added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype, copy=True)
     if layout.zero_fc_bias and head.fc.bias is None:
@@ -73,13 +78,13 @@ def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
 def _config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, Any]:
     """Config of a Llama model with EAGLE's keys, each in every place where it is read."""
     config, eagle3 = head.config, head.config.form is EagleForm.eagle3
-    settings = head.files().config
+    settings = head.build_files().config
     if not config.qk_norm:
         settings["architectures"] = [layout.architecture]
     settings |= {
         "base_model_name_or_path": head.target_name,
-        "max_position_embeddings": sizes.num_positions(head.target.config),
-        "rope_scaling": old_rope(settings["rope_parameters"], short=layout.old_rope),
+        "max_position_embeddings": sizes.find_max_positions(head.target.config),
+        "rope_scaling": format_legacy_rope(settings["rope_parameters"], short=layout.old_rope),
         "dtype": dtype,
         "torch_dtype": dtype,
         # SGLang's key for a bias of the attention; its `fc` always has one.
@@ -120,7 +125,7 @@ def _speculators_config(
     }
     return {
         "architectures": [layout.architecture],
-        "speculators_model_type": layout.method,
+        "speculators_model_type": layout.speculators_method,
         "speculators_version": "0.9.0",
         "draft_vocab_size": flat["draft_vocab_size"],
         "target_hidden_size": config.target_hidden_size,
@@ -131,7 +136,7 @@ def _speculators_config(
         "dtype": flat["dtype"],
         "transformer_layer_config": layer,
         "speculators_config": {
-            "algorithm": layout.method,
+            "algorithm": layout.speculators_method,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {
@@ -142,13 +147,13 @@ def _speculators_config(
     }
 
 
-def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
+def format_serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
     """Command that starts an engine, as lines for a shell (the authors': for Python)."""
     target = head.target_name
     eagle3 = head.config.form is EagleForm.eagle3
     tokens = NUM_DRAFT_TOKENS
     if engine is ExportFormat.vllm:
-        return vllm_command("eagle3" if eagle3 else "eagle", tokens, target, folder)
+        return format_vllm_command("eagle3" if eagle3 else "eagle", tokens, target, folder)
     if engine is ExportFormat.speculators:
         return f"vllm serve {folder}"
     if engine is ExportFormat.sglang:
@@ -172,18 +177,18 @@ def serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
     return (
         "import torch\nfrom eagle.model.ea_model import EaModel\n"
         f'model = EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", '
-        f"use_eagle3={eagle3}, torch_dtype=torch.{dtype_of(head)})"
+        f"use_eagle3={eagle3}, torch_dtype=torch.{format_dtype(head)})"
     )
 
 
-def hint(head: EagleNetwork, engine: ExportFormat) -> str:
+def format_engine_hint(head: EagleNetwork, engine: ExportFormat) -> str:
     """Further advice for users of an engine; empty, or a sentence."""
     if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
         return (
             "The authors' loader searches the target's embedding in its "
             "`model.safetensors.index.json`, which a target in one file lacks."
         )
-    if engine is ExportFormat.trtllm and dtype_of(head) == "float32":
+    if engine is ExportFormat.trtllm and format_dtype(head) == "float32":
         return (
             "TensorRT-LLM runs the head in the dtype of `config.json`, and its attention does not "
             "support float32: export with dtype=bfloat16."

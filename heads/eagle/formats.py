@@ -36,7 +36,7 @@ SCALED_ROPE = ("linear", "yarn", "llama3")
 # Names in SGLang.
 ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 # Heads with other values compute something else.
-ONLY = {
+REQUIRED_VALUES = {
     "speculators_model_type": "eagle3",
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -56,7 +56,7 @@ DRAFT_SIZES = ("draft_vocab_size", "hot_vocab_size", "truncated_vocab_size")
 
 
 @dataclass
-class Checkpoint:
+class EagleCheckpoint:
     """Content of a head's folder.
 
     Attributes:
@@ -74,7 +74,7 @@ class Checkpoint:
     export: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: Path, path: str) -> "Checkpoint":
+    def from_folder(cls, folder: Path, path: str) -> "EagleCheckpoint":
         """Read a folder, named `path` in messages.
 
         Raises:
@@ -125,7 +125,7 @@ class Checkpoint:
             raise self.error(f"the same tensor appears twice, as {self.names[name]} and {stored}")
         self.tensors[name], self.names[name] = tensor, stored
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Name that a tensor has, or would have, in the file."""
         if name in self.names or not name.startswith("layer."):
             return self.names.get(name, name)
@@ -153,8 +153,8 @@ def _own_name(stored: str) -> str:
     return ALIASES.get(start, start) + dot + rest
 
 
-def architecture(
-    found: Checkpoint, layers: Sequence[int] | None, only: Mapping[str, Any]
+def build_head_config(
+    found: EagleCheckpoint, layers: Sequence[int] | None, only: Mapping[str, Any]
 ) -> EagleHeadConfig:
     """Architecture in a file, of the parts that all EAGLE heads have.
 
@@ -200,7 +200,7 @@ def architecture(
     return EagleHeadConfig(**(shared | more))
 
 
-def _form(found: Checkpoint) -> EagleForm:
+def _form(found: EagleCheckpoint) -> EagleForm:
     signs = (
         "layer.hidden_norm.weight" in found.tensors,
         "speculators_model_type" in found.settings,
@@ -209,7 +209,7 @@ def _form(found: Checkpoint) -> EagleForm:
     return EagleForm.eagle3 if any(signs) else EagleForm.eagle1
 
 
-def _check_settings(found: Checkpoint, only: Mapping[str, Any]) -> None:
+def _check_settings(found: EagleCheckpoint, only: Mapping[str, Any]) -> None:
     settings = found.settings
     for key, value in only.items():
         if settings.get(key, value) != value:
@@ -231,7 +231,7 @@ def _target(settings: dict[str, Any]) -> str:
     return settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
 
 
-def _llama(found: Checkpoint) -> LlamaConfig:
+def _llama(found: EagleCheckpoint) -> LlamaConfig:
     settings = found.settings
     missing = [key for key in SIZES if key not in settings]
     if missing:
@@ -248,7 +248,7 @@ def _llama(found: Checkpoint) -> LlamaConfig:
         raise found.error(f"config.json: {error}") from error
 
 
-def _rope(found: Checkpoint) -> dict[str, Any]:
+def _rope(found: EagleCheckpoint) -> dict[str, Any]:
     """RoPE settings in the form of transformers 5, from either form."""
     settings = found.settings
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
@@ -268,7 +268,7 @@ def _rope(found: Checkpoint) -> dict[str, Any]:
     )
 
 
-def _target_width(found: Checkpoint) -> int:
+def _target_width(found: EagleCheckpoint) -> int:
     hidden = found.settings["hidden_size"]
     width = found.settings.get("target_hidden_size", hidden)
     missing = {"embed_tokens.weight", "lm_head.weight"} - set(found.tensors)
@@ -280,7 +280,7 @@ def _target_width(found: Checkpoint) -> int:
     return width
 
 
-def _layers(found: Checkpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
+def _layers(found: EagleCheckpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
     # Engines count layers in several ways, and some name none.
     own = found.export.get("layers")
     stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
@@ -288,17 +288,17 @@ def _layers(found: Checkpoint, layers: Sequence[int] | None, width: int) -> tupl
     fc = found.tensors.get("fc.weight")
     if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:
         raise found.error(
-            f"{found.stored('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} hidden "
+            f"{found.stored_name('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} hidden "
             f"states of {width}, but head.layers or config.json names "
             f"{list(chosen) or 'none, which is 3'}"
         )
     return chosen
 
 
-def vocabulary(found: Checkpoint, form: EagleForm) -> DraftVocab:
+def pop_draft_vocab(found: EagleCheckpoint, form: EagleForm) -> DraftVocab:
     """Take `d2t`, `t2d` and EAGLE-1's copy of the target's output head from the tensors."""
     size, tensors = found.settings["vocab_size"], found.tensors
-    vocab = DraftVocab.everything(size)
+    vocab = DraftVocab.make_full(size)
     if "d2t" in tensors:
         vocab = DraftVocab.from_offsets(tensors.pop("d2t"), size, tensors.pop("t2d", None))
     stated = [found.settings[key] for key in DRAFT_SIZES if key in found.settings]
@@ -308,19 +308,19 @@ def vocabulary(found: Checkpoint, form: EagleForm) -> DraftVocab:
     if form is EagleForm.eagle1:
         # vLLM's first converter added one: https://github.com/vllm-project/vllm/pull/11866
         tensors.pop("lm_head.weight", None)
-        if not vocab.full or {*stated, *rows} - {size}:
+        if not vocab.is_full or {*stated, *rows} - {size}:
             raise found.error(
                 f"an EAGLE-1 head with a draft vocabulary, which is not implemented: {told}"
             )
         return vocab
     if {*stated, *rows} - {len(vocab.ids)}:
         raise found.error(f"draft vocabularies disagree: {told} (without d2t, all)")
-    if not rows and not vocab.full:
+    if not rows and not vocab.is_full:
         raise found.error(f"lm_head.weight is missing, and the target's does not fit {told}")
     return vocab
 
 
-def filled(head: Head, found: Checkpoint) -> Head:
+def load_into(head: Head, found: EagleCheckpoint) -> Head:
     """Load all tensors of a file into a head.
 
     Raises:
@@ -328,13 +328,13 @@ def filled(head: Head, found: Checkpoint) -> Head:
     """
     expected, tensors = head.state_dict(), found.tensors
     shapes = {
-        name: f"{found.stored(name)} {list(tensors[name].shape)}, not {list(expected[name].shape)}"
+        name: f"{found.stored_name(name)} {list(tensors[name].shape)}, not {list(expected[name].shape)}"
         for name in set(expected) & set(tensors)
         if expected[name].shape != tensors[name].shape
     }
     wrong = {
-        "missing": [found.stored(name) for name in set(expected) - set(tensors)],
-        "foreign": [found.stored(name) for name in set(tensors) - set(expected)],
+        "missing": [found.stored_name(name) for name in set(expected) - set(tensors)],
+        "foreign": [found.stored_name(name) for name in set(tensors) - set(expected)],
         "misshapen": list(shapes.values()),
     }
     problems = [f"{kind}: {sorted(names)}" for kind, names in wrong.items() if names]

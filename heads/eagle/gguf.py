@@ -15,16 +15,16 @@ from heads.export.gguf import GgufFile, Value
 from heads.export.llamacpp import (
     LAYER,
     ROPE_FREQS,
-    Facts,
-    config_of,
-    halved,
-    interleaved,
-    of_head,
-    stored,
+    ArchMetadata,
+    build_head_metadata,
+    deinterleave_rows,
+    interleave_rows,
+    make_file_tensors,
+    parse_metadata,
     weights_name,
 )
-from heads.head import Files
-from heads.target_model.sizes import num_positions
+from heads.head import HeadFiles
+from heads.target_model.sizes import find_max_positions
 
 ARCH = "eagle3"
 NAMES = {
@@ -42,26 +42,26 @@ TURNED = {
 FLAGS = ("norm_before_residual", "norm_before_fc")
 
 
-def files(head: EagleNetwork) -> Files:
+def build_gguf_files(head: EagleNetwork) -> HeadFiles:
     """File of a head that llama.cpp can serve."""
     config, llama = head.config, head.config.llama
     title = head.variants[head.variant].title
-    metadata = of_head(llama, ARCH, head.dtype, title, head.target_name)
+    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
     # As in every other layout: a head's own files may say less than its target supports.
-    metadata[f"{ARCH}.context_length"] = Value.of(num_positions(head.target.config))
+    metadata[f"{ARCH}.context_length"] = Value.of(find_max_positions(head.target.config))
     metadata[f"{ARCH}.target_layers"] = Value.of(list(config.layers))
     metadata[f"{ARCH}.target_hidden_size"] = Value.of(config.target_hidden_size)
     metadata |= {f"{ARCH}.{flag}": Value.of(getattr(config, flag)) for flag in FLAGS}
-    own = head.tensors()
+    own = head.collect_tensors()
     tensors = {NAMES[name]: each for name, each in own.items() if name in NAMES}
     for name, heads in TURNED.items():
-        tensors[name] = interleaved(tensors[name], getattr(llama, heads))
+        tensors[name] = interleave_rows(tensors[name], getattr(llama, heads))
     name = weights_name("eagle3", head.target_name, head.dtype)
-    whole = stored(tensors, head.vocab, llama)
-    return Files(metadata, name, whole, layers=list(config.layers))
+    whole = make_file_tensors(tensors, head.vocab, llama)
+    return HeadFiles(metadata, name, whole, layers=list(config.layers))
 
 
-def opened(
+def load_gguf_tensors(
     file: GgufFile, what: str, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a file, under the names of EAGLE's authors.
@@ -75,11 +75,11 @@ def opened(
         InputError: metadata are missing.
     """
     tensors = {name: each for name, each in file.tensors().items() if name not in added}
-    config = config_of(file.metadata, tensors.pop(ROPE_FREQS, None), what)
-    facts = Facts(file.metadata, ARCH, what)
+    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), what)
+    facts = ArchMetadata(file.metadata, ARCH, what)
     for name, heads in TURNED.items():
         if name in tensors:
-            tensors[name] = halved(tensors[name], config[heads])
+            tensors[name] = deinterleave_rows(tensors[name], config[heads])
     if "d2t" in tensors:
         tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
     ours = {theirs: name for name, theirs in NAMES.items()}

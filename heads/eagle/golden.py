@@ -8,46 +8,50 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.eagle.network import EagleNetwork
-from heads.head import Golden
+from heads.head import ReferenceLogits
 from heads.layers.documents import Documents
-from heads.target_model.embeddings_and_head import embedding_rows, output_rows, projected
+from heads.target_model.embeddings_and_head import (
+    copy_output_rows,
+    project_in_float32,
+    select_embedding_rows,
+)
 from heads.target_model.model import Target, TargetOutput
 
 Head = TypeVar("Head", bound=EagleNetwork)
 
 
-def golden(
+def compute_reference_logits(
     head: EagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> Golden:
+) -> ReferenceLogits:
     """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
 
     These are an engine's logits while every draft token is accepted. Arguments as in
     `DraftHead.golden`.
     """
-    embeddings = embedding_rows(target.embedding.weight, token_ids, head.dtype)
+    embeddings = select_embedding_rows(target.embedding.weight, token_ids, head.dtype)
     own = embeddings
     if head.embed_tokens is not None:
-        own = embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
-    outputs = _unrolled(on_cpu(head, own), states, places)
-    return projected_by(head, target, outputs, {"token_embeddings": embeddings[1:]})
+        own = select_embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
+    outputs = _unrolled(copy_to_cpu(head, own), states, places)
+    return project_reference_logits(head, target, outputs, {"token_embeddings": embeddings[1:]})
 
 
-def projected_by(
+def project_reference_logits(
     head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
-) -> Golden:
+) -> ReferenceLogits:
     """Logits of normalised outputs [D, S, H], by the head's output head or the target's."""
     if head.lm_head is None:
-        rows = output_rows(target, head.dtype)
-        return Golden(projected(outputs, rows), beside, rows)
-    found = projected(outputs, head.lm_head.weight.cpu())
+        rows = copy_output_rows(target, head.dtype)
+        return ReferenceLogits(project_in_float32(outputs, rows), beside, rows)
+    found = project_in_float32(outputs, head.lm_head.weight.cpu())
     logits = torch.full((*found.shape[:2], head.vocab.size), float("-inf"))
     logits[..., head.vocab.ids.cpu()] = found
-    return Golden(logits, beside | {"logsumexp": found.logsumexp(-1)})
+    return ReferenceLogits(logits, beside | {"logsumexp": found.logsumexp(-1)})
 
 
-def on_cpu(head: Head, embeddings: Tensor) -> Head:
+def copy_to_cpu(head: Head, embeddings: Tensor) -> Head:
     """Float32 copy whose embedding holds only the text's tokens, in order."""
     copy = type(head)(head.config, head.vocab.to("cpu"))
     copy.embed_tokens = None
@@ -64,9 +68,11 @@ def _unrolled(head: EagleNetwork, hidden_states: list[Tensor], position_ids: Ten
     places = torch.arange(len(head.embed_tokens.weight))
     rows = places[:num_rows]
     output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
-    text = head.read(head.fuse(head.features(output)), places[1 : num_rows + 1], position_ids)
-    documents = Documents.single(num_rows, rows.device)
-    branches = Branches(text.keys[None], text.values[None], causal_rows(documents, rows))
+    text = head.encode_context(
+        head.fuse(head.collect_features(output)), places[1 : num_rows + 1], position_ids
+    )
+    documents = Documents.from_length(num_rows, rows.device)
+    branches = BranchCache(text.keys[None], text.values[None], build_causal_range(documents, rows))
     steps = head.unroll(text, places, rows, branches)
     depth = len(places) - num_rows - 1
-    return torch.stack([head.normed(next(steps)) for _ in range(depth)])
+    return torch.stack([head.apply_final_norm(next(steps)) for _ in range(depth)])

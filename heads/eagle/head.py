@@ -9,16 +9,31 @@ from torch import Tensor
 
 from conf.settings.eagle import EagleConfig, EagleForm, FeatureHeadConfig, OutputHead
 from conf.settings.export import ExportFormat
-from heads.decoding.head_drafter import HeadChain, HeadTree
+from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
 from heads.eagle import export, golden, layouts
-from heads.eagle.config import config_json, default_layers, eagle_config
+from heads.eagle.config import build_config_json, build_eagle_config, default_layers
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.formats import ONLY, Checkpoint, architecture, filled, vocabulary
+from heads.eagle.formats import (
+    REQUIRED_VALUES,
+    EagleCheckpoint,
+    build_head_config,
+    load_into,
+    pop_draft_vocab,
+)
 from heads.eagle.layouts import LAYOUTS, EagleLayout
 from heads.eagle.network import EagleNetwork
-from heads.head import Export, Files, Golden, HeadFacts, Variant, trained_with
-from heads.readings import Readings, flipped, layers, orders, parts, reread, rotations, vocabularies
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant, get_head_settings
+from heads.readings import (
+    ConfigVariants,
+    flip_setting,
+    iter_layer_variants,
+    iter_order_variants,
+    iter_rope_variants,
+    iter_vocab_variants,
+    make_config_variant,
+    reorder_parts,
+)
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
@@ -28,23 +43,26 @@ BIAS_PROBLEM = (
 )
 
 
-def feature_doubts(head: Any) -> Readings:
+def iter_feature_variants(head: Any) -> ConfigVariants:
     """Settings that files of any head with EAGLE's layers may have wrong."""
     if head.config.form is EagleForm.eagle1:
-        swapped = {"fc.weight": parts(head.fc.weight.detach(), (1, 0))}
-        yield "fc reads the hidden state before the embedding", reread(head, tensors=swapped)
+        swapped = {"fc.weight": reorder_parts(head.fc.weight.detach(), (1, 0))}
+        yield (
+            "fc reads the hidden state before the embedding",
+            make_config_variant(head, tensors=swapped),
+        )
     else:
-        yield from layers(head, default_layers)
-        yield from orders(head)
-        yield flipped(head, "norm_before_residual")
-    yield from rotations(head)
-    yield from vocabularies(head)
+        yield from iter_layer_variants(head, default_layers)
+        yield from iter_order_variants(head)
+        yield flip_setting(head, "norm_before_residual")
+    yield from iter_rope_variants(head)
+    yield from iter_vocab_variants(head)
 
 
-def output_doubts(head: Any) -> Readings:
+def iter_output_variants(head: Any) -> ConfigVariants:
     """Readings of the output that a head feeds back: before or after its norm."""
     if head.config.form is EagleForm.eagle3:
-        yield flipped(head, "norm_output")
+        yield flip_setting(head, "norm_output")
 
 
 class EagleHead(EagleNetwork):
@@ -54,64 +72,72 @@ class EagleHead(EagleNetwork):
         form.value: Variant(title, partial(EagleConfig, form=form))
         for form, title in layouts.TITLES.items()
     }
-    phrase = "an EAGLE head"
-    chain: ClassVar[type[HeadChain]] = EagleChain
-    tree: ClassVar[type[HeadTree]] = EagleTree
+    name_with_article = "an EAGLE head"
+    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
+    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
     default_layers = staticmethod(default_layers)
-    doubts = (feature_doubts, output_doubts)
-    prunable = "heads with their own output weights"
+    ambiguities = (iter_feature_variants, iter_output_variants)
+    pruning_hint = "heads with their own output weights"
     layouts: ClassVar[dict[ExportFormat, dict[EagleForm, EagleLayout]]] = LAYOUTS
 
     @classmethod
-    def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
         """Load the head of any folder. The reader reports what another folder lacks.
 
         Without layer ids in `config.json`, the head takes the default ones when attached.
         """
-        found = Checkpoint.open(folder, path)
-        config = architecture(found, layers, ONLY)
-        return filled(cls(config, vocabulary(found, config.form)), found)
+        found = EagleCheckpoint.from_folder(folder, path)
+        config = build_head_config(found, layers, REQUIRED_VALUES)
+        return load_into(cls(config, pop_draft_vocab(found, config.form)), found)
 
     @classmethod
-    def untrained(
-        cls, target: EmbeddingsAndHead, settings: FeatureHeadConfig, vocab: DraftVocab, seed: int
+    def from_settings(
+        cls,
+        target: EmbeddingsAndOutputHead,
+        settings: FeatureHeadConfig,
+        vocab: DraftVocab,
+        seed: int,
     ) -> Self:
         """Make a new head with a layer of the target's sizes. EAGLE-1 drafts all ids."""
         if settings.form is EagleForm.eagle1:
-            vocab = DraftVocab.everything(vocab.size)
-        return cls(eagle_config(settings, target), vocab).begin(target, settings.output_head, seed)
+            vocab = DraftVocab.make_full(vocab.size)
+        return cls(build_eagle_config(settings, target), vocab).initialise(
+            target, settings.output_head, seed
+        )
 
-    def files(self) -> Files:
+    def build_files(self) -> HeadFiles:
         """Files with the names of the original layout and the keys of vLLM and SGLang."""
-        prefix, own = self.layer_prefix, super().files()
+        prefix, own = self.layer_prefix, super().build_files()
         tensors = {
             prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: tensor
             for name, tensor in own.tensors.items()
         }
-        return Files(config_json(self.config, len(self.vocab.ids)), own.weights, tensors)
+        return HeadFiles(build_config_json(self.config, len(self.vocab.ids)), own.weights, tensors)
 
-    def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
+    def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
         """See `heads/eagle/layouts.py`."""
         layout = self.layouts.get(engine, {}).get(self.config.form)
         if layout is None:
-            return Export(f"loads no {self.variants[self.variant].title}")
-        problem = layouts.problem(self, layout)
-        return Export(problem) if problem else self._exported(engine, layout, folder)
+            return ExportPlan(f"loads no {self.variants[self.variant].title}")
+        problem = layouts.find_layout_problem(self, layout)
+        return ExportPlan(problem) if problem else self._exported(engine, layout, folder)
 
-    def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> Export:
-        command = export.serve_command(self, engine, folder)
-        files = partial(export.files, self, engine, layout)
-        return Export(None, files, command, export.hint(self, engine))
+    def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> ExportPlan:
+        command = export.format_serve_command(self, engine, folder)
+        files = partial(export.build_engine_files, self, engine, layout)
+        return ExportPlan(None, files, command, export.format_engine_hint(self, engine))
 
-    def golden(
+    def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-    ) -> Golden:
+    ) -> ReferenceLogits:
         """See `heads/eagle/golden.py`."""
-        return golden.golden(self, target, states, token_ids, places)
+        return golden.compute_reference_logits(self, target, states, token_ids, places)
 
-    def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
         """Facts of a head. Its training tells methods with the same architecture apart."""
-        settings, config = trained_with(provenance), self.config
+        settings, config = get_head_settings(provenance), self.config
         tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
         method, paper = self._method(settings)
         drafted = min(max(settings.get("num_steps", 3), 3), 5)
@@ -144,7 +170,7 @@ class EagleHead(EagleNetwork):
 
     def _parts(self) -> str:
         config = self.config
-        size = f"(hidden size {config.llama.hidden_size}, {self.vocab.described()})"
+        size = f"(hidden size {config.llama.hidden_size}, {self.vocab.describe_size()})"
         if config.form is EagleForm.eagle1:
             return f"{size} on the target's last hidden state"
         *most, last = map(str, config.layers) if config.layers else ("low", "middle", "high")

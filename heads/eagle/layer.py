@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from heads.eagle.branch_attention import branch_attention
-from heads.eagle.branches import Branches
+from heads.eagle.branches import BranchCache
 from heads.layers.llama import LlamaAttention, RmsNorm
 
 
@@ -32,7 +32,7 @@ class EagleLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: Branches
+        self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: BranchCache
     ) -> Tensor:
         """[N, H] output of the layer.
 
@@ -43,9 +43,9 @@ class EagleLayer(nn.Module):
             branches: keys and values, including those of the rows themselves.
         """
         attended = branch_attention(self.self_attn.query(inputs, rotation), branches)
-        return self.finish(residual, attended)
+        return self.add_attention_and_mlp(residual, attended)
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def add_attention_and_mlp(self, residual: Tensor, attended: Tensor) -> Tensor:
         """[N, H] output of the layer, from residual [N, H] and attention output [N, Q, d]."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -20,7 +20,7 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
 from heads.eagle.network import EagleNetwork
-from heads.export.engines import ENGINES
+from heads.export.engines import ENGINE_NAMES
 from heads.export.llamacpp import rope_problem
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
@@ -74,17 +74,17 @@ class EagleLayout:
     num_layers: int | None = None
     any_order: bool = False
     zero_fc_bias: bool = False
-    embedding: bool = False
-    own_embedding: bool = True
-    output_head: bool = False
-    d2t: torch.dtype = torch.int64
+    needs_embedding: bool = False
+    prefers_own_embedding: bool = True
+    needs_output_head: bool = False
+    d2t_dtype: torch.dtype = torch.int64
     t2d: bool = True
     exclusive_norms: bool = False
     equal_widths: bool = False
     old_rope: bool = False
     unread_rope: tuple[str, ...] = ()
     gguf: bool = False
-    method: str = "eagle3"
+    speculators_method: str = "eagle3"
 
 
 LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
@@ -101,7 +101,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
             ("fc_bias",),
             "layers.0.",
             zero_fc_bias=True,
-            own_embedding=False,
+            prefers_own_embedding=False,
         ),
         # `fc` could have a bias, but its key gives the attention one as well.
         EagleForm.eagle3: EagleLayout(
@@ -109,8 +109,8 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
             ("fc_norm", "norm_output"),
             layer_offset=-1,
             min_layers=2,
-            own_embedding=False,
-            output_head=True,
+            prefers_own_embedding=False,
+            needs_output_head=True,
         ),
     },
     ExportFormat.trtllm: {
@@ -120,8 +120,8 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
             ("fc_bias", "fc_norm", "norm_before_fc", "norm_output", "mlp_bias"),
             layer_offset=-1,
             min_layers=2,
-            own_embedding=False,
-            d2t=torch.int32,
+            prefers_own_embedding=False,
+            d2t_dtype=torch.int32,
             t2d=False,
             exclusive_norms=True,
             unread_rope=("attention_factor", "truncate"),
@@ -132,21 +132,21 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
             "Eagle3Speculator",
             (*NORMS, "qk_norm", "mlp_bias"),
             "layers.0.",
-            output_head=True,
+            needs_output_head=True,
             exclusive_norms=True,
             equal_widths=True,
         ),
     },
     ExportFormat.original: {
         EagleForm.eagle1: EagleLayout(
-            "LlamaForCausalLM", ("fc_bias",), "layers.0.", embedding=True, old_rope=True
+            "LlamaForCausalLM", ("fc_bias",), "layers.0.", needs_embedding=True, old_rope=True
         ),
         EagleForm.eagle3: EagleLayout(
             "LlamaForCausalLM",
             (),
             layer_offset=None,
-            embedding=True,
-            output_head=True,
+            needs_embedding=True,
+            needs_output_head=True,
             old_rope=True,
         ),
     },
@@ -163,7 +163,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
 }
 
 
-def problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
+def find_layout_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     """Reason why an engine with this layout cannot serve a head, as the end of a sentence."""
     return (
         _part_problem(head, layout)
@@ -227,7 +227,9 @@ def _rope_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     return None
 
 
-def check_target(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> None:
+def check_layers_and_embedding(
+    head: EagleNetwork, engine: ExportFormat, layout: EagleLayout
+) -> None:
     """Refuse a target from which the engine would read something else than the head does.
 
     Raises:
@@ -240,11 +242,11 @@ def check_target(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) 
 
 def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> None:
     own = head.embed_tokens
-    if own is None or takes_own_embedding(head, layout):
+    if own is None or can_use_own_embedding(head, layout):
         return
     if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
         raise InputError(
-            f"format={engine.value}: {ENGINES[engine]} drafts with the target's embedding, but "
+            f"format={engine.value}: {ENGINE_NAMES[engine]} drafts with the target's embedding, but "
             "this head has another embed_tokens.weight; formats that keep it: vllm, original, "
             "llamacpp"
         )
@@ -258,17 +260,20 @@ def _check_layers(
         fixed = [2, num_layers // 2, num_layers - 3]
         if list(layers) != fixed:
             raise InputError(
-                f"{start}, but {ENGINES[engine]} always {fixed}; train with head.layers={fixed}, "
+                f"{start}, but {ENGINE_NAMES[engine]} always {fixed}; train with head.layers={fixed}, "
                 "or choose another format"
             )
     elif min(layers) < -layout.layer_offset or max(layers) >= num_layers:
         raise InputError(
-            f"{start}, but for {ENGINES[engine]} they must lie in "
+            f"{start}, but for {ENGINE_NAMES[engine]} they must lie in "
             f"{-layout.layer_offset}..{num_layers - 1}, as the last one has passed the final norm; "
             "train with other head.layers"
         )
 
 
-def takes_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
+def can_use_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
     """Tell whether an engine uses the head's own embedding."""
-    return layout.own_embedding or head.config.target_hidden_size != head.config.llama.hidden_size
+    return (
+        layout.prefers_own_embedding
+        or head.config.target_hidden_size != head.config.llama.hidden_size
+    )

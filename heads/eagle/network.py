@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, OutputHead
-from heads.eagle.branches import Branches
+from heads.eagle.branches import BranchCache
 from heads.eagle.config import EagleHeadConfig, default_layers
-from heads.eagle.continuing import ContinuingHead
+from heads.eagle.continuing import AutoregressiveHead
 from heads.eagle.layer import EagleLayer
 from heads.head import check_fits
 from heads.layers.llama import RmsNorm, normed
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
@@ -30,7 +30,7 @@ LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 
 
 @dataclass(frozen=True)
-class Text:
+class ContextStates:
     """Text that the head has read with true hidden states.
 
     Attributes:
@@ -49,7 +49,7 @@ class Text:
     values: Tensor
 
 
-class EagleNetwork(ContinuingHead):
+class EagleNetwork(AutoregressiveHead):
     """Network of an EAGLE-1/2 or EAGLE-3 head. `attach` it to its target before use.
 
     Args:
@@ -59,7 +59,7 @@ class EagleNetwork(ContinuingHead):
 
     def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
-        assert config.form is EagleForm.eagle3 or vocab.full
+        assert config.form is EagleForm.eagle3 or vocab.is_full
         llama, eagle3 = config.llama, config.form is EagleForm.eagle3
         hidden, eps, width = llama.hidden_size, llama.rms_norm_eps, config.target_hidden_size
         num_features = (len(config.layers) or 3) if eagle3 else 2
@@ -70,16 +70,16 @@ class EagleNetwork(ContinuingHead):
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         whole = num_features * width
         self.input_norm = RmsNorm(whole, eps) if config.norm_before_fc else None
-        self._make_ends(eagle3 and config.own_output_head)
+        self._make_embeddings_and_head(eagle3 and config.own_output_head)
         self.variant, self.layer_prefix = config.form.value, LAYER_NAMES[config.form]
 
-    def begin(self, target: EmbeddingsAndHead, start: OutputHead, seed: int) -> Self:
+    def initialise(self, target: EmbeddingsAndOutputHead, start: OutputHead, seed: int) -> Self:
         """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
 
         Raises:
             InputError: a head cannot start from the target's output head.
         """
-        self._initialise(seed)
+        self._draw_weights(seed)
         self.attach(target)
         if self.embed_tokens is not None:
             self.embed_tokens.weight.data.copy_(target.embedding.weight)
@@ -90,7 +90,7 @@ class EagleNetwork(ContinuingHead):
             self.lm_head.requires_grad_(start is OutputHead.copy)
         return self
 
-    def _initialise(self, seed: int) -> None:
+    def _draw_weights(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -98,7 +98,7 @@ class EagleNetwork(ContinuingHead):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def fitted(self, target: EmbeddingsAndHead) -> EagleHeadConfig:
+    def complete_config(self, target: EmbeddingsAndOutputHead) -> EagleHeadConfig:
         """See `FeatureHead.fitted`. Sizes must agree, and the target must have the layers."""
         config = self.config
         eagle3 = config.form is EagleForm.eagle3
@@ -114,11 +114,11 @@ class EagleNetwork(ContinuingHead):
             )
         return config
 
-    def features(self, output: TargetOutput) -> Tensor:
+    def collect_features(self, output: TargetOutput) -> Tensor:
         """[..., F] hidden states to fuse; EAGLE-1 reads the last one."""
         if self.config.form is EagleForm.eagle1:
             return output.hidden_states.to(self.fc.weight)
-        return super().features(output)
+        return super().collect_features(output)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Fuse [..., F] into [..., H]. EAGLE-1 reads a single hidden state, returned unchanged."""
@@ -130,14 +130,16 @@ class EagleNetwork(ContinuingHead):
             features = normed(features, self.fc_norm)
         return self.fc(features)
 
-    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
+    def encode_context(
+        self, fused: Tensor, token_ids: Tensor, position_ids: Tensor
+    ) -> ContextStates:
         """See `ContinuingHead.read`."""
-        inputs, residual = self.inputs(fused, token_ids)
+        inputs, residual = self.build_layer_inputs(fused, token_ids)
         rotation = self.layer.self_attn.rotation(inputs, position_ids)
         keys, values = self.layer.self_attn.keys_values(inputs, rotation)
-        return Text(inputs, residual, position_ids, rotation, keys, values)
+        return ContextStates(inputs, residual, position_ids, rotation, keys, values)
 
-    def inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def build_layer_inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Input [S, I] of the layer, and its residual [S, H]; arguments as in `read`."""
         embeds, layer = self.embed(token_ids), self.layer
         if layer.input_layernorm is None or layer.hidden_norm is None:
@@ -147,22 +149,22 @@ class EagleNetwork(ContinuingHead):
         inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
         return inputs, states if self.config.norm_before_residual else fused
 
-    def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
+    def draft(self, text: ContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
         """See `ContinuingHead.draft`."""
         return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
 
     def advance(
-        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
     ) -> Tensor:
         """See `ContinuingHead.advance`."""
-        fed = self.normed(outputs) if self.config.norm_output else outputs
-        text = self.read(fed, token_ids, position_ids)
-        branches.own_keys.append(text.keys)
-        branches.own_values.append(text.values)
+        fed = self.apply_final_norm(outputs) if self.config.norm_output else outputs
+        text = self.encode_context(fed, token_ids, position_ids)
+        branches.draft_keys.append(text.keys)
+        branches.draft_values.append(text.values)
         return self.layer(text.inputs, text.residual, text.rotation, branches)
 
 
-def _check_rows(target: EmbeddingsAndHead, start: OutputHead) -> None:
+def _check_rows(target: EmbeddingsAndOutputHead, start: OutputHead) -> None:
     """Refuse a target's output head from which a head cannot start.
 
     Neither heads nor engines have a bias of logits: heads learn without the target's.

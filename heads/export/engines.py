@@ -12,7 +12,7 @@ from torch import nn
 
 from conf.settings.export import ExportFormat
 
-ENGINES = {
+ENGINE_NAMES = {
     ExportFormat.vllm: "vLLM",
     ExportFormat.sglang: "SGLang",
     ExportFormat.trtllm: "TensorRT-LLM",
@@ -21,7 +21,7 @@ ENGINES = {
     ExportFormat.original: "the authors' code",
     ExportFormat.llamacpp: "llama.cpp",
 }
-LOADERS = {
+LOADER_VERSIONS = {
     ExportFormat.vllm: "vLLM 0.32",
     ExportFormat.sglang: "SGLang of 2026 (for EAGLE-3.1, a version with `fc_norm`)",
     ExportFormat.trtllm: "TensorRT-LLM 1.3 (Medusa: TensorRT engines, up to 1.1)",
@@ -33,7 +33,7 @@ LOADERS = {
 """Engine versions whose loaders were read."""
 
 
-TAKEN = {
+SERVED_HEADS = {
     ExportFormat.llamacpp: (
         "it serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "
         "and dspark.py"
@@ -42,13 +42,15 @@ TAKEN = {
 """Heads that an engine serves, if few, for the message to owners of others."""
 
 
-def vllm_command(method: str, num_tokens: int, target: str, folder: str, **more: bool) -> str:
+def format_vllm_command(
+    method: str, num_tokens: int, target: str, folder: str, **more: bool
+) -> str:
     """Command that starts vLLM with a head in a folder; `more` are further speculation settings."""
     speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
 
 
-def template_note(provenance: dict[str, Any]) -> str:
+def format_template_note(provenance: dict[str, Any]) -> str:
     """Advice to serve with the template settings of a head's training; empty without such settings.
 
     Args:
@@ -65,6 +67,6 @@ def template_note(provenance: dict[str, Any]) -> str:
     )
 
 
-def dtype_of(head: nn.Module) -> str:
+def format_dtype(head: nn.Module) -> str:
     """`float32`, `float16` or `bfloat16`."""
     return str(next(head.parameters()).dtype).removeprefix("torch.")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from heads.head import DraftHead
-from heads.target_model.decoder import state_of
+from heads.target_model.decoder import extract_hidden_state
 from heads.target_model.model import Target
-from heads.target_model.sizes import num_positions
+from heads.target_model.sizes import find_max_positions
 
 MOST_IDS = 8192
 """Largest vocabulary of which all ids are kept."""
@@ -24,7 +24,7 @@ LIKELIEST, SPREAD = 16, 1024
 
 
 @torch.no_grad()
-def golden(
+def compute_reference_tensors(
     head: DraftHead, target: Target, num_rows: int = 24, depth: int = 4
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Compute hidden states of one text and the head's logits on them.
@@ -47,13 +47,13 @@ def golden(
     Raises:
         InputError: the head drafts with the target's output head, which is quantised or has a bias.
     """
-    depth = head.most_tokens or depth
-    longest = num_positions(target.config)
+    depth = head.max_draft_tokens or depth
+    longest = find_max_positions(target.config)
     token_ids = _tokens(target, num_rows + depth + 1)
     states = _hidden_states(target, token_ids[:num_rows])
     # A block has one row more than draft tokens.
     places = torch.linspace(0, longest - depth - 2, num_rows, dtype=torch.float64).long()
-    made = head.golden(target, states, token_ids, places)
+    made = head.compute_reference_logits(target, states, token_ids, places)
     ids = _ids(made.logits)
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
     tensors |= _features(states, bool(head.taps.layers)) | made.beside
@@ -86,16 +86,18 @@ def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
     found: dict[nn.Module, Tensor] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[module] = state_of(args or kwargs["hidden_states"], active)
+        found[module] = extract_hidden_state(args or kwargs["hidden_states"], active)
 
-    handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in target.blocks]
+    handles = [
+        block.register_forward_pre_hook(note, with_kwargs=True) for block in target.decoder_layers
+    ]
     try:
         ids = token_ids.unsqueeze(0).to(target.device)
         states = [target.decoder(input_ids=ids, use_cache=False).last_hidden_state]
     finally:
         for handle in handles:
             handle.remove()
-    for block in reversed(target.blocks):
+    for block in reversed(target.decoder_layers):
         states.append(found[block] if block in found else states[-1].clone())
     return [each[0].cpu() for each in reversed(states)]
 

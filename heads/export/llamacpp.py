@@ -63,7 +63,7 @@ LAYER_INPUTS = (
 """Model types whose llama.cpp architecture gives the inputs of its layers to draft heads."""
 
 
-def sizes(config: LlamaConfig, arch: str) -> dict[str, Value]:
+def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
     """Metadata of a Llama's sizes and RoPE.
 
     Args:
@@ -80,7 +80,7 @@ def sizes(config: LlamaConfig, arch: str) -> dict[str, Value]:
     return keyed | rope_metadata(config.rope_parameters, arch)
 
 
-def of_head(
+def build_head_metadata(
     config: LlamaConfig, arch: str, dtype: torch.dtype, title: str, target: str
 ) -> dict[str, Value]:
     """Metadata of any head.
@@ -101,7 +101,7 @@ def of_head(
     if HUB_ID.fullmatch(target) and not Path(target).exists():
         found["general.base_model.count"] = Value.of(1)
         found[BASE] = Value.of(target)
-    return found | sizes(config, arch)
+    return found | build_size_metadata(config, arch)
 
 
 def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
@@ -109,7 +109,7 @@ def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
     return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
 
 
-def stored(
+def make_file_tensors(
     tensors: Mapping[str, Tensor], vocab: DraftVocab, config: LlamaConfig
 ) -> dict[str, Tensor]:
     """All tensors of a head's file, in llama.cpp's dtypes: vectors and kernels are float32.
@@ -121,7 +121,7 @@ def stored(
         vocab: draft vocabulary; if reduced, `d2t` [W] int64 holds its ids.
         config: config of its layers.
     """
-    more = {} if vocab.full else {"d2t": vocab.ids}
+    more = {} if vocab.is_full else {"d2t": vocab.ids}
     divisors = rope_divisors(config.rope_parameters, config.head_dim)
     if divisors is not None:
         more[ROPE_FREQS] = divisors
@@ -172,7 +172,7 @@ def target_hint(model_type: str) -> str:
     )
 
 
-def vocabulary(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
+def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
     """Metadata of a vocabulary.
 
     Args:
@@ -254,7 +254,7 @@ def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
     return (1 / ((1 - kept) / rope["factor"] + kept)).float()
 
 
-def interleaved(weight: Tensor, num_heads: int) -> Tensor:
+def interleave_rows(weight: Tensor, num_heads: int) -> Tensor:
     """Reorder rows of queries or keys for architectures that rotate neighbours: `llama`, `eagle3`.
 
     Args:
@@ -264,12 +264,14 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
     return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def halved(weight: Tensor, num_heads: int) -> Tensor:
+def deinterleave_rows(weight: Tensor, num_heads: int) -> Tensor:
     """Invert `interleaved`."""
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def config_of(metadata: Mapping[str, Value], divisors: Tensor | None, what: str) -> dict[str, Any]:
+def parse_metadata(
+    metadata: Mapping[str, Value], divisors: Tensor | None, what: str
+) -> dict[str, Any]:
     """Sizes and RoPE of a head, under transformers' names.
 
     Args:
@@ -281,16 +283,16 @@ def config_of(metadata: Mapping[str, Value], divisors: Tensor | None, what: str)
         InputError: a key is missing, or a config cannot hold the RoPE.
     """
     arch = metadata["general.architecture"].content
-    values = Facts(metadata, arch, what)
-    found = {name: values.need(key) for name, key in SIZES.items() if key != "vocab_size"}
+    values = ArchMetadata(metadata, arch, what)
+    found = {name: values.require(key) for name, key in SIZES.items() if key != "vocab_size"}
     tokens = metadata.get("tokenizer.ggml.tokens")
-    found["vocab_size"] = len(tokens.content) if tokens else values.need("vocab_size")
-    found["rms_norm_eps"] = values.need("attention.layer_norm_rms_epsilon")
+    found["vocab_size"] = len(tokens.content) if tokens else values.require("vocab_size")
+    found["rms_norm_eps"] = values.require("attention.layer_norm_rms_epsilon")
     rope = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
     if (kind := values.get("rope.scaling.type", "none")) != "none":
-        rope |= {"rope_type": kind, "factor": values.need("rope.scaling.factor")}
+        rope |= {"rope_type": kind, "factor": values.require("rope.scaling.factor")}
     if kind == "yarn":
-        original = values.need("rope.scaling.original_context_length")
+        original = values.require("rope.scaling.original_context_length")
         rope["original_max_position_embeddings"] = original
     elif divisors is not None:
         rope |= _llama3(divisors, rope["rope_theta"], what)
@@ -314,7 +316,7 @@ def _llama3(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
     )
 
 
-class Facts:
+class ArchMetadata:
     """Metadata of an architecture.
 
     Args:
@@ -336,7 +338,7 @@ class Facts:
             return float(str(np.float32(value.content)))
         return value.content
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         """Content of a required key.
 
         Raises:

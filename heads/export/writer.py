@@ -15,9 +15,15 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from heads.export.engines import ENGINES, LOADERS, TAKEN, dtype_of, template_note
+from heads.export.engines import (
+    ENGINE_NAMES,
+    LOADER_VERSIONS,
+    SERVED_HEADS,
+    format_dtype,
+    format_template_note,
+)
 from heads.export.gguf import write_gguf
-from heads.export.llamacpp import target_hint, vocabulary
+from heads.export.llamacpp import build_vocab_metadata, target_hint
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
 from heads.storage import write_folder
@@ -31,24 +37,24 @@ def check_format(head: DraftHead, engine: ExportFormat) -> None:
     Raises:
         InputError: naming the possible formats.
     """
-    problem = head.export(engine).problem
+    problem = head.plan_export(engine).problem
     if problem is not None:
-        more = TAKEN.get(engine, "")
-        able = [each.value for each in ExportFormat if head.export(each).problem is None]
+        more = SERVED_HEADS.get(engine, "")
+        able = [each.value for each in ExportFormat if head.plan_export(each).problem is None]
         raise InputError(
-            f"format={engine.value}: {ENGINES[engine]} {problem}; allowed for this head: "
+            f"format={engine.value}: {ENGINE_NAMES[engine]} {problem}; allowed for this head: "
             f"{', '.join(able) or 'none'}{more and f'; {more}'}"
         )
 
 
-def check_target(head: DraftHead, engine: ExportFormat) -> None:
+def check_export_target(head: DraftHead, engine: ExportFormat) -> None:
     """Refuse, beside `check_format`, what the engine reads differently from an attached target.
 
     Raises:
         InputError: naming what the engine reads.
     """
     check_format(head, engine)
-    head.export(engine).files()
+    head.plan_export(engine).files()
 
 
 def export_head(
@@ -74,21 +80,21 @@ def export_head(
             content stays untouched.
     """
     check_format(head, engine)
-    files = head.export(engine).files()
+    files = head.plan_export(engine).files()
     tensors = {name: each.detach().cpu().contiguous() for name, each in files.tensors.items()}
     about = {
         "format": engine.value,
         "kind": head.variant,
         "layers": files.layers,
         "target": head.target_name,
-        "dtype": dtype_of(head),
+        "dtype": format_dtype(head),
         # For readers of the export.
         "added": files.added,
     }
     documents: dict[str, object] = {PROVENANCE: provenance | {"export": about}}
     gguf = files.weights.endswith(".gguf")
     if gguf:
-        words = vocabulary(head.vocab.size, tokenizer_gguf)
+        words = build_vocab_metadata(head.vocab.size, tokenizer_gguf)
     else:
         documents["config.json"] = files.config
 
@@ -111,16 +117,16 @@ def readme(
     head: DraftHead, engine: ExportFormat, layers: Sequence[int], provenance: dict[str, Any]
 ) -> str:
     """README of an export, with `DIR` for its folder."""
-    export = head.export(engine)
-    notes = [export.hint, template_note(provenance)]
+    export = head.plan_export(engine)
+    notes = [export.hint, format_template_note(provenance)]
     if engine is ExportFormat.llamacpp:
         notes.append(target_hint(head.target.config.model_type))
     further = "".join(f"{note}\n\n" for note in notes if note)
     taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (
         f"# {head.variants[head.variant].title} for {head.target_name}\n\n"
-        f"For speculative decoding with {ENGINES[engine]}, {dtype_of(head)} weights{taps}. "
-        f"Written by Headsmith after the loaders of {LOADERS[engine]}.\n\n"
+        f"For speculative decoding with {ENGINE_NAMES[engine]}, {format_dtype(head)} weights{taps}. "
+        f"Written by Headsmith after the loaders of {LOADER_VERSIONS[engine]}.\n\n"
         "## Serve\n\n"
         f"```\n{export.command}\n```\n\n`DIR` is this folder.\n\n{further}"
         "## Verify\n\n"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.upload import upload
+from heads.upload import to_device
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
@@ -28,10 +28,10 @@ class Documents:
     """
 
     lengths: tuple[int, ...]
-    bounds: Tensor
+    cu_seqlens: Tensor
 
     @classmethod
-    def of(cls, document_ids: Tensor) -> "Documents":
+    def from_ids(cls, document_ids: Tensor) -> "Documents":
         """Make documents of ids [B, T] on the CPU, -1 on padding; `bounds` stay there."""
         new = torch.ones_like(document_ids, dtype=torch.bool)
         new[:, 1:] = document_ids.diff() != 0
@@ -40,26 +40,26 @@ class Documents:
         return cls(tuple(bounds.diff().tolist()), bounds.int())
 
     @classmethod
-    def single(cls, num_tokens: int, device: torch.device) -> "Documents":
+    def from_length(cls, num_tokens: int, device: torch.device) -> "Documents":
         """Make one document of `num_tokens`."""
-        return cls((num_tokens,), upload([0, num_tokens], device).int())
+        return cls((num_tokens,), to_device([0, num_tokens], device).int())
 
-    def on(self, device: torch.device) -> "Documents":
+    def to_device(self, device: torch.device) -> "Documents":
         """Move `bounds` to a device, without waiting for copies from pinned memory."""
-        return Documents(self.lengths, self.bounds.to(device, non_blocking=True))
+        return Documents(self.lengths, self.cu_seqlens.to(device, non_blocking=True))
 
     def longer_than(self, num_tokens: int) -> Tensor:
         """[S] bool, True for tokens of documents longer than `num_tokens`."""
         long = torch.tensor([length > num_tokens for length in self.lengths])
-        lengths = self.bounds.diff()
+        lengths = self.cu_seqlens.diff()
         total = sum(self.lengths)
-        return upload(long, lengths.device).repeat_interleave(lengths, output_size=total)
+        return to_device(long, lengths.device).repeat_interleave(lengths, output_size=total)
 
-    def cut(self, size: int) -> "Documents":
+    def split_documents(self, size: int) -> "Documents":
         """Cut documents into pieces of `size` tokens; the last piece may be shorter."""
         pieces = [min(size, n - at) for n in self.lengths for at in range(0, n, size)]
         bounds = torch.tensor([0, *pieces]).cumsum(0).int()
-        return Documents(tuple(pieces), upload(bounds, self.bounds.device))
+        return Documents(tuple(pieces), to_device(bounds, self.cu_seqlens.device))
 
     @property
     def longest(self) -> int:
@@ -67,14 +67,14 @@ class Documents:
         return max(self.lengths)
 
 
-def fits_flash(query: Tensor) -> bool:
+def can_use_flash(query: Tensor) -> bool:
     """Tell whether PyTorch's variable-length flash kernel supports queries [..., d]."""
     size = query.shape[-1]
     fits = query.dtype in FLASH_DTYPES and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
     return query.is_cuda and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def flash(
+def flash_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -95,7 +95,7 @@ def flash(
     Returns:
         Output [S, Q, d] and the logsumexp of the scores, [Q, S] float32.
     """
-    bounds, longest = documents.bounds, documents.longest
+    bounds, longest = documents.cu_seqlens, documents.longest
     output, log_norm, *_ = torch.ops.aten._flash_attention_forward(
         query, keys, values, bounds, bounds, longest, longest, 0.0, True, False,
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
@@ -103,7 +103,7 @@ def flash(
     return output, log_norm
 
 
-def flash_backward(
+def flash_attention_backward(
     grad: Tensor, text: tuple[Tensor, Tensor, Tensor], forward: tuple[Tensor, Tensor],
     documents: Documents, window: int | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -113,7 +113,7 @@ def flash_backward(
     output O [S, Q, d] and logsumexp L [Q, S] float32 given as `forward`. `text` is query, keys and
     values as given to `flash`.
     """
-    bounds, longest = documents.bounds, documents.longest
+    bounds, longest = documents.cu_seqlens, documents.longest
     # Random state for dropout, which is not used.
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(

@@ -20,7 +20,7 @@ LLAMA_KEYS = (
 )
 
 
-def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
+def make_llama_config(config: Any, vocab_size: int) -> LlamaConfig:
     """Config of a Llama layer with the target's sizes, whatever the target's own layers are.
 
     Its width is that of the target's embedding, which it reads.
@@ -28,24 +28,24 @@ def llama_like(config: Any, vocab_size: int) -> LlamaConfig:
     Raises:
         InputError: the config has no hidden size, or an invalid size.
     """
-    width = sizes.embedding_size(config)
-    heads = sizes.attention(config, width)
+    width = sizes.find_embedding_size(config)
+    heads = sizes.compute_attention_heads(config, width)
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
-        intermediate_size=sizes.mlp_size(config),
+        intermediate_size=sizes.compute_mlp_size(config),
         num_attention_heads=heads.num_heads,
         num_key_value_heads=heads.num_key_value_heads,
         head_dim=heads.head_dim,
         hidden_act="silu",  # the only one that engines support in draft layers
-        rms_norm_eps=sizes.norm_epsilon(config),
-        rope_parameters=sizes.rope(config),
-        max_position_embeddings=sizes.num_positions(config),
+        rms_norm_eps=sizes.find_norm_epsilon(config),
+        rope_parameters=sizes.find_rope(config),
+        max_position_embeddings=sizes.find_max_positions(config),
         num_hidden_layers=1,
     )
 
 
-def old_rope(rope: dict[str, Any], short: bool = False) -> dict[str, Any] | None:
+def format_legacy_rope(rope: dict[str, Any], short: bool = False) -> dict[str, Any] | None:
     """RoPE scaling as before transformers 5; `short` keeps the two keys that first readers knew."""
     rope_type = rope["rope_type"]
     if rope_type == "default":

@@ -13,14 +13,14 @@ from torch.nn import functional
 
 from conf.errors import InputError
 from heads.head import DraftHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 
 NUM_CANDIDATES = 32
 """Number of ids with exact logits. For a chat model of 8M parameters at a quarter of the
 directions, 8 ids lost 2% of the drafts' length and 32 ids nothing."""
 
 
-class LowRankHead(nn.Module):
+class LowRankOutputHead(nn.Module):
     """Logits of an output head W [V, D]: (W P)(P^T h), and W h for the likeliest C ids.
 
     P [D, r] holds the eigenvectors of W^T W with the largest eigenvalues, so W P P^T is the nearest
@@ -63,7 +63,7 @@ class LowRankHead(nn.Module):
         return rough.scatter(-1, ids, exact)
 
 
-def check_rank(key: str, rank: int, target: EmbeddingsAndHead) -> None:
+def check_rank(key: str, rank: int, target: EmbeddingsAndOutputHead) -> None:
     """Refuse ranks that are not below the width of a target's hidden states.
 
     Raises:
@@ -75,7 +75,7 @@ def check_rank(key: str, rank: int, target: EmbeddingsAndHead) -> None:
         )
 
 
-def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHead:
+def make_low_rank_target(target: EmbeddingsAndOutputHead, rank: int) -> EmbeddingsAndOutputHead:
     """Join a target's embedding with a low-rank output head, for drafting.
 
     Raises:
@@ -88,8 +88,8 @@ def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHea
             "output_rank unset"
         )
     whole = target.output_head
-    head = LowRankHead(whole.weight, rank, getattr(whole, "bias", None))
-    return EmbeddingsAndHead(
+    head = LowRankOutputHead(whole.weight, rank, getattr(whole, "bias", None))
+    return EmbeddingsAndOutputHead(
         model_config=target.config,
         embedding=target.embedding,
         output_head=head,
@@ -99,7 +99,9 @@ def with_low_rank_head(target: EmbeddingsAndHead, rank: int) -> EmbeddingsAndHea
     )
 
 
-def reduce_rank(head: DraftHead, target: EmbeddingsAndHead, rank: int) -> list[LowRankHead]:
+def reduce_rank(
+    head: DraftHead, target: EmbeddingsAndOutputHead, rank: int
+) -> list[LowRankOutputHead]:
     """Make a head draft with output heads of low rank, its own or the target's.
 
     Returns:
@@ -109,15 +111,15 @@ def reduce_rank(head: DraftHead, target: EmbeddingsAndHead, rank: int) -> list[L
         InputError: the rank is too large, or the output head is quantised.
     """
     check_rank("output_rank", rank, target)
-    own = {id(weight) for weight in head.output_heads()}
+    own = {id(weight) for weight in head.find_output_heads()}
     if not own:
-        lent = with_low_rank_head(target, rank)
+        lent = make_low_rank_target(target, rank)
         head.attach(lent)
         return [lent.output_head]
     made = []
     for parent in [*head.modules()]:
         for name, child in [*parent.named_children()]:
             if isinstance(child, nn.Linear) and id(child.weight) in own:
-                made.append(LowRankHead(child.weight, rank))
+                made.append(LowRankOutputHead(child.weight, rank))
                 setattr(parent, name, made[-1])
     return made

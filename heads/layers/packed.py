@@ -78,7 +78,7 @@ class PackedLinear(nn.Linear):
         return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
 
 
-def pack(*modules: nn.Module) -> None:
+def pack_weights(*modules: nn.Module) -> None:
     """Let the linear layers of modules multiply packed weights.
 
     Applies where it is faster: on x86 CPUs in float32, and in bfloat16 with native instructions.

@@ -33,17 +33,17 @@ class Projection(NamedTuple):
     scale: float = 1.0
     cap: float | None = None
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, V] logits of hidden states [N, D] in the weight's dtype, in `out` if given."""
         logits = torch.matmul(hidden, self.weight.T, out=out)
-        return self.scaled(logits if self.bias is None else logits.add_(self.bias))
+        return self.scale_logits(logits if self.bias is None else logits.add_(self.bias))
 
-    def scaled(self, logits: Tensor) -> Tensor:
+    def scale_logits(self, logits: Tensor) -> Tensor:
         """Logits from h W^T + b."""
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
-    def before(self, grad: Tensor, logits: Tensor) -> Tensor:
+    def scale_gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Turn the gradient of `logits` [N, V] into that of h W^T + b."""
         if self.cap is not None:
             grad = grad * (1 - (logits.to(grad.dtype) / self.cap).square())

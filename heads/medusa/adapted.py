@@ -22,19 +22,19 @@ class AdaptedMedusa(nn.Module):
         self.adapter = adapter
         self.taps = heads.taps
 
-    def candidates(
+    def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
         """The heads' candidates. See `MedusaHead.candidates`."""
-        return self.heads.candidates(output, token_ids, first, depth, width)
+        return self.heads.compute_candidates(output, token_ids, first, depth, width)
 
     def output_heads(self) -> list[Tensor]:
         """The heads' output heads. See `MedusaHead.output_heads`."""
-        return self.heads.output_heads()
+        return self.heads.find_output_heads()
 
     def embeddings(self) -> list[Tensor]:
         """The heads' embeddings. See `DraftHead.embeddings`."""
-        return self.heads.embeddings()
+        return self.heads.find_embeddings()
 
     def compile_layers(self) -> None:
         """Compile the heads. See `DraftHead.compile_layers`."""

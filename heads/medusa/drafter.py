@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heads.decoding.chains import Calibration, ChainSampler
-from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.head_drafter import HeadDrafter
 from heads.decoding.tree import Tree
 from heads.medusa.network import MedusaNetwork
@@ -21,21 +21,21 @@ class MedusaDrafter(HeadDrafter):
         tree: static tree, at most as deep as the number of heads.
     """
 
-    state = ("hidden",)
+    row_attributes = ("hidden",)
     hidden: Tensor | None = None
 
     def __init__(self, head: MedusaNetwork, tree: Tree) -> None:
         super().__init__(head, tree)
         self.tree = tree
-        self.static_nodes = tree.num_nodes
+        self.num_static_nodes = tree.num_nodes
         levels = [depth - 1 for depth in tree.depths[1:]]
         self.slots = torch.tensor(
             [level * tree.width + rank for level, rank in zip(levels, tree.ranks[1:], strict=True)]
         )
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Keep the hidden states [B, D] of the last committed tokens."""
-        hidden = seen.last.hidden_states[:, 0]
+        hidden = seen.last_output.hidden_states[:, 0]
         # In place, as captured steps know the address.
         self.hidden = hidden if self.hidden is None else self.hidden.copy_(hidden)
 
@@ -44,7 +44,7 @@ class MedusaDrafter(HeadDrafter):
         assert self.hidden is not None
         self.slots = self.slots.to(self.hidden.device)
         candidates = self.head.best(self.hidden, self.tree.depth, self.tree.width)
-        return Draft.of(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
+        return Draft.from_tree(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
 
 
 class MedusaCut(MedusaDrafter):
@@ -58,7 +58,7 @@ class MedusaCut(MedusaDrafter):
 
     def __init__(self, head: MedusaNetwork, depth: int, calibration: Calibration) -> None:
         super().__init__(head, Tree.chain(depth))
-        self.calibration, self.static_nodes = calibration, None
+        self.calibration, self.num_static_nodes = calibration, None
 
     def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
         """Draft chains of at most `depth` tokens."""
@@ -67,5 +67,5 @@ class MedusaCut(MedusaDrafter):
         draws = ChainSampler(self.head.vocab, calibration=self.calibration)
         tokens: list[Tensor] = []
         while len(tokens) < self.tree.depth and not draws.ended:
-            tokens.append(draws.token(self.head.head_logits(len(tokens), hidden)))
-        return draws.chains(self.tree, torch.stack(tokens, 1))
+            tokens.append(draws.choose_token(self.head.head_logits(len(tokens), hidden)))
+        return draws.make_draft(self.tree, torch.stack(tokens, 1))

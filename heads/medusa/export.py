@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from conf.settings.export import ExportFormat
-from heads.export.engines import dtype_of, vllm_command
-from heads.head import Files
-from heads.medusa.network import VLLM_WEIGHTS, WEIGHTS, MedusaNetwork
+from heads.export.engines import format_dtype, format_vllm_command
+from heads.head import HeadFiles
+from heads.medusa.network import MEDUSA_WEIGHTS, VLLM_WEIGHTS, MedusaNetwork
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MedusaLayout:
         max_layers: largest number of residual blocks per head.
     """
 
-    weights: str = WEIGHTS
+    weights: str = MEDUSA_WEIGHTS
     own_names: bool = False
     architecture: str | None = None
     max_layers: int | None = None
@@ -51,12 +51,12 @@ CONVERT = (
 )
 
 
-def problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
+def find_export_problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
     """Reason why an engine cannot serve heads, as the end of a sentence; None if it can."""
     layout = LAYOUTS.get(engine)
     if layout is None:
         return "loads no Medusa heads"
-    if not head.vocab.full:
+    if not head.vocab.is_full:
         # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary and
         # then refuses fewer rows.
         return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
@@ -66,15 +66,15 @@ def problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
     return None
 
 
-def files(head: MedusaNetwork, engine: ExportFormat) -> Files:
+def build_engine_files(head: MedusaNetwork, engine: ExportFormat) -> HeadFiles:
     """Files with the keys of the authors, of TGI and of vLLM's `MedusaConfig`."""
-    layout, dtype, own = LAYOUTS[engine], dtype_of(head), head.files()
+    layout, dtype, own = LAYOUTS[engine], format_dtype(head), head.build_files()
     settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
     del settings["architectures"]
     if layout.architecture is not None:
         settings["architectures"] = [layout.architecture]
     tensors = _renamed(own.tensors) if layout.own_names else own.tensors
-    return Files(settings, layout.weights, tensors)
+    return HeadFiles(settings, layout.weights, tensors)
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str
     """Command that starts an engine with heads, as lines for a shell; one token per head."""
     num_heads, target = head.num_heads, head.target_name
     if engine is ExportFormat.vllm:
-        return vllm_command("medusa", num_heads, target, folder)
+        return format_vllm_command("medusa", num_heads, target, folder)
     if engine is ExportFormat.tgi:
         return f"text-generation-launcher --model-id {folder} --speculate {num_heads}"
     if engine is ExportFormat.trtllm:

@@ -17,11 +17,11 @@ from conf.errors import InputError
 from heads.head import DraftHead
 from heads.layers.projection import Projection
 from heads.storage import load_tensors
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, TargetOutput
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, TargetOutput
 from heads.vocab import DraftVocab
 
-WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
+MEDUSA_WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
 VLLM_SIGN = '"MedusaModel"'
 VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
 VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
@@ -71,10 +71,10 @@ class MedusaNetwork(DraftHead):
         vocab: draft vocabulary; all ids by default.
     """
 
-    taps = Taps()
+    taps = FeatureLayers()
 
     def __init__(self, config: MedusaHeadConfig, vocab: DraftVocab | None = None) -> None:
-        super().__init__(config, vocab or DraftVocab.everything(config.vocab_size))
+        super().__init__(config, vocab or DraftVocab.make_full(config.vocab_size))
         self.heads = nn.ModuleList(
             nn.Sequential(
                 *[ResidualBlock(config.hidden_size) for _ in range(config.num_layers)],
@@ -91,7 +91,7 @@ class MedusaNetwork(DraftHead):
         return self.config.num_heads
 
     @classmethod
-    def from_target(cls, target: EmbeddingsAndHead, num_heads: int, num_layers: int) -> Self:
+    def from_target(cls, target: EmbeddingsAndOutputHead, num_heads: int, num_layers: int) -> Self:
         """New float32 heads, each equal to the target's own next-token head.
 
         Neither heads nor engines have a bias of logits: heads learn without the target's.
@@ -122,11 +122,11 @@ class MedusaNetwork(DraftHead):
         """
         return self.heads[k](hidden_states)
 
-    def states(self, k: int, hidden_states: Tensor) -> Tensor:
+    def head_states(self, k: int, hidden_states: Tensor) -> Tensor:
         """[N, D] what head k, counted from 0, projects."""
         return self.heads[k][:-1](hidden_states)  # type: ignore[index]
 
-    def projection(self, k: int) -> Projection:
+    def make_projection(self, k: int) -> Projection:
         """The projection of head k, counted from 0."""
         return Projection(self.heads[k][-1].weight)  # type: ignore[index]
 
@@ -135,34 +135,36 @@ class MedusaNetwork(DraftHead):
         return torch.stack([head(hidden_states) for head in self.heads])
 
     @torch.no_grad()
-    def candidates(
+    def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
         """[depth, n, width] int64, the best tokens of each head, see `DraftHead.candidates`."""
         del token_ids
         parts = output.hidden_states[0, first:].split(ROWS_PER_CHUNK)
-        return torch.cat([self.best(part, depth, width) for part in parts], dim=1)
+        return torch.cat([self.rank_token_ids(part, depth, width) for part in parts], dim=1)
 
-    def best(self, hidden_states: Tensor, depth: int, width: int) -> Tensor:
+    def rank_token_ids(self, hidden_states: Tensor, depth: int, width: int) -> Tensor:
         """[depth, ..., width] int64, the best tokens of each head on states [..., D]."""
         hidden_states = hidden_states.to(next(self.parameters()).dtype)
         logits = (self.head_logits(k, hidden_states) for k in range(depth))
-        return self.vocab.to_target(
+        return self.vocab.to_target_ids(
             torch.stack([each.topk(width, dim=-1).indices for each in logits])
         )
 
 
-def named_tensors(folder: Path, path: str) -> dict[str, Tensor]:
+def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
     """The tensors of a folder by their original names.
 
     Raises:
         InputError: none there.
     """
-    for name in (WEIGHTS, VLLM_WEIGHTS):
+    for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
         if (folder / name).is_file():
             return _original_names(load_tensors(folder / name))
     found = sorted(file.name for file in folder.iterdir())
-    raise InputError(f"head.path={path}: no {WEIGHTS} or {VLLM_WEIGHTS} there; found {found}")
+    raise InputError(
+        f"head.path={path}: no {MEDUSA_WEIGHTS} or {VLLM_WEIGHTS} there; found {found}"
+    )
 
 
 def _original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -176,7 +178,7 @@ def _original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def reduced(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVocab:
+def parse_token_map(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVocab:
     """A vocabulary as a file maps it.
 
     Args:
@@ -203,7 +205,7 @@ def reduced(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVoca
     return DraftVocab(ids, size)
 
 
-def config_of(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:
+def infer_config(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:
     """The architecture that tensors show.
 
     Raises:

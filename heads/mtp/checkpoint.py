@@ -16,50 +16,52 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from conf.errors import InputError
-from heads.mtp.families import FAMILIES, NOT_READ, Family
-from heads.target_model.weight_files import tensors, weight_files
+from heads.mtp.families import FAMILIES, UNSUPPORTED_REASONS, MtpFamily
+from heads.target_model.weight_files import find_weight_files, load_tensor_table
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-FUSED = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
+JOINED_EXPERTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 """Expert tensors in transformers' modules, and the projections that each holds."""
 
 
-def family_of(config: Mapping[str, Any]) -> str | None:
+def find_family(config: Mapping[str, Any]) -> str | None:
     """Family of the model with this `config.json`; None if the table lacks it."""
     return next((name for name in config.get("architectures") or () if name in FAMILIES), None)
 
 
-def unread(config: Mapping[str, Any]) -> str | None:
+def find_unsupported_reason(config: Mapping[str, Any]) -> str | None:
     """Reason why the MTP layer of a whole model cannot be read; None without a reason."""
     model_type = (config.get("text_config") or config).get("model_type", "")
     whole = any(re.match("(?!Eagle).*For(CausalLM|Cond)", n) for n in config["architectures"] or ())
-    return NOT_READ.get(model_type) if whole else None
+    return UNSUPPORTED_REASONS.get(model_type) if whole else None
 
 
-def num_promised(config: Mapping[str, Any], family: Family) -> int:
+def count_declared_layers(config: Mapping[str, Any], family: MtpFamily) -> int:
     """Number of MTP layers that a `config.json` names."""
     places = (config.get("text_config") or config, config)
     return next((at[key] for at in places for key in family.counts if at.get(key)), 0)
 
 
-def stored_names(folder: Path, family: Family, num_layers: int, path: str) -> dict[str, Path]:
+def find_mtp_tensors(
+    folder: Path, family: MtpFamily, num_layers: int, path: str
+) -> dict[str, Path]:
     """Names of the MTP tensors in a model's folder, each with its file.
 
     Raises:
         InputError: a shard is missing, or a file is no safetensors file.
     """
-    files = weight_files(folder, "model")
+    files = find_weight_files(folder, "model")
     if files is None:
         raise InputError(f"{path}: some of its safetensors files are missing; download it again")
     return {
         name: file
         for file in files
-        for name in tensors(file)
-        if family.own_name(name, num_layers) is not None
+        for name in load_tensor_table(file)
+        if family.to_own_name(name, num_layers) is not None
     }
 
 
-def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor]:
+def load_mtp_tensors(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor]:
     """Read the MTP tensors of a model under this project's names, in float32; empty without any.
 
     Args:
@@ -71,12 +73,12 @@ def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor
         InputError: a shard is missing, a tensor is quantised, or the layer that the config names is
             missing.
     """
-    family = FAMILIES[str(family_of(config))]
-    num_layers = layers_of(config)
-    places = stored_names(folder, family, num_layers, path)
-    promised = num_promised(config, family)
+    family = FAMILIES[str(find_family(config))]
+    num_layers = count_decoder_layers(config)
+    places = find_mtp_tensors(folder, family, num_layers, path)
+    promised = count_declared_layers(config, family)
     if not places and promised:
-        raise InputError(f"{path}: {dropped(promised)}; name the original model")
+        raise InputError(f"{path}: {format_dropped_layers(promised)}; name the original model")
     found: dict[str, Tensor] = {}
     for name, file in places.items():
         with safe_open(file, "pt") as opened:
@@ -86,11 +88,11 @@ def read(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor
                 f"{path}: {name} is {tensor.dtype}, but a quantised MTP layer cannot be read; name "
                 "the model before quantisation"
             )
-        found[str(family.own_name(name, num_layers))] = tensor.float()
-    return fused(found)
+        found[str(family.to_own_name(name, num_layers))] = tensor.float()
+    return join_experts(found)
 
 
-def dropped(promised: int) -> str:
+def format_dropped_layers(promised: int) -> str:
     """Words for MTP layers that a config names but no file holds."""
     return (
         f"config.json names {promised} MTP layers, but no file holds them, so fine-tuning, merging "
@@ -98,18 +100,18 @@ def dropped(promised: int) -> str:
     )
 
 
-def layers_of(config: Mapping[str, Any]) -> int:
+def count_decoder_layers(config: Mapping[str, Any]) -> int:
     """Decoder layers of the model, without MTP layers."""
     text = config.get("text_config") or config
     return text.get("num_hidden_layers") or len(text["layers_block_type"])
 
 
-def has_layer(path: str, revision: str | None = None) -> bool:
+def has_mtp_layer(path: str, revision: str | None = None) -> bool:
     """Tell whether a model's files hold an MTP layer of a family in the table."""
-    return promised_and_held(path, revision)[1]
+    return find_mtp_layers(path, revision)[1]
 
 
-def promised_and_held(path: str, revision: str | None = None) -> tuple[int, bool]:
+def find_mtp_layers(path: str, revision: str | None = None) -> tuple[int, bool]:
     """MTP layers that a model's config names (0 if unknown), and whether its files hold one.
 
     Args:
@@ -119,22 +121,22 @@ def promised_and_held(path: str, revision: str | None = None) -> tuple[int, bool
     folder = Path(path)
     try:
         file = cached_file(path, "config.json", revision=revision)
-        config = model_config(Path(str(file)).parent)
-        name = family_of(config)
+        config = load_model_config(Path(str(file)).parent)
+        name = find_family(config)
         if name is None:
             return 0, False
-        family, num_layers = FAMILIES[name], layers_of(config)
-        promised = num_promised(config, family)
+        family, num_layers = FAMILIES[name], count_decoder_layers(config)
+        promised = count_declared_layers(config, family)
         if folder.is_dir():
-            return promised, bool(stored_names(folder, family, num_layers, path))
+            return promised, bool(find_mtp_tensors(folder, family, num_layers, path))
         index = cached_file(path, "model.safetensors.index.json", revision=revision)
         held = json.loads(Path(str(index)).read_text())["weight_map"]
     except (OSError, InputError):
         return 0, False
-    return promised, any(family.own_name(stored, num_layers) for stored in held)
+    return promised, any(family.to_own_name(stored, num_layers) for stored in held)
 
 
-def fused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def join_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the tensors of single experts, as in transformers' modules."""
     single: dict[str, dict[tuple[int, str], Tensor]] = {}
     joined: dict[str, Tensor] = {}
@@ -147,28 +149,28 @@ def fused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for experts, held in single.items():
         numbers, has_gates = sorted({number for number, _ in held}), (0, "gate") in held
         for name in ("gate_up_proj" if has_gates else "up_proj", "down_proj"):
-            kinds = FUSED[name]
+            kinds = JOINED_EXPERTS[name]
             rows = [torch.cat([held[number, kind] for kind in kinds]) for number in numbers]
             joined[f"{experts}.{name}"] = torch.stack(rows)
     return joined
 
 
-def unfused(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Invert `fused`: one tensor per projection and expert."""
     single: dict[str, Tensor] = {}
     for name, tensor in named.items():
         experts, _, last = name.rpartition(".")
-        if last not in FUSED or not experts.endswith(".experts"):
+        if last not in JOINED_EXPERTS or not experts.endswith(".experts"):
             single[name] = tensor
             continue
         for number, expert in enumerate(tensor):
-            parts = expert.chunk(len(FUSED[last]))
-            for kind, part in zip(FUSED[last], parts, strict=True):
+            parts = expert.chunk(len(JOINED_EXPERTS[last]))
+            for kind, part in zip(JOINED_EXPERTS[last], parts, strict=True):
                 single[f"{experts}.{number}.{kind}_proj.weight"] = part.contiguous()
     return single
 
 
-def model_config(folder: Path) -> dict[str, Any]:
+def load_model_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a folder; empty if it is no JSON object."""
     try:
         found = json.loads((folder / "config.json").read_text())

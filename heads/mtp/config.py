@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from conf.errors import InputError
-from heads.mtp.families import FAMILIES, Family
-from heads.target_model.attention import NAME
+from heads.mtp.families import FAMILIES, MtpFamily
+from heads.target_model.attention import ATTENTION_NAME
 
 NOT_OF_A_LAYER = {
     "_name_or_path", "architectures", "auto_map", "dtype", "mtp_num_hidden_layers",
@@ -54,7 +54,7 @@ class MtpHeadConfig:
         return (self.num_target_layers,) if self.state_before_norm else ()
 
     @property
-    def row(self) -> Family:
+    def family_entry(self) -> MtpFamily:
         """The family's entry in the table."""
         return FAMILIES[self.family]
 
@@ -83,7 +83,7 @@ class SubLayers(nn.ModuleList):
         return rows
 
 
-class Parts(NamedTuple):
+class LayerClasses(NamedTuple):
     """Classes from which transformers builds a model's layers, and their config."""
 
     config: PretrainedConfig
@@ -93,7 +93,7 @@ class Parts(NamedTuple):
     """None for layers without rotation."""
 
 
-def layer_settings(config: Any, family: Family, sparse: bool) -> dict[str, Any]:
+def build_layer_settings(config: Any, family: MtpFamily, sparse: bool) -> dict[str, Any]:
     """Settings of a model with one decoder layer, like the target's last ones.
 
     Args:
@@ -120,7 +120,7 @@ def layer_settings(config: Any, family: Family, sparse: bool) -> dict[str, Any]:
     return settings | ({"model_type": family.model_type} if family.model_type else {})
 
 
-def _window(config: Any, family: Family) -> dict[str, Any]:
+def _window(config: Any, family: MtpFamily) -> dict[str, Any]:
     """Window settings of a layer that rotates in a window; a window of 0 means full attention."""
     window = config.sliding_window
     if family.is_sliding is None:
@@ -130,7 +130,7 @@ def _window(config: Any, family: Family) -> dict[str, Any]:
     return {"layer_types": ["sliding_attention"], "sliding_window": window}
 
 
-def parts_of(settings: dict[str, Any]) -> Parts:
+def find_layer_classes(settings: dict[str, Any]) -> LayerClasses:
     """Classes of a layer with these settings, and its config.
 
     Raises:
@@ -139,7 +139,7 @@ def parts_of(settings: dict[str, Any]) -> Parts:
     rest = dict(settings)
     model_type = rest.pop("model_type")
     config = AutoConfig.for_model(model_type, **rest)
-    config._attn_implementation = NAME
+    config._attn_implementation = ATTENTION_NAME
     config._experts_implementation = "eager"
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     module = vars(sys.modules[model.__module__])
@@ -155,4 +155,4 @@ def parts_of(settings: dict[str, Any]) -> Parts:
             "target.path: an MTP layer is built from the target's own layer, but those of "
             f"{model_type} have other parts; train another head, such as EAGLE-3.1"
         )
-    return Parts(config, layer, norm, rotary)
+    return LayerClasses(config, layer, norm, rotary)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
-class Family:
+class MtpFamily:
     """MTP layer of models of one architecture.
 
     In names, `{n}` is the number of the target's layers; MTP layers continue their numbering.
@@ -50,7 +50,7 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
 
-    def own_name(self, stored: str, num_layers: int) -> str | None:
+    def to_own_name(self, stored: str, num_layers: int) -> str | None:
         """Name in this project of a checkpoint's tensor; None for tensors outside the layer."""
         for name, theirs in self.names.items():
             if stored == theirs.format(n=num_layers):
@@ -63,7 +63,7 @@ class Family:
             name = name.replace(theirs, ours)
         return f"layer.{name}"
 
-    def stored_name(self, name: str, num_layers: int) -> str:
+    def to_stored_name(self, name: str, num_layers: int) -> str:
         """Name in a checkpoint of a tensor of this project."""
         module = name.removesuffix(".weight")
         if module in self.names:
@@ -78,7 +78,7 @@ class Family:
         return [name.format(n=num_layers) for name in self.copies]
 
 
-_DEEPSEEK = Family(
+_DEEPSEEK = MtpFamily(
     names={
         "enorm": "model.layers.{n}.enorm.weight",
         "hnorm": "model.layers.{n}.hnorm.weight",
@@ -92,7 +92,7 @@ _DEEPSEEK = Family(
 _INDEXED = replace(_DEEPSEEK, has_indexer=True, model_type="deepseek_v3")
 # vLLM continues from the sum before the norm, SGLang from after it.
 _GLM = replace(_DEEPSEEK, feeds_back_normed=False)
-_QWEN = Family(
+_QWEN = MtpFamily(
     names={
         "enorm": "mtp.pre_fc_norm_embedding.weight",
         "hnorm": "mtp.pre_fc_norm_hidden.weight",
@@ -106,7 +106,7 @@ _QWEN3_5 = replace(_QWEN, counts=("mtp_num_hidden_layers", "num_nextn_predict_la
 _EXAONE = replace(_QWEN, is_dense=True, is_sliding=None)
 OTHER = "other"
 """Entry of new layers, for targets without a known MTP layer."""
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, MtpFamily] = {
     OTHER: _QWEN,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": _INDEXED,
@@ -130,7 +130,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
     "ExaoneMoeForCausalLM": _EXAONE,
     "Exaone4_5_ForConditionalGeneration": _EXAONE,
-    "MiMoForCausalLM": Family(
+    "MiMoForCausalLM": MtpFamily(
         names={
             "enorm": "model.mtp_layers.0.token_layernorm.weight",
             "hnorm": "model.mtp_layers.0.hidden_layernorm.weight",
@@ -143,7 +143,7 @@ FAMILIES: dict[str, Family] = {
         state_before_norm=True,
         model_type="qwen2",
     ),
-    "MiMoV2FlashForCausalLM": Family(
+    "MiMoV2FlashForCausalLM": MtpFamily(
         names={
             "enorm": "model.mtp.layers.0.enorm.weight",
             "hnorm": "model.mtp.layers.0.hnorm.weight",
@@ -158,7 +158,7 @@ FAMILIES: dict[str, Family] = {
             "attention_sink_bias": "sinks",
         },
     ),
-    "NemotronHForCausalLM": Family(
+    "NemotronHForCausalLM": MtpFamily(
         names={
             "enorm": "mtp.layers.0.enorm.weight",
             "hnorm": "mtp.layers.0.hnorm.weight",
@@ -168,7 +168,7 @@ FAMILIES: dict[str, Family] = {
         block="mtp.layers.",
     ),
     # vLLM 0.32 rotates halves of a head here; the model, and SGLang, rotate pairs.
-    "Ernie4_5_MoeForCausalLM": Family(
+    "Ernie4_5_MoeForCausalLM": MtpFamily(
         names={
             "enorm": "model.mtp_emb_norm.0.weight",
             "hnorm": "model.mtp_hidden_norm.0.weight",
@@ -183,7 +183,7 @@ FAMILIES: dict[str, Family] = {
 """Families by the architecture in `config.json`."""
 
 KNOWN = ", ".join(name for name in FAMILIES if name != OTHER)
-NOT_READ: dict[str, str] = {
+UNSUPPORTED_REASONS: dict[str, str] = {
     "deepseek_v4": "it reads several residual streams before they are mixed",
     "qwen4_exp": "it reads several residual streams before they are mixed",
     "kimi_k3": "its experts are packed in four bits",

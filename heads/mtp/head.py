@@ -10,16 +10,16 @@ from transformers import AutoConfig
 from conf.errors import InputError
 from conf.settings.eagle import MtpConfig
 from conf.settings.export import ExportFormat
-from heads.decoding.head_drafter import HeadChain, HeadTree
+from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.head import Export, Files, Golden, HeadFacts, Variant, trained_with
+from heads.head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant, get_head_settings
 from heads.mtp import checkpoint
-from heads.mtp.config import MtpHeadConfig, layer_settings
+from heads.mtp.config import MtpHeadConfig, build_layer_settings
 from heads.mtp.families import FAMILIES, KNOWN, OTHER
 from heads.mtp.network import MtpNetwork
-from heads.readings import Readings, flipped
+from heads.readings import ConfigVariants, flip_setting
 from heads.target_model import sizes
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
@@ -29,69 +29,78 @@ PROBLEM = (
 )
 
 
-def layer_doubts(head: Any) -> Readings:
+def iter_layer_variants(head: Any) -> ConfigVariants:
     """Settings of MTP layers that readers get wrong most often."""
     for name in ("state_first", "feeds_back_normed", "zeroes_first"):
-        yield flipped(head, name)
+        yield flip_setting(head, name)
 
 
 class MtpHead(MtpNetwork):
     """Layer for multi-token prediction of a target: its own, or a new one."""
 
     variants: ClassVar = {"mtp": Variant("MTP layers", MtpConfig)}
-    phrase = "an MTP layer"
-    chain: ClassVar[type[HeadChain]] = EagleChain
-    tree: ClassVar[type[HeadTree]] = EagleTree
+    name_with_article = "an MTP layer"
+    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
+    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
     config_type = MtpHeadConfig
-    doubts = (layer_doubts,)
+    ambiguities = (iter_layer_variants,)
 
     @classmethod
-    def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
         """Load a head's folder, or the layer in the files of a whole model that has one."""
-        settings = checkpoint.model_config(folder)
+        settings = checkpoint.load_model_config(folder)
         own = settings.get("architectures") == [cls.__name__]
-        if settings.get("architectures") and (reason := checkpoint.unread(settings)):
+        if settings.get("architectures") and (
+            reason := checkpoint.find_unsupported_reason(settings)
+        ):
             raise InputError(
                 f"head.path={path}: the MTP layer of this model cannot be read yet, as {reason}; "
                 f"allowed: {KNOWN}. Name a draft head, such as one of train/eagle.py"
             )
-        if not own and checkpoint.family_of(settings) is None:
+        if not own and checkpoint.find_family(settings) is None:
             return None
         if layers is not None:
             raise InputError(
                 f"head.path={path}: an MTP layer reads the last hidden state; leave head.layers "
                 "unset"
             )
-        return super().load(folder, path, None) if own else cls._native(folder, path, settings)
+        return (
+            super().from_folder(folder, path, None)
+            if own
+            else cls._from_model_files(folder, path, settings)
+        )
 
     @classmethod
-    def _native(cls, folder: Path, path: str, settings: dict[str, Any]) -> Self:
+    def _from_model_files(cls, folder: Path, path: str, settings: dict[str, Any]) -> Self:
         what = f"head.path={path}"
-        tensors = checkpoint.read(folder, settings, what)
+        tensors = checkpoint.load_mtp_tensors(folder, settings, what)
         if not tensors:
             raise InputError(f"{what}: the model has no MTP layers; name a draft head")
         config = AutoConfig.from_pretrained(folder).get_text_config()
-        family = str(checkpoint.family_of(settings))
+        family = str(checkpoint.find_family(settings))
         sparse = any(".experts." in name for name in tensors)
         head = cls(
-            mtp_config(config, family, path, sparse), DraftVocab.everything(config.vocab_size)
+            build_mtp_config(config, family, path, sparse), DraftVocab.make_full(config.vocab_size)
         )
-        expected = head.files().tensors
+        expected = head.build_files().tensors
         wrong = sorted(
             set(tensors) ^ set(expected)
             | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
         )
         if wrong:
             names = [
-                head.config.row.stored_name(name, checkpoint.layers_of(settings)) for name in wrong
+                head.config.family_entry.to_stored_name(
+                    name, checkpoint.count_decoder_layers(settings)
+                )
+                for name in wrong
             ]
             raise InputError(f"{what}: MTP tensors missing, unknown or of another shape: {names}")
         head.load_state_dict(tensors)
         return head
 
     @classmethod
-    def untrained(
-        cls, target: EmbeddingsAndHead, settings: MtpConfig, vocab: DraftVocab, seed: int
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: MtpConfig, vocab: DraftVocab, seed: int
     ) -> Self:
         """Make a new layer of the target's own kind, with experts if the target has them."""
         del settings, vocab
@@ -100,29 +109,31 @@ class MtpHead(MtpNetwork):
             getattr(target.config, name, None)
             for name in ("num_experts", "n_routed_experts", "moe_num_experts")
         )
-        config = mtp_config(target.config, family, target.name, sparse)
-        return cls(config, DraftVocab.everything(target.vocab_size)).begin(target, seed)
+        config = build_mtp_config(target.config, family, target.name, sparse)
+        return cls(config, DraftVocab.make_full(target.vocab_size)).initialise(target, seed)
 
-    def files(self) -> Files:
+    def build_files(self) -> HeadFiles:
         """Fields of `config`; parameters and buffers by their names here."""
-        files = super().files()
+        files = super().build_files()
         buffers = {name: buffer.detach() for name, buffer in self.named_buffers()}
-        return Files(files.config, files.weights, files.tensors | buffers)
+        return HeadFiles(files.config, files.weights, files.tensors | buffers)
 
-    def export(self, engine: ExportFormat, folder: str = "DIR") -> Export:
+    def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
         """Return no files: engines read the layer from the target's folder."""
         del engine, folder
-        return Export(PROBLEM)
+        return ExportPlan(PROBLEM)
 
-    def golden(
+    def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-    ) -> Golden:
+    ) -> ReferenceLogits:
         """Not called, as no engine has an export."""
         raise AssertionError(target, states, token_ids, places)
 
-    def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
         """Facts for the head's model card."""
-        drafted = trained_with(provenance).get("num_steps", 1)
+        drafted = get_head_settings(provenance).get("num_steps", 1)
         return HeadFacts(
             tag="mtp",
             name="MTP layer",
@@ -139,7 +150,7 @@ class MtpHead(MtpNetwork):
         )
 
 
-def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConfig:
+def build_mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConfig:
     """Architecture of a target's layer.
 
     Args:
@@ -152,7 +163,7 @@ def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConf
     positions = config.max_position_embeddings
     return MtpHeadConfig(
         family=family,
-        layer=layer_settings(config, row, sparse),
+        layer=build_layer_settings(config, row, sparse),
         target=name,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -161,5 +172,5 @@ def mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConf
         zeroes_first=row.zeroes_first,
         state_before_norm=row.state_before_norm,
         feeds_back_normed=row.feeds_back_normed,
-        num_target_layers=sizes.num_layers(config),
+        num_target_layers=sizes.count_layers(config),
     )

@@ -18,7 +18,9 @@ USUAL = {"bitsandbytes": "llm_int8_skip_modules", "compressed-tensors": "ignore"
 """The skip list of a method if its config has none; for other methods, the first of `LISTS`."""
 
 
-def unlisted(quantisation: dict[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
+def find_unlisted_modules(
+    quantisation: dict[str, Any], modules: Iterable[str]
+) -> dict[str, list[str]]:
     """Modules that each skip list of a quantisation lacks, by the list's key.
 
     Args:
@@ -36,9 +38,9 @@ def unlisted(quantisation: dict[str, Any], modules: Iterable[str]) -> dict[str, 
     return {key: names for key, names in missing.items() if names}
 
 
-def with_listed(quantisation: dict[str, Any], modules: Iterable[str]) -> None:
+def add_unquantized_modules(quantisation: dict[str, Any], modules: Iterable[str]) -> None:
     """Add modules to the skip lists of a quantisation, in place."""
-    for key, missing in unlisted(quantisation, modules).items():
+    for key, missing in find_unlisted_modules(quantisation, modules).items():
         # Without a list, readers skip the output head.
         quantisation[key] = [*(quantisation.get(key) or ["lm_head"]), *missing]
 

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heads.eagle.branch_attention import branch_attention
-from heads.eagle.branches import Branches
-from heads.eagle.continuing import ContinuingHead
+from heads.eagle.branches import BranchCache
+from heads.eagle.continuing import AutoregressiveHead
 from heads.head import check_fits
-from heads.mtp.config import MtpHeadConfig, parts_of
-from heads.target_model.attention import running
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.kernels import Scores
-from heads.target_model.model import Taps, TargetOutput
+from heads.mtp.config import MtpHeadConfig, find_layer_classes
+from heads.target_model.attention import open_attention_pass
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.kernels import ScoreRule
+from heads.target_model.model import FeatureLayers, TargetOutput
 from heads.vocab import DraftVocab
 
 
 @dataclass(frozen=True)
-class Text:
+class MtpContextStates:
     """Text that the head has read with the target's hidden states.
 
     Attributes:
@@ -40,13 +40,13 @@ class Text:
     values: Tensor
 
 
-class _Reading:
+class _KeyValueCapture:
     """Pass of the layer's attention that only takes the keys and values of a text."""
 
     config = None
 
     def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
         """Keep keys and values; the returned attention is not used."""
         del layer, scores
@@ -56,7 +56,7 @@ class _Reading:
         return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
 
 
-class _Drafting:
+class _DraftAttention:
     """Pass of the layer over rows that draft.
 
     Args:
@@ -66,11 +66,11 @@ class _Drafting:
 
     config = None
 
-    def __init__(self, branches: Branches, remembered: bool) -> None:
+    def __init__(self, branches: BranchCache, remembered: bool) -> None:
         self.branches, self.remembered = branches, remembered
 
     def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
         """[1, N, Q, d] of queries [1, Q, N, d], keys and values [1, K, N, d]."""
         del layer
@@ -78,8 +78,8 @@ class _Drafting:
             raise NotImplementedError("an MTP layer with a soft cap")
         width, query, key = query.shape[-1], query.to(value.dtype), key.to(value.dtype)
         if self.remembered:
-            self.branches.own_keys.append(_rows(key))
-            self.branches.own_values.append(_padded(_rows(value), width))
+            self.branches.draft_keys.append(_rows(key))
+            self.branches.draft_values.append(_padded(_rows(value), width))
         if scores.scale is not None and scores.scale != width**-0.5:
             query = query * (scores.scale * width**0.5)
         attended = branch_attention(
@@ -98,7 +98,7 @@ def _padded(values: Tensor, width: int) -> Tensor:
     return pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
 
 
-class MtpNetwork(ContinuingHead):
+class MtpNetwork(AutoregressiveHead):
     """Network of an MTP head. `attach` it to its target before use.
 
     Args:
@@ -106,24 +106,24 @@ class MtpNetwork(ContinuingHead):
         vocab: all ids of the target.
     """
 
-    output_rows = ()
-    compiled = ()
+    output_head_patterns = ()
+    compiled_modules = ()
     config: MtpHeadConfig
 
     def __init__(self, config: MtpHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
-        parts, hidden = parts_of(config.layer), config.hidden_size
+        parts, hidden = find_layer_classes(config.layer), config.hidden_size
         names = ("rms_norm_eps", "layer_norm_epsilon")
         epsilon = next(getattr(parts.config, name) for name in names if hasattr(parts.config, name))
         self.enorm = parts.norm(hidden, epsilon)
         self.hnorm = parts.norm(hidden, epsilon)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer: Any = parts.layer(parts.config, 0)
-        if config.row.has_indexer:
+        if config.family_entry.has_indexer:
             self.layer.self_attn.indexer = _indexer(parts.config)
-        self.norm = parts.norm(hidden, epsilon) if "norm" in config.row.names else None
+        self.norm = parts.norm(hidden, epsilon) if "norm" in config.family_entry.names else None
         self.lm_head = self.embed_tokens = None
-        self.taps, self.window = Taps(config.layers), config.num_positions
+        self.taps, self.max_positions = FeatureLayers(config.layers), config.num_positions
         # Not a submodule, as its float32 frequencies must survive a cast of the head.
         self._rotary: Any = parts.rotary and (parts.rotary(config=parts.config),)
         rules = getattr(parts.config, "rope_parameters", None) or {}
@@ -135,7 +135,7 @@ class MtpNetwork(ContinuingHead):
         """1: the layer is used again at every depth."""
         return 1
 
-    def begin(self, target: EmbeddingsAndHead, seed: int) -> Self:
+    def initialise(self, target: EmbeddingsAndOutputHead, seed: int) -> Self:
         """Draw new weights by a seed, and attach the head."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in sorted(self.named_parameters()):
@@ -145,12 +145,12 @@ class MtpNetwork(ContinuingHead):
                 parameter.data.zero_()
         return self.attach(target)
 
-    def fitted(self, target: EmbeddingsAndHead) -> MtpHeadConfig:
+    def complete_config(self, target: EmbeddingsAndOutputHead) -> MtpHeadConfig:
         """See `FeatureHead.fitted`."""
         check_fits(self, target, self.config.hidden_size)
         return self.config
 
-    def features(self, output: TargetOutput) -> Tensor:
+    def collect_features(self, output: TargetOutput) -> Tensor:
         """[..., H] last hidden state, after or before the target's final norm."""
         layers = self.config.layers
         states = output.layers[layers[0]] if layers else output.hidden_states
@@ -160,7 +160,7 @@ class MtpNetwork(ContinuingHead):
         """Return the hidden state unchanged."""
         return features
 
-    def inputs(self, states: Tensor, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def build_layer_inputs(self, states: Tensor, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[N, H] inputs of the decoder layer, from states [N, H] and the next tokens [N] int64."""
         config, embeds = self.config, self.embed(token_ids)
         if config.zeroes_first:
@@ -168,31 +168,36 @@ class MtpNetwork(ContinuingHead):
         both = [self.enorm(embeds), self.hnorm(states)]
         return self.fc(torch.cat(both[::-1] if config.state_first else both, dim=-1))
 
-    def read(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Text:
+    def encode_context(
+        self, fused: Tensor, token_ids: Tensor, position_ids: Tensor
+    ) -> MtpContextStates:
         """See `ContinuingHead.read`."""
-        inputs, reading = self.inputs(fused, token_ids, position_ids), _Reading()
+        inputs, reading = (
+            self.build_layer_inputs(fused, token_ids, position_ids),
+            _KeyValueCapture(),
+        )
         norm, rows = getattr(self.layer, "input_layernorm", nn.Identity()), inputs.unsqueeze(0)
-        with running(reading):
+        with open_attention_pass(reading):
             self.layer.self_attn(hidden_states=norm(rows), **self._places(rows, position_ids))
-        return Text(inputs, position_ids, reading.keys, reading.values)
+        return MtpContextStates(inputs, position_ids, reading.keys, reading.values)
 
-    def draft(self, text: Text, rows: Tensor, branches: Branches) -> Tensor:
+    def draft(self, text: MtpContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
         """See `ContinuingHead.draft`."""
         positions = text.position_ids[rows]
-        return self._run(text.inputs[rows], positions, _Drafting(branches, remembered=False))
+        return self._run(text.inputs[rows], positions, _DraftAttention(branches, remembered=False))
 
     def advance(
-        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: Branches
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
     ) -> Tensor:
         """See `ContinuingHead.advance`."""
-        fed = self.normed(outputs) if self.config.feeds_back_normed else outputs
-        inputs = self.inputs(fed, token_ids, position_ids)
-        return self._run(inputs, position_ids, _Drafting(branches, remembered=True))
+        fed = self.apply_final_norm(outputs) if self.config.feeds_back_normed else outputs
+        inputs = self.build_layer_inputs(fed, token_ids, position_ids)
+        return self._run(inputs, position_ids, _DraftAttention(branches, remembered=True))
 
-    def _run(self, inputs: Tensor, position_ids: Tensor, drafting: _Drafting) -> Tensor:
+    def _run(self, inputs: Tensor, position_ids: Tensor, drafting: _DraftAttention) -> Tensor:
         """[N, H] outputs of the layer for inputs [N, H] at positions [N]."""
         rows = inputs.unsqueeze(0)
-        with running(drafting):
+        with open_attention_pass(drafting):
             output = self.layer(rows, **self._places(rows, position_ids))
         return (output[0] if isinstance(output, tuple) else output).squeeze(0)
 

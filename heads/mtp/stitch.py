@@ -19,13 +19,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from heads.head import other_target
-from heads.mtp.checkpoint import family_of, layers_of, model_config, stored_names, unfused
-from heads.mtp.families import FAMILIES, KNOWN, Family
+from heads.head import format_size_mismatch
+from heads.mtp.checkpoint import (
+    count_decoder_layers,
+    find_family,
+    find_mtp_tensors,
+    load_model_config,
+    split_experts,
+)
+from heads.mtp.families import FAMILIES, KNOWN, MtpFamily
 from heads.mtp.head import MtpHead
-from heads.mtp.left_alone import with_listed
+from heads.mtp.left_alone import add_unquantized_modules
 from heads.storage import write_folder
-from heads.target_model.weight_files import tensors, weight_files
+from heads.target_model.weight_files import find_weight_files, load_tensor_table
 
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -33,7 +39,7 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes of plain numbers, as safetensors names them."""
 
 
-def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
+def stitch_layer(folder: Path, head: MtpHead, final: Path) -> list[str]:
     """Write a model's folder with a head's layer, atomically.
 
     Args:
@@ -48,13 +54,13 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
         InputError: the model has another family, sizes or vocabulary, shards are missing, the disk
             is full, or the written layer differs.
     """
-    config, what = model_config(folder), f"target.path={folder}"
+    config, what = load_model_config(folder), f"target.path={folder}"
     family = _fitting(config, head, what)
-    num_layers = layers_of(config)
-    files = weight_files(folder, "model")
+    num_layers = count_decoder_layers(config)
+    files = find_weight_files(folder, "model")
     if files is None:
         raise InputError(f"{what}: some of its safetensors files are missing; download it again")
-    places = stored_names(folder, family, num_layers, what)
+    places = find_mtp_tensors(folder, family, num_layers, what)
     layer = _named(head, family, num_layers, places, _dtype(files))
     layer |= _lacking_copies(family.copy_names(num_layers), files)
     written = sorted({places[name].name for name in layer if name in places} | {SHARD})
@@ -66,11 +72,11 @@ def stitched(folder: Path, head: MtpHead, final: Path) -> list[str]:
         rest: dict[str, Tensor] = dict(layer)
         weight_map: dict[str, str] = {}
         for file in files:
-            kept = [name for name in tensors(file) if name not in places]
+            kept = [name for name in load_tensor_table(file) if name not in places]
             own = {name: rest.pop(name) for name in list(rest) if places.get(name) == file}
             # Once there is a second file, readers need an index and look for this name.
             name = "model-00001-of-00001.safetensors" if file.stem == "model" else file.name
-            if not own and len(kept) == len(tensors(file)):
+            if not own and len(kept) == len(load_tensor_table(file)):
                 _link(file, staging / name)
             elif own or kept:
                 save_file(_held(file, kept) | own, staging / name, metadata={"format": "pt"})
@@ -94,29 +100,29 @@ def _verify(folder: Path, head: MtpHead) -> None:
     Raises:
         InputError: it is not the head's layer, rounded to the dtype of the model's files.
     """
-    found = MtpHead.load(folder, str(folder), None)
+    found = MtpHead.from_folder(folder, str(folder), None)
     assert found is not None
-    read = found.files().tensors
-    for name, tensor in head.files().tensors.items():
+    read = found.build_files().tensors
+    for name, tensor in head.build_files().tensors.items():
         if not torch.allclose(read[name], tensor.cpu(), rtol=2**-7, atol=1e-6):
             raise InputError(
                 f"{folder}: {name} was written with other values; check the disk and start again"
             )
 
 
-def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> Family:
+def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> MtpFamily:
     """Table entry of the model's family.
 
     Raises:
         InputError: the model has none, or the head has another family or other sizes.
     """
-    name = family_of(config)
+    name = find_family(config)
     if name is None:
         raise InputError(
             f"{what}: is {config.get('architectures')}, whose MTP layer is unknown; allowed: "
             f"{KNOWN}"
         )
-    if FAMILIES[name] != head.config.row:
+    if FAMILIES[name] != head.config.family_entry:
         raise InputError(
             f"head.path: an MTP layer of {head.config.family}, but {what} is {name}; name a layer "
             "of its own kind"
@@ -125,19 +131,23 @@ def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> Family:
     for key in ("hidden_size", "vocab_size"):
         mine = getattr(head.config, key)
         if text[key] != mine:
-            raise InputError(other_target(key, mine, head.config.target, what, text[key]))
+            raise InputError(format_size_mismatch(key, mine, head.config.target, what, text[key]))
     return FAMILIES[name]
 
 
 def _named(
-    head: MtpHead, family: Family, num_layers: int, places: Mapping[str, Path], dtype: torch.dtype
+    head: MtpHead,
+    family: MtpFamily,
+    num_layers: int,
+    places: Mapping[str, Path],
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """The layer's tensors under the names of the model's files, with experts as stored there."""
-    held = head.files().tensors
+    held = head.build_files().tensors
     joined = any(name.endswith(".experts.down_proj") for name in places)
     stored: dict[str, Tensor] = {}
-    for name, tensor in (held if joined else unfused(held)).items():
-        theirs = family.stored_name(name, num_layers)
+    for name, tensor in (held if joined else split_experts(held)).items():
+        theirs = family.to_stored_name(name, num_layers)
         before = places.get(theirs)
         wanted = dtype
         if before is not None:
@@ -152,7 +162,7 @@ def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
 
     None for quantised ones; engines then share the model's own.
     """
-    held = {name: (file, held) for file in files for name, held in tensors(file).items()}
+    held = {name: (file, held) for file in files for name, held in load_tensor_table(file).items()}
     is_tied = not any(name.startswith("lm_head.") for name in held)
     copies: dict[str, Tensor] = {}
     for name, end in zip(names, (EMBEDDING, EMBEDDING if is_tied else HEAD), strict=False):
@@ -164,7 +174,7 @@ def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
 def _dtype(files: list[Path]) -> torch.dtype:
     """Dtype of most unquantised bytes; bfloat16 if a model has none."""
     sizes = Counter[str]()
-    for tensor in chain.from_iterable(tensors(file).values() for file in files):
+    for tensor in chain.from_iterable(load_tensor_table(file).values() for file in files):
         begin, end = tensor["data_offsets"]
         sizes[tensor["dtype"]] += end - begin
     known = [name for name, _ in sizes.most_common() if name in DTYPES]
@@ -187,14 +197,14 @@ def _link(path: Path, copy: Path) -> None:
 def _sizes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
     total = 0
     for file in set(weight_map.values()):
-        for tensor in tensors(folder / file).values():
+        for tensor in load_tensor_table(folder / file).values():
             begin, end = tensor["data_offsets"]
             total += end - begin
     return {"total_size": total}
 
 
 def _with_layer(
-    config: dict[str, Any], family: Family, shapes: Mapping[str, Sequence[int]]
+    config: dict[str, Any], family: MtpFamily, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
     """Config that counts the layer and excludes it from the model's quantisation."""
     changed = json.loads(json.dumps(config))
@@ -202,11 +212,11 @@ def _with_layer(
     found = ((at, key) for at in (text, changed) for key in family.counts if key in at)
     place, key = next(found, (text, family.counts[0]))
     place[key] = place.get(key) or 1
-    with_listed(changed.get("quantization_config") or {}, matrices(shapes))
+    add_unquantized_modules(changed.get("quantization_config") or {}, find_matrix_modules(shapes))
     return changed
 
 
-def matrices(shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def find_matrix_modules(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Modules whose weights are matrices, from tensors by name."""
     return sorted(
         name.removesuffix(".weight")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from heads.blocks.formats import names_kind
-from heads.eagle.formats import ONLY, Checkpoint, architecture, vocabulary
+from heads.blocks.formats import has_architecture
+from heads.eagle.formats import REQUIRED_VALUES, EagleCheckpoint, build_head_config, pop_draft_vocab
 from heads.peagle.network import PEagleHeadConfig
 from heads.vocab import DraftVocab
 
@@ -18,9 +18,9 @@ NUM_DRAFT_TOKENS = 8
 FREE = ("num_hidden_layers", "speculators_model_type")
 
 
-def opened(
+def load_peagle_checkpoint(
     folder: Path, path: str, layers: Sequence[int] | None
-) -> tuple[Checkpoint, PEagleHeadConfig, DraftVocab]:
+) -> tuple[EagleCheckpoint, PEagleHeadConfig, DraftVocab]:
     """Read a head's folder: its content, architecture and draft vocabulary.
 
     Args:
@@ -33,9 +33,9 @@ def opened(
         InputError: files are missing, corrupt, pickled or foreign; settings contradict the tensors,
             or are not implemented.
     """
-    found = Checkpoint.open(folder, path)
-    only = {name: value for name, value in ONLY.items() if name not in FREE}
-    plain = architecture(found, layers, {**only, "norm_output": False})
+    found = EagleCheckpoint.from_folder(folder, path)
+    only = {name: value for name, value in REQUIRED_VALUES.items() if name not in FREE}
+    plain = build_head_config(found, layers, {**only, "norm_output": False})
     if not plain.layers:
         raise found.error(
             "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
@@ -51,18 +51,18 @@ def opened(
     config = PEagleHeadConfig(
         **vars(plain), mask_token_id=mask, num_draft_tokens=_num_draft_tokens(found)
     )
-    return found, config, vocabulary(found, config.form)
+    return found, config, pop_draft_vocab(found, config.form)
 
 
-def _num_draft_tokens(found: Checkpoint) -> int:
+def _num_draft_tokens(found: EagleCheckpoint) -> int:
     methods = found.settings.get("speculators_config", {}).get("proposal_methods") or [{}]
     trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
     return int(found.settings.get("num_depths", trained))
 
 
-def holds(folder: Path) -> bool:
+def is_peagle_folder(folder: Path) -> bool:
     """Tell whether a folder names P-EAGLE, or has its learnt hidden state."""
-    if names_kind(folder, (), "peagle"):
+    if has_architecture(folder, (), "peagle"):
         return True
     try:
         return any(_has_feature(file) for file in folder.glob("*.safetensors"))

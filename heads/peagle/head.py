@@ -9,17 +9,17 @@ from torch import Tensor
 
 from conf.settings.eagle import EagleForm, FeatureHeadConfig, PEagleConfig
 from conf.settings.export import ExportFormat
-from heads.blocks.readings import masks
+from heads.blocks.readings import iter_mask_token_variants
 from heads.eagle import export
-from heads.eagle.formats import filled
-from heads.eagle.head import EagleHead, feature_doubts
+from heads.eagle.formats import load_into
+from heads.eagle.head import EagleHead, iter_feature_variants
 from heads.eagle.layouts import LAYOUTS, EagleLayout
-from heads.export.engines import vllm_command
-from heads.head import Export, Files, Golden, HeadFacts, Variant
+from heads.export.engines import format_vllm_command
+from heads.head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
 from heads.peagle import formats, golden
 from heads.peagle.drafter import PEagleChain, PEagleTree
-from heads.peagle.network import PEagleNetwork, peagle_config
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.peagle.network import PEagleNetwork, build_peagle_config
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
@@ -37,70 +37,76 @@ class PEagleHead(PEagleNetwork, EagleHead):
     """A P-EAGLE head."""
 
     variants: ClassVar = {"peagle": Variant("P-EAGLE heads", PEagleConfig)}
-    phrase = "a P-EAGLE head"
-    chain = PEagleChain
-    tree = PEagleTree
-    doubts = (feature_doubts, masks)
+    name_with_article = "a P-EAGLE head"
+    chain_drafter = PEagleChain
+    tree_drafter = PEagleTree
+    ambiguities = (iter_feature_variants, iter_mask_token_variants)
     layouts: ClassVar = {
         ExportFormat.vllm: {EagleForm.eagle3: VLLM},
         ExportFormat.speculators: {EagleForm.eagle3: SPECULATORS},
     }
 
     @classmethod
-    def load(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
         """Load a P-EAGLE head, recognised by its learnt hidden state; None for other folders."""
-        if not formats.holds(folder):
+        if not formats.is_peagle_folder(folder):
             return None
-        found, config, vocab = formats.opened(folder, path, layers)
-        return filled(cls(config, vocab), found)
+        found, config, vocab = formats.load_peagle_checkpoint(folder, path, layers)
+        return load_into(cls(config, vocab), found)
 
     @classmethod
-    def untrained(
-        cls, target: EmbeddingsAndHead, settings: FeatureHeadConfig, vocab: DraftVocab, seed: int
+    def from_settings(
+        cls,
+        target: EmbeddingsAndOutputHead,
+        settings: FeatureHeadConfig,
+        vocab: DraftVocab,
+        seed: int,
     ) -> Self:
         """Make a new head with layers of the target's sizes."""
-        config = peagle_config(settings, target)
-        return cls(config, vocab).begin(target, settings.output_head, seed)
+        config = build_peagle_config(settings, target)
+        return cls(config, vocab).initialise(target, settings.output_head, seed)
 
-    def files(self) -> Files:
+    def build_files(self) -> HeadFiles:
         """Files with EAGLE-3's keys, and further keys of speculators and vLLM."""
-        files, config = super().files(), self.config
+        files, config = super().build_files(), self.config
         more = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
         return replace(files, config=files.config | more)
 
-    def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> Export:
+    def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> ExportPlan:
         """Export whose command makes vLLM draft all tokens in one pass."""
         tokens = self.config.num_draft_tokens
         command = f"vllm serve {folder}"
         if engine is ExportFormat.vllm:
             target = self.target_name
-            command = vllm_command("eagle3", tokens, target, folder, parallel_drafting=True)
+            command = format_vllm_command("eagle3", tokens, target, folder, parallel_drafting=True)
 
-        def files() -> Files:
-            made = export.files(self, engine, layout, tokens)
+        def files() -> HeadFiles:
+            made = export.build_engine_files(self, engine, layout, tokens)
             made.config["mask_token_id"] = self.config.mask_token_id
             return made
 
-        return Export(None, files, command, export.hint(self, engine))
+        return ExportPlan(None, files, command, export.format_engine_hint(self, engine))
 
-    def golden(
+    def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-    ) -> Golden:
+    ) -> ReferenceLogits:
         """See `heads/peagle/golden.py`."""
-        return golden.golden(self, target, states, token_ids, places)
+        return golden.compute_reference_logits(self, target, states, token_ids, places)
 
-    def card(self, provenance: dict[str, Any], acceptance: dict[str, Any] | None) -> HeadFacts:
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
         """Layers, hidden states and rows."""
         config = self.config
         return replace(
-            super().card(provenance, acceptance),
+            super().build_card_facts(provenance, acceptance),
             tag="peagle",
             name="P-EAGLE head",
             method="P-EAGLE",
             paper="2602.01469",
             description=(
                 f"{config.llama.num_hidden_layers} decoder layers (hidden size "
-                f"{config.llama.hidden_size}, {self.vocab.described()}) on the target's hidden "
+                f"{config.llama.hidden_size}, {self.vocab.describe_size()}) on the target's hidden "
                 f"states {', '.join(map(str, config.layers))} (as `output_hidden_states` counts "
                 f"them), fused. It drafts {config.num_draft_tokens} tokens in one pass"
             ),

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads.blocks.config import mask_token
+from heads.blocks.config import choose_mask_token
 from heads.decoding.drafting import PAD
 from heads.eagle.branch_attention import branch_attention
-from heads.eagle.branches import Branches, Stretch, causal_rows
-from heads.eagle.config import EagleHeadConfig, eagle_config
+from heads.eagle.branches import BranchCache, CausalRange, build_causal_range
+from heads.eagle.config import EagleHeadConfig, build_eagle_config
 from heads.eagle.layer import EagleLayer
 from heads.eagle.network import EagleNetwork
 from heads.layers.documents import Documents
 from heads.layers.llama import RmsNorm
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 TOKENS_PER_CHUNK = 256
 """Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
 KeysValues = tuple[Tensor, Tensor]
-TextOf = Callable[[int, KeysValues | None], KeysValues]
+KeyValueStore = Callable[[int, KeysValues | None], KeysValues]
 """Function that stores a layer's new keys and values and returns all, [T, S, K, d], by layer."""
 
 
@@ -65,11 +65,11 @@ class RowGroup:
     inputs: Tensor
     residual: Tensor
     rotation: Tensor
-    seen: Stretch
-    kept: Tensor | None = None
+    seen: CausalRange
+    parent_rows: Tensor | None = None
 
 
-class LaterLayer(EagleLayer):
+class LlamaLayer(EagleLayer):
     """Layer after the first: Llama's.
 
     Args:
@@ -100,24 +100,24 @@ class PEagleNetwork(EagleNetwork):
         later = range(1, config.llama.num_hidden_layers)
         # Keyed by number, as in the files.
         self.layers = nn.ModuleDict(
-            {str(number): LaterLayer(config.llama, config.qk_norm) for number in later}
+            {str(number): LlamaLayer(config.llama, config.qk_norm) for number in later}
         )
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
 
-    def _initialise(self, seed: int) -> None:
-        super()._initialise(seed)
+    def _draw_weights(self, seed: int) -> None:
+        super()._draw_weights(seed)
         nn.init.normal_(self.mask_hidden, generator=torch.Generator().manual_seed(seed))
 
-    def text_rows(
-        self, fused: Tensor, token_ids: Tensor, position_ids: Tensor, seen: Stretch
+    def build_context_rows(
+        self, fused: Tensor, token_ids: Tensor, position_ids: Tensor, seen: CausalRange
     ) -> RowGroup:
         """Rows of a text; arguments as in `read`, and the stretch that each sees."""
-        inputs, residual = self.inputs(fused, token_ids)
+        inputs, residual = self.build_layer_inputs(fused, token_ids)
         rotation = self.layer.self_attn.rotation(inputs, position_ids)
         return RowGroup(inputs, residual, rotation, seen)
 
-    def mask_rows(
-        self, position_ids: Tensor, seen: Sequence[Stretch], kept: Sequence[Tensor | None] = ()
+    def build_mask_rows(
+        self, position_ids: Tensor, seen: Sequence[CausalRange], kept: Sequence[Tensor | None] = ()
     ) -> list[RowGroup]:
         """Rows after tokens of a text, in groups.
 
@@ -130,7 +130,7 @@ class PEagleNetwork(EagleNetwork):
             return []
         mask = position_ids.new_full((1,), self.config.mask_token_id)
         fused = self.fuse(self.mask_hidden.flatten(0, 1).to(self.fc.weight))
-        inputs, residual = self.inputs(fused, mask)
+        inputs, residual = self.build_layer_inputs(fused, mask)
         rotation = self.layer.self_attn.rotation(inputs, position_ids)
         sizes = [len(each.end) for each in seen]
         found = zip(rotation.split(sizes), seen, kept or [None] * len(seen), strict=True)
@@ -139,8 +139,8 @@ class PEagleNetwork(EagleNetwork):
             for turn, see, keep in found
         ]
 
-    def through(
-        self, text: RowGroup | None, masks: Sequence[RowGroup], text_of: TextOf
+    def run_layers(
+        self, text: RowGroup | None, masks: Sequence[RowGroup], store: KeyValueStore
     ) -> list[Tensor]:
         """[N, H] outputs of the rows of each group.
 
@@ -159,16 +159,16 @@ class PEagleNetwork(EagleNetwork):
                 inputs = layer.input_layernorm(states)
             query = layer.self_attn.query(inputs, rotation).split(sizes)
             both = [each.split(sizes) for each in layer.self_attn.keys_values(inputs, rotation)]
-            keys, values = text_of(number, None if text is None else (both[0][0], both[1][0]))
+            keys, values = store(number, None if text is None else (both[0][0], both[1][0]))
             own: list[list[Tensor]] = [[], []]
             attended = []
             for place, group in enumerate(groups):
                 if group is not text:
                     own = [
-                        [*_followed(each, group.kept), rows[place]]
+                        [*_followed(each, group.parent_rows), rows[place]]
                         for each, rows in zip(own, both, strict=True)
                     ]
-                branches = Branches(keys, values, group.seen, *own)
+                branches = BranchCache(keys, values, group.seen, *own)
                 attended.append(branch_attention(query[place], branches))
             states = layer.finish(states, torch.cat(attended))
         return list(states.split(sizes))
@@ -177,43 +177,45 @@ class PEagleNetwork(EagleNetwork):
         return [self.layer, *self.layers.values()]
 
     @torch.no_grad()
-    def candidates(
+    def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
         """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
-        fused = self.fuse(self.features(output)[0])
+        fused = self.fuse(self.collect_features(output)[0])
         known: list[KeysValues] = []
-        whole = Documents.single(len(places), device)
-        text = self.text_rows(fused, ids[1:], places, causal_rows(whole, places))
-        (outputs,) = self.through(text, [], remembered(known))
+        whole = Documents.from_length(len(places), device)
+        text = self.build_context_rows(fused, ids[1:], places, build_causal_range(whole, places))
+        (outputs,) = self.run_layers(text, [], make_list_store(known))
         parts = []
         for rows in places[first:].split(TOKENS_PER_CHUNK):
             positions = torch.cat([rows + step for step in range(1, depth)] or [rows[:0]])
-            seen = [causal_rows(whole, rows)] * (depth - 1)
-            masks = self.mask_rows(positions.clamp_max(self.window - 1), seen)
-            found = self.through(None, masks, remembered(known)) if masks else []
-            parts.append(torch.stack([self._best(each, width) for each in (outputs[rows], *found)]))
+            seen = [build_causal_range(whole, rows)] * (depth - 1)
+            masks = self.build_mask_rows(positions.clamp_max(self.max_positions - 1), seen)
+            found = self.run_layers(None, masks, make_list_store(known)) if masks else []
+            parts.append(
+                torch.stack([self._rank_token_ids(each, width) for each in (outputs[rows], *found)])
+            )
         best = torch.cat(parts, 1)
         reached = places[first:] + torch.arange(depth, device=device).unsqueeze(1)
-        return best.masked_fill((reached >= self.window).unsqueeze(2), PAD)
+        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
 
 
-def peagle_config(settings: Any, target: EmbeddingsAndHead) -> PEagleHeadConfig:
+def build_peagle_config(settings: Any, target: EmbeddingsAndOutputHead) -> PEagleHeadConfig:
     """Architecture of a new head from a `PEagleConfig`.
 
     Raises:
         InputError: the target lacks the hidden states or the mask token.
     """
-    plain = eagle_config(settings, target)
+    plain = build_eagle_config(settings, target)
     plain.llama.num_hidden_layers = settings.num_layers
-    mask = mask_token(target, settings.mask_token_id)
+    mask = choose_mask_token(target, settings.mask_token_id)
     return PEagleHeadConfig(**vars(plain), mask_token_id=mask, num_draft_tokens=settings.num_steps)
 
 
-def remembered(known: list[KeysValues]) -> TextOf:
+def make_list_store(known: list[KeysValues]) -> KeyValueStore:
     """Keep keys and values [S, K, d] of one text's layers in a list."""
 
     def text_of(number: int, new: KeysValues | None) -> KeysValues:

@@ -22,9 +22,9 @@ from conf.files import find_local_path
 from conf.settings.medusa import AdapterConfig
 from heads.folders import PROVENANCE
 from heads.storage import write_folder
-from heads.target_model.decoder import EVERY_WAY, decoder_of
+from heads.target_model.decoder import MODEL_ERRORS, find_decoder
 from heads.target_model.model import Target
-from heads.target_model.weight_files import tensors
+from heads.target_model.weight_files import load_tensor_table
 
 WEIGHTS = "adapter_model.safetensors"
 NUM_PROBED = 16
@@ -92,7 +92,7 @@ class Adapter(nn.Module):
             target.recompute_layers()
         self.train()
 
-    def off(self) -> AbstractContextManager[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Context in which the target runs without the adapter."""
         return self._disabled()
 
@@ -112,7 +112,7 @@ class Adapter(nn.Module):
         write_folder(folder, fill)
 
 
-def with_adapter(model: Any, adapter: str) -> Any:
+def apply_adapter(model: Any, adapter: str) -> Any:
     """Make the peft model of a target and a saved adapter; changes the model in place.
 
     Raises:
@@ -124,7 +124,7 @@ def with_adapter(model: Any, adapter: str) -> Any:
     if folder is not None and not (folder / WEIGHTS).is_file():
         raise InputError(f"target.adapter={adapter}: no {WEIGHTS} in that folder")
     try:
-        stored = tensors(Path(str(cached_file(adapter, WEIGHTS))))
+        stored = load_tensor_table(Path(str(cached_file(adapter, WEIGHTS))))
         shapes = {name: tensor["shape"] for name, tensor in stored.items()}
         _add_token_rows(model, shapes, adapter)
         adapted = PeftModel.from_pretrained(model, adapter).eval()
@@ -137,7 +137,7 @@ def with_adapter(model: Any, adapter: str) -> Any:
             same = _alike(expected, _probe(adapted.get_base_model(), model))
     except InputError:
         raise
-    except (OSError, ImportError, *EVERY_WAY) as error:
+    except (OSError, ImportError, *MODEL_ERRORS) as error:
         raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
     if not same:
         raise InputError(
@@ -147,7 +147,7 @@ def with_adapter(model: Any, adapter: str) -> Any:
     return adapted
 
 
-def merged(adapted: Any, adapter: str) -> Any:
+def merge_into_weights(adapted: Any, adapter: str) -> Any:
     """Merge the adapter of `with_adapter` into the weights of its transformers model.
 
     Raises:
@@ -156,7 +156,7 @@ def merged(adapted: Any, adapter: str) -> Any:
     expected = _probe(adapted, adapted.get_base_model())
     try:
         model = adapted.merge_and_unload(safe_merge=True)
-    except EVERY_WAY as error:
+    except MODEL_ERRORS as error:
         raise InputError(
             f"target.adapter={adapter}: cannot be merged into weights: {error}; name a LoRA adapter"
         ) from error
@@ -260,7 +260,7 @@ def _check_keys(adapted: Any, adapter: str) -> None:
     # peft's `from_pretrained` only warns about missing keys.
     loaded = adapted.load_adapter(adapter, adapted.active_adapter)
     model = adapted.get_base_model()
-    inside = {*decoder_of(model).modules(), model.get_output_embeddings()}
+    inside = {*find_decoder(model).modules(), model.get_output_embeddings()}
     names = {name for name, module in adapted.named_modules() if module in inside}
     weights = dict(adapted.named_parameters(remove_duplicate=False))
     # A weight shared by layers lies in the file under one of its names.

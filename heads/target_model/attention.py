@@ -21,11 +21,23 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from heads.decoding.cache import TreeCache
-from heads.layers.documents import Documents, fits_flash, flash, flash_backward
-from heads.target_model.attention_pattern import within
-from heads.target_model.kernels import Scores, SlotTexts, causal, fits_slots, folded_mask, masked
+from heads.layers.documents import (
+    Documents,
+    can_use_flash,
+    flash_attention,
+    flash_attention_backward,
+)
+from heads.target_model.attention_pattern import restrict_visibility
+from heads.target_model.kernels import (
+    ScoreRule,
+    SlotTexts,
+    build_folded_mask,
+    causal_attention,
+    fits_slots,
+    masked_attention,
+)
 
-NAME = "documents"
+ATTENTION_NAME = "documents"
 FLASH = "PyTorch's flash kernel for documents"
 FUSED = "scaled_dot_product_attention, document by document"
 PLAIN = "plain torch in chunks of documents, for its soft caps or sinks"
@@ -47,7 +59,7 @@ class AttentionPass(Protocol):
     config: Any
 
     def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
         """[B, n, Q, d] attention of a layer, for queries [B, Q, n, d] and all keys and values."""
         ...
@@ -65,25 +77,25 @@ def current_pass() -> AttentionPass | None:
 
 
 @contextmanager
-def running(attention_pass: AttentionPass) -> Iterator[None]:
+def open_attention_pass(attention_pass: AttentionPass) -> Iterator[None]:
     """Context in which layers use a pass, and models whose attention does build no mask."""
     token = _RUNNING.set(attention_pass)
     try:
-        with without_masks(attention_pass.config):
+        with pause_masks(attention_pass.config):
             yield
     finally:
         _RUNNING.reset(token)
 
 
 @contextmanager
-def without_masks(config: Any) -> Iterator[None]:
+def pause_masks(config: Any) -> Iterator[None]:
     """Context in which a model with this config builds no mask; None changes nothing."""
     if config is None:
         yield
         return
     usual = config._attn_implementation
     # transformers builds no mask for a name it does not know.
-    config._attn_implementation = NAME
+    config._attn_implementation = ATTENTION_NAME
     try:
         yield
     finally:
@@ -91,7 +103,7 @@ def without_masks(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def running_traced(attention_pass: AttentionPass) -> Iterator[None]:
+def open_traced_pass(attention_pass: AttentionPass) -> Iterator[None]:
     """`running` inside compiled code, which has no ContextVars. See `without_masks`."""
     _TRACED.append(attention_pass)
     try:
@@ -112,7 +124,7 @@ def attend(
     Raises:
         NotImplementedError: a layer uses other features.
     """
-    scores = Scores(
+    scores = ScoreRule(
         window=features.pop("sliding_window", None),
         scale=features.pop("scaling", None),
         cap=features.pop("softcap", None),
@@ -135,7 +147,7 @@ def attend(
     return now.attend(getattr(module, "layer_idx", None), query, key, value, scores), None
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 class DocumentPass:
@@ -160,36 +172,36 @@ class DocumentPass:
         self.runs: dict[torch.device, Any] = {}
         self._placed: dict[tuple[torch.device, int | None], Documents] = {}
 
-    def on(self, device: torch.device, layer: int | None = None) -> Documents:
+    def place_documents(self, device: torch.device, layer: int | None = None) -> Documents:
         """Documents for a layer on a device; chunks count as documents."""
         chunk = None if layer is None else self.chunks.get(layer)
         if (device, chunk) not in self._placed:
-            documents = self.documents if chunk is None else self.documents.cut(chunk)
-            self._placed[device, chunk] = documents.on(device)
+            documents = self.documents if chunk is None else self.documents.split_documents(chunk)
+            self._placed[device, chunk] = documents.to_device(device)
         return self._placed[device, chunk]
 
     def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
         """See `AttentionPass`."""
         q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
         kernel = _kernel(q, v, scores)
-        documents = self.on(query.device, layer)
+        documents = self.place_documents(query.device, layer)
         self.calls.append((scores.window, kernel))
         if kernel is not FLASH:
             output = by_document(q, k, v, documents, scores)
         elif scores.sinks is not None:
             output = SinkFlash.apply(documents, scores, q, k, v, scores.sinks)
         else:
-            output, _ = flash(q, k, v, documents, scores.window, scores.scale)
+            output, _ = flash_attention(q, k, v, documents, scores.window, scores.scale)
         return output.unflatten(0, (len(query), -1))
 
 
-def _kernel(query: Tensor, values: Tensor, scores: Scores) -> str:
+def _kernel(query: Tensor, values: Tensor, scores: ScoreRule) -> str:
     same = query.shape[-1] == values.shape[-1]
-    if scores.cap is None and same and fits_flash(query):
+    if scores.cap is None and same and can_use_flash(query):
         return FLASH
-    return FUSED if scores.plain else PLAIN
+    return FUSED if scores.is_plain else PLAIN
 
 
 class SinkFlash(torch.autograd.Function):
@@ -200,10 +212,12 @@ class SinkFlash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, documents: Documents, scores: Scores, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, documents: Documents, scores: ScoreRule, *given: Tensor) -> Tensor:
         """[S, Q, d] of query [S, Q, d], keys and values [S, K, d], and sinks [Q]."""
         query, keys, values, sinks = given
-        output, log_norm = flash(query, keys, values, documents, scores.window, scores.scale)
+        output, log_norm = flash_attention(
+            query, keys, values, documents, scores.window, scores.scale
+        )
         whole = torch.logaddexp(log_norm, sinks.float().unsqueeze(1))
         share = (log_norm - whole).exp().t()
         output = (output * share.unsqueeze(-1)).to(output.dtype)
@@ -217,15 +231,17 @@ class SinkFlash(torch.autograd.Function):
         """Gradients of the inputs of `forward`."""
         *text, sinks, output, whole = ctx.saved_tensors
         window, scale = ctx.scores.window, ctx.scores.scale
-        of_text = flash_backward(grad, text, (output, whole), ctx.documents, window, scale)
+        of_text = flash_attention_backward(
+            grad, text, (output, whole), ctx.documents, window, scale
+        )
         inner = (grad.float() * output.float()).sum(-1).t()
         of_sinks = -((sinks.float().unsqueeze(1) - whole).exp() * inner).sum(1)
         return None, None, *of_text, of_sinks.to(sinks.dtype)
 
 
-def dense(documents: Documents, num_sequences: int) -> Tensor:
+def build_dense_mask(documents: Documents, num_sequences: int) -> Tensor:
     """[B, T, T] bool, tokens that each token sees, for models that only support masks."""
-    bounds = documents.bounds
+    bounds = documents.cu_seqlens
     numbers = torch.arange(len(documents.lengths), device=bounds.device)
     total = sum(documents.lengths)
     owners = numbers.repeat_interleave(bounds.diff(), output_size=total).view(num_sequences, -1)
@@ -234,7 +250,7 @@ def dense(documents: Documents, num_sequences: int) -> Tensor:
 
 
 def by_document(
-    query: Tensor, keys: Tensor, values: Tensor, documents: Documents, scores: Scores
+    query: Tensor, keys: Tensor, values: Tensor, documents: Documents, scores: ScoreRule
 ) -> Tensor:
     """Causal attention inside documents, one after another.
 
@@ -242,7 +258,7 @@ def by_document(
     """
     lengths = list(documents.lengths)
     rows = (heads.transpose(0, 1)[None].split(lengths, 2) for heads in (query, keys, values))
-    parts = [causal(q, k, v, scores) for q, k, v in zip(*rows, strict=True)]
+    parts = [causal_attention(q, k, v, scores) for q, k, v in zip(*rows, strict=True)]
     return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
 
 
@@ -289,7 +305,7 @@ class CachedPass:
     @property
     def key_positions(self) -> Tensor:
         """[B, S] int64 positions of the tokens in the slots."""
-        return self.slots.positions(self.depths, self.cache.width)
+        return self.slots.positions(self.depths, self.cache.read_width)
 
     @property
     def allowed(self) -> Tensor:
@@ -297,10 +313,10 @@ class CachedPass:
         mask = self.mask
         if mask is None:
             mask = (self.depths.mT >= self.depths).unsqueeze(0)
-        return self.slots.attention_mask(mask, self.cache.width)
+        return self.slots.attention_mask(mask, self.cache.read_width)
 
     def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
         """See `AttentionPass`. Keys and values are those of all slots."""
         chunk = None if layer is None else self.chunks.get(layer)
@@ -309,20 +325,24 @@ class CachedPass:
             output = self._by_slots(query, key, value, scores)
             if output is not None:
                 return output
-            reach = (scores.window or self.cache.width) + self.depths.shape[1]
-            if self.mask is not None and query.is_cuda and reach < self.cache.width:
+            reach = (scores.window or self.cache.read_width) + self.depths.shape[1]
+            if self.mask is not None and query.is_cuda and reach < self.cache.read_width:
                 return self._within(query, key, value, scores)
-        if self.mask is None and isinstance(self.cache.to, int):
-            end = self.cache.to + self.num_new
-            return causal(query, key[:, :, :end], value[:, :, :end], scores, chunk).transpose(1, 2)
+        if self.mask is None and isinstance(self.cache.write_slots, int):
+            end = self.cache.write_slots + self.num_new
+            return causal_attention(
+                query, key[:, :, :end], value[:, :, :end], scores, chunk
+            ).transpose(1, 2)
         mask_key = (scores.window, chunk, query.shape[1] // key.shape[1], query.device)
         if mask_key not in self._masks:
             self._masks[mask_key] = self._mask(*mask_key, query.dtype)
-        return masked(query, key, value, self._masks[mask_key], scores).transpose(1, 2)
+        return masked_attention(query, key, value, self._masks[mask_key], scores).transpose(1, 2)
 
-    def _by_slots(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor | None:
+    def _by_slots(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
+    ) -> Tensor | None:
         """`attend` without a mask over the text; None if the kernel does not support it."""
-        width, window = self.cache.width, scores.window
+        width, window = self.cache.read_width, scores.window
         window = None if window is None or window >= width else window
         alone = self.depths.shape[1] == 1
         apart = self.mask is not None and not alone and window is None and width > LONG
@@ -337,7 +357,7 @@ class CachedPass:
             return texts.joined(query, key, value, scores)
         return texts.in_order(query, key, value, scores, window)
 
-    def _within(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def _within(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule) -> Tensor:
         """`attend` of draft tokens in a sliding layer, over the slots in reach."""
         near_key = (scores.window, query.shape[1] // key.shape[1], query.device)
         if near_key not in self._near:
@@ -345,7 +365,7 @@ class CachedPass:
             self._near[near_key] = self._reached(scores.window, *near_key[1:], query.dtype)
         texts, slots, mask = self._near[near_key]
         key, value = (states[texts, :, slots].transpose(1, 2) for states in (key, value))
-        return masked(query, key, value, mask, scores).transpose(1, 2)
+        return masked_attention(query, key, value, mask, scores).transpose(1, 2)
 
     def _reached(
         self, window: int, groups: int, device: Any, dtype: torch.dtype
@@ -358,7 +378,7 @@ class CachedPass:
         before, behind = slots[:, : window - 1] >= 0, depths - self.depths.unsqueeze(1) < window
         text = before.unsqueeze(1) & (places[: window - 1] > depths - window)
         own = (self.mask & behind).expand(len(slots), -1, -1)
-        mask = folded_mask(torch.cat([text, own], 2).to(device), groups, dtype)
+        mask = build_folded_mask(torch.cat([text, own], 2).to(device), groups, dtype)
         texts = torch.arange(len(slots), device=device).unsqueeze(1)
         return texts, slots.clamp_min(0).to(device), mask
 
@@ -366,15 +386,20 @@ class CachedPass:
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype
     ) -> Tensor | None:
         """Mask for `masked`; None for a single token that sees everything."""
-        full = self.cache.even and self.slots.width(self.depths.shape[1]) == self.cache.width
+        full = (
+            self.cache.has_shared_slots
+            and self.slots.count_used_slots(self.depths.shape[1]) == self.cache.read_width
+        )
         whole = full and window is None and chunk is None
         if whole and self.depths.shape[1] == 1:
             return None
         if whole and self.mask is not None:
             # With equal lengths, only pending tokens may be hidden.
-            own = folded_mask(self.mask.to(device), groups, dtype)
-            return pad(own, (self.cache.width - own.shape[3], 0))
+            own = build_folded_mask(self.mask.to(device), groups, dtype)
+            return pad(own, (self.cache.read_width - own.shape[3], 0))
         allowed = self.allowed
         if window is not None or chunk is not None:
-            allowed = within(allowed, self.positions, self.key_positions, window, chunk)
-        return folded_mask(allowed.to(device), groups, dtype)
+            allowed = restrict_visibility(
+                allowed, self.positions, self.key_positions, window, chunk
+            )
+        return build_folded_mask(allowed.to(device), groups, dtype)

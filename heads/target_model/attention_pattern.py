@@ -46,11 +46,11 @@ class AttentionPattern:
     layer_types: tuple[str, ...]
     window: int | None
     chunk: int | None
-    recurrent: bool
+    is_recurrent: bool
     shares_keys: bool
 
     @classmethod
-    def of(cls, config: Any, name: str) -> "AttentionPattern":
+    def from_config(cls, config: Any, name: str) -> "AttentionPattern":
         """Pattern in a text model's config.
 
         Raises:
@@ -84,7 +84,7 @@ class AttentionPattern:
         return dict.fromkeys(numbers, self.chunk or 0)
 
     @property
-    def reach(self) -> list[int]:
+    def length_limits(self) -> list[int]:
         """Lengths above which some layer sees less than everything."""
         sizes = {SLIDING: self.window, CHUNKED: self.chunk}
         return [size for own, size in sizes.items() if own in self._attending and size]
@@ -109,7 +109,7 @@ class AttentionPattern:
         def mask(own: str) -> Tensor:
             window = self.window if own == SLIDING else None
             chunk = self.chunk if own == CHUNKED else None
-            seen = within(allowed, query_positions, key_positions, window, chunk)
+            seen = restrict_visibility(allowed, query_positions, key_positions, window, chunk)
             return additive(seen, dtype)
 
         types = {own for own in self._attending if own in (FULL, SLIDING, CHUNKED)}
@@ -121,7 +121,7 @@ class AttentionPattern:
         return recurrent | masks | {stated: masks.get(own) for stated, own in by_layer}
 
 
-def within(
+def restrict_visibility(
     allowed: Tensor, queries: Tensor, keys: Tensor, window: int | None, chunk: int | None
 ) -> Tensor:
     """[B, Q, S] bool, visible tokens inside a window or chunk.

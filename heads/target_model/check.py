@@ -33,8 +33,8 @@ from conf.files import cache_dir
 from conf.settings.target import TargetConfig
 from heads.decoding.cache import TreeCache
 from heads.layers.documents import Documents
-from heads.target_model.decoder import EVERY_WAY
-from heads.target_model.identity import identify
+from heads.target_model.decoder import MODEL_ERRORS
+from heads.target_model.identity import identify_target
 from heads.target_model.model import Target, TargetOutput, prefill
 
 BEYOND = 8  # tokens of the longer text beyond windows and chunks
@@ -51,7 +51,7 @@ WORTH_S = 2.0
 KEPT = ("needs_masks", "numerical_difference", "attention_calls", "state_bytes")
 
 
-def check_once(target: Target, config: TargetConfig) -> None:
+def check_support_once(target: Target, config: TargetConfig) -> None:
     """Run `check_served`, unless this target passed it here before.
 
     Raises:
@@ -63,7 +63,7 @@ def check_once(target: Target, config: TargetConfig) -> None:
             setattr(target, name, value)
         return
     start = time.monotonic()
-    check_served(target)
+    check_target_support(target)
     if file is None or time.monotonic() - start <= WORTH_S:
         return
     # Without permission to write, the next start checks again.
@@ -77,7 +77,7 @@ def check_once(target: Target, config: TargetConfig) -> None:
 
 def _remembered(target: Target, config: TargetConfig) -> Path | None:
     """File of a check, named after everything it depends on; None for unknown weights."""
-    identity = identify(config, target.tokenizer, target.dtype)
+    identity = identify_target(config, target.tokenizer, target.dtype)
     if identity.weights is None:
         return None
     heads = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def _remembered(target: Target, config: TargetConfig) -> Path | None:
     return cache_dir() / "checks" / f"{key}.json"
 
 
-def check_served(target: Target) -> None:
+def check_target_support(target: Target) -> None:
     """Refuse a target whose passes differ from its own, and choose how it reads documents.
 
     Raises:
@@ -110,7 +110,7 @@ def check_served(target: Target) -> None:
             "beside it; set target.device_map so that the embedding stays on a device"
         )
     # Long enough for every window and chunk that can be tried.
-    sizes = [SHORTEST, *target.attention_pattern.reach, target.rope.switch or 0]
+    sizes = [SHORTEST, *target.attention_pattern.length_limits, target.long_rope.switch or 0]
     num_tokens = max(size for size in sizes if size <= LONGEST) + BEYOND + NUM_BEHIND
     drawn = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     text = (drawn % target.vocab_size).to(target.device)
@@ -198,10 +198,10 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
     places = [torch.arange(size, device=text.device) for size in (long, short)]
     positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
     numbers = torch.tensor([[0] * long + [1] * short, [0] * short + [1] * long])
-    documents = Documents.of(numbers).on(text.device)
+    documents = Documents.from_ids(numbers).to_device(text.device)
     try:
-        states = target.read(packed, positions, documents).hidden_states
-    except EVERY_WAY as error:
+        states = target.encode_documents(packed, positions, documents).hidden_states
+    except MODEL_ERRORS as error:
         return f"{type(error).__name__}: {error}"
     windows = [window for window, _ in target.attention_calls]
     if by_kernel and windows != target.attention_pattern.windows:
@@ -210,7 +210,9 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
     # The last three tokens of each document.
     rows = [(0, long - 3), (0, long), (1, 0), (1, long)]
     last = torch.cat([states[row, start : start + 3] for row, start in rows])
-    difference = _difference(target, target.logits(last).float(), torch.cat([*own, *own[::-1]]))
+    difference = _difference(
+        target, target.compute_logits(last).float(), torch.cat([*own, *own[::-1]])
+    )
     return difference and f"a read by documents {difference}"
 
 
@@ -218,7 +220,7 @@ def _compare_drafts(target: Target, text: Tensor) -> str:
     """Describe the difference of prompts and of drafts after them; empty without one."""
     try:
         return _DraftCheck(target, text).run()
-    except EVERY_WAY as error:
+    except MODEL_ERRORS as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -228,7 +230,7 @@ class _DraftCheck:
     def __init__(self, target: Target, ids: Tensor) -> None:
         self.target, self.ids = target, ids[0]
         longest = len(self.ids) - NUM_BEHIND
-        shorter, switch = longest - SHORTER, target.rope.switch
+        shorter, switch = longest - SHORTER, target.long_rope.switch
         if switch is not None and switch < longest:
             # Both sides of a switch of frequencies; no drafted text may cross it.
             shorter = switch - NUM_BEHIND
@@ -246,14 +248,16 @@ class _DraftCheck:
         cache = self.target.new_cache(2)
         rows = [self.ids[:length].tolist() for length in self.lengths]
         output = prefill(self.target, cache, rows)
-        last = output.at(torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1)
+        last = output.select_tokens(
+            torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1
+        )
         difference = self._compare("a prompt", last, [0], [-1])
         for name, parents, right, kept in (
             ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
             ("a draft after a kept part of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
         ):
             difference = difference or self._draft(cache, name, parents, right, kept)
-        cache.keep([1])
+        cache.select_rows([1])
         self.target.state_bytes = cache.states.bytes_per_token if cache.states else 0
         self.lengths, self.texts = self.lengths[1:], [1]
         return difference or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
@@ -271,7 +275,9 @@ class _DraftCheck:
         wrong = [node for node in range(num_nodes) if node not in right]
         rows[:, wrong] = (rows[:, wrong] + 1) % self.target.vocab_size
         is_chain = parents[1:] == list(range(num_nodes - 1))
-        output = self.target.extend(cache, rows, None if is_chain else mask[None], depths[None])
+        output = self.target.run_pending(
+            cache, rows, None if is_chain else mask[None], depths[None]
+        )
         difference = self._compare(name, output, right, depths[right].tolist())
         cache.commit([right[:num] for num in kept])
         self.lengths = [length + num for length, num in zip(self.lengths, kept, strict=True)]
@@ -280,12 +286,12 @@ class _DraftCheck:
     def _compare(self, name: str, output: TargetOutput, nodes: list[int], depths: list[int]) -> str:
         """Describe the difference of the states of nodes at depths after the texts."""
         places = torch.tensor([nodes] * len(self.lengths), device=self.ids.device)
-        states = output.at(places).hidden_states.flatten(0, 1)
+        states = output.select_tokens(places).hidden_states.flatten(0, 1)
         own = [
             self.expected[text][length + depth + 1 - self.prompts[text]]
             for text, length in zip(self.texts, self.lengths, strict=True)
             for depth in depths
         ]
-        logits = self.target.logits(states).float()
+        logits = self.target.compute_logits(states).float()
         difference = _difference(self.target, logits, torch.stack(own))
         return difference and f"{name}, after texts of {self.lengths} tokens, {difference}"

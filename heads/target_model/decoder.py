@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from conf.errors import InputError
 
 # Errors of a model with an unknown structure.
-EVERY_WAY = (
+MODEL_ERRORS = (
     AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
 
 
-def decoder_of(model: Any) -> Any:
+def find_decoder(model: Any) -> Any:
     """Transformers model without its output head.
 
     Usually `get_decoder`; but that of Llama 4 and Mllama has an output head, and ModernBERT calls
@@ -57,7 +57,7 @@ def _arguments(model_class: Any) -> frozenset[str]:
     return frozenset(signature(model_class.forward).parameters)
 
 
-def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+def find_decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
     """Find the list of layers that run one after another.
 
     It has as many modules as the config has layers, each with parts. Deeper lists hold experts, or
@@ -85,7 +85,9 @@ def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList
     return next(iter(lists.values()))
 
 
-def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, Tensor]) -> None:
+def record_hidden_state(
+    blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, Tensor]
+) -> None:
     """Keep a hidden state [B, T, D] of every pass.
 
     Args:
@@ -97,10 +99,10 @@ def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, T
     """
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kept[index] = state_of(args or kwargs["hidden_states"], active)
+        kept[index] = extract_hidden_state(args or kwargs["hidden_states"], active)
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-        kept[index] = state_of(output, active)
+        kept[index] = extract_hidden_state(output, active)
 
     if index == 0:
         blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
@@ -108,7 +110,7 @@ def tap(blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, T
         blocks[index - 1].register_forward_hook(leave)
 
 
-def state_of(given: Any, active: int | None) -> Tensor:
+def extract_hidden_state(given: Any, active: int | None) -> Tensor:
     """[B, T, D] hidden state among the inputs or outputs of a layer.
 
     Of several residual streams, take the one that layers read and write ([n, B, T, D], AltUp of
@@ -125,7 +127,7 @@ def state_of(given: Any, active: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
+def count_layer_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
     """Number of outputs of each layer while `run` runs all; 0 for a state outside of a tuple.
 
     Raises:
@@ -156,7 +158,7 @@ def num_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> lis
 
 
 @contextmanager
-def skipped(block: Any, number: int) -> Iterator[None]:
+def pause_layer(block: Any, number: int) -> Iterator[None]:
     """Context in which a decoder layer returns its input; `number` as from `num_outputs`."""
 
     def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:

@@ -32,12 +32,12 @@ from transformers.utils.quantization_config import GgufConfig
 from conf.errors import InputError
 from conf.files import cache_dir, make_folder, split_gguf_path
 from conf.settings.target import TargetConfig
-from heads.gguf_target import ROPE_FACTORS, GgufTarget, find_gguf
+from heads.gguf_target import ROPE_FACTORS, GgufTarget, load_gguf_target
 from heads.storage import write_folder
 from heads.target_model import sizes
-from heads.target_model.errors import naming_target
-from heads.target_model.language import language_class
-from heads.target_model.weight_files import checksum, complete
+from heads.target_model.errors import report_target_errors
+from heads.target_model.language import find_language_class
+from heads.target_model.weight_files import check_complete, compute_checksum
 
 FORMAT = 1
 """Version of the folders' content."""
@@ -65,7 +65,7 @@ STATED = {
 """Facts of a GGUF file that shapes do not show, with their config names."""
 
 
-def folder_of(config: TargetConfig) -> str:
+def resolve_target_folder(config: TargetConfig) -> str:
     """Folder or Hub id of a target's files; for a GGUF file, a local folder, made if needed.
 
     Raises:
@@ -74,8 +74,16 @@ def folder_of(config: TargetConfig) -> str:
     assert config.path is not None
     if split_gguf_path(config.path) is None:
         return config.path
-    gguf = find_gguf(config.path, config.revision)
-    made = json.dumps([FORMAT, transformers.__version__, gguf.header, weights_of(gguf), _own(gguf)])
+    gguf = load_gguf_target(config.path, config.revision)
+    made = json.dumps(
+        [
+            FORMAT,
+            transformers.__version__,
+            gguf.header_checksum,
+            checksum_gguf_weights(gguf),
+            _own(gguf),
+        ]
+    )
     key = sha256(made.encode()).hexdigest()[:16]
     folder = cache_dir() / "gguf" / f"{gguf.file.stem}-{key}"
     if not folder.is_dir():
@@ -85,22 +93,22 @@ def folder_of(config: TargetConfig) -> str:
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             if not folder.is_dir():
                 _check_room(gguf, folder.parent)
-                with naming_target(config):
+                with report_target_errors(config):
                     write_folder(folder, partial(_fill, config, gguf))
     return str(folder)
 
 
-def weights_of(gguf: GgufTarget) -> str:
+def checksum_gguf_weights(gguf: GgufTarget) -> str:
     """Checksum of samples of every tensor of a file."""
-    return checksum([(gguf.file, gguf.tensors)])
+    return compute_checksum([(gguf.file, gguf.tensor_table)])
 
 
-def described(gguf: GgufTarget) -> dict[str, Any]:
+def collect_gguf_facts(gguf: GgufTarget) -> dict[str, Any]:
     """Facts that decide the architecture: those of the file, and the config beside it."""
-    return gguf.stated | {"beside": _config_beside(gguf)}
+    return gguf.arch_metadata | {"beside": _config_beside(gguf)}
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def load_config_file(file: Path) -> dict[str, Any]:
     """Read a `config.json` of any transformers version."""
     stored: dict[str, Any] = json.loads(file.read_text())
     stored.pop("transformers_version", None)
@@ -109,13 +117,15 @@ def read_config(file: Path) -> dict[str, Any]:
 
 def _own(gguf: GgufTarget) -> dict[str, str]:
     """Checksums of the files beside the GGUF file."""
-    return {name: sha256(file.read_bytes()).hexdigest() for name, file in gguf.beside.items()}
+    return {
+        name: sha256(file.read_bytes()).hexdigest() for name, file in gguf.original_files.items()
+    }
 
 
 def _config_beside(gguf: GgufTarget) -> dict[str, Any] | None:
     """Config beside the file; None if missing, or without architectures."""
-    file = gguf.beside.get("config.json")
-    stored = None if file is None else read_config(file)
+    file = gguf.original_files.get("config.json")
+    stored = None if file is None else load_config_file(file)
     return stored if stored and "architectures" in stored else None
 
 
@@ -128,7 +138,7 @@ def _check_readable(gguf: GgufTarget) -> None:
     known = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
     if plain(gguf.architecture) not in {plain(name) for name in known}:
         raise InputError(
-            f"{gguf.what}: transformers cannot dequantise architecture {gguf.architecture}; "
+            f"{gguf.label}: transformers cannot dequantise architecture {gguf.architecture}; "
             f"allowed: {', '.join(sorted(known))}. Name the original model"
         )
 
@@ -137,11 +147,11 @@ def _check_room(gguf: GgufTarget, place: Path) -> None:
     needed, free = gguf.num_values * BYTES_PER_VALUE, shutil.disk_usage(place).free
     if needed > free:
         raise InputError(
-            f"{gguf.what}: dequantised it takes {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} "
+            f"{gguf.label}: dequantised it takes {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} "
             f"GB are free in {place}; make room, or set HEADSMITH_CACHE to a folder on another disk"
         )
     print(  # noqa: T201
-        f"{gguf.what}: dequantising {gguf.quantization} to {place}, once; takes {needed / 1e9:.1f} "
+        f"{gguf.label}: dequantising {gguf.quantization} to {place}, once; takes {needed / 1e9:.1f} "
         "GB of disk, and as much memory meanwhile",
         file=sys.stderr,
     )
@@ -153,7 +163,7 @@ def _fill(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
     whole = _config_beside(gguf) is not None
     model_config = AutoConfig.from_pretrained(gguf.folder, **({} if whole else of_file))
     _check_stated(gguf, model_config.get_text_config())
-    model, info = language_class(model_config).from_pretrained(
+    model, info = find_language_class(model_config).from_pretrained(
         gguf.folder,
         config=model_config,
         dtype=torch.float32,
@@ -161,7 +171,7 @@ def _fill(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
         output_loading_info=True,
         **of_file,
     )
-    _check_all_read(gguf, complete(config, model, info), info["unexpected_keys"])
+    _check_all_read(gguf, check_complete(config, model, info), info["unexpected_keys"])
     for parameter in model.parameters():
         parameter.data = _narrowest(parameter.data)
     model.generation_config = _generation_config(gguf, model)
@@ -176,28 +186,30 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
         name: None if key in by_layer else getattr(config, key, None)
         for name, key in STATED.items()
     }
-    found["block_count"] = sizes.num_layers(config) + (gguf.about("nextn_predict_layers") or 0)
-    found["rope.freq_base"] = sizes.rope(config)["rope_theta"]
+    found["block_count"] = sizes.count_layers(config) + (
+        gguf.get_arch_metadata("nextn_predict_layers") or 0
+    )
+    found["rope.freq_base"] = sizes.find_rope(config)["rope_theta"]
     for name, other in found.items():
-        value = gguf.about(name)
+        value = gguf.get_arch_metadata(name)
         if value is None or other is None or isinstance(value, list):  # of one layer each
             continue
         if not math.isclose(value, other, rel_tol=1e-5):
             raise InputError(
-                f"{gguf.what}: has {name}={value:g}, but its config {other:g}; {_put_config(gguf)}"
+                f"{gguf.label}: has {name}={value:g}, but its config {other:g}; {_put_config(gguf)}"
             )
     kinds = _rope_types(config)
-    kind = gguf.about("rope.scaling.type")
-    scales = [name for name in gguf.tensors if name.startswith(ROPE_FACTORS)]
+    kind = gguf.get_arch_metadata("rope.scaling.type")
+    scales = [name for name in gguf.tensor_table if name.startswith(ROPE_FACTORS)]
     scales += [f"rope.scaling.type={kind}"] if kind not in (None, "none") else []
     if scales and kinds == {"default"}:
         raise InputError(
-            f"{gguf.what}: scales RoPE ({scales[0]}), which transformers does not read from a GGUF "
+            f"{gguf.label}: scales RoPE ({scales[0]}), which transformers does not read from a GGUF "
             f"file; {_put_config(gguf)}"
         )
     if kinds & SCALED and not scales:
         raise InputError(
-            f"{gguf.what}: does not scale RoPE, but its config does ({sorted(kinds & SCALED)[0]}); "
+            f"{gguf.label}: does not scale RoPE, but its config does ({sorted(kinds & SCALED)[0]}); "
             f"{_put_config(gguf)}"
         )
 
@@ -215,10 +227,10 @@ def _rope_types(config: Any) -> set[str]:
 
 def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> None:
     """Refuse a file with tensors that transformers would silently drop."""
-    layers = sizes.num_layers(model.config.get_text_config())
+    layers = sizes.count_layers(model.config.get_text_config())
     values = {
         name: math.prod(tensor["shape"])
-        for name, tensor in gguf.tensors.items()
+        for name, tensor in gguf.tensor_table.items()
         # Layers after the last predict several tokens (MTP).
         if not name.startswith(ROPE_FACTORS) and _layer(name) < layers
     }
@@ -229,7 +241,7 @@ def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> 
     known = get_gguf_hf_weights_map(model, processor)
     left = sorted(unexpected) or [name for name in values if name not in known]
     raise InputError(
-        f"{gguf.what}: transformers would drop {', '.join(left[:1])} and {len(left) - 1} more of "
+        f"{gguf.label}: transformers would drop {', '.join(left[:1])} and {len(left) - 1} more of "
         "its tensors and compute something else; name the original model"
     )
 
@@ -251,9 +263,9 @@ def _narrowest(values: Tensor) -> Tensor:
 
 def _generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
     """Generation config beside the file, or the model's with llama.cpp's stop tokens."""
-    if "generation_config.json" in gguf.beside:
+    if "generation_config.json" in gguf.original_files:
         return GenerationConfig.from_pretrained(gguf.folder)
-    found = [gguf.fact(f"tokenizer.ggml.{name}") for name in STOPS]
+    found = [gguf.get_metadata(f"tokenizer.ggml.{name}") for name in STOPS]
     stops = list(dict.fromkeys(stop for stop in found if stop is not None))
     model.generation_config.eos_token_id = stops or None
     return model.generation_config
@@ -261,22 +273,25 @@ def _generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
 
 def _save_tokenizer(gguf: GgufTarget, staging: Path) -> None:
     """Write the tokenizer beside the file, or else the file's own."""
-    own = not {"tokenizer.json", "tokenizer_config.json"} & set(gguf.beside)
+    own = not {"tokenizer.json", "tokenizer_config.json"} & set(gguf.original_files)
     of_file = {"gguf_file": gguf.name} if own else {}
-    tokens, kind = gguf.fact("tokenizer.ggml.tokens"), gguf.fact("tokenizer.ggml.model")
+    tokens, kind = (
+        gguf.get_metadata("tokenizer.ggml.tokens"),
+        gguf.get_metadata("tokenizer.ggml.model"),
+    )
     if own and (kind not in VOCABULARIES or not tokens):
         raise InputError(
-            f"{gguf.what}: its vocabulary has type {kind}, but transformers reads "
+            f"{gguf.label}: its vocabulary has type {kind}, but transformers reads "
             f"{', '.join(VOCABULARIES)}; put the tokenizer.json of the original model into "
             f"{gguf.folder}"
         )
     tokenizer = AutoTokenizer.from_pretrained(gguf.folder, **of_file)
     if own:  # transformers 5.17 would write its own
         for name, key in SPECIAL.items():
-            number = gguf.fact(f"tokenizer.ggml.{key}")
+            number = gguf.get_metadata(f"tokenizer.ggml.{key}")
             setattr(tokenizer, name, None if number is None else tokens[number])
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = gguf.fact("tokenizer.chat_template")
+        tokenizer.chat_template = gguf.get_metadata("tokenizer.chat_template")
     tokenizer.save_pretrained(staging)
     if own:
         # transformers appends GPT-2's special token to vocabularies without one.

@@ -24,7 +24,7 @@ WEIGHTS = "ends.safetensors"
 EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
 
 
-class EmbeddingsAndHead:
+class EmbeddingsAndOutputHead:
     """Frozen embedding and output head of a target, with its config and tokenizer.
 
     Attributes:
@@ -64,7 +64,7 @@ class EmbeddingsAndHead:
         choose_kernels(self.device)
 
     @classmethod
-    def sharing(cls, model: Any, tokenizer: Any, name: str) -> "EmbeddingsAndHead":
+    def from_model(cls, model: Any, tokenizer: Any, name: str) -> "EmbeddingsAndOutputHead":
         """Share the parts of a transformers model that is being trained.
 
         Gradients do not reach the model.
@@ -97,12 +97,12 @@ class EmbeddingsAndHead:
     @property
     def hidden_size(self) -> int:
         """Width D of the embedding and of last hidden states."""
-        return sizes.embedding_size(self.config)
+        return sizes.find_embedding_size(self.config)
 
     @property
     def feature_size(self) -> int:
         """Width of hidden states between layers, which differs from D if projected (OPT-350m)."""
-        return sizes.hidden_size(self.config)
+        return sizes.find_hidden_size(self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -127,10 +127,10 @@ class EmbeddingsAndHead:
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return sizes.num_layers(self.config)
+        return sizes.count_layers(self.config)
 
     @property
-    def window(self) -> int | None:
+    def max_positions(self) -> int | None:
         """Tokens of the longest text that the target reads, if its config names it."""
         return getattr(self.config, "max_position_embeddings", None)
 
@@ -152,7 +152,7 @@ class EmbeddingsAndHead:
         marked = {index for index, token in added if token.special}
         return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[..., V] logits of last hidden states [..., D] of any dtype.
 
         Gradients reach the hidden states if enabled.
@@ -160,7 +160,7 @@ class EmbeddingsAndHead:
         weight = self.output_head.weight
         if weight.is_floating_point():
             hidden_states = hidden_states.to(weight.dtype)
-        return self.projection.scaled(self.output_head(hidden_states).to(self.device))
+        return self.projection.scale_logits(self.output_head(hidden_states).to(self.device))
 
     @property
     def projection(self) -> Projection:
@@ -202,7 +202,7 @@ class EmbeddingsAndHead:
         write_folder(folder, fill)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> "EmbeddingsAndHead":
+    def from_folder(cls, folder: Path, device: torch.device) -> "EmbeddingsAndOutputHead":
         """Load the embedding and output head that `save` wrote.
 
         Raises:
@@ -259,12 +259,12 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 ROWS_PER_CHUNK = 8192
 
 
-def embedding_rows(weight: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+def select_embedding_rows(weight: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, D] embedding rows on the CPU, rounded as a serving engine with `dtype` has them."""
     return weight.detach()[token_ids.to(weight.device)].to("cpu", dtype)
 
 
-def output_rows(target: EmbeddingsAndHead, dtype: torch.dtype) -> Tensor:
+def copy_output_rows(target: EmbeddingsAndOutputHead, dtype: torch.dtype) -> Tensor:
     """[V, D] rows of the target's output head on the CPU.
 
     Without its scalings, which change no greedy draft and which engines omit from drafts.
@@ -280,7 +280,7 @@ def output_rows(target: EmbeddingsAndHead, dtype: torch.dtype) -> Tensor:
     return target.output_head.weight.detach().to("cpu", dtype)
 
 
-def projected(outputs: Tensor, weight: Tensor) -> Tensor:
+def project_in_float32(outputs: Tensor, weight: Tensor) -> Tensor:
     """[..., W] float32 product of outputs [..., D] and a weight [W, D] of any dtype."""
     parts = [outputs @ rows.float().T for rows in weight.split(ROWS_PER_CHUNK)]
     return torch.cat(parts, dim=-1)

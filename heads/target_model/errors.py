@@ -9,19 +9,19 @@ from safetensors import SafetensorError
 
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
-from heads.target_model.decoder import EVERY_WAY
+from heads.target_model.decoder import MODEL_ERRORS
 
 LONGEST_REASON = 300
 
 
 @contextmanager
-def naming_target(config: TargetConfig, setting: str = "path") -> Iterator[None]:
+def report_target_errors(config: TargetConfig, setting: str = "path") -> Iterator[None]:
     """Context that turns errors of files or their content into an `InputError` with the setting."""
     try:
         yield
     except InputError:
         raise
-    except (OSError, ImportError, SafetensorError, StrictDataclassError, *EVERY_WAY) as error:
+    except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
         # Some messages list everything that transformers knows.
         said = shorten(str(error), LONGEST_REASON, placeholder=" ...")
         raise InputError(

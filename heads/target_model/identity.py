@@ -16,14 +16,18 @@ from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import TargetConfig
 from heads.folders import PROVENANCE
-from heads.gguf_target import find_gguf
-from heads.storage import locate
-from heads.target_model.dequantise import described, read_config, weights_of
-from heads.target_model.weight_files import checksum, tensors, weight_files
+from heads.gguf_target import load_gguf_target
+from heads.storage import locate_head
+from heads.target_model.dequantise import (
+    checksum_gguf_weights,
+    collect_gguf_facts,
+    load_config_file,
+)
+from heads.target_model.weight_files import compute_checksum, find_weight_files, load_tensor_table
 
 
 @dataclass(frozen=True)
-class Identity:
+class TargetIdentity:
     """Identity of a target and its changes. Checksums are SHA-256.
 
     Attributes:
@@ -52,7 +56,7 @@ class Identity:
     dtype: str
 
 
-def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identity:
+def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> TargetIdentity:
     """Identify a target with its tokenizer, loaded in a dtype.
 
     Raises:
@@ -61,18 +65,18 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
     assert config.path is not None
     own: Mapping[str, Any]
     if split_gguf_path(config.path):
-        gguf = find_gguf(config.path, config.revision)
+        gguf = load_gguf_target(config.path, config.revision)
         own = {
-            "config": _sha256(described(gguf)),
-            "weights": weights_of(gguf),
+            "config": _sha256(collect_gguf_facts(gguf)),
+            "weights": checksum_gguf_weights(gguf),
             "quantization": gguf.quantization,
         }
         file = gguf.file
     else:
         file = _resolved("target.path", config.path, "config.json", config.revision)
         own = {
-            "config": _sha256(read_config(file)),
-            "weights": weights_checksum(file.parent, "model"),
+            "config": _sha256(load_config_file(file)),
+            "weights": compute_weights_checksum(file.parent, "model"),
             "quantization": config.quantization.value,
         }
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -84,24 +88,28 @@ def identify(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> Identi
     adapter = config.adapter and _resolved(
         "target.adapter", config.adapter, "adapter_config.json", None
     )
-    return Identity(
+    return TargetIdentity(
         name=config.path,
         revision=extract_commit_hash(file.as_posix(), None),
         tokenizer=_sha256(rules),
         template=None if template is None else _sha256(template),
         adapter=config.adapter or config.adapter_name,
-        adapter_weights=weights_checksum(adapter.parent, "adapter_model") if adapter else None,
+        adapter_weights=compute_weights_checksum(adapter.parent, "adapter_model")
+        if adapter
+        else None,
         dtype=str(dtype).removeprefix("torch."),
         **own,
     )
 
 
-def other_target_notice(key: str, path: str, revision: str | None, target: Identity) -> str | None:
+def format_target_change(
+    key: str, path: str, revision: str | None, target: TargetIdentity
+) -> str | None:
     """Line about a head trained for another target; None for the same or an unknown one.
 
     The head is that of setting `key`: a folder, or a Hub id with a revision.
     """
-    file = locate(path, revision) / PROVENANCE
+    file = locate_head(path, revision) / PROVENANCE
     noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
     if noted is None:
         return None
@@ -125,13 +133,17 @@ def _resolved(key: str, path: str, name: str, revision: str | None) -> Path:
         raise InputError(f"{key}={path}: {error}") from error
 
 
-def weights_checksum(folder: Path, name: str) -> str | None:
+def compute_weights_checksum(folder: Path, name: str) -> str | None:
     """Checksum of samples of every tensor in a folder; None if files are missing.
 
     The name is `model` or `adapter_model`.
     """
-    files = weight_files(folder, name)
-    return None if files is None else checksum((file, tensors(file)) for file in files)
+    files = find_weight_files(folder, name)
+    return (
+        None
+        if files is None
+        else compute_checksum((file, load_tensor_table(file)) for file in files)
+    )
 
 
 def _sha256(content: Any) -> str:

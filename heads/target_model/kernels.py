@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from heads.layers.documents import fits_flash
+from heads.layers.documents import can_use_flash
 
 CHUNK_BYTES = 64 << 20  # of float32 scores
 LONGEST_CHUNK = 256
@@ -45,7 +45,7 @@ def kernel_notice(device: torch.device) -> list[str]:
     return ["attention on cuda: PyTorch's flash and memory-efficient kernels, cuDNN's is off"]
 
 
-class Scores(NamedTuple):
+class ScoreRule(NamedTuple):
     """Rule of a layer's scores.
 
     Attributes:
@@ -61,13 +61,13 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Tell whether softmax over the scores suffices."""
         return self.cap is None and self.sinks is None
 
 
-def causal(
-    query: Tensor, keys: Tensor, values: Tensor, scores: Scores, chunk: int | None = None
+def causal_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule, chunk: int | None = None
 ) -> Tensor:
     """Causal attention [B, Q, n, d] of the last n of m tokens.
 
@@ -82,7 +82,7 @@ def causal(
     length = keys.shape[2]
     window = min(scores.window or length, length)
     everything = window == length and (chunk or length) >= length
-    if everything and scores.plain and query.shape[-1] == values.shape[-1]:
+    if everything and scores.is_plain and query.shape[-1] == values.shape[-1]:
         if num_queries == length:
             return _whole(query, keys, values, scores)
         if query.device.type == "cpu" and not torch.is_grad_enabled():
@@ -100,22 +100,22 @@ def causal(
     return torch.cat(parts, dim=2)
 
 
-def masked(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+def masked_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: ScoreRule
 ) -> Tensor:
     """Attention of queries that see some or all keys; shapes as in `causal`.
 
     The mask is [B or 1, 1, Q / K * n, m], additive, as from `folded_mask`; None shows all.
     """
     rows = _folded(query, keys)
-    if scores.plain:
+    if scores.is_plain:
         output = scaled_dot_product_attention(rows, keys, values, mask, scale=scores.scale)
     else:
         output = _scored(rows, keys, values, mask, scores)
     return output.reshape(*query.shape[:3], -1)
 
 
-def folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+def build_folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Mask for `masked`, from visible tokens [B or 1, n, m] bool."""
     num_rows, num_queries, num_keys = allowed.shape
     # Allocated in full size at once: a copy would take most of a pass's memory for a long text.
@@ -132,7 +132,7 @@ def _folded(query: Tensor, keys: Tensor) -> Tensor:
     return query.reshape(len(query), keys.shape[1], -1, query.shape[3])
 
 
-def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
     """Causal attention of the last n of m tokens, to earlier tokens and to themselves."""
     start = keys.shape[2] - query.shape[2]
     flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -153,14 +153,18 @@ def _mask(queries: range, keys: range, window: int, chunk: int, device: torch.de
     return (distance >= 0) & (distance < window) & same
 
 
-def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+def _by_mask(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: ScoreRule
+) -> Tensor:
     """`masked` for a part of the queries, with a mask [n, m] bool."""
 
     def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         groups = query.shape[1] // keys.shape[1]
-        return masked(query, keys, values, folded_mask(mask[None], groups, query.dtype), scores)
+        return masked_attention(
+            query, keys, values, build_folded_mask(mask[None], groups, query.dtype), scores
+        )
 
-    if scores.plain or not torch.is_grad_enabled():
+    if scores.is_plain or not torch.is_grad_enabled():
         return run(query, keys, values)
     # The scores of all parts, kept for gradients, would be tokens by tokens.
     output: Any = checkpoint(
@@ -169,7 +173,7 @@ def _by_mask(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: 
     return output
 
 
-def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
     """Causal attention with as many queries as keys, by PyTorch's own kernels."""
     groups = query.shape[1] // keys.shape[1]
     if query.is_cuda and groups > 1:
@@ -182,7 +186,7 @@ def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tenso
 
 
 def _scored(
-    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+    rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: ScoreRule
 ) -> Tensor:
     """`masked` for folded queries with soft caps and sinks, computed as in transformers."""
     logits = rows @ keys.mT
@@ -200,10 +204,10 @@ def _scored(
     return weights @ values
 
 
-def fits_slots(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> bool:
+def fits_slots(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> bool:
     """Tell whether the kernel supports queries [B, Q, n, d] and texts [B, K, m, d] in place."""
     same = query.shape[-1] == values.shape[-1]
-    if scores.cap is not None or not (same and fits_flash(query)):
+    if scores.cap is not None or not (same and can_use_flash(query)):
         return False
     text, _, row, number = keys.stride()
     return number == 1 and text % row == 0 and keys.stride() == values.stride()
@@ -226,7 +230,7 @@ class SlotTexts:
         self._biases: dict[int, Tensor] = {}
 
     def in_order(
-        self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
+        self, query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule, window: int | None
     ) -> Tensor:
         """Attention [B, n, Q, d] of queries [B, Q, n, d] that see all earlier slots.
 
@@ -240,7 +244,7 @@ class SlotTexts:
             return output
         return _sunk(output, norm.t().unflatten(0, output.shape[:2]), scores.sinks)
 
-    def joined(self, query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    def joined(self, query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
         """Attention of draft tokens to all committed tokens, and to pending ones by the mask.
 
         Over the text, draft tokens become heads of one token, so that keys are divided among
@@ -301,7 +305,7 @@ class SlotTexts:
         assert self.mask is not None
         groups = rows.shape[2] // self.mask.shape[1]
         if groups not in self._biases:
-            self._biases[groups] = folded_mask(self.mask, groups, rows.dtype)
+            self._biases[groups] = build_folded_mask(self.mask, groups, rows.dtype)
         return self._biases[groups]
 
     def _seen(self, num_pending: int) -> Tensor:

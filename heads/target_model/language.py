@@ -26,7 +26,7 @@ ENCODER = "MODEL_FOR_MASKED_LM_MAPPING"
 REFUSED = {"paligemma": "it reads its prompt in both directions, and what follows it in one"}
 
 
-def language_class(model_config: Any, towers: bool = False) -> Any:
+def find_language_class(model_config: Any, towers: bool = False) -> Any:
     """Class whose `from_pretrained` loads the language model of a config, optionally with towers.
 
     Raises:

@@ -13,14 +13,19 @@ from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 from conf.command.compiler import find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
-from heads.processor import tell_if_slow
-from heads.target_model.adapter import with_adapter
-from heads.target_model.check import check_once
-from heads.target_model.dequantise import folder_of
-from heads.target_model.errors import naming_target
-from heads.target_model.language import language_class
+from heads.processor import warn_if_slow
+from heads.target_model.adapter import apply_adapter
+from heads.target_model.check import check_support_once
+from heads.target_model.dequantise import resolve_target_folder
+from heads.target_model.errors import report_target_errors
+from heads.target_model.language import find_language_class
 from heads.target_model.model import Target
-from heads.target_model.weight_files import check_codes, check_used, complete, reads_codes
+from heads.target_model.weight_files import (
+    can_read_quantization,
+    check_complete,
+    check_quantized_codes,
+    check_unused_weights,
+)
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
@@ -39,22 +44,22 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
             "leave target.engine unset (it is for train/*.py, eval/acceptance.py and "
             "scripts/capture.py)"
         )
-    model_config, tokenizer = load_tokenizer(config)
+    model_config, tokenizer = load_config_and_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
-    tell_if_slow("target.dtype", dtype, device)
+    warn_if_slow("target.dtype", dtype, device)
     if config.attention is None:
-        attentions = attentions_for(model_config)
+        attentions = choose_attentions(model_config)
     else:
         _check_attention(config.attention, device)
         attentions = [config.attention]
     for attention in attentions:
         model = load_model(config, model_config, dtype, device, attention)
         if config.adapter is not None:
-            model = with_adapter(model, config.adapter).get_base_model()
+            model = apply_adapter(model, config.adapter).get_base_model()
         target = Target(model, tokenizer, config.path)
         target.prefill_chunk = config.prefill_chunk
         try:
-            check_once(target, config)
+            check_support_once(target, config)
         except InputError:
             if attention == attentions[-1]:
                 raise
@@ -77,13 +82,13 @@ def _check_attention(attention: str, device: torch.device) -> None:
         )
 
 
-def load_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
+def load_config_and_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
     """Load the config and the tokenizer of a target, without weights.
 
     Raises:
         InputError: nothing is there, or no model that generates text.
     """
-    return load_config(config), tokenizer_of(config)
+    return load_config(config), load_target_tokenizer(config)
 
 
 def load_config(config: TargetConfig) -> Any:
@@ -93,16 +98,16 @@ def load_config(config: TargetConfig) -> Any:
         InputError: nothing is there, or no model that generates text.
     """
     assert config.path is not None
-    with naming_target(config):
-        whole = AutoConfig.from_pretrained(folder_of(config), **hub_options(config))
+    with report_target_errors(config):
+        whole = AutoConfig.from_pretrained(resolve_target_folder(config), **hub_options(config))
         # Of a speaking model, the thinking part, whose class finds its weights among the others.
         model_config = getattr(whole, "thinker_config", whole)
         model_config.architectures = whole.architectures
-        language_class(model_config)
+        find_language_class(model_config)
     return model_config
 
 
-def tokenizer_of(config: TargetConfig) -> Any:
+def load_target_tokenizer(config: TargetConfig) -> Any:
     """Load a target's tokenizer, with its processor's chat template if it has none.
 
     An adapter's own tokenizer and template take precedence.
@@ -113,25 +118,29 @@ def tokenizer_of(config: TargetConfig) -> Any:
     assert config.path is not None
     if config.adapter is not None:
         return _adapter_tokenizer(config, config.adapter)
-    with naming_target(config):
-        tokenizer = AutoTokenizer.from_pretrained(folder_of(config), **hub_options(config))
+    with report_target_errors(config):
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_target_folder(config), **hub_options(config)
+        )
         if tokenizer.chat_template is None:
             name = LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
-            file = _file_if_there(folder_of(config), name, config.revision)
+            file = _file_if_there(resolve_target_folder(config), name, config.revision)
             if file is not None:
                 tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
     return tokenizer
 
 
-def generation_config(config: TargetConfig) -> dict[str, Any] | None:
+def load_generation_config(config: TargetConfig) -> dict[str, Any] | None:
     """Content of `generation_config.json` beside a target; None without one.
 
     Raises:
         InputError: nothing is there.
     """
     assert config.path is not None
-    with naming_target(config):
-        file = _file_if_there(folder_of(config), "generation_config.json", config.revision)
+    with report_target_errors(config):
+        file = _file_if_there(
+            resolve_target_folder(config), "generation_config.json", config.revision
+        )
     if file is None:
         return None
     stored: dict[str, Any] = json.loads(Path(file).read_text())
@@ -146,23 +155,25 @@ def _file_if_there(path: str, name: str, revision: str | None = None) -> str | N
 def _adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
     """Tokenizer of a target with an adapter; parts that the adapter lacks are the target's."""
     assert config.path is not None
-    with naming_target(config, "adapter"):
+    with report_target_errors(config, "adapter"):
         own = _file_if_there(adapter, "tokenizer_config.json")
         template = _file_if_there(adapter, "chat_template.jinja")
     base = replace(config, adapter=None)
     if own is None:
-        tokenizer = tokenizer_of(base)
+        tokenizer = load_target_tokenizer(base)
     else:
-        with naming_target(config):
-            model_config = AutoConfig.from_pretrained(folder_of(config), **hub_options(config))
-        with naming_target(config, "adapter"):
+        with report_target_errors(config):
+            model_config = AutoConfig.from_pretrained(
+                resolve_target_folder(config), **hub_options(config)
+            )
+        with report_target_errors(config, "adapter"):
             tokenizer = AutoTokenizer.from_pretrained(
                 adapter, config=model_config, trust_remote_code=config.trust_remote_code
             )
     if own is None and template is not None:
         tokenizer.chat_template = Path(template).read_text()
     elif tokenizer.chat_template is None:
-        tokenizer.chat_template = tokenizer_of(base).chat_template
+        tokenizer.chat_template = load_target_tokenizer(base).chat_template
     return tokenizer
 
 
@@ -173,11 +184,11 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype.value)
 
 
-def attentions_for(model_config: Any) -> list[str]:
+def choose_attentions(model_config: Any) -> list[str]:
     """Attention implementations that accept additive masks and match training, best first."""
     # SDPA silently skips attention soft-capping (Gemma 2).
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    fits = getattr(language_class(model_config), "_supports_sdpa", True)
+    fits = getattr(find_language_class(model_config), "_supports_sdpa", True)
     return ["sdpa", "eager"] if fits and not capped else ["eager"]
 
 
@@ -217,10 +228,10 @@ def load_model(
         # Straight from the files, without a copy per process on the host.
         options["device_map"] = {"": device}
     assert config.path is not None
-    knows_codes = reads_codes(model_config)
-    with naming_target(config):
-        loaded: Any = language_class(model_config, towers).from_pretrained(
-            folder_of(config),
+    knows_codes = can_read_quantization(model_config)
+    with report_target_errors(config):
+        loaded: Any = find_language_class(model_config, towers).from_pretrained(
+            resolve_target_folder(config),
             config=model_config,
             use_safetensors=True,
             output_loading_info=True,
@@ -234,13 +245,13 @@ def load_model(
     else:
         # The model itself ignores, among others, old masks of 0 and 1.
         ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or "(?!)"
-        check_codes(
+        check_quantized_codes(
             config,
-            folder_of(config),
+            resolve_target_folder(config),
             lambda name: name not in unexpected and not re.search(ignored, name),
         )
-    check_used(config, model, unexpected)
-    return complete(config, model, info)
+    check_unused_weights(config, model, unexpected)
+    return check_complete(config, model, info)
 
 
 def _quantization(quantization: Quantization, dtype: torch.dtype | str) -> Any:

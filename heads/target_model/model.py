@@ -18,37 +18,37 @@ from torch.utils.checkpoint import checkpoint
 
 from conf.command.compiler import hide_hints
 from conf.errors import InputError
-from heads.decoding.cache import Kept, TreeCache, move
+from heads.decoding.cache import KeptNodes, TreeCache, move_slots
 from heads.decoding.recurrent_states import RecurrentStates
 from heads.layers.documents import Documents
 from heads.target_model.attention import (
     CachedPass,
     DocumentPass,
+    build_dense_mask,
     current_pass,
-    dense,
-    running,
-    running_traced,
-    without_masks,
+    open_attention_pass,
+    open_traced_pass,
+    pause_masks,
 )
 from heads.target_model.attention_pattern import AttentionPattern, Masks
 from heads.target_model.decoder import (
     call_decoder,
-    decoder_of,
-    find_blocks,
-    num_outputs,
-    skipped,
-    tap,
+    count_layer_outputs,
+    find_decoder,
+    find_decoder_layers,
+    pause_layer,
+    record_hidden_state,
 )
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead, on_embedding_device
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead, on_embedding_device
 from heads.target_model.positions import LongRope, scale_by_position
 from heads.target_model.recurrent import MIXERS, wrap_mixers
-from heads.upload import upload
+from heads.upload import to_device
 
 MOST_GRAPHS = 64  # per target
 
 
 @dataclass(frozen=True)
-class Taps:
+class FeatureLayers:
     """Hidden states of the target that a draft head reads.
 
     Layer indices follow `output_hidden_states`: 0 is the input of the first decoder layer, i the
@@ -67,10 +67,10 @@ class TargetOutput:
     """[B, Q, D] of the last layer, after the final norm."""
     layers: dict[int, Tensor] = field(default_factory=dict)
     """[B, Q, D] per index of `Taps.layers`."""
-    switch: int | None = None
+    switch_length: int | None = None
     """Length above which the text was read differently; see `Target.rope`."""
 
-    def at(self, tokens: Tensor) -> "TargetOutput":
+    def select_tokens(self, tokens: Tensor) -> "TargetOutput":
         """Hidden states [B, n, D] at tokens [B, n] int64."""
         texts = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
         return self._map(lambda states: states[texts, tokens])
@@ -92,7 +92,7 @@ class TargetOutput:
             states.copy_(new.layers[index])
 
     @classmethod
-    def joined(cls, parts: "Sequence[TargetOutput]") -> "TargetOutput":
+    def concat(cls, parts: "Sequence[TargetOutput]") -> "TargetOutput":
         """Join the hidden states of consecutive passes."""
         if len(parts) == 1:
             return parts[0]
@@ -110,7 +110,7 @@ class TargetOutput:
         return TargetOutput(change(self.hidden_states), layers)
 
 
-class Target(EmbeddingsAndHead):
+class Target(EmbeddingsAndOutputHead):
     """Frozen causal language model with explicit masks and positions.
 
     If its layers lie on several devices, results lie on `device`, like embedding and output head.
@@ -131,7 +131,7 @@ class Target(EmbeddingsAndHead):
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.decoder = decoder_of(model)
+        self.decoder = find_decoder(model)
         embedding = self.decoder.get_input_embeddings()
         super().__init__(
             model_config=model.config,
@@ -145,27 +145,27 @@ class Target(EmbeddingsAndHead):
         self._compiled: CompiledPasses | None = None
         self._tapped: dict[int, Tensor] = {}
         self._taps: set[int] = set()
-        self.attention_pattern = AttentionPattern.of(self.config, name)
-        self.is_recurrent, self.state_bytes = self.attention_pattern.recurrent, 0
+        self.attention_pattern = AttentionPattern.from_config(self.config, name)
+        self.is_recurrent, self.state_bytes = self.attention_pattern.is_recurrent, 0
         if self.is_recurrent:
             wrap_mixers(self.decoder, name)
-        self.rope = LongRope(self.decoder)
+        self.long_rope = LongRope(self.decoder)
         scale_by_position(self.decoder)
         self.attention_calls: list[tuple[int | None, str]] = []
         self.needs_masks = self.numerical_difference = ""
 
     @cached_property
-    def blocks(self) -> nn.ModuleList:
+    def decoder_layers(self) -> nn.ModuleList:
         """Decoder layers, in order.
 
         Raises:
             InputError: the model has no such list.
         """
-        return find_blocks(self.decoder, self.num_layers, self.name)
+        return find_decoder_layers(self.decoder, self.num_layers, self.name)
 
     @cached_property
     def _num_outputs(self) -> list[int]:
-        return num_outputs(self.blocks, lambda: self.read_text([0]), self.name)
+        return count_layer_outputs(self.decoder_layers, lambda: self.encode_text([0]), self.name)
 
     def compile(self, capacity: int, backend: str = "inductor") -> None:
         """Compile passes over drafts from now on; other passes run as before.
@@ -190,7 +190,7 @@ class Target(EmbeddingsAndHead):
         The backward pass runs the layer again. The model stays in eval mode, in which transformers'
         own checkpointing has no effect.
         """
-        for layer in self.blocks:
+        for layer in self.decoder_layers:
             layer.forward = partial(_recomputed, layer.forward)
 
     def new_cache(self, num_texts: int) -> TreeCache:
@@ -203,13 +203,13 @@ class Target(EmbeddingsAndHead):
         return TreeCache(num_texts, self.device, num_layers, states=states)
 
     @torch.no_grad()
-    def extend(
+    def run_pending(
         self,
         cache: TreeCache,
         input_ids: Tensor,
         mask: Tensor | None = None,
         depths: Tensor | None = None,
-        taps: Taps | None = None,
+        taps: FeatureLayers | None = None,
         skip: Sequence[int] = (),
     ) -> TargetOutput:
         """Run new tokens after the committed ones. They are pending until `cache.commit`.
@@ -230,18 +230,20 @@ class Target(EmbeddingsAndHead):
             mask = (places[-num_new:].unsqueeze(1) >= places).unsqueeze(0)
         draft = None if mask is None or depths is None else (mask, depths)
         with ExitStack() as undo:
-            if self.rope.switch is not None:
+            if self.long_rope.switch is not None:
                 lengths = cache.slots.committed + 1
-                if cache.sure:
-                    lengths = upload(cache.ends, self.device).unsqueeze(1)
-                undo.enter_context(self.rope.reading(lengths > self.rope.switch))
+                if cache.num_certain:
+                    lengths = to_device(cache.certain_lengths, self.device).unsqueeze(1)
+                undo.enter_context(self.long_rope.mark_long_texts(lengths > self.long_rope.switch))
             if self._compiled is not None and draft is not None and not skip:
-                return self._compiled.extend(cache, input_ids, draft, taps or Taps())
-            cache.begin(num_new, num_new if mask is None else mask.shape[2])
+                return self._compiled.extend(cache, input_ids, draft, taps or FeatureLayers())
+            cache.start_pass(num_new, num_new if mask is None else mask.shape[2])
             if cache.states is not None:
-                cache.states.begin(cache.sure, draft, in_order)
+                cache.states.begin(cache.num_certain, draft, in_order)
             for layer in skip:
-                undo.enter_context(skipped(self.blocks[layer], self._num_outputs[layer]))
+                undo.enter_context(
+                    pause_layer(self.decoder_layers[layer], self._num_outputs[layer])
+                )
             cached_pass = CachedPass(
                 self.decoder.config,
                 cache,
@@ -251,17 +253,17 @@ class Target(EmbeddingsAndHead):
                 in_order=in_order,
             )
             if not self.needs_masks:
-                undo.enter_context(running(cached_pass))
+                undo.enter_context(open_attention_pass(cached_pass))
             return self.run_pass(cached_pass, input_ids, taps)
 
     def run_pass(
-        self, cached_pass: CachedPass, input_ids: Tensor, taps: Taps | None
+        self, cached_pass: CachedPass, input_ids: Tensor, taps: FeatureLayers | None
     ) -> TargetOutput:
         """Run new tokens [B, n]; the pass must be `running` if it needs no masks."""
         positions, cache = cached_pass.positions, cached_pass.cache
-        if self.window is not None and cache.width > self.window:
+        if self.max_positions is not None and cache.read_width > self.max_positions:
             # Nodes beyond the window are in no draft, but run along in a batch.
-            positions = positions.clamp_max(self.window - 1)
+            positions = positions.clamp_max(self.max_positions - 1)
         if self.needs_masks:
             masks = cached_pass.allowed, cached_pass.key_positions
             return self.forward(input_ids, positions, *masks, cache, taps)
@@ -274,7 +276,7 @@ class Target(EmbeddingsAndHead):
         allowed: Tensor,
         key_positions: Tensor,
         cache: TreeCache | None = None,
-        taps: Taps | None = None,
+        taps: FeatureLayers | None = None,
     ) -> TargetOutput:
         """Run the decoder with an explicit attention mask.
 
@@ -297,9 +299,9 @@ class Target(EmbeddingsAndHead):
         position_ids: Tensor,
         masks: Masks | None,
         cache: TreeCache | None,
-        taps: Taps | None,
+        taps: FeatureLayers | None,
     ) -> TargetOutput:
-        indices = (taps or Taps()).layers
+        indices = (taps or FeatureLayers()).layers
         for index in indices:
             self.keep_state(index)
         output = call_decoder(self.decoder, input_ids, position_ids, masks, cache)
@@ -313,12 +315,12 @@ class Target(EmbeddingsAndHead):
         self._tapped.clear()
         return TargetOutput(output.last_hidden_state, layers).to(self.device)
 
-    def read(
+    def encode_documents(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         documents: Documents,
-        taps: Taps | None = None,
+        taps: FeatureLayers | None = None,
     ) -> TargetOutput:
         """Read packed sequences into hidden states [B, T, D]; documents do not see each other.
 
@@ -332,23 +334,23 @@ class Target(EmbeddingsAndHead):
         """
         assert sum(documents.lengths) == input_ids.numel()
         with ExitStack() as undo:
-            if self.rope.switch is not None:
-                long = documents.longer_than(self.rope.switch).view(input_ids.shape)
-                undo.enter_context(self.rope.reading(long))
+            if self.long_rope.switch is not None:
+                long = documents.longer_than(self.long_rope.switch).view(input_ids.shape)
+                undo.enter_context(self.long_rope.mark_long_texts(long))
             if self.needs_masks:
-                undo.enter_context(running(DocumentPass(documents)))
-                allowed = dense(documents, len(input_ids))
+                undo.enter_context(open_attention_pass(DocumentPass(documents)))
+                allowed = build_dense_mask(documents, len(input_ids))
                 return self.forward(input_ids, position_ids, allowed, position_ids, taps=taps)
             document_pass = DocumentPass(
                 documents, self.decoder.config, self.attention_pattern.chunks
             )
-            undo.enter_context(running(document_pass))
+            undo.enter_context(open_attention_pass(document_pass))
             output = self._run(input_ids, position_ids, None, None, taps)
         self.attention_calls = document_pass.calls
         return output
 
     @property
-    def attention(self) -> str:
+    def attention_description(self) -> str:
         """Describe how `read` attends, or last did."""
         if self.needs_masks:
             return f"masks of tokens by tokens, as {self.needs_masks}"
@@ -357,24 +359,26 @@ class Target(EmbeddingsAndHead):
         difference = self.numerical_difference
         return f"{names}; transformers' decoding of it {difference}" if difference else names
 
-    def read_text(self, token_ids: list[int], taps: Taps | None = None) -> TargetOutput:
+    def encode_text(self, token_ids: list[int], taps: FeatureLayers | None = None) -> TargetOutput:
         """Read one text of S tokens into hidden states [1, S, D]."""
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
-        return self.read(ids, positions, Documents.single(ids.shape[1], self.device), taps)
+        return self.encode_documents(
+            ids, positions, Documents.from_length(ids.shape[1], self.device), taps
+        )
 
-    def read_response(
-        self, prompt_ids: list[int], response_ids: list[int], taps: Taps | None = None
+    def encode_response(
+        self, prompt_ids: list[int], response_ids: list[int], taps: FeatureLayers | None = None
     ) -> TargetOutput:
         """Read a prompt and a response except its last token, as in decoding; [1, S, D]."""
-        token_ids, switch = prompt_ids + response_ids[:-1], self.rope.switch
-        whole = self.read_text(token_ids, taps)
+        token_ids, switch = prompt_ids + response_ids[:-1], self.long_rope.switch
+        whole = self.encode_text(token_ids, taps)
         if switch is None or not len(prompt_ids) <= switch < len(token_ids):
             return whole
-        before = self.read_text(token_ids[:switch], taps)
+        before = self.encode_text(token_ids[:switch], taps)
         behind = whole._map(lambda states: states[:, switch:])
-        output = TargetOutput.joined([before, behind])
-        output.switch = switch
+        output = TargetOutput.concat([before, behind])
+        output.switch_length = switch
         return output
 
     def keep_state(self, index: int) -> None:
@@ -384,7 +388,7 @@ class Target(EmbeddingsAndHead):
         if not 0 <= index <= self.num_layers:
             raise InputError(f"hidden state {index}: {self.name} has 0..{self.num_layers}")
         active = getattr(self.config, "altup_active_idx", None)
-        tap(self.blocks, index, active, self._tapped)
+        record_hidden_state(self.decoder_layers, index, active, self._tapped)
         self._taps.add(index)
 
 
@@ -394,7 +398,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     now = current_pass()
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), nullcontext() if now is None else running(now)
+        return nullcontext(), nullcontext() if now is None else open_attention_pass(now)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -417,22 +421,22 @@ class CompiledPasses:
         limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
         torch._dynamo.config.recompile_limit = limit
         self._run: Any = torch.compile(self._pass, dynamic=self.capacity is None, backend=backend)
-        self._move: Any = torch.compile(move, dynamic=True, backend=backend)
+        self._move: Any = torch.compile(move_slots, dynamic=True, backend=backend)
 
     def new_cache(self, num_texts: int, num_layers: int) -> TreeCache:
         """See `Target.new_cache`."""
         return TreeCache(num_texts, self.device, num_layers, self.capacity, mover=self._move)
 
     def extend(
-        self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: Taps
+        self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: FeatureLayers
     ) -> TargetOutput:
         """`Target.extend` by draft tokens; `draft` has their mask and depths."""
         for index in taps.layers:
             # Before tracing, as later hooks do not become part of the trace.
             self.target.keep_state(index)
-        width = cache.slots.width(draft[0].shape[2])
+        width = cache.slots.count_used_slots(draft[0].shape[2])
         cache.reserve(width)
-        with without_masks(None if self.target.needs_masks else self.target.decoder.config):
+        with pause_masks(None if self.target.needs_masks else self.target.decoder.config):
             output: TargetOutput = self._run(cache, input_ids, draft, taps, self.capacity or width)
         return output
 
@@ -441,12 +445,12 @@ class CompiledPasses:
         cache: TreeCache,
         input_ids: Tensor,
         draft: tuple[Tensor, Tensor],
-        taps: Taps,
+        taps: FeatureLayers,
         width: int,
     ) -> TargetOutput:
         """Compiled region; arguments other than tensors are constants of a graph."""
         num_new, target = input_ids.shape[1], self.target
-        cache.begin_traced(num_new, draft[0].shape[2], width)
+        cache.start_traced_pass(num_new, draft[0].shape[2], width)
         cached_pass = CachedPass(
             target.decoder.config,
             cache,
@@ -454,36 +458,36 @@ class CompiledPasses:
             draft=draft,
             chunks=target.attention_pattern.chunks,
         )
-        with running_traced(cached_pass):
+        with open_traced_pass(cached_pass):
             return target.run_pass(cached_pass, input_ids, taps)
 
 
 def prefill(
-    target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
+    target: Target, cache: TreeCache, rows: list[list[int]], taps: FeatureLayers | None = None
 ) -> TargetOutput:
     """Read certain tokens, at least one per text, and commit them.
 
     Returns:
         Hidden states [B, n, D]; shorter rows are padded.
     """
-    parts = prefill_parts(target, cache, rows, taps)
-    return TargetOutput.joined([output for _, output in parts])
+    parts = iter_prefill(target, cache, rows, taps)
+    return TargetOutput.concat([output for _, output in parts])
 
 
-def last_states(target: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
+def prefill_last_states(target: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     """Run `prefill`, but keep only the last hidden states [B, 1, D] of each text."""
     last: Tensor | None = None
     before = cache.slots.committed
-    for _, output in prefill_parts(target, cache, rows):
+    for _, output in iter_prefill(target, cache, rows):
         counts, before = cache.slots.committed - before, cache.slots.committed
-        states = output.at(counts - 1).hidden_states
+        states = output.select_tokens(counts - 1).hidden_states
         last = states if last is None else torch.where(counts.unsqueeze(2) > 0, states, last)
     assert last is not None
     return last
 
 
-def prefill_parts(
-    target: Target, cache: TreeCache, rows: list[list[int]], taps: Taps | None = None
+def iter_prefill(
+    target: Target, cache: TreeCache, rows: list[list[int]], taps: FeatureLayers | None = None
 ) -> Iterator[tuple[list[list[int]], TargetOutput]]:
     """Run `prefill` in parts and yield tokens and states of each; one part if recurrent."""
     longest = max(map(len, rows))
@@ -496,10 +500,10 @@ def prefill_parts(
         width = max(counts)
         # Padding comes after a row's tokens, which cannot see it.
         filled = [row + [0] * (width - len(row)) for row in new]
-        both = upload([*chain.from_iterable(filled), *counts], target.device)
+        both = to_device([*chain.from_iterable(filled), *counts], target.device)
         ids = both[: -len(new)].view(len(new), width)
         cache.announce(counts, ends)
-        output = target.extend(cache, ids, taps=taps)
+        output = target.run_pending(cache, ids, taps=taps)
         every = torch.arange(width, device=target.device).expand_as(ids)
-        cache.commit([list(range(count)) for count in counts], Kept(every, both[-len(new) :]))
+        cache.commit([list(range(count)) for count in counts], KeptNodes(every, both[-len(new) :]))
         yield new, output

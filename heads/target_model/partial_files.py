@@ -12,14 +12,14 @@ from tempfile import TemporaryDirectory
 from transformers.utils import cached_file
 
 from conf.settings.target import TargetConfig
-from heads.target_model.dequantise import folder_of
+from heads.target_model.dequantise import resolve_target_folder
 
 INDEX = "model.safetensors.index.json"
 BESIDE = ("config.json", "generation_config.json")
 
 
 @contextmanager
-def files_with(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[str]:
+def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[str]:
     """Yield the folder or Hub id from which to load some tensors of a target.
 
     Downloads no other weight files of a Hub repository; the largest take a terabyte.
@@ -28,7 +28,7 @@ def files_with(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[
         config: target settings.
         wanted: function that tells whether a tensor is needed, by its name.
     """
-    place = folder_of(config)
+    place = resolve_target_folder(config)
     weight_map = {} if Path(place).is_dir() or config.trust_remote_code else _index(config, place)
     files = sorted({file for name, file in weight_map.items() if wanted(name)})
     if len(files) == len({*weight_map.values()}):

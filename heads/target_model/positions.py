@@ -40,7 +40,7 @@ class LongRope:
                 module.forward = self._by_length(module, module.forward, self.switch)
 
     @contextmanager
-    def reading(self, long: Tensor) -> Iterator[None]:
+    def mark_long_texts(self, long: Tensor) -> Iterator[None]:
         """Context in which tokens belong to long texts where `long` [B, n or 1] bool is True."""
         self._long = long
         try:

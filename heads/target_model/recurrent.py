@@ -21,8 +21,8 @@ from conf.errors import InputError
 from heads.decoding.cache import TreeCache
 from heads.decoding.recurrent_states import RecurrentStates
 from heads.target_model.attention import DocumentPass, current_pass
-from heads.target_model.decoder import EVERY_WAY, call_decoder
-from heads.upload import upload
+from heads.target_model.decoder import MODEL_ERRORS, call_decoder
+from heads.upload import to_device
 
 MIXERS = "recurrent layers, document by document"
 WASTE = 1.25  # tokens run per token read, with documents padded to one length
@@ -46,7 +46,7 @@ def wrap_mixers(decoder: Any, name: str) -> None:
         device = decoder.get_input_embeddings().weight.device
         try:
             call_decoder(decoder, torch.zeros(1, 1, dtype=torch.int64, device=device), cache=cache)
-        except EVERY_WAY as error:
+        except MODEL_ERRORS as error:
             raise InputError(
                 f"target.path={name}: {model_type} is not supported: one token with a cache of "
                 f"transformers' own: {type(error).__name__}: {error}"
@@ -110,7 +110,7 @@ class Mixer:
     def _extend(self, call: "_Call", states: RecurrentStates) -> Any:
         """Run certain tokens, texts with equally many together; or draft tokens by depth."""
         if states.sure:
-            for texts, tokens in states.sure_runs(call.device):
+            for texts, tokens in states.group_by_length(call.device):
                 committed = torch.zeros_like(texts[:, 0])
                 self._run(call, states, (texts, tokens), before=committed, after=committed)
             return call.output()
@@ -131,9 +131,9 @@ class Mixer:
     ) -> None:  # fmt: skip
         """Run rows [m, n] of texts and tokens, each from one state [m] to another."""
         texts = run[0][:, 0]
-        state = states.after(self.number, texts, before)
-        call.run(*run, states.cache_with(self.layer, state))
-        states.put(self.number, texts, after, states.in_cache(self.layer))
+        state = states.select_states(self.number, texts, before)
+        call.run(*run, states.make_layer_cache(self.layer, state))
+        states.store_states(self.number, texts, after, states.collect_layer_states(self.layer))
 
 
 def _read(call: "_Call", document_pass: DocumentPass) -> Any:
@@ -167,7 +167,7 @@ def _runs(
     run = torch.cat([tokens.flatten() for tokens in groups])
     is_real = (run >= 0).nonzero().squeeze(1)
     places = torch.empty_like(every).index_copy_(0, run[is_real], is_real)
-    both = upload(torch.cat([run.clamp_min(0), places]), device)
+    both = to_device(torch.cat([run.clamp_min(0), places]), device)
     run, places = both.split([len(run), len(places)])
     parts = zip(run.split([tokens.numel() for tokens in groups]), groups, strict=True)
     rows = [part.view(tokens.shape) for part, tokens in parts]

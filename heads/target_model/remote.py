@@ -12,13 +12,17 @@ from transformers.utils import logging
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import Quantization, TargetConfig
-from heads.target_model.decoder import decoder_of, find_blocks, tap
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.errors import naming_target
-from heads.target_model.language import language_class
-from heads.target_model.load import hub_options, load_config, resolve_dtype, tokenizer_of
-from heads.target_model.partial_files import files_with
-from heads.target_model.weight_files import check_codes, check_used, complete
+from heads.target_model.decoder import find_decoder, find_decoder_layers, record_hidden_state
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.errors import report_target_errors
+from heads.target_model.language import find_language_class
+from heads.target_model.load import hub_options, load_config, load_target_tokenizer, resolve_dtype
+from heads.target_model.partial_files import open_partial_files
+from heads.target_model.weight_files import (
+    check_complete,
+    check_quantized_codes,
+    check_unused_weights,
+)
 
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
@@ -36,7 +40,7 @@ BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project
 residuals that look back, OPT-350m."""
 
 
-class RemoteTarget(EmbeddingsAndHead):
+class RemoteTarget(EmbeddingsAndOutputHead):
     """Embedding, final norm and output head of a target, for hidden states of a serving engine.
 
     Attributes:
@@ -52,13 +56,13 @@ class RemoteTarget(EmbeddingsAndHead):
             tokenizer=tokenizer,
             name=name,
         )
-        self.final_norm = final_norm(model)
+        self.final_norm = find_final_norm(model)
 
     @classmethod
-    def of(cls, config: TargetConfig, device: torch.device) -> "RemoteTarget":
+    def from_config(cls, config: TargetConfig, device: torch.device) -> "RemoteTarget":
         """Load the parts of a target. See `load_remote`."""
         model = load_remote(config, device)
-        return cls(model, tokenizer_of(config), str(config.path))
+        return cls(model, load_target_tokenizer(config), str(config.path))
 
 
 def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0) -> Any:
@@ -91,8 +95,12 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
             )
     whole, bare = load_config(config), load_config(config)
     _shorten(bare, num_layers)
-    with naming_target(config), _quiet(), files_with(config, _is_read(bare, num_layers)) as place:
-        loaded: Any = language_class(bare).from_pretrained(
+    with (
+        report_target_errors(config),
+        _quiet(),
+        open_partial_files(config, _is_read(bare, num_layers)) as place,
+    ):
+        loaded: Any = find_language_class(bare).from_pretrained(
             place,
             config=bare,
             dtype=resolve_dtype(config.dtype, device),
@@ -103,11 +111,11 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
         )
         model, info = loaded
         parameters = {_last(name) for name, _ in model.named_parameters()}
-        check_codes(config, place, lambda name: _last(name) in parameters)
+        check_quantized_codes(config, place, lambda name: _last(name) in parameters)
     modules = dict(model.named_modules())
     unexpected = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
-    check_used(config, model, unexpected)
-    complete(config, model, info)
+    check_unused_weights(config, model, unexpected)
+    check_complete(config, model, info)
     _check_shapes(config, model, info["mismatched_keys"])
     model.config = whole
     return model.to(device).eval().requires_grad_(False)
@@ -130,10 +138,10 @@ def _is_read(bare: Any, num_layers: int) -> Callable[[str], bool]:
 def _skeleton(bare: Any) -> nn.Module:
     """Make a model without weights."""
     with torch.device("meta"):
-        return language_class(bare)(bare)
+        return find_language_class(bare)(bare)
 
 
-def early_state(config: TargetConfig, index: int) -> Callable[[list[int]], Tensor] | None:
+def load_early_layers(config: TargetConfig, index: int) -> Callable[[list[int]], Tensor] | None:
     """Compute a target's hidden state after a few layers, to compare with engines.
 
     Args:
@@ -169,9 +177,9 @@ def _first_layers(
     _shorten(bare, index)
     if sum(each.numel() for each in _skeleton(bare).parameters()) > MOST_PARAMETERS:
         return None
-    decoder = decoder_of(load_remote(config, torch.device("cpu"), index))
+    decoder = find_decoder(load_remote(config, torch.device("cpu"), index))
     kept: dict[int, Tensor] = {}
-    tap(find_blocks(decoder, index, str(config.path)), index, active, kept)
+    record_hidden_state(find_decoder_layers(decoder, index, str(config.path)), index, active, kept)
 
     @torch.no_grad()
     def state(token_ids: list[int]) -> Tensor:
@@ -188,7 +196,7 @@ def _last(name: str) -> str:
 
 def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:
     """Refuse parts of another size in the files, which transformers would initialise randomly."""
-    decoder = decoder_of(model)
+    decoder = find_decoder(model)
     norms = [getattr(decoder, name, None) for name in FINAL_NORMS]
     read = [model.get_input_embeddings(), model.get_output_embeddings(), *norms]
     for key, stored, expected in sorted(mismatched):
@@ -200,13 +208,13 @@ def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[A
             )
 
 
-def final_norm(model: Any) -> nn.Module:
+def find_final_norm(model: Any) -> nn.Module:
     """Norm after the last layer of a transformers model.
 
     Raises:
         InputError: no known name, or more than a norm.
     """
-    decoder = decoder_of(model)
+    decoder = find_decoder(model)
     more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
     if more:
         raise _needs_more(type(model).__name__, more)

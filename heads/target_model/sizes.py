@@ -52,7 +52,7 @@ WIDEST = 4
 of 512)."""
 
 
-class Attention(NamedTuple):
+class AttentionHeads(NamedTuple):
     """Attention heads of a layer."""
 
     num_heads: int
@@ -60,7 +60,7 @@ class Attention(NamedTuple):
     head_dim: int
 
 
-def hidden_size(config: Any) -> int:
+def find_hidden_size(config: Any) -> int:
     """Width of hidden states between decoder layers.
 
     Raises:
@@ -69,12 +69,12 @@ def hidden_size(config: Any) -> int:
     return _size(config, "hidden_size")
 
 
-def embedding_size(config: Any) -> int:
+def find_embedding_size(config: Any) -> int:
     """Width of embedded tokens and of last hidden states; OPT-350m projects both."""
-    return _size(config, "word_embed_proj_dim", hidden_size(config))
+    return _size(config, "word_embed_proj_dim", find_hidden_size(config))
 
 
-def num_layers(config: Any) -> int:
+def count_layers(config: Any) -> int:
     """Number of decoder layers.
 
     Raises:
@@ -83,13 +83,13 @@ def num_layers(config: Any) -> int:
     return _size(config, "num_hidden_layers")
 
 
-def mlp_size(config: Any) -> int:
+def compute_mlp_size(config: Any) -> int:
     """Inner size of a gated MLP with as much computation per token as the target's.
 
     If a mixture's width is missing, or below twice the hidden size and thus an expert's, it counts
     with all experts per token. Without any width it is 4 hidden sizes, as in GPT-2.
     """
-    hidden = hidden_size(config)
+    hidden = find_hidden_size(config)
     dense = _size(config, "intermediate_size", 0)
     experts = _size(config, "num_experts_per_tok", 0)
     if experts and dense < 2 * hidden:
@@ -97,7 +97,7 @@ def mlp_size(config: Any) -> int:
     return dense or 4 * hidden
 
 
-def attention(config: Any, width: int) -> Attention:
+def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
     """Attention heads of the target, as far as engines load them for a Llama layer.
 
     RoPE there needs an even size, and each head a whole number of a hidden state's values (GLM 4.5
@@ -107,11 +107,11 @@ def attention(config: Any, width: int) -> Attention:
         config: config of the target.
         width: width of the Llama layer's hidden states.
     """
-    hidden = hidden_size(config)
+    hidden = find_hidden_size(config)
     num_heads = _size(config, "num_attention_heads", 0)
     if not num_heads:
         num_heads = max(1, hidden // STATE_HEAD)
-        return Attention(gcd(num_heads, width), gcd(num_heads, width), STATE_HEAD)
+        return AttentionHeads(gcd(num_heads, width), gcd(num_heads, width), STATE_HEAD)
     num_heads = next(n for n in range(num_heads, 0, -1) if width % n == 0)
     head_dim = _size(config, "head_dim", 0)
     if not head_dim or num_heads * head_dim > WIDEST * hidden:
@@ -121,20 +121,20 @@ def attention(config: Any, width: int) -> Attention:
         config, "new_decoder_architecture", False
     )
     num_key_value_heads = 1 if single else _size(config, "num_key_value_heads", num_heads)
-    return Attention(num_heads, gcd(num_heads, num_key_value_heads), head_dim + head_dim % 2)
+    return AttentionHeads(num_heads, gcd(num_heads, num_key_value_heads), head_dim + head_dim % 2)
 
 
-def num_positions(config: Any) -> int:
+def find_max_positions(config: Any) -> int:
     """Tokens of the longest text."""
     return _size(config, "max_position_embeddings", USUAL_POSITIONS)
 
 
-def norm_epsilon(config: Any) -> float:
+def find_norm_epsilon(config: Any) -> float:
     """Epsilon of the norms."""
     return _first_value(config, "rms_norm_eps") or USUAL_EPSILON
 
 
-def rope(config: Any) -> dict[str, Any]:
+def find_rope(config: Any) -> dict[str, Any]:
     """The target's RoPE over the whole head; types that depend on length become plain.
 
     Of several types of layers, take full attention's, or else the slowest.

@@ -30,7 +30,7 @@ OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
 weight needs."""
 
 
-def weight_files(folder: Path, name: str) -> list[Path] | None:
+def find_weight_files(folder: Path, name: str) -> list[Path] | None:
     """Weight files that are loaded from a folder; None if some are missing.
 
     As in transformers, a single file of all weights precedes shards. The name is `model` or
@@ -44,7 +44,7 @@ def weight_files(folder: Path, name: str) -> list[Path] | None:
     return files if all(file.is_file() for file in files) else None
 
 
-def tensors(file: Path) -> dict[str, dict[str, Any]]:
+def load_tensor_table(file: Path) -> dict[str, dict[str, Any]]:
     """Tensors of a file by name: `dtype`, `shape`, and `data_offsets` from the file's start.
 
     Raises:
@@ -64,7 +64,7 @@ def tensors(file: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-def checksum(files: Iterable[tuple[Path, dict[str, dict[str, Any]]]]) -> str:
+def compute_checksum(files: Iterable[tuple[Path, dict[str, dict[str, Any]]]]) -> str:
     """Checksum of samples of every tensor: name, dtype, shape, and bytes at three places.
 
     Args:
@@ -87,7 +87,7 @@ def _samples(file: Path, held: dict[str, dict[str, Any]]) -> Iterator[bytes]:
             yield b"".join(parts)
 
 
-def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
+def check_complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
     """Return a model if its files had weights for all parameters.
 
     Raises:
@@ -103,7 +103,7 @@ def complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
     return model
 
 
-def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
+def check_unused_weights(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
     """Refuse unused weights that should change the computation; print other unused weights.
 
     These are weights of computing modules, of existing layers and of adapters. Whole further layers
@@ -153,7 +153,7 @@ def check_used(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]
         )
 
 
-def reads_codes(model_config: Any) -> bool:
+def can_read_quantization(model_config: Any) -> bool:
     """Tell whether transformers knows the quantisation of a model's weights.
 
     The config is that before loading, which may remove the quantisation.
@@ -165,7 +165,7 @@ def reads_codes(model_config: Any) -> bool:
     return any(f"{name}_".startswith(f"{method}_") for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
 
 
-def check_codes(config: TargetConfig, place: str, is_read: Callable[[str], bool]) -> None:
+def check_quantized_codes(config: TargetConfig, place: str, is_read: Callable[[str], bool]) -> None:
     """Refuse quantised one-byte weights that would be read as plain numbers.
 
     Args:
@@ -180,9 +180,9 @@ def check_codes(config: TargetConfig, place: str, is_read: Callable[[str], bool]
         place, "config.json", revision=config.revision, local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
     )  # fmt: skip
-    files = config_file and weight_files(Path(str(config_file)).parent, "model")
+    files = config_file and find_weight_files(Path(str(config_file)).parent, "model")
     for file in files or ():
-        for name, tensor in tensors(file).items():
+        for name, tensor in load_tensor_table(file).items():
             if tensor["dtype"] in CODES and is_read(name):
                 raise InputError(
                     f"target.path={config.path}: {name} holds codes of dtype {tensor['dtype']}, "

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from conf.errors import InputError
-from data.prepared.pack import check_ids
-from data.servers.endpoint import Answer, RowRefused
-from data.templates.encoder import Encoder
+from data.prepared.pack import check_token_ids
+from data.servers.endpoint import Answer, RequestRefusedError
+from data.templates.encoder import RecordEncoder
 from data.templates.replies import parse_reply
 from eval.decode.engine import Request
 from eval.measure.answers import answers
@@ -22,20 +22,22 @@ class LocalAnswers:
     def __init__(
         self,
         target: Target,
-        encoder: Encoder,
+        encoder: RecordEncoder,
         batch_size: int,
         max_new_tokens: int,
         temperature: float,
     ) -> None:
-        encoder.template({}, None)  # refuses a tokenizer that cannot render, before any work
+        encoder.build_template({}, None)  # refuses a tokenizer that cannot render, before any work
         self.target, self.encoder = target, encoder
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         self.sampling = Sampling(temperature)
-        self.max_prompt_tokens = None if target.window is None else target.window - max_new_tokens
+        self.max_prompt_tokens = (
+            None if target.max_positions is None else target.max_positions - max_new_tokens
+        )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise InputError(
                 f"max_new_tokens={max_new_tokens}: leaves no room for a prompt in the window of "
-                f"{target.name}, {target.window} tokens"
+                f"{target.name}, {target.max_positions} tokens"
             )
 
     def prompt_ids(self, dialogue: Dialogue) -> list[int]:
@@ -46,12 +48,14 @@ class LocalAnswers:
                 lacks some of its tokens.
         """
         try:
-            ids = self.encoder.prompt(dialogue.asked, dialogue.tools, dialogue.template_kwargs)
-            check_ids(ids, self.target, "its prompt".format)
+            ids = self.encoder.encode_prompt(
+                dialogue.asked, dialogue.tools, dialogue.template_kwargs
+            )
+            check_token_ids(ids, self.target, "its prompt".format)
         except InputError as error:
-            raise RowRefused(str(error)) from error
+            raise RequestRefusedError(str(error)) from error
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
-            raise RowRefused(
+            raise RequestRefusedError(
                 f"{len(ids)} prompt tokens leave no room for max_new_tokens in the target's "
                 f"window (at most {self.max_prompt_tokens})"
             )
@@ -91,6 +95,6 @@ class LocalAnswers:
             dialogue: the conversation that it answers.
         """
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        template = self.encoder.template(dialogue.template_kwargs, dialogue.tools)
+        template = self.encoder.build_template(dialogue.template_kwargs, dialogue.tools)
         message = parse_reply(written, dialogue.asked, template, dialogue.tools)
         return Answer(message, truncated=ids[-1] not in self.target.stop_ids, token_ids=ids)

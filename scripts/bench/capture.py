@@ -32,8 +32,8 @@ from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig, StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
-from data.features.format import HIDDEN, Contents
-from data.features.writer import SHARD_BYTES, PlannedShard, Writers
+from data.features.format import HIDDEN_STATES, StoreContents
+from data.features.writer import SHARD_BYTES, PlannedShard, ShardWriterPool
 from eval.measure.processes import start
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -49,7 +49,9 @@ STORED = [
 ]
 
 
-def stored_as(contents: Contents, state_format: StateFormat, teacher: TeacherKind) -> Contents:
+def stored_as(
+    contents: StoreContents, state_format: StateFormat, teacher: TeacherKind
+) -> StoreContents:
     """The same layers stored in another way."""
     k = CaptureRun().top_k if teacher is TeacherKind.top_k else 0
     return replace(contents, format=state_format, teacher=teacher, top_k=k)
@@ -64,14 +66,14 @@ def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> 
             {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         )
         if with_logits:
-            for part in states[HIDDEN].flatten(0, 1).split(ROWS_PER_CHUNK):
-                target.logits(part)
+            for part in states[HIDDEN_STATES].flatten(0, 1).split(ROWS_PER_CHUNK):
+                target.compute_logits(part)
 
 
 def written(work: Work, target: Target, shard: PlannedShard) -> None:
     """Capture a shard to disk."""
     source = Source.of(target, work.plan.contents.layers)
-    with Writers() as writers:
+    with ShardWriterPool() as writers:
         capture_shard(work, shard, target, source, writers, tqdm(disable=True))
 
 
@@ -115,7 +117,7 @@ def speed_table(rates: dict[str, list[float]]) -> Table:
 def size_table() -> Table:
     """Bytes per token of 3 layers, ids, documents and masks included."""
     table = Table("4,096 channels, 3 layers", "bytes/token", "KiB/token", "GiB per million tokens")
-    contents = Contents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
+    contents = StoreContents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
     for way in STORED:
         size = stored_as(contents, *way).bytes_per_token
         row = (f"{size:,}", f"{size / 1024:.2f}", f"{size * 1e6 / 2**30:.1f}")
@@ -151,7 +153,7 @@ def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
     state = start()
     work = prepared(config, state, SHARD_BYTES)
     target = load_target(config.target, state.device)
-    lengths = work.sets["train"].lengths[: options.sequences]
+    lengths = work.sets["train"].parse_accepted_lengths[: options.sequences]
     shards = [
         PlannedShard("train-00000", "train", first, first + options.group, sum(group))
         for first in range(0, len(lengths) - options.group + 1, options.group)

@@ -39,9 +39,9 @@ from eval.decode.engine import NoDraft, decode
 from eval.decode.generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
-from heads.decoding.tree import Tree, usual_tree
-from heads.kinds import HEADS, fresh_head
-from heads.layers.packed import pack
+from heads.decoding.tree import Tree, make_default_tree
+from heads.kinds import HEADS, make_untrained_head
+from heads.layers.packed import pack_weights
 from heads.processor import this_processor
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -143,12 +143,12 @@ def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
     }
     for name in DRAFTING:
         variant = next(reversed(HEADS[name].variants))
-        head = fresh_head(variant, target, DraftVocab.everything(vocab))
-        pack(head.attach(target, target.dtype).eval())
-        depth = min(DEPTH, head.longest)
-        ways[f"{name}_chain"] = partial(head.drafter, Tree.chain(depth), GREEDY, [0])
-        if head.static:
-            ways[f"{name}_tree"] = partial(head.drafter, usual_tree(depth), GREEDY, [0])
+        head = make_untrained_head(variant, target, DraftVocab.make_full(vocab))
+        pack_weights(head.attach(target, target.dtype).eval())
+        depth = min(DEPTH, head.max_chain_depth)
+        ways[f"{name}_chain"] = partial(head.make_drafter, Tree.chain(depth), GREEDY, [0])
+        if head.has_static_tree:
+            ways[f"{name}_tree"] = partial(head.make_drafter, make_default_tree(depth), GREEDY, [0])
 
     def text(make: Callable[[], Drafter]) -> int:
         return len(decode(target, make(), prompt, length).steps)

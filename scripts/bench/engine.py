@@ -32,11 +32,11 @@ from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, NoDraft, decode
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import STEP_PARTS
-from heads.decoding.drafting import Committed, Draft, Drafter, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
-from heads.decoding.tree import DynamicShape, Shape, Tree, default_tree
-from heads.kinds import HEADS, fresh_head
-from heads.layers.packed import pack
+from heads.decoding.tree import DraftShape, DynamicShape, Tree, make_static_tree
+from heads.kinds import HEADS, make_untrained_head
+from heads.layers.packed import pack_weights
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
@@ -51,9 +51,9 @@ class Corrected:
         self.drafter, self.oracle = drafter, oracle
         self.taps = drafter.taps
         # The oracle's tree is as large as the drafter's, or larger.
-        self.static_nodes = drafter.static_nodes and oracle.static_nodes
+        self.num_static_nodes = drafter.num_static_nodes and oracle.num_static_nodes
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Show both drafters the committed tokens."""
         self.drafter.observe(seen)
         self.oracle.observe(seen)
@@ -63,15 +63,15 @@ class Corrected:
         self.drafter.propose(roots)
         return self.oracle.propose(roots)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some rows of both drafters."""
-        self.drafter.keep(rows)
-        self.oracle.keep(rows)
+        self.drafter.select_rows(rows)
+        self.oracle.select_rows(rows)
 
-    def take(self, row: int, other: "Corrected") -> None:
+    def insert_row(self, row: int, other: "Corrected") -> None:
         """Take a row of another object's drafters."""
-        self.drafter.take(row, other.drafter)
-        self.oracle.take(row, other.oracle)
+        self.drafter.insert_row(row, other.drafter)
+        self.oracle.insert_row(row, other.oracle)
 
 
 def random_target(
@@ -87,7 +87,7 @@ def random_target(
     model: Any = LlamaForCausalLM(config)
     make_sure(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    pack(model.to(device, dtype))
+    pack_weights(model.to(device, dtype))
     return Target(model, None, "random")
 
 
@@ -113,18 +113,18 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
         "prompt lookup, 4": corrected(lambda: PromptLookup(4), Tree.chain(4)),
         "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.chain(10)),
     }
-    vocab = DraftVocab.everything(target.vocab_size)
+    vocab = DraftVocab.make_full(target.vocab_size)
     for name, kind in HEADS.items():
-        head = fresh_head(next(reversed(kind.variants)), target, vocab)
-        pack(head.attach(target, target.dtype).eval())
-        depth = min(4, head.longest)
-        tree = default_tree(depth, 8)
-        shapes: dict[str, Shape] = {
+        head = make_untrained_head(next(reversed(kind.variants)), target, vocab)
+        pack_weights(head.attach(target, target.dtype).eval())
+        depth = min(4, head.max_chain_depth)
+        tree = make_static_tree(depth, 8)
+        shapes: dict[str, DraftShape] = {
             f"chain of {depth}": Tree.chain(depth),
-            "tree of 8": tree if head.static else DynamicShape(depth, 2, 8),
+            "tree of 8": tree if head.has_static_tree else DynamicShape(depth, 2, 8),
         }
         for words, shape in shapes.items():
-            make = partial(head.drafter, shape, GREEDY, [0])
+            make = partial(head.make_drafter, shape, GREEDY, [0])
             makes[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
     return makes
 

@@ -40,10 +40,10 @@ from conf.command.clock import Stopwatch
 from conf.settings.scripts import RelayRun
 from data.servers import files, relay
 from data.servers.endpoint import Endpoint
-from data.servers.files import Folder, lock_of
-from data.servers.hidden_states import HiddenStatesServer, ServerTaps
-from data.servers.pool import StatesPool
-from data.servers.relay import Relay
+from data.servers.files import SharedFolder, make_lock_path
+from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
+from data.servers.pool import HiddenStatesPool
+from data.servers.relay import RelayFiles
 from scripts.bench.harness import ROOT, markdown
 from scripts.relay import RelayServer
 
@@ -74,7 +74,7 @@ class StandIn(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, taps: ServerTaps, tokens_per_s: float) -> None:
+    def __init__(self, taps: ServerFeatureLayers, tokens_per_s: float) -> None:
         """Draw the states, in bfloat16.
 
         Args:
@@ -86,9 +86,9 @@ class StandIn(ThreadingHTTPServer):
         self._root = Path(
             tempfile.mkdtemp(prefix="headsmith-", dir=SHARED if SHARED.is_dir() else None)
         )
-        self.folder = self._root / taps.folder
+        self.folder = self._root / taps.folder_name
         self.folder.mkdir()
-        self._states = torch.randn(NUM_DRAWN, len(taps.written), taps.hidden_size).bfloat16()
+        self._states = torch.randn(NUM_DRAWN, len(taps.written_layers), taps.hidden_size).bfloat16()
         self._tokens_per_s, self._free_at = tokens_per_s, 0.0
         self._ready: dict[int, Path] = {}
         self._numbers, self._lock = count(), threading.Lock()
@@ -111,7 +111,7 @@ class StandIn(ThreadingHTTPServer):
                 self._ready[size] = self._save(token_ids, self._root / name)
         time.sleep(max(0.0, until - time.monotonic()))
         path = self.folder / name
-        lock_of(path).touch()
+        make_lock_path(path).touch()
         if counts:
             path.hardlink_to(self._ready[size])
         else:
@@ -154,16 +154,16 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
 
-def taps_of(job: dict[str, Any]) -> ServerTaps:
+def taps_of(job: dict[str, Any]) -> ServerFeatureLayers:
     """The states of a job."""
-    return ServerTaps(tuple(job["layers"]), max(job["layers"]), job["hidden"], None)
+    return ServerFeatureLayers(tuple(job["layers"]), max(job["layers"]), job["hidden"], None)
 
 
-def pool_of(job: dict[str, Any]) -> StatesPool:
+def pool_of(job: dict[str, Any]) -> HiddenStatesPool:
     """Open the server of a job, in a process that reads from it."""
-    way = Relay(job["relay"], TIMEOUT_S) if job["relay"] else None
+    way = RelayFiles(job["relay"], TIMEOUT_S) if job["relay"] else None
     endpoint = Endpoint(job["url"], timeout_s=TIMEOUT_S)
-    return StatesPool([HiddenStatesServer(endpoint, taps_of(job), job["concurrency"], way)])
+    return HiddenStatesPool([HiddenStatesClient(endpoint, taps_of(job), job["concurrency"], way)])
 
 
 # The other processes. Each reads a job as a line of JSON, and writes its result as another.
@@ -225,9 +225,9 @@ def measured_seconds() -> Seconds:
     seconds = Seconds()
     for module in (files, relay):
         seconds.put_on(module, "read_tensors", "copies")
-    for way in (Folder, Relay):
+    for way in (SharedFolder, RelayFiles):
         seconds.put_on(way, "take", "taking")
-    seconds.put_on(HiddenStatesServer, "_collect", "collecting")
+    seconds.put_on(HiddenStatesClient, "_collect", "collecting")
     return seconds
 
 
@@ -236,7 +236,7 @@ def read(job: dict[str, Any]) -> None:
     seconds = measured_seconds()
     document = list(range(job["length"]))
     with pool_of(job) as pool:
-        for _ in pool.read_many([document] * (3 * job["concurrency"])):
+        for _ in pool.stream_states([document] * (3 * job["concurrency"])):
             pass  # memory is allocated and the file written by then
         tell({})
         sys.stdin.readline()
@@ -247,7 +247,7 @@ def read(job: dict[str, Any]) -> None:
             while watch.host_seconds() < job["seconds"]:
                 yield document
 
-        for states in pool.read_many(documents()):
+        for states in pool.stream_states(documents()):
             num_bytes += sum(each.nbytes for each in states.values())
         wall_s, busy_s = watch.host_seconds(), watch.processor_seconds()
     copies, taking, collecting = map(seconds.of, ("copies", "taking", "collecting"))
@@ -278,7 +278,7 @@ def train(job: dict[str, Any]) -> None:
     model = training.random_target(options, accelerator.device).model
     target = RemoteTarget(model, None, "random")
     rows = PackedDataset(training.documents(options, 64), options.max_length, seed=job["seed"])
-    vocab = DraftVocab.choose(rows.token_counts(VOCAB), VOCAB, [])
+    vocab = DraftVocab.from_counts(rows.count_token_ids(VOCAB), VOCAB, [])
     objective = training.fresh_objective(options.head, target, vocab)
     process, memory = psutil.Process(), {}
     with pool_of(job) as pool, tempfile.TemporaryDirectory() as folder:

@@ -168,37 +168,37 @@ def _with_head(
     """
     from heads.decoding.sampling import GREEDY, Sampling
     from heads.decoding.tree import DynamicShape, Tree
-    from heads.kinds import fresh_head
+    from heads.kinds import make_untrained_head
     from heads.vocab import DraftVocab
     from scripts.bench.engine import Corrected, Oracle
 
     plain, drawn = base
     num_tokens, size = len(plain.token_ids), target.vocab_size
-    vocab = DraftVocab.everything(size)
+    vocab = DraftVocab.make_full(size)
     if kind == "eagle3":
-        vocab = DraftVocab.choose(torch.arange(size), min(size, 32000), [])
-    head = fresh_head(kind, target, vocab)
+        vocab = DraftVocab.from_counts(torch.arange(size), min(size, 32000), [])
+    head = make_untrained_head(kind, target, vocab)
     head.attach(target, target.dtype).eval()
     depth, of_tree = SHAPES[kind]
-    chain = Tree.chain(min(depth, head.longest))
+    chain = Tree.chain(min(depth, head.max_chain_depth))
     shapes: dict[str, Any] = {"chain": chain}
     if of_tree is not None and not small:
         shapes["tree"] = DynamicShape(*of_tree)
     for name, shape in shapes.items():
-        make = partial(head.drafter, shape, GREEDY)
+        make = partial(head.make_drafter, shape, GREEDY)
         step = _ms_per_step(_captured(target, make, prompt, num_tokens))
         yield f"ms per step, {kind} {name}", step
         yield f"speed-up / tau, {kind} {name}", _ms_per_step(plain) / step
 
     def corrected(seeds: list[int]) -> Any:
         oracle = Oracle([answer], chain, ACCEPTANCE, size)
-        return Corrected(head.drafter(chain, GREEDY, seeds), oracle)
+        return Corrected(head.make_drafter(chain, GREEDY, seeds), oracle)
 
     text = _captured(target, corrected, prompt, num_tokens)
     yield f"tau at {ACCEPTANCE:.0%}, {kind} chain", (num_tokens - 1) / len(text.steps)
     yield f"speed-up at {ACCEPTANCE:.0%}, {kind} chain", plain.times.decode / text.times.decode
     if kind == "eagle3":
-        make = partial(head.drafter, chain, Sampling(temperature=1.0))
+        make = partial(head.make_drafter, chain, Sampling(temperature=1.0))
         step = _ms_per_step(_captured(target, make, prompt, num_tokens, temperature=1.0))
         yield f"speed-up / tau, {kind} chain, temperature 1", _ms_per_step(drawn) / step
 

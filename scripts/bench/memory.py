@@ -35,7 +35,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from data.templates.encoder import Sample
-from heads.kinds import by_variant
+from heads.kinds import build_variant_table
 from heads.vocab import DraftVocab
 from scripts.bench.harness import ROOT, best_device, highest, where
 from scripts.bench.training import (
@@ -50,7 +50,7 @@ from train.loop.memory import Parts, estimate
 from train.loss.sizes import LaunchSizes
 from train.parallel import processes
 
-HEADS = tuple(by_variant())
+HEADS = tuple(build_variant_table())
 TARGETS = {
     "8B": ["--hidden", "4096", "--layers", "32"],
     "70B, stored": ["--hidden", "8192", "--layers", "80"],

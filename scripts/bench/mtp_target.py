@@ -30,11 +30,11 @@ from conf.settings.data import DataConfig
 from conf.settings.eagle import MtpConfig
 from conf.settings.target import Dtype, TargetConfig
 from data.prepared.pack import PackedDataset
-from data.prepared.prepare import prepare
-from heads.eagle.branches import Branches, causal_rows
+from data.prepared.prepare import prepare_datasets
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.mtp.head import MtpHead
-from heads.mtp.stitch import stitched
+from heads.mtp.stitch import stitch_layer
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -65,12 +65,12 @@ def main() -> None:
     with TemporaryDirectory() as plain:
         laid_out(given.model, Path(plain))
         target = load_target(TargetConfig(path=plain, dtype=Dtype.float32), torch.device("cpu"))
-        everything = DraftVocab.everything(target.vocab_size)
-        head = MtpHead.untrained(target, MtpConfig(), everything, seed=0)
+        everything = DraftVocab.make_full(target.vocab_size)
+        head = MtpHead.from_settings(target, MtpConfig(), everything, seed=0)
         train(target, head, given)
         target.model.save_pretrained(plain)
         named_mimo(Path(plain))
-        stitched(Path(plain), head, Path(given.out))
+        stitch_layer(Path(plain), head, Path(given.out))
 
 
 def laid_out(model: str, folder: Path) -> None:
@@ -97,8 +97,10 @@ def named_mimo(folder: Path) -> None:
 
 def train(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
     """Train all parameters of both."""
-    data, _, report = prepare(DataConfig(path=given.chats, max_length=LENGTH), target.tokenizer, 0)
-    print(*report.lines(), sep="\n")
+    data, _, report = prepare_datasets(
+        DataConfig(path=given.chats, max_length=LENGTH), target.tokenizer, 0
+    )
+    print(*report.format_lines(), sep="\n")
     target.model.requires_grad_(True)
     parameters = [*target.model.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=given.rate, weight_decay=0.01)
@@ -124,15 +126,17 @@ def losses_of(target: Target, head: MtpHead, data: PackedDataset, numbers: range
     ids, positions = batch["input_ids"].flatten(), batch["position_ids"].flatten()
     own = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)
     own = own.masked_fill(batch["document_ids"] < 0, -1).flatten()
-    documents = Documents.of(batch["document_ids"])
-    output = target.read(batch["input_ids"], batch["position_ids"], documents, head.taps)
+    documents = Documents.from_ids(batch["document_ids"])
+    output = target.encode_documents(
+        batch["input_ids"], batch["position_ids"], documents, head.taps
+    )
     states = output.hidden_states.flatten(0, 1)
-    text = head.read(head.features(output).flatten(0, 1), ids.roll(-1), positions)
+    text = head.encode_context(head.collect_features(output).flatten(0, 1), ids.roll(-1), positions)
     rows = torch.arange(len(ids))
-    seen = causal_rows(documents, rows)
-    outputs = head.draft(text, rows, Branches(text.keys[None], text.values[None], seen))
+    seen = build_causal_range(documents, rows)
+    outputs = head.draft(text, rows, BranchCache(text.keys[None], text.values[None], seen))
     found = []
-    for logits, ahead in ((target.logits(states), 1), (head.logits(outputs), 2)):
+    for logits, ahead in ((target.compute_logits(states), 1), (head.compute_logits(outputs), 2)):
         same = (own == own.roll(-ahead)) & (own >= 0)
         same[-ahead:] = False
         found.append(cross_entropy(logits[same].float(), ids.roll(-ahead)[same]))

@@ -176,7 +176,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTrai
     )  # fmt: skip
     target = target_of(job, inputs)
     vocab = DraftVocab(inputs.draft_ids, job.vocab)
-    head = EagleHead.untrained(target, config, vocab, seed=0)
+    head = EagleHead.from_settings(target, config, vocab, seed=0)
     _fill(head, "layer.", inputs.weights)
     return ours(EagleObjective(head, target, config), inputs, compiled)
 
@@ -195,12 +195,12 @@ def medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
 
 def target_of(job: StepJob, inputs: StepInputs) -> Any:
     """The target's embedding and output head."""
-    from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+    from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
     output_head = nn.Linear(job.hidden, job.vocab, bias=False).requires_grad_(False)
     output_head.weight.data = inputs.output_head
-    return EmbeddingsAndHead(job.llama(), embedding, output_head, None, None, "random")
+    return EmbeddingsAndOutputHead(job.llama(), embedding, output_head, None, None, "random")
 
 
 def ours(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
@@ -326,7 +326,7 @@ def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from transformers import GenerationConfig
 
     from conf.settings.blocks import DFlashConfig
-    from heads.blocks.config import block_config
+    from heads.blocks.config import build_block_config
     from heads.dflash.head import DFlashHead
     from heads.vocab import DraftVocab
     from train.blocks import objective as blocks
@@ -342,8 +342,8 @@ def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     # Its last hidden state has passed the final norm, so it is not read.
     target.config.num_hidden_layers = NUM_LAYERS + 1
     target.generation_config = GenerationConfig()
-    shape = block_config(config, target, sample_from_anchor=False)
-    head = DFlashHead(shape, DraftVocab.everything(job.vocab)).begin(target, seed=0)
+    shape = build_block_config(config, target, sample_from_anchor=False)
+    head = DFlashHead(shape, DraftVocab.make_full(job.vocab)).initialise(target, seed=0)
     _fill_alike(head)
     # States end one token before the certain token.
     blocks.drawn = lambda *_args: _anchors(job) - 1

@@ -17,11 +17,11 @@ from torch import Tensor
 from conf.command.clock import measure_seconds
 from conf.settings.eagle import EagleConfig
 from data.prepared.pack import PackedDataset
-from heads.eagle.branch_attention import branch_attention, plain_attention
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branch_attention import branch_attention, plain_branch_attention
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.layers.projection import Projection
-from heads.target_model.attention import dense
+from heads.target_model.attention import build_dense_mask
 from heads.vocab import DraftVocab
 from scripts.bench.harness import Footprint, best_device, footprint, peak_bytes
 from scripts.bench.training import documents, random_target
@@ -42,7 +42,7 @@ def loss_costs(
     draw = partial(torch.randn, device=device, dtype=dtype)
     student, teacher = draw(num_tokens, hidden).requires_grad_(), draw(num_tokens, hidden)
     projection, output_head = (draw(vocab_size, hidden) * 2 * hidden**-0.5 for _ in range(2))
-    vocab = DraftVocab.everything(vocab_size).to(device)
+    vocab = DraftVocab.make_full(vocab_size).to(device)
     target: Any = SimpleNamespace(
         vocab_size=vocab_size, logits=lambda states: F.linear(states, output_head)
     )
@@ -80,11 +80,11 @@ def document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
     device = best_device()
     target = random_target(options, device)
     row = PackedDataset(documents(options, 4), options.max_length, seed=0)[0]
-    lying = Documents.of(row["document_ids"][None]).on(device)
+    lying = Documents.from_ids(row["document_ids"][None]).to_device(device)
     ids, positions = (row[name][None].to(device) for name in ("input_ids", "position_ids"))
-    allowed = dense(lying, 1)
+    allowed = build_dense_mask(lying, 1)
     ways = {
-        "read": lambda: target.read(ids, positions, lying),
+        "read": lambda: target.encode_documents(ids, positions, lying),
         "mask": lambda: target.forward(ids, positions, allowed, positions),
     }
     ours, exact = (way().hidden_states.float() for way in ways.values())
@@ -114,7 +114,7 @@ def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[st
 
     runs = {
         "fused": partial(run, partial(unrolled, branch_attention)),
-        "plain": partial(run, partial(unrolled, plain_attention)),
+        "plain": partial(run, partial(unrolled, plain_branch_attention)),
         "full": partial(run, full_masks),
     }
     peaks = {name: peak_bytes(call, device) for name, call in runs.items()}
@@ -125,17 +125,17 @@ def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[st
 
 
 def unrolled(
-    attend: Callable[[Tensor, Branches], Tensor], query: Tensor, keys: Tensor, values: Tensor
+    attend: Callable[[Tensor, BranchCache], Tensor], query: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """[J, T, Q, d]: every step over the text and its own earlier drafts."""
     places = torch.arange(query.shape[1], device=query.device)
-    text = Documents.single(len(places), places.device)
-    branches = Branches(keys[:1], values[:1], causal_rows(text, places))
+    text = Documents.from_length(len(places), places.device)
+    branches = BranchCache(keys[:1], values[:1], build_causal_range(text, places))
     outputs = []
     for step in range(len(query)):
         if step:
-            branches.own_keys.append(keys[step])
-            branches.own_values.append(values[step])
+            branches.draft_keys.append(keys[step])
+            branches.draft_values.append(values[step])
         outputs.append(attend(query[step], branches))
     return torch.stack(outputs)
 

@@ -33,10 +33,10 @@ from transformers import AutoTokenizer
 from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig
 from data.prepared.pack import PackedDataset
-from data.prepared.prepare import prepare
+from data.prepared.prepare import prepare_datasets
 from data.prepared.tokenise import num_cores
 from data.rows.records import load_records
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from scripts.bench.harness import add_sizes
 
 MIB = 2**20
@@ -123,11 +123,11 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
 
 def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
     """Run the baseline: a loop over the rows, which stay in memory."""
-    encoder = Encoder(AutoTokenizer.from_pretrained(target))
+    encoder = RecordEncoder(AutoTokenizer.from_pretrained(target))
     before = memory().pss
     watch = Stopwatch()
     records = load_records(path).records
-    samples = (sample for record in records for sample in encoder.encode(record))
+    samples = (sample for record in records for sample in encoder.encode_record(record))
     packed = PackedDataset(samples, tokens, seed=0)
     seconds, busy = watch.seconds(), watch.processor_seconds()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -154,7 +154,7 @@ def prepared(config: DataConfig, target: str) -> Cost:
     looking.start()
     try:
         watch = Stopwatch()
-        train, heldout, report = prepare(config, tokenizer, seed=0, progress=False)
+        train, heldout, report = prepare_datasets(config, tokenizer, seed=0, progress=False)
         assert len(heldout)
         seconds = watch.seconds()
     finally:
@@ -174,7 +174,7 @@ def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
     before = memory()
     meeting.wait()
     watch = Stopwatch()
-    train, _, report = prepare(config, tokenizer, seed=0, progress=False)
+    train, _, report = prepare_datasets(config, tokenizer, seed=0, progress=False)
     seconds, busy = watch.seconds(), watch.processor_seconds()
     for index in range(len(train)):
         train[index]

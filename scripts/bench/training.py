@@ -42,11 +42,11 @@ from conf.command.clock import measure_seconds
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
-from data.features.format import Contents, Field
+from data.features.format import StoreContents, TensorSpec
 from data.prepared.pack import PackedDataset
 from data.templates.encoder import Sample
-from heads.kinds import by_variant, fresh_head, name_of
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.kinds import build_variant_table, find_kind_name, make_untrained_head
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import add_sizes, best_device, where
@@ -64,7 +64,7 @@ MEAN_DOCUMENT_TOKENS = 400
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Read the settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(by_variant()))
+    parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(build_variant_table()))
     add_sizes(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
     parser.add_argument("--max-length", type=int, default=1024, help="tokens per sequence")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
@@ -90,12 +90,12 @@ def random_target(options: argparse.Namespace, device: torch.device) -> Target:
     return Target(model, None, "random")
 
 
-def random_ends(options: argparse.Namespace, device: torch.device) -> EmbeddingsAndHead:
+def random_ends(options: argparse.Namespace, device: torch.device) -> EmbeddingsAndOutputHead:
     """Make the embedding and the output head of a `random_target`, as beside a feature store."""
     model = random_target(options, torch.device("meta")).model
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
         end.to_empty(device=device).weight.data.normal_(std=0.02)
-    return EmbeddingsAndHead.sharing(model, None, "random")
+    return EmbeddingsAndOutputHead.from_model(model, None, "random")
 
 
 class StoredRows:
@@ -106,7 +106,7 @@ class StoredRows:
         fields: tensors of the store.
     """
 
-    def __init__(self, packed: PackedDataset, fields: tuple[Field, ...]) -> None:
+    def __init__(self, packed: PackedDataset, fields: tuple[TensorSpec, ...]) -> None:
         self.packed, self.fields = packed, fields
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
         left -= length
 
 
-def fresh_objective(variant: str, target: EmbeddingsAndHead, vocab: DraftVocab) -> Any:
+def fresh_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVocab) -> Any:
     """Make the objective with which an entry script trains an untrained head.
 
     Args:
@@ -142,8 +142,8 @@ def fresh_objective(variant: str, target: EmbeddingsAndHead, vocab: DraftVocab) 
         target: the frozen target.
         vocab: draft vocabulary, for heads that can have one.
     """
-    head = fresh_head(variant, target, vocab)
-    entry: Any = importlib.import_module(f"train.{name_of(head)}")
+    head = make_untrained_head(variant, target, vocab)
+    entry: Any = importlib.import_module(f"train.{find_kind_name(head)}")
     return entry.main.default_objective(head, target)
 
 
@@ -169,21 +169,21 @@ def start(
         schedule=Schedule.constant,
     )  # fmt: skip
     accelerator = processes.start(config)
-    target: EmbeddingsAndHead
+    target: EmbeddingsAndOutputHead
     target = (random_ends if stored else random_target)(options, accelerator.device)
     if samples is None:
         samples = documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
-    counts = train.token_counts(target.vocab_size)
-    vocab = DraftVocab.choose(counts, options.draft_vocab, [])
+    counts = train.count_token_ids(target.vocab_size)
+    vocab = DraftVocab.from_counts(counts, options.draft_vocab, [])
     objective = fresh_objective(options.head, target, vocab)
     if options.compile:
         objective.compile_parts()
     rows: Dataset = train
     if stored:
         layers, kind = objective.head.taps.layers, TeacherKind.hidden
-        contents = Contents(target.hidden_size, layers, kind, 0, StateFormat.bf16)
-        rows = StoredRows(train, contents.fields)
+        contents = StoreContents(target.hidden_size, layers, kind, 0, StateFormat.bf16)
+        rows = StoredRows(train, contents.tensor_specs)
     job = Job(config, LogConfig(), 0, out_dir, objective, rows, rows)
     return loop.Run(accelerator, job), train
 

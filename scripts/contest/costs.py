@@ -37,7 +37,7 @@ def steps_at(bench: Bench, context: list[int], size: int) -> dict[str, Any]:
             "chain": head.chain.num_nodes,
             "tree": tree.num_nodes if isinstance(tree, Tree) else tree.num_tokens + 1,
         }
-        drafters = {way: head.drafter(way, GREEDY, [0] * size) for way in widths}
+        drafters = {way: head.make_drafter(way, GREEDY, [0] * size) for way in widths}
         curve, drafts = time_steps(
             bench.target, drafters, context, size, sorted(set(widths.values()))
         )

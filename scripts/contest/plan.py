@@ -20,7 +20,7 @@ from conf.settings.data import RowsConfig
 from conf.settings.scripts import ContestRun
 from conf.settings.target import TargetConfig
 from data.rows.records import load_records
-from heads.kinds import HEADS, by_variant
+from heads.kinds import HEADS, build_variant_table
 from scripts.contest.tasks import Task, Took, bytes_of, device_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,9 @@ def _kind_of_file(name: str) -> str:
     content: Any = {"defaults": [name]}
     while "form" not in content.get("head", {}):
         content = OmegaConf.load(RECIPES / f"{content['defaults'][0]}.yaml")
-    return next(key for key, kind in HEADS.items() if kind is by_variant()[content.head.form])
+    return next(
+        key for key, kind in HEADS.items() if kind is build_variant_table()[content.head.form]
+    )
 
 
 def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:

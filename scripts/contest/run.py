@@ -30,7 +30,7 @@ from conf.errors import InputError
 from conf.files import lock_file
 from conf.settings.data import DataRun
 from conf.settings.scripts import ContestPart
-from data.embedded import fill_unset
+from data.embedded import fill_default_paths
 from eval.compare.names import check_methods
 from scripts.contest import plan, report, tasks
 
@@ -63,8 +63,8 @@ def main(config: ContestRun) -> None:
     check_contest(config)
     entrants = plan.read_recipes(config.recipes)
     check_methods(config.untrained)
-    fill_unset(config)
-    fill_unset(DataRun(config.target, config.prompts), prompts=True)
+    fill_default_paths(config)
+    fill_default_paths(DataRun(config.target, config.prompts), prompts=True)
     out_dir = Path(config.out_dir).absolute()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)

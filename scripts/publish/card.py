@@ -9,11 +9,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from conf.errors import InputError
 from conf.files import find_local_path, split_gguf_path
-from data.rows.files import SUFFIXES
+from data.rows.files import DATA_ENDINGS
 from eval.measure.conditions import caption
 from eval.measure.stats import shown
-from heads.export.engines import template_note, vllm_command
-from heads.head import HeadFacts, trained_with
+from heads.export.engines import format_template_note, format_vllm_command
+from heads.head import HeadFacts, get_head_settings
 
 TRAIN_KEYS = (
     "max_steps", "batch_size", "optimizer", "learning_rate", "adam_learning_rate", "schedule",
@@ -87,7 +87,7 @@ def is_hub_id(name: str) -> bool:
     On a card made elsewhere, a name without an owner was more likely a folder there.
     """
     try:
-        return "/" in name and find_local_path("a name", name, SUFFIXES) is None
+        return "/" in name and find_local_path("a name", name, DATA_ENDINGS) is None
     except InputError:
         return False
 
@@ -273,7 +273,7 @@ def _use(facts: CardFacts) -> str:
     elif head.vllm_method is None:
         serve = f"vLLM does not load this head: {head.vllm_problem}"
     else:
-        command = vllm_command(
+        command = format_vllm_command(
             head.vllm_method, head.num_draft_tokens, facts.target or "TARGET", facts.repo_id,
             **head.vllm_settings,
         )  # fmt: skip
@@ -319,7 +319,7 @@ def _training(facts: CardFacts) -> str:
     rows = [[f"train.{key}", settings[key]] for key in TRAIN_KEYS if key in settings]
     rows += [
         [f"head.{key}", value]
-        for key, value in trained_with(provenance).items()
+        for key, value in get_head_settings(provenance).items()
         # The starting head's path is a place on its maker's machine.
         if key not in ("path", "revision") and value is not None
     ]
@@ -327,7 +327,7 @@ def _training(facts: CardFacts) -> str:
     if rows:
         table = _table(["setting", "value"], rows)
         parts.append(f"<details><summary>{len(rows)} settings</summary>\n\n{table}\n\n</details>")
-    parts.append(template_note(provenance))
+    parts.append(format_template_note(provenance))
     about = provenance.get("about_head")
     parts.append(
         "What training said of the head:\n\n```\n" + "\n".join(about) + "\n```" if about else ""

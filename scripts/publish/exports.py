@@ -11,7 +11,7 @@ from safetensors import safe_open
 from conf.errors import InputError
 from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.gate import check_parity
-from heads.export.engines import LOADERS
+from heads.export.engines import LOADER_VERSIONS
 from heads.export.gguf import GgufFile
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
@@ -85,7 +85,7 @@ def check_same(head: DraftHead, export: ExportFolder) -> None:
     Raises:
         InputError: a tensor differs from the head's, rounded to the export's dtype.
     """
-    ours, theirs = head.tensors(), load_head(str(export.folder)).tensors()
+    ours, theirs = head.collect_tensors(), load_head(str(export.folder)).collect_tensors()
     for name, tensor in ours.items():
         expected = (
             tensor.to(export.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
@@ -152,7 +152,7 @@ def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> E
         format=export.format.value,
         repo_id=repo_id,
         folder=folder,
-        loaders=LOADERS[export.format],
+        loaders=LOADER_VERSIONS[export.format],
         commands=line + told,
         max_difference=verdict.max_difference,
         scale=verdict.scale,

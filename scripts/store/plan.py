@@ -13,16 +13,16 @@ from conf.errors import InputError
 from conf.files import find_local_path
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
-from data.features.format import SPLITS, Contents
+from data.features.format import SPLITS, StoreContents
 from data.features.manifest import Split, StorePlan
 from data.features.writer import PlannedShard, plan_shards
-from data.prepared.folder import NOT_DECIDING
+from data.prepared.folder import NON_CONTENT_SETTINGS
 from data.prepared.pack import PackedDataset
-from data.prepared.prepare import DataReport, prepare
+from data.prepared.prepare import DataReport, prepare_datasets
 from heads.kinds import HEADS
 from heads.target_model import sizes
-from heads.target_model.identity import identify
-from heads.target_model.load import generation_config, load_tokenizer, resolve_dtype
+from heads.target_model.identity import identify_target
+from heads.target_model.load import load_config_and_tokenizer, load_generation_config, resolve_dtype
 from train.loop.replay import MAX_NEW_TOKENS, heldout_prompts
 
 GIB = 2**30
@@ -57,12 +57,14 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     Raises:
         InputError: bad data, or layers that the target does not have.
     """
-    model_config, tokenizer = load_tokenizer(config.target)
+    model_config, tokenizer = load_config_and_tokenizer(config.target)
     contents = contents_of(config, model_config.get_text_config())
-    train, heldout, report = prepare(config.data, tokenizer, config.seed, state.is_main_process)
+    train, heldout, report = prepare_datasets(
+        config.data, tokenizer, config.seed, state.is_main_process
+    )
     sets = {"train": train, "heldout": heldout}
     prompts = heldout_prompts(heldout, config.num_replay_prompts)
-    lengths = {name: packed.lengths for name, packed in sets.items()}
+    lengths = {name: packed.parse_accepted_lengths for name, packed in sets.items()}
     lengths["replay"] = [len(prompt) + MAX_NEW_TOKENS for prompt in prompts]
     shards = [
         shard
@@ -74,7 +76,11 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         for name, packed in sets.items()
     }
     splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
-    data = {name: value for name, value in to_json(config.data).items() if name not in NOT_DECIDING}
+    data = {
+        name: value
+        for name, value in to_json(config.data).items()
+        if name not in NON_CONTENT_SETTINGS
+    }
     plan = StorePlan(
         target=target_json(config, tokenizer, state.device, loaded=False),
         contents=contents,
@@ -89,13 +95,13 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
     return Work(config, Path(config.out_dir), plan, shards, sets, prompts, report)
 
 
-def contents_of(config: CaptureRun, model_config: Any) -> Contents:
+def contents_of(config: CaptureRun, model_config: Any) -> StoreContents:
     """Choose the parts of a target's pass to store.
 
     Raises:
         InputError: the target does not have a layer.
     """
-    num_layers = sizes.num_layers(model_config)
+    num_layers = sizes.count_layers(model_config)
     layers = config.layers
     if layers is None:
         asked = filter(None, (head.default_layers for head in HEADS.values()))
@@ -105,7 +111,7 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
             f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "
             "name some of them, each once"
         )
-    width, ends = sizes.hidden_size(model_config), sizes.embedding_size(model_config)
+    width, ends = sizes.find_hidden_size(model_config), sizes.find_embedding_size(model_config)
     if layers and width != ends:
         raise InputError(
             f"layers={layers}: the hidden states of target.path={config.target.path} have width "
@@ -113,7 +119,7 @@ def contents_of(config: CaptureRun, model_config: Any) -> Contents:
             "train online"
         )
     k = min(config.top_k, model_config.vocab_size) if config.teacher is TeacherKind.top_k else 0
-    return Contents(ends, tuple(sorted(layers)), config.teacher, k, config.format)
+    return StoreContents(ends, tuple(sorted(layers)), config.teacher, k, config.format)
 
 
 def target_json(
@@ -128,7 +134,7 @@ def target_json(
         loaded: whether weights from the Hub are already on this machine.
     """
     target = config.target
-    identity = identify(target, tokenizer, resolve_dtype(target.dtype, device))
+    identity = identify_target(target, tokenizer, resolve_dtype(target.dtype, device))
     # The commit suffices; an adapter's is not known.
     if not (loaded or find_local_path("target.path", str(target.path))):
         identity = replace(identity, weights=None)
@@ -137,7 +143,9 @@ def target_json(
     return {
         **asdict(identity),
         "by_engine": bool(config.target.engine),
-        "generation_config": generation_config(target) if config.num_replay_prompts > 0 else None,
+        "generation_config": load_generation_config(target)
+        if config.num_replay_prompts > 0
+        else None,
     }
 
 
@@ -155,7 +163,7 @@ def check_disk(work: Work, say: bool) -> None:
     free = shutil.disk_usage(existing).free
     if say:
         contents = work.plan.contents
-        print(*work.report.lines(), sep="\n")
+        print(*work.report.format_lines(), sep="\n")
         print(f"store: {contents.line()}, {tokens:,} tokens")
         for state_format in StateFormat:
             size = replace(contents, format=state_format).bytes_per_token

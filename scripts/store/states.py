@@ -12,20 +12,20 @@ from torch import Tensor
 
 from conf.settings.target import TargetConfig
 from data.features.format import (
-    HIDDEN,
+    HIDDEN_STATES,
     NO_PROBABILITY,
     SCALE,
     TEACHER_IDS,
     TEACHER_LOG_PROBS,
     TOKEN_FIELDS,
-    Contents,
-    encode,
+    StoreContents,
+    quantize_states,
 )
 from eval.measure.answers import OwnTexts, Texts
 from eval.measure.engines import ServedTexts, opened
 from heads.layers.documents import Documents
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget
 from train.loss.ranking import fast_topk
 
@@ -41,13 +41,13 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
     """Make states with the target's own forward pass."""
 
     def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        documents = Documents.of(batch["document_ids"]).on(target.device)
+        documents = Documents.from_ids(batch["document_ids"]).to_device(target.device)
         ids, positions = (
             batch[name].to(target.device, non_blocking=True)
             for name in ("input_ids", "position_ids")
         )
-        output = target.read(ids, positions, documents, Taps(layers))
-        return {HIDDEN: output.hidden_states} | {
+        output = target.encode_documents(ids, positions, documents, FeatureLayers(layers))
+        return {HIDDEN_STATES: output.hidden_states} | {
             f"layers.{index}": states for index, states in output.layers.items()
         }
 
@@ -69,7 +69,7 @@ class Source:
 
 @contextmanager
 def source_of(
-    config: TargetConfig, target: EmbeddingsAndHead, layers: tuple[int, ...], text: list[int]
+    config: TargetConfig, target: EmbeddingsAndOutputHead, layers: tuple[int, ...], text: list[int]
 ) -> Iterator[Source]:
     """Open a source of the target's states and own texts, from a pass here or from engines.
 
@@ -91,7 +91,7 @@ def source_of(
         def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             names, columns = batch.keys(), batch.values()
             rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-            read = list(pool.read_rows(rows))
+            read = list(pool.stream_sequence_states(rows))
             return {name: torch.stack([states[name] for states in read]) for name in read[0]}
 
         yield Source(states_of, ServedTexts(pool, target))
@@ -99,7 +99,7 @@ def source_of(
 
 @torch.no_grad()
 def top_k(
-    target: EmbeddingsAndHead, hidden_states: Tensor, k: int, asked: Tensor
+    target: EmbeddingsAndOutputHead, hidden_states: Tensor, k: int, asked: Tensor
 ) -> dict[str, Tensor]:
     """Compute the target's likeliest tokens, where a loss will ask for them.
 
@@ -116,7 +116,7 @@ def top_k(
     ids = torch.zeros(shape, dtype=torch.int32, device=device)
     log_probs = torch.full(shape, NO_PROBABILITY, dtype=torch.float16, device=device)
     for places in asked.nonzero().squeeze(1).to(device, non_blocking=True).split(ROWS_PER_CHUNK):
-        logits = target.logits(hidden_states[places]).float()
+        logits = target.compute_logits(hidden_states[places]).float()
         best, which = fast_topk(logits, k, GROUP)
         ids[places] = which.int()
         log_probs[places] = (best - logits.logsumexp(-1, keepdim=True)).half()
@@ -124,8 +124,8 @@ def top_k(
 
 
 def stored(
-    target: EmbeddingsAndHead,
-    contents: Contents,
+    target: EmbeddingsAndOutputHead,
+    contents: StoreContents,
     states: Mapping[str, Tensor],
     tokens: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
@@ -138,8 +138,8 @@ def stored(
         tokens: [n], result of `token_fields`.
     """
     tensors = {}
-    for name in contents.states:
-        values, scale = encode(states[name].to(target.device), contents.format)
+    for name in contents.state_names:
+        values, scale = quantize_states(states[name].to(target.device), contents.format)
         tensors[name] = values
         if scale is not None:
             tensors[name + SCALE] = scale
@@ -147,7 +147,7 @@ def stored(
         # Losses compare heads with the target wherever a token of the document follows.
         asked = tokens["document_ids"].roll(-1) == tokens["document_ids"]
         asked[-1] = False
-        tensors |= top_k(target, states[HIDDEN].to(target.device), contents.top_k, asked)
+        tensors |= top_k(target, states[HIDDEN_STATES].to(target.device), contents.top_k, asked)
     return tensors
 
 

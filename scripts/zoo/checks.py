@@ -31,9 +31,9 @@ from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
-from heads.target_model.load import load_model, load_target, load_tokenizer
+from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
 from heads.target_model.model import Target
-from heads.upload import upload
+from heads.upload import to_device
 from heads.vocab import DraftVocab
 from scripts.embedded.corpus import SPECIAL_TOKENS
 from scripts.zoo.tiny import MADE, NUM_TOKENS, PAD
@@ -132,7 +132,7 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
     findings = Findings(str(folder))
     config = TargetConfig(path=str(folder))
     with findings.column("loads"):
-        load_model(config, load_tokenizer(config)[0], torch.float32, CPU)
+        load_model(config, load_config_and_tokenizer(config)[0], torch.float32, CPU)
     if findings.ok("loads"):
         with findings.column("check"):
             target = load_target(config, CPU)
@@ -147,7 +147,7 @@ class _Checks:
 
     def __init__(self, target: Target, findings: Findings) -> None:
         self.target, self.findings = target, findings
-        findings.attention = f"{target.config._attn_implementation}: {target.attention}"
+        findings.attention = f"{target.config._attn_implementation}: {target.attention_description}"
         generator = torch.Generator().manual_seed(0)
         self.prompts = [
             torch.randint(len(SPECIAL_TOKENS), NUM_TOKENS, (n,), generator=generator).tolist()
@@ -244,9 +244,9 @@ class _Checks:
 
     def _eagle(self) -> None:
         config = EagleConfig(fc_norm=True, norm_output=True, draft_vocab_size=200)
-        counts = self._data().token_counts(self.target.vocab_size)
-        vocab = DraftVocab.choose(counts, config.draft_vocab_size, self.target.special_ids)
-        head = EagleHead.untrained(self.target, config, vocab, seed=0)
+        counts = self._data().count_token_ids(self.target.vocab_size)
+        vocab = DraftVocab.from_counts(counts, config.draft_vocab_size, self.target.special_ids)
+        head = EagleHead.from_settings(self.target, config, vocab, seed=0)
         _train(EagleObjective(head, self.target, config), self._data())
         self._replayed("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
         if self.findings.ok("tree"):
@@ -292,7 +292,7 @@ class Shaped(Oracle):
             rows.append(self._fill(number, text, place))
             parents.append(list(self.tree.parents[1:]))
         depth = max(shape.depth for shape in SHAPES)
-        return Draft(upload(parents, device), upload(rows, device), depth)
+        return Draft(to_device(parents, device), to_device(rows, device), depth)
 
 
 def _train(objective: Objective, data: PackedDataset) -> None:
@@ -302,7 +302,7 @@ def _train(objective: Objective, data: PackedDataset) -> None:
         RuntimeError: the loss is not finite.
     """
     objective.train()
-    rows = [data[index] for index in range(len(data.sequences))]
+    rows = [data[index] for index in range(len(data.packing))]
     batch = objective.training_batch(
         {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     )

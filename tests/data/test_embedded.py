@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.settings.data import DataRun
-from data.embedded import CONVERSATIONS, PROMPTS, TARGET, fill_unset, is_embedded
+from data.embedded import CONVERSATIONS, PROMPTS, TARGET_PATH, fill_default_paths, is_embedded
 
-FOLDER = Path(TARGET).parent
+FOLDER = Path(TARGET_PATH).parent
 
 
 def rows(path: str) -> list[dict]:
@@ -26,8 +26,8 @@ def test_files_are_those_that_the_script_wrote():
 
 
 def test_answers_are_the_targets_likeliest_tokens():
-    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    target = AutoModelForCausalLM.from_pretrained(TARGET_PATH, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET_PATH)
     same = []
     for row in rows(CONVERSATIONS)[:8]:
         out = tokenizer.apply_chat_template(
@@ -46,18 +46,18 @@ def test_prompts_are_of_files_that_no_conversation_is_of():
 
 def test_what_is_unset_is_filled():
     run = DataRun()
-    fill_unset(run)
-    assert (run.target.path, run.data.path) == (TARGET, CONVERSATIONS)
+    fill_default_paths(run)
+    assert (run.target.path, run.data.path) == (TARGET_PATH, CONVERSATIONS)
     run = DataRun()
     run.target.path = "own/target"
-    fill_unset(run, prompts=True)
+    fill_default_paths(run, prompts=True)
     assert (run.target.path, run.data.path) == ("own/target", PROMPTS)
 
 
 @pytest.mark.parametrize(
     ("path", "embedded"),
     [
-        (TARGET, True),
+        (TARGET_PATH, True),
         ("/another/checkout/data/embedded/model", True),
         ("/a/checkout/of/2026/data/embedded/target", True),
         ("/another/checkout/data/embedded", False),

@@ -17,7 +17,7 @@ from conf.settings.scripts import RegenerateRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainRun
 from data.features.reader import FeatureStore
-from data.prepared.prepare import prepare
+from data.prepared.prepare import prepare_datasets
 from eval import acceptance, speedup
 from heads.target_model.load import load_target
 from scripts import regenerate
@@ -94,11 +94,11 @@ def test_a_place_counts_malformed_rows(inputs: Path, tmp_path: Path) -> None:
     lines = (inputs / "chat.jsonl").read_text().splitlines()
     (tmp_path / "chat.jsonl").write_text("\n".join(["7", "", *lines[:2], "{}", *lines[2:]]))
     config = data(tmp_path, on_bad_row=OnBadRow.skip)
-    sets = prepare(config, words, seed=0)[:2]
+    sets = prepare_datasets(config, words, seed=0)[:2]
     toy = SimpleNamespace(name="toy", num_embeddings=300, vocab_size=300)
     with pytest.raises(InputError, match=r"chat.jsonl:7: token id 301, but the embedding of toy"):
         for each in sets:
-            each.check_ids(toy)
+            each.check_token_ids(toy)
 
 
 def test_ids_in_a_store_are_checked_as_they_are_read(inputs: Path, tmp_path: Path) -> None:
@@ -107,7 +107,9 @@ def test_ids_in_a_store_are_checked_as_they_are_read(inputs: Path, tmp_path: Pat
     (tmp_path / "target").symlink_to(inputs / "target")
     store = FeatureStore(captured(tmp_path, tmp_path / "store"))
     assert store.manifest.plan.pad_id == 0  # the tokenizer's is 300
-    store.train.check_ids(SimpleNamespace(name="toy", num_embeddings=ord("z"), vocab_size=300))
+    store.train.check_token_ids(
+        SimpleNamespace(name="toy", num_embeddings=ord("z"), vocab_size=300)
+    )
     with pytest.raises(InputError, match=r"store: sequence 0 of train: token id \d+, but the emb"):
         store.train[0]
     from_store(TrainRun(), store, CPU)  # as every training does

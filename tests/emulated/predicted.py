@@ -34,7 +34,7 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.eagle.head import EagleHead
-from heads.kinds import by_variant, fresh_head
+from heads.kinds import build_variant_table, make_untrained_head
 from heads.medusa.adapted import AdaptedMedusa
 from heads.medusa.head import MedusaHead
 from heads.target_model.adapter import Adapter
@@ -116,19 +116,19 @@ def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
     if name == "medusa2":
         run = Medusa2Run()
         run.joint.heads_only_steps = 0
-        heads = MedusaHead.untrained(target, run.head, vocab, seed=0)
+        heads = MedusaHead.from_settings(target, run.head, vocab, seed=0)
         adapter = Adapter(target, run.adapter, seed=0)
         return Medusa2Objective(AdaptedMedusa(heads, adapter), target, run)
-    if name in by_variant():
+    if name in build_variant_table():
         return fresh_objective(name, target, vocab)
     config = entry.head_recipe(EagleConfig, name)
-    head = EagleHead.untrained(target, config, vocab, seed=0)
+    head = EagleHead.from_settings(target, config, vocab, seed=0)
     return EagleObjective(head, target, config)
 
 
 def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Drafter]:
     name, depth = job["name"], 4
-    if name not in by_variant():
+    if name not in build_variant_table():
         layers = range(target.num_layers)
         behind, other = tuple(layers[len(layers) // 2 :]), tuple(layers[1::2])
         small = {**job, "hidden": job["hidden"] // 2, "layers": job["layers"] // 2}
@@ -146,12 +146,12 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
             ),
         }
         return others[name]
-    vocab = DraftVocab.choose(torch.arange(target.vocab_size), DRAFT_VOCAB, [])
-    head = fresh_head(name, target, vocab)
+    vocab = DraftVocab.from_counts(torch.arange(target.vocab_size), DRAFT_VOCAB, [])
+    head = make_untrained_head(name, target, vocab)
     head.attach(target, target.dtype).eval()
     chain = job["shape"] == "chain"
-    shape = Tree.chain(head.usual_depth) if chain else head.usual_shape(gpu=True)
-    return lambda seeds: head.drafter(shape, GREEDY, seeds)
+    shape = Tree.chain(head.default_depth) if chain else head.make_default_shape(gpu=True)
+    return lambda seeds: head.make_drafter(shape, GREEDY, seeds)
 
 
 def _options(job: dict[str, Any]) -> Namespace:

@@ -8,7 +8,7 @@ from emulated.device import counted, off
 from emulated.hollow import hollow, metered
 from torch import Tensor
 
-from heads.blocks.attention import Sight, block_attention, plain_attention
+from heads.blocks.attention import BlockRange, block_attention, plain_block_attention
 
 CUDA = torch.device("cuda", 0)
 NUM_LAYERS = NUM_DOCUMENTS = 3
@@ -44,9 +44,9 @@ class Drawn:
             ]
         self.size, self.window = size, window
 
-    def sight(self, device: torch.device) -> Sight:
+    def sight(self, device: torch.device) -> BlockRange:
         first, end = (each.pin_memory().to(device, non_blocking=True) for each in self.host)
-        return Sight(first, end, self.size, self.window is not None, self.window, self.host)
+        return BlockRange(first, end, self.size, self.window is not None, self.window, self.host)
 
     def run(self, attend: Any, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """Output and gradients."""
@@ -96,7 +96,7 @@ def test_numbers_are_those_of_the_definition(
 ) -> None:
     drawn = Drawn(num_blocks, size, num_tokens, window=window, heads=heads)
     with off():
-        expected = drawn.run(plain_attention, torch.device("cpu"), torch.float32)
+        expected = drawn.run(plain_block_attention, torch.device("cpu"), torch.float32)
     found = drawn.run(block_attention, CUDA, dtype)
     tolerance = 1e-5 if dtype is torch.float32 else 0.05
     for mine, theirs in zip(found, expected, strict=True):

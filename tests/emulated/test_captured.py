@@ -23,7 +23,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from heads.decoding import cache as tree_cache
-from heads.decoding.drafting import Committed, Draft, Drafter, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import DynamicShape
 from heads.head import DraftHead
@@ -461,7 +461,7 @@ class Keeping(PromptLookup):
         super().__init__(4)
         self.kept: list[tuple[list[Tensor], list[Any]]] = []
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         tensors = [seen.tokens, seen.counts, seen.output.hidden_states]
         self.kept.append((tensors, [each.tolist() for each in tensors]))
         super().observe(seen)

@@ -52,12 +52,12 @@ def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -
 
 def test_drawn_chains_of_one_size_share_a_graph() -> None:
     tokens, probs = torch.tensor([[5, 6, 7]]), torch.rand(1, 3, 9)
-    draft = Draft.of(Tree.chain(3), tokens, probs)
+    draft = Draft.from_tree(Tree.chain(3), tokens, probs)
     shape = PassShape.of(draft)
     assert shape == PassShape.of(
-        Draft.of(Tree.chain(4), tokens[:, [0, 1, 2, 2]], probs[:, [0] * 4])
+        Draft.from_tree(Tree.chain(4), tokens[:, [0, 1, 2, 2]], probs[:, [0] * 4])
     )
-    assert shape != PassShape.of(Draft.of(Tree.chain(3), tokens))
+    assert shape != PassShape.of(Draft.from_tree(Tree.chain(3), tokens))
     padded = shape.padded(draft)
     assert padded.tokens.tolist() == [[5, 6, 7, PAD]]
     assert padded.draft_probs is not None

@@ -24,7 +24,7 @@ from eval.decode.engine import NoDraft, stream
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical
-from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.head import DraftHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.target_model.model import Target
@@ -77,7 +77,7 @@ def cut(make: Callable[[Target], DraftHead]) -> Callable[..., Drafter]:
 
     def made(target: Target, how: Sampling, seeds: list[int]) -> Drafter:
         head = make(target)
-        return head.drafter(CHAIN, how, seeds, calibration)
+        return head.make_drafter(CHAIN, how, seeds, calibration)
 
     return made
 
@@ -113,7 +113,7 @@ def hybrid(make: Callable[..., Drafter]) -> Callable[..., Drafter]:
     return lambda *given: Hybrid(make(*given), Suffix(SuffixTree(8)), 0.5)
 
 
-CHAIN, BUSHY = Tree.chain(3), default_tree(3, 16)
+CHAIN, BUSHY = Tree.chain(3), make_static_tree(3, 16)
 # What is more than one copy each way says why.
 KINDS = {
     "vanilla": Kind(lambda *_: NoDraft(), 0),
@@ -155,7 +155,7 @@ KINDS = {
     "draft_chain, while it is sure": Kind(draft_model(CHAIN, DraftLength(2, 0.1)), 2, 4),
     # Up: how much of the text is read anew, what is read, the draft in the target's tokens.
     "draft_chain, other tokenizer": Kind(other_tokenizer, 3, 2),
-    "draft_tree": Kind(draft_model(default_tree(3, 8)), 1),
+    "draft_tree": Kind(draft_model(make_static_tree(3, 8)), 1),
     "prompt_lookup": Kind(lambda *_: PromptLookup(4), 1),
     "ngram": Kind(lambda *_: Ngram(4), 1),
     "suffix": Kind(lambda *_: Suffix(SuffixTree(8)), 1),

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.decoding.cache import TreeCache
-from heads.layers.documents import Documents, flash, flash_backward
+from heads.layers.documents import Documents, flash_attention, flash_attention_backward
 from heads.target_model import attention
 from heads.target_model.attention import FLASH, CachedPass, DocumentPass
-from heads.target_model.kernels import Scores, choose_kernels
+from heads.target_model.kernels import ScoreRule, choose_kernels
 
 CUDA = torch.device("cuda", 0)
 aten: Any = torch.ops.aten
@@ -198,10 +198,12 @@ def test_the_efficient_kernel_reads_an_output_by_strides_of_its_own() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_flash_over_documents_and_its_gradients(window: int | None) -> None:
     lengths, (num_heads, num_kv_heads, size) = (5, 1, 7), (4, 2, 16)
-    documents = Documents.of(torch.tensor([[n for n, k in enumerate(lengths) for _ in range(k)]]))
+    documents = Documents.from_ids(
+        torch.tensor([[n for n, k in enumerate(lengths) for _ in range(k)]])
+    )
     query = drawn(13, num_heads, size, dtype=torch.bfloat16)
     text = [drawn(13, num_kv_heads, n, size)[:, :, 0].bfloat16() for n in (1, 2)]
-    found, log_norm = flash(query, *text, documents.on(CUDA), window)
+    found, log_norm = flash_attention(query, *text, documents.to_device(CUDA), window)
     leaves = [each.cpu().float().requires_grad_() for each in (query, *text)]
     expected, of_scores = plain(*leaves, lengths, window)
     torch.testing.assert_close(found.cpu().float(), expected, atol=1e-2, rtol=1e-2)
@@ -209,7 +211,9 @@ def test_flash_over_documents_and_its_gradients(window: int | None) -> None:
     if window is None:
         grad = drawn(13, num_heads, size, dtype=torch.bfloat16)
         expected.backward(grad.cpu().float())
-        back = flash_backward(grad, (query, *text), (found, log_norm), documents.on(CUDA))
+        back = flash_attention_backward(
+            grad, (query, *text), (found, log_norm), documents.to_device(CUDA)
+        )
         for mine, leaf in zip(back, leaves, strict=True):
             torch.testing.assert_close(mine.cpu().float(), leaf.grad, atol=3e-2, rtol=3e-2)
 
@@ -230,7 +234,7 @@ def plain(
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_gradients_through_attention_sinks_are_those_of_the_cpu(window: int | None) -> None:
-    documents = Documents.of(torch.tensor([[0] * 5 + [1] * 8]))
+    documents = Documents.from_ids(torch.tensor([[0] * 5 + [1] * 8]))
     shapes, dtype = ((13, 4, 16), (13, 2, 16), (13, 2, 16), (4,)), torch.float16
     grad, found = drawn(13, 4, 16, dtype=dtype).unsqueeze(0), {}
     for device in ("cpu", CUDA):
@@ -239,7 +243,7 @@ def test_gradients_through_attention_sinks_are_those_of_the_cpu(window: int | No
         # What the CPU rounds between its products is not what the kernel does.
         given = [each.float() if device == "cpu" else each for each in leaves]
         query, keys, values = (each.transpose(0, 1).unsqueeze(0) for each in given[:3])
-        reading, scores = DocumentPass(documents), Scores(window, 0.3, sinks=given[3])
+        reading, scores = DocumentPass(documents), ScoreRule(window, 0.3, sinks=given[3])
         output = reading.attend(None, query, keys, values, scores)
         output.backward(grad.to(device, output.dtype))
         found[device] = [output.detach(), *(each.grad for each in leaves)]
@@ -250,16 +254,16 @@ def test_gradients_through_attention_sinks_are_those_of_the_cpu(window: int | No
 
 
 def test_flash_refuses_what_it_does_not_take() -> None:
-    documents = Documents.single(4, CUDA)
+    documents = Documents.from_length(4, CUDA)
     halves = drawn(4, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match="fp16 and bf16"):
-        flash(halves.float(), halves.float(), halves.float(), documents)
+        flash_attention(halves.float(), halves.float(), halves.float(), documents)
     with pytest.raises(KernelError, match="head size 12"):
-        flash(halves[..., :12], halves[..., :12], halves[..., :12], documents)
+        flash_attention(halves[..., :12], halves[..., :12], halves[..., :12], documents)
     with pytest.raises(KernelError, match="int32"):
-        flash(halves, halves, halves, Documents((4,), documents.bounds.long()))
+        flash_attention(halves, halves, halves, Documents((4,), documents.cu_seqlens.long()))
     with pytest.raises(MixedDevicesError):
-        flash(halves, halves, halves, Documents((4,), documents.bounds.cpu()))
+        flash_attention(halves, halves, halves, Documents((4,), documents.cu_seqlens.cpu()))
 
 
 # --- Texts in the slots of a cache.
@@ -289,11 +293,11 @@ def test_tokens_behind_texts_whose_lengths_the_device_knows(
         cache = TreeCache(num_texts, torch.device(device), 1)
         cache.slots.commit([list(range(length)) for length in committed])
         if device != "cpu":
-            cache.slots.hold(32, num_new)
+            cache.slots.fix_width(32, num_new)
         mask = (tree if drafted == "tree" else chain).to(device)
         draft = None if drafted == "sure" else (mask, mask.sum(2) - 1)
-        cache.sure = [num_new] * num_texts if draft is None else []
-        cache.begin(num_new, num_new)
+        cache.num_certain = [num_new] * num_texts if draft is None else []
+        cache.start_pass(num_new, num_new)
         behind = CachedPass(None, cache, num_new, draft, {}, in_order=drafted == "chain")
         heads = [drawn(num_texts, 8, num_new, 16, dtype=torch.float16)]
         heads += slots_of(num_texts, 32, torch.float16)
@@ -301,9 +305,9 @@ def test_tokens_behind_texts_whose_lengths_the_device_knows(
         if device == "cpu":
             query, text = query.float(), [each.float() for each in text]
         sinks = torch.linspace(-1, 2, 8, device=device) if (window, long) == (40, 0) else None
-        scores = Scores(window, 0.3, sinks=sinks)
+        scores = ScoreRule(window, 0.3, sinks=sinks)
         with torch.no_grad():
-            text = [each[:, :, : cache.width] for each in text]
+            text = [each[:, :, : cache.read_width] for each in text]
             found[device, drafted] = behind.attend(None, query, *text, scores)
         if device != "cpu":
             is_tree = drafted == "tree" and num_new > 1

@@ -65,12 +65,12 @@ def test_reading_documents_waits_for_nothing(target_of: Callable[[str], Target])
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, -1)
     found = {}
     for device in ("cpu", "cuda"):
-        target, documents = target_of(device), Documents.of(owners.view(2, -1))
-        given = ids.to(device), positions.to(device), documents.on(torch.device(device))
+        target, documents = target_of(device), Documents.from_ids(owners.view(2, -1))
+        given = ids.to(device), positions.to(device), documents.to_device(torch.device(device))
         with torch.no_grad():
-            target.read(*given)  # makes what lasts
+            target.encode_documents(*given)  # makes what lasts
             with counted() as counts:
-                states = target.read(*given).hidden_states
+                states = target.encode_documents(*given).hidden_states
         found[device] = states.cpu()
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-4, rtol=1e-4)
     assert counts.num_waits == 0, str(counts)

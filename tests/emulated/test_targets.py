@@ -30,7 +30,7 @@ from data.features.reader import FeatureStore
 from eval.decode.drafters.self_speculation import SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.drafting import Drafter
-from heads.decoding.tree import DynamicShape, default_tree
+from heads.decoding.tree import DynamicShape, make_static_tree
 from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
 from heads.target_model.load import load_target
@@ -130,7 +130,7 @@ def drafters_of(target: Target) -> list[Drafter]:
     eagle = fresh(target, settings_of("eagle3", draft_vocab_size=120, layers=[0, 1, 2]))
     return [
         NoDraft(),
-        MedusaDrafter(noisy_head(target), default_tree(3, 16)),
+        MedusaDrafter(noisy_head(target), make_static_tree(3, 16)),
         EagleTree(eagle, DynamicShape(3, 3, 8)),
         SelfDraft(target, early_exit(target, 2), 3, seeds=[1, 2, 3]),
     ]

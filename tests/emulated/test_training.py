@@ -25,7 +25,7 @@ from emulated.runs import (
 from torch import Tensor
 
 from conf.settings.target import Dtype
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN_STATES
 from heads.layers.projection import Projection
 from train.batch.supervision import Batch, SortedIndices
 from train.loss.fused import Student, fused_linear
@@ -134,7 +134,7 @@ def test_states_of_two_micro_batches_are_on_the_device(
             live[:] = [each for each in live if each() is not None]
             if len(live) > 1:
                 time.sleep(0.01)
-        live.append(weakref.ref(found[HIDDEN]))
+        live.append(weakref.ref(found[HIDDEN_STATES]))
         most.append(len(live))
         return found
 

@@ -15,7 +15,7 @@ from conf.settings.export import ExportFormat
 from data.servers.counts import DraftCounts
 from heads.blocks.drafter import BlockChain
 from heads.decoding.drafting import Drafter
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import export_head
 from heads.head import DraftHead
 from heads.kinds import load_head
@@ -116,7 +116,13 @@ def test_vllm_on_interpreted_kernels_drafts_what_we_do(
     trained.config = replace(trained.config, **changes)
     trained.save(tmp_path / "head")
     engine = ExportFormat.vllm if changes else ExportFormat.speculators
-    export_head(trained, engine, golden(trained, target, num_rows=5), tmp_path / "export", {})
+    export_head(
+        trained,
+        engine,
+        compute_reference_tensors(trained, target, num_rows=5),
+        tmp_path / "export",
+        {},
+    )
     method = "dspark" if kind == "dspark" else "dflash"
     common = {"method": method, "num_speculative_tokens": DEPTH}
     settings = [common | {"model": str(tmp_path / name)} for name in ("head", "export")]
@@ -142,7 +148,7 @@ def compare(
     for prompt in prompts:
         found = drafted(target, drafter(), prompt, num_tokens, DEPTH)
         passes = accepted_per_pass(target, head, prompt, num_tokens)
-        assert found == DraftCounts.of(found.text, passes, DEPTH)
+        assert found == DraftCounts.from_passes(found.text, passes, DEPTH)
         ours.append(vars(found))
     assert ours == theirs
     least = 10 if num_tokens == NUM_TOKENS else 3

@@ -22,9 +22,9 @@ from ggufs import save_target_gguf
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
-from data.embedded import PROMPTS, TARGET
+from data.embedded import PROMPTS, TARGET_PATH
 from data.rows.records import load_records
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from eval.measure.prompts import first_turns
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
@@ -34,7 +34,7 @@ from heads.head import DraftHead
 from heads.kinds import load_head
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
-from heads.target_model.load import load_tokenizer
+from heads.target_model.load import load_config_and_tokenizer
 from heads.target_model.model import Target
 from scripts import export
 
@@ -67,7 +67,7 @@ def trained(command: list[str], out_dir: Path) -> Path:
 
 def exported(head: Path, engine: str, out_dir: Path) -> Path:
     config = ExportRun(
-        target=TargetConfig(path=TARGET),
+        target=TargetConfig(path=TARGET_PATH),
         head=HeadRef(path=str(head)),
         format=ExportFormat(engine),
         out_dir=str(out_dir),
@@ -84,14 +84,14 @@ def chain(head: DraftHead) -> Drafter:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return opened(Path(TARGET))
+    return opened(Path(TARGET_PATH))
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    _, tokenizer = load_tokenizer(TargetConfig(path=TARGET))
+    _, tokenizer = load_config_and_tokenizer(TargetConfig(path=TARGET_PATH))
     records = load_records(PROMPTS).records[:8]
-    return [prompt.token_ids for prompt in first_turns(records, Encoder(tokenizer))]
+    return [prompt.token_ids for prompt in first_turns(records, RecordEncoder(tokenizer))]
 
 
 @needs(VLLM)
@@ -172,7 +172,7 @@ def test_llamacpp_serves_an_export_with_our_counts(
     head = load_head(str(saved)).attach(target).eval()
     for depth, counts in zip(LLAMACPP_DEPTHS, theirs, strict=True):
         chain = Tree.chain(depth)
-        drafters = [head.drafter(chain, GREEDY, [0]) for _ in counts]
+        drafters = [head.make_drafter(chain, GREEDY, [0]) for _ in counts]
         assert counts == [
             asdict(drafted(target, drafter, prompt, NUM_TOKENS, depth, within=True))
             for drafter, prompt in zip(drafters, prompts, strict=False)

@@ -29,7 +29,7 @@ from eval import serve
 from eval.decode.engine import decode_batch
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import export_head
 from heads.head import DraftHead
 from heads.target_model.model import Target
@@ -88,7 +88,7 @@ def learnt(target: Target, num_tokens: int) -> list[list[int]]:
 
 def exported(head: DraftHead, target: Target, folder: Path) -> Path:
     """The GGUF file of an export."""
-    values = golden(head, target, num_rows=5)
+    values = compute_reference_tensors(head, target, num_rows=5)
     export_head(head, ExportFormat.llamacpp, values, folder / "export", {})
     (file,) = (folder / "export").glob("*.gguf")
     return file
@@ -105,11 +105,15 @@ def ours(
     target: Target, head: DraftHead, prompts: list[list[int]], depth: int, stop_ids: list[int]
 ) -> list[dict[str, Any]]:
     """Counts of our decoder, by llama.cpp's rules."""
-    drafter = head.drafter(Tree.chain(depth), GREEDY, [0] * len(prompts))
+    drafter = head.make_drafter(Tree.chain(depth), GREEDY, [0] * len(prompts))
     counts = []
     for found in decode_batch(target, drafter, prompts, NUM_TOKENS):
         lengths = [len(path) for path in found.paths]
-        counts.append(DraftCounts.within(found.token_ids, lengths, depth, NUM_TOKENS, stop_ids))
+        counts.append(
+            DraftCounts.from_passes_within_text(
+                found.token_ids, lengths, depth, NUM_TOKENS, stop_ids
+            )
+        )
     return [asdict(each) for each in counts]
 
 

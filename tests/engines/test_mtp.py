@@ -16,8 +16,8 @@ from toys import save_target, texts, trained
 from conf.settings.eagle import MtpConfig
 from heads.eagle.drafter import EagleChain
 from heads.kinds import load_head
-from heads.mtp.head import MtpHead, mtp_config
-from heads.mtp.stitch import stitched
+from heads.mtp.head import MtpHead, build_mtp_config
+from heads.mtp.stitch import stitch_layer
 from heads.vocab import DraftVocab
 from train.mtp import MtpObjective
 
@@ -73,10 +73,10 @@ def test_vllm_drafts_and_accepts_what_we_do(architecture: str, tmp_path: Path) -
     uneven(weights["model.norm.weight"])
     save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
     target = opened(plain)
-    shape = mtp_config(target.config, architecture, "toy", sparse)
-    layer = MtpHead(shape, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
+    shape = build_mtp_config(target.config, architecture, "toy", sparse)
+    layer = MtpHead(shape, DraftVocab.make_full(target.vocab_size)).initialise(target, seed=0)
     objective = MtpObjective(layer, target, MtpConfig(num_steps=3))
-    stitched(plain, trained(objective, texts(target, 6, 40), 60), tmp_path / "whole")
+    stitch_layer(plain, trained(objective, texts(target, 6, 40), 60), tmp_path / "whole")
 
     whole = opened(tmp_path / "whole")
     head = load_head(str(tmp_path / "whole")).attach(whole)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from toys import save_target
 
 from conf.settings.export import ExportFormat
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import export_head
 from heads.kinds import load_head
 
@@ -69,7 +69,7 @@ def test_speculators_drafts_blocks_as_we_do(tmp_path: Path, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    values = golden(head, target, num_rows=5)
+    values = compute_reference_tensors(head, target, num_rows=5)
     export_head(head, ExportFormat.speculators, values, tmp_path / "head", {})
     num_rows, depth = 12, head.config.num_draft_tokens
     ids = torch.randint(target.vocab_size, (num_rows + depth + 1,), generator=generator)
@@ -120,10 +120,10 @@ def test_an_export_of_modelopt_drafts_what_modelopt_does(tmp_path: Path, rope, i
     # It counts the layer whose output is read.
     head = load_head(str(export), layers=[1, 3, 5]).attach(target)
     assert head.vocab.ids.tolist() == (list(range(300)) if ids is None else ids)
-    features = head.features(target.read_text(text, head.taps))[0]
+    features = head.features(target.encode_text(text, head.taps))[0]
     told = torch.tensor(text + theirs["tokens"].tolist())
     steps = unrolled(head, told, features, NUM_DRAFTS)
     torch.testing.assert_close(steps[0], theirs["text"], rtol=0, atol=2e-5)
     ours = torch.stack([step[-1] for step in steps])
     torch.testing.assert_close(ours, theirs["steps"], rtol=0, atol=2e-5)
-    assert head.vocab.to_target(ours.argmax(-1)).tolist() == theirs["tokens"][1:].tolist()
+    assert head.vocab.to_target_ids(ours.argmax(-1)).tolist() == theirs["tokens"][1:].tolist()

@@ -27,13 +27,13 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import HiddenStatesServer, ServerTaps
-from data.servers.pool import StatesPool
+from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
+from data.servers.pool import HiddenStatesPool
 from data.servers.versions import WRITINGS
 from eval import serve
 from eval.measure.answers import greedy_answers
-from heads.target_model.model import Taps
-from heads.target_model.remote import final_norm, load_remote
+from heads.target_model.model import FeatureLayers
+from heads.target_model.remote import find_final_norm, load_remote
 from tests.train.loop.test_served import LAYERS
 from tests.train.loop.test_served import trained as heads_trained
 
@@ -116,7 +116,9 @@ def test_vllm_hands_out_the_states_that_we_compute(
     folder = save_target(tmp_path / "target", family, num_hidden_layers=4)
     target = opened(folder)
     bare = load_remote(TargetConfig(path=str(folder), dtype=Dtype.float32), target.device)
-    taps = ServerTaps((0, 3, 1), target.num_layers, target.hidden_size, final_norm(bare))
+    taps = ServerFeatureLayers(
+        (0, 3, 1), target.num_layers, target.hidden_size, find_final_norm(bare)
+    )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (127,), generator=generator).tolist()
     ends = torch.randint(target.vocab_size, (6, 9), generator=generator).tolist()
@@ -127,16 +129,16 @@ def test_vllm_hands_out_the_states_that_we_compute(
     arguments = [*options, *limits, *taps.serve_options(storage)]
     with (
         served(tmp_path / "server.log", *arguments) as url,
-        StatesPool([HiddenStatesServer(Endpoint(url), taps, concurrency=4)]) as engine,
+        HiddenStatesPool([HiddenStatesClient(Endpoint(url), taps, concurrency=4)]) as engine,
     ):
         assert engine.servers[0].max_model_len == 128
         assert engine.servers[0].writing == WRITINGS[-1]
-        found = list(engine.read_many(documents))
-        answered = engine.answers([ids[:20], ids[:5]], 12, {"temperature": 0.0})
+        found = list(engine.stream_states(documents))
+        answered = engine.request_answers_with_states([ids[:20], ids[:5]], 12, {"temperature": 0.0})
         assert list((storage / "layers-0-1-3-4").iterdir()) == []
     assert len(found) == len(documents)
     for document, states in zip(documents, found, strict=True):
-        ours = target.read_text(document, Taps((0, 3, 1)))
+        ours = target.encode_text(document, FeatureLayers((0, 3, 1)))
         wanted = {f"layers.{index}": layer[0] for index, layer in ours.layers.items()}
         wanted["hidden_states"] = ours.hidden_states[0]
         assert states.keys() == wanted.keys()
@@ -149,7 +151,7 @@ def test_vllm_hands_out_the_states_that_we_compute(
 
 def arguments_of(inputs: Path, storage: Path, kind: str) -> list[str]:
     """Of a server of the states that a kind of head reads."""
-    taps = ServerTaps((*LAYERS[kind], NUM_LAYERS), NUM_LAYERS, 64, None)
+    taps = ServerFeatureLayers((*LAYERS[kind], NUM_LAYERS), NUM_LAYERS, 64, None)
     options = ["--model", str(inputs / "target"), "--dtype", "float32", "--enforce-eager"]
     limits = ["--max-model-len", "160", "--max-num-batched-tokens", "48", "--max-num-seqs", "16"]
     return [*options, *limits, *taps.serve_options(storage)]

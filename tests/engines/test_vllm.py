@@ -53,7 +53,7 @@ def reduced(head: EagleHead, target: Target, num_ids: int) -> EagleHead:
     """The same head with the ids that are commonest in the target's texts, wherever they lie."""
     seen = torch.tensor([token for text in texts(target, 6, 40) for token in text])
     counts = torch.bincount(seen, minlength=target.vocab_size)
-    return head.pruned(head.vocab.narrowed(counts, num_ids, [0, 1, 2]))
+    return head.prune_vocab(head.vocab.choose_subset(counts, num_ids, [0, 1, 2]))
 
 
 def accepted_per_pass(
@@ -61,7 +61,7 @@ def accepted_per_pass(
 ) -> list[int]:
     """Also what lies beyond the end of the text, which engines count and `decode` does not."""
     text = decode(target, NoDraft(), prompt, num_tokens + DEPTH).token_ids
-    output = target.read_text(prompt + text[:-1], head.taps)
+    output = target.encode_text(prompt + text[:-1], head.taps)
     chain = Tree.chain(DEPTH)
     lengths = accepted_lengths(chain, ranked_drafts(head, chain, output, prompt, text), text)
     found, root = [], 0
@@ -110,7 +110,9 @@ def test_vllm_drafts_and_accepts_what_we_do(
 def counted_here(target: Target, head: EagleHead, prompt: list[int]) -> dict[str, Any]:
     """By decoding and by replay, which must agree."""
     found = drafted(target, EagleChain(head, DEPTH), prompt, NUM_TOKENS, DEPTH)
-    assert found == DraftCounts.of(found.text, accepted_per_pass(target, head, prompt), DEPTH)
+    assert found == DraftCounts.from_passes(
+        found.text, accepted_per_pass(target, head, prompt), DEPTH
+    )
     return asdict(found)
 
 
@@ -142,7 +144,7 @@ class Recorded:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps = drafter, drafter.taps
-        self.observe, self.keep = drafter.observe, drafter.keep
+        self.observe, self.keep = drafter.observe, drafter.select_rows
         self.sizes: list[int] = []
 
     def propose(self, roots: Roots) -> Draft:
@@ -159,7 +161,7 @@ def our_counts(target: Target, drafter: Drafter, prompt: list[int], depth: int) 
     """
     recorded = Recorded(drafter)
     decoded = decode(target, recorded, prompt, NUM_TOKENS)
-    found = DraftCounts.of(decoded.token_ids, [len(path) for path in decoded.paths], depth)
+    found = DraftCounts.from_passes(decoded.token_ids, [len(path) for path in decoded.paths], depth)
     drafts = sum(size > 0 for size in recorded.sizes)
     return {**asdict(found), "drafts": drafts, "proposed": sum(recorded.sizes)}
 
@@ -215,7 +217,7 @@ def test_vllm_drafts_with_pruned_medusa_heads(
     trained = noisy_head(target)
     seen = torch.tensor([token for text in texts(target, 6, 40) for token in text])
     counts = torch.bincount(seen, minlength=target.vocab_size)
-    head = trained.pruned(trained.vocab.narrowed(counts, 64, [0, 1, 2]))
+    head = trained.prune_vocab(trained.vocab.choose_subset(counts, 64, [0, 1, 2]))
     head.save(tmp_path / "head")
     model, depth = str(tmp_path / "head"), head.num_heads
     theirs = counted(tmp_path, target, prompts, depth, method="medusa", model=model)

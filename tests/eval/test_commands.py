@@ -16,7 +16,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun, TreeSearchRun
 from conf.settings.target import TargetConfig
 from data.rows.records import load_records
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from eval import acceptance, speedup, tree_search
 from eval.decode.engine import decode
 from eval.measure.bench import seed_of
@@ -192,7 +192,9 @@ def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path) -> None:
     target = load_target(TargetConfig(path=eagles["target"]), torch.device("cpu"))
     head = load_head(str(eagles["folder"] / "eagle3")).attach(target).eval()
     steps = []
-    for prompt in first_turns(load_records(eagles["data"]).records, Encoder(target.tokenizer)):
+    for prompt in first_turns(
+        load_records(eagles["data"]).records, RecordEncoder(target.tokenizer)
+    ):
         seed, warm = seed_of(prompt, 0), Sampling(0.8, 0.9, 20)
         drafter = EagleChain(head, 3, warm, drafter_seeds([seed]))
         found = decode(target, drafter, prompt.token_ids, 24, warm, seed)

@@ -51,7 +51,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     def replayed(prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], list[int]]:
         text = decode(target, NoDraft(), list(prompt), num_tokens + DEPTH).token_ids
         assert len(text) == num_tokens + DEPTH
-        output = target.read_text([*prompt, *text[:-1]], head.taps)
+        output = target.encode_text([*prompt, *text[:-1]], head.taps)
         accepted = accepted_lengths(
             chain, ranked_drafts(head, chain, output, list(prompt), text), text
         )

@@ -16,7 +16,7 @@ from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.measure import AcceptanceRun, Mode
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from eval import acceptance
 from eval.measure.answers import greedy_answers
 from eval.measure.bench import open_bench
@@ -51,11 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     records = load_records(str(prompts), DataConfig()).records
-    asked = [each.token_ids for each in first_turns(records, Encoder(target.tokenizer))]
+    asked = [each.token_ids for each in first_turns(records, RecordEncoder(target.tokenizer))]
     own = greedy_answers(target, asked, 24, shown=False)
     texts = [prompt + answer for prompt, answer in zip(asked, own, strict=True)]
     config = EagleConfig(form=EagleForm.eagle3, num_steps=3)
-    head = EagleHead.untrained(target, config, DraftVocab.everything(target.vocab_size), seed=0)
+    head = EagleHead.from_settings(target, config, DraftVocab.make_full(target.vocab_size), seed=0)
     trained(EagleObjective(head, target, config), texts, num_updates=40).save(folder / "eagle3")
     return folder
 

@@ -206,7 +206,7 @@ def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
     assert [shape.num_tokens for shape in found if shape.top_k == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert max(shape.num_tokens for shape in found) == 20
     assert DynamicShape(1, 4, 5) not in found  # four are drawn
-    shallow = DynamicTexts(texts.responses, {(1, 4): texts.drawn[8, 4]}, nested=True)
+    shallow = DynamicTexts(texts.responses, {(1, 4): texts.drawn[8, 4]}, has_nested_trees=True)
     usual, found = tree_search.shapes(shallow, TreeSearchRun(max_nodes=20, top_ks=[4]))
     assert usual == DynamicShape(1, 4, 5)
     assert max(shape.depth for shape in found) == 1

@@ -8,7 +8,7 @@ from heads.decoding.cache import TreeCache
 from heads.layers.documents import Documents
 from heads.target_model import attention
 from heads.target_model.attention import FLASH, CachedPass, DocumentPass
-from heads.target_model.kernels import Scores, choose_kernels
+from heads.target_model.kernels import ScoreRule, choose_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,17 +24,17 @@ def drawn(*shape: int) -> Tensor:
 
 
 def attended(
-    heads: list[Tensor], cache: TreeCache, mask: Tensor | None, scores: Scores, in_order: bool
+    heads: list[Tensor], cache: TreeCache, mask: Tensor | None, scores: ScoreRule, in_order: bool
 ) -> Tensor:
     """[B, n, Q, d] of queries and all slots' keys and values, behind what the cache holds."""
     query, *text = heads
     num_texts, num_new = len(query), query.shape[2]
-    cache.sure = [num_new] * num_texts if mask is None else []
-    cache.begin(num_new, num_new)
+    cache.num_certain = [num_new] * num_texts if mask is None else []
+    cache.start_pass(num_new, num_new)
     draft = None if mask is None else (mask, mask.sum(2) - 1)
     found = CachedPass(None, cache, num_new, draft, {}, in_order)
     with torch.no_grad():
-        return found.attend(None, query, *(each[:, :, : cache.width] for each in text), scores)
+        return found.attend(None, query, *(each[:, :, : cache.read_width] for each in text), scores)
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
@@ -60,7 +60,7 @@ def test_tokens_behind_texts_of_which_a_graph_learns_how_long_they_are(
     heads = [drawn(num_texts, 8, num_new, SIZE)]
     heads += [drawn(num_texts, num_kv_heads, NUM_SLOTS, SIZE) for _ in range(2)]
     sinks = torch.linspace(-1, 2, 8) if kind == "sinks" else None
-    scores = Scores(100 if kind == "window" else None, sinks=sinks)
+    scores = ScoreRule(100 if kind == "window" else None, sinks=sinks)
     slots = TreeCache(num_texts, torch.device("cpu"), 1)
     slots.slots.commit([list(range(length)) for length in committed])
     expected = attended([e.float() for e in heads], slots, mask, scores, drafted == "chain")
@@ -82,14 +82,14 @@ def test_tokens_behind_texts_of_which_a_graph_learns_how_long_they_are(
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_gradients_through_attention_sinks(window: int | None) -> None:
-    documents = Documents.of(torch.tensor([[0] * 50 + [1] * 83]))
+    documents = Documents.from_ids(torch.tensor([[0] * 50 + [1] * 83]))
     found = {}
     for device in ("cpu", "cuda"):
         shapes = ((8, 133, SIZE), (2, 133, SIZE), (2, 133, SIZE))
         leaves = [drawn(n, *shape)[:1] for n, shape in enumerate(shapes, 1)] + [drawn(8)]
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         leaves = [each.to(device, dtype).requires_grad_() for each in leaves]
-        reading, scores = DocumentPass(documents), Scores(window, sinks=leaves[3])
+        reading, scores = DocumentPass(documents), ScoreRule(window, sinks=leaves[3])
         output = reading.attend(None, *leaves[:3], scores)
         output.backward(drawn(1, 133, 8, SIZE).to(device, dtype))
         found[device] = [output.detach(), *(each.grad for each in leaves)]

@@ -13,18 +13,18 @@ from toys import noisy_head, random_model
 from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig
-from data.features.writer import Copies
+from data.features.writer import HostCopier
 from eval.decode.captured import Captured, CaptureError, Graph, slots_for
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream
 from eval.measure.replay import replay
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
-from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle.drafter import EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
-from heads.target_model.check import check_served
+from heads.target_model.check import check_target_support
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
@@ -47,7 +47,7 @@ def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
     )[0, len(PROMPT) :].tolist()
     assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
     head = noisy_head(target)
-    for tree in (Tree.chain(3), default_tree(3, 32)):
+    for tree in (Tree.chain(3), make_static_tree(3, 32)):
         drafted = decode(target, MedusaDrafter(head, tree), PROMPT, 40)
         assert drafted.token_ids == expected
         assert replay(target, head, tree, PROMPT, expected) == drafted.steps
@@ -76,7 +76,7 @@ def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
 @on_cuda
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
 def test_bfloat16_targets_pass_the_check(family: str) -> None:
-    check_served(Target(random_model(family).to("cuda", torch.bfloat16), None, family))
+    check_target_support(Target(random_model(family).to("cuda", torch.bfloat16), None, family))
 
 
 @on_cuda
@@ -87,7 +87,7 @@ def test_a_batch_on_cuda_compiled_or_not_equals_its_texts_alone() -> None:
     head = noisy_head(target)
 
     def drafter() -> MedusaDrafter:
-        return MedusaDrafter(head, default_tree(3, 16))
+        return MedusaDrafter(head, make_static_tree(3, 16))
 
     alone = [decode(target, drafter(), prompt, 40).token_ids for prompt in prompts]
     assert [g.token_ids for g in decode_batch(target, drafter(), prompts, 40)] == alone
@@ -110,7 +110,7 @@ def captured_kinds() -> list[Any]:
     kinds: dict[str, tuple[Callable[[Target], Any], Draft]] = {
         "vanilla": (lambda _: None, lambda *_: NoDraft()),
         "prompt_lookup": (lambda _: None, lambda *_: PromptLookup(4)),
-        "medusa_tree": (noisy_head, lambda head, *_: MedusaDrafter(head, default_tree(3, 32))),
+        "medusa_tree": (noisy_head, lambda head, *_: MedusaDrafter(head, make_static_tree(3, 32))),
         "eagle_chain": (untrained("eagle1"), chain),
         "eagle_tree": (untrained("eagle3"), tree),
         "dflash_tree": (untrained("dflash"), tree),
@@ -174,7 +174,7 @@ def test_captured_steps_are_those_that_are_not_and_write_the_text_of_the_cpu(
             assert [g.token_ids for g in found] == texts
             assert [g.steps for g in found] == [g.steps for g in expected]
     # Drafts are accepted by draws of their own, so with them a sampled text is another one.
-    if how.greedy or isinstance(make([0]), NoDraft):
+    if how.is_greedy or isinstance(make([0]), NoDraft):
         assert texts == of_cpu
 
 
@@ -200,8 +200,8 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
 def test_a_step_on_cuda_waits_once() -> None:
     target = Target(random_model(num_hidden_layers=4).to("cuda"), None, "llama")
     target.model.generation_config.eos_token_id = None
-    head = EagleHead.untrained(
-        target, EagleConfig(), DraftVocab.everything(target.vocab_size), seed=0
+    head = EagleHead.from_settings(
+        target, EagleConfig(), DraftVocab.make_full(target.vocab_size), seed=0
     )
     steps = stream(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
     next(steps), next(steps)
@@ -217,12 +217,12 @@ def test_a_step_on_cuda_waits_once() -> None:
 
 @on_cuda
 def test_copies_to_the_host_hold_what_was_computed_before_them() -> None:
-    copies, taken = Copies(torch.device("cuda"), 1, 50 * 3 * 2048**2), []
+    copies, taken = HostCopier(torch.device("cuda"), 1, 50 * 3 * 2048**2), []
     for number in range(50):
         ones = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
         # Late, and in memory that the next round would like to have.
         states = (ones @ ones @ ones).mul_(0).add_(number)
-        taken.append(copies.take({"states": states, "int8": states[1:].to(torch.int8)}))
+        taken.append(copies.start_copy({"states": states, "int8": states[1:].to(torch.int8)}))
     for number, copied in enumerate(taken):
         found = copied.wait()
         assert found["states"].is_pinned()

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from heads.blocks.kernels import attend, attend_backward
 from heads.layers.documents import Documents
 from heads.target_model.attention import FLASH, DocumentPass
-from heads.target_model.kernels import Scores, causal, choose_kernels
+from heads.target_model.kernels import ScoreRule, causal_attention, choose_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,14 +104,14 @@ def test_keys_that_heads_share_without_a_copy(num_keys: int, dtype: torch.dtype)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 16])
 def test_documents_give_the_gradients_of_float32(window: int | None, sinks: bool) -> None:
-    documents = Documents.of(torch.tensor([[0] * 40 + [1] * 60]))
+    documents = Documents.from_ids(torch.tensor([[0] * 40 + [1] * 60]))
     shapes, found = ((1, 8, 100, 64), (1, 2, 100, 64), (1, 2, 100, 64), (8,)), []
     for device, dtype in (("cpu", torch.float32), (CUDA, torch.bfloat16)):
         leaves = [drawn(*s, seed=n).to(device, dtype) for n, s in enumerate(shapes)]
         leaves = [each.requires_grad_() for each in leaves]
         *text, score = leaves
-        scores = Scores(window, sinks=score if sinks else None)
-        reading = DocumentPass(documents.on(torch.device(device)))
+        scores = ScoreRule(window, sinks=score if sinks else None)
+        reading = DocumentPass(documents.to_device(torch.device(device)))
         output = reading.attend(None, *text, scores)
         output.backward(drawn(*output.shape, seed=5).to(device, dtype))
         found.append([output.detach(), *(each.grad for each in leaves[: 3 + sinks])])
@@ -124,5 +124,5 @@ def test_a_prompt_of_grouped_heads() -> None:
     shapes, found = ((2, 8, 70, 64), (2, 2, 70, 64), (2, 2, 70, 64)), []
     for device, dtype in (("cpu", torch.float32), (CUDA, torch.bfloat16)):
         text = [drawn(*s, seed=n).to(device, dtype) for n, s in enumerate(shapes)]
-        found.append(causal(*text, Scores()))
+        found.append(causal_attention(*text, ScoreRule()))
     torch.testing.assert_close(found[1].cpu().float(), found[0], **CLOSE)

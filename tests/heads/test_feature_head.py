@@ -18,7 +18,7 @@ from feature_heads import (
 
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay, replayed
-from heads.decoding.drafting import PAD, Committed, Drafter, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import TargetOutput
@@ -54,7 +54,7 @@ def test_trees_are_lossless_and_replayed_along_a_text(name: str, shape: DynamicS
     for prompt, text in zip(prompts(), answers(), strict=True):
         decoded = decode(target, head.tree(head, shape), prompt, 20)
         assert decoded.token_ids == text[:20]
-        output = target.read_response(prompt, text[:20], head.taps)
+        output = target.encode_response(prompt, text[:20], head.taps)
         found = replayed(head.tree(head, shape), output, prompt, text[:20])
         assert found == (decoded.steps, decoded.drafted)
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts()[-1]
@@ -83,13 +83,13 @@ def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
     head, text, number = learnt(name), texts_of_target(1, 10)[0], 3000
     target, warm = shared_target(), Sampling(temperature=1.3)
     drafter = head.chain(head, 2, warm, range(number))
-    output = target.read_response(text[:1], text[1:], head.taps)
+    output = target.encode_response(text[:1], text[1:], head.taps)
     many = TargetOutput(
         output.hidden_states.expand(number, -1, -1),
         {index: each.expand(number, -1, -1) for index, each in output.layers.items()},
     )
-    drafter.observe(Committed([text[:-1]] * number, many, target.new_cache(number)))
-    draft = drafter.propose(Roots.of([text[-1]] * number))
+    drafter.observe(CommittedTokens([text[:-1]] * number, many, target.new_cache(number)))
+    draft = drafter.propose(Roots.from_ids([text[-1]] * number))
     assert draft.draft_probs is not None
     first, second = draft.tokens.unbind(1)
     told = draft.draft_probs[0, 0]
@@ -114,9 +114,9 @@ def test_no_row_lies_beyond_the_window(name: str, monkeypatch) -> None:
     monkeypatch.setattr(head, "window", len(text) + (2 if name == "dflash2" else 0))
     drafter = head.chain(head, 4)
     observed(drafter, text)
-    tokens = drafter.propose(Roots.of(text[-1:])).tokens[0].tolist()
+    tokens = drafter.propose(Roots.from_ids(text[-1:])).tokens[0].tolist()
     assert [token == PAD for token in tokens] == [False, False, True, True]
-    output = shared_target().read_response(text[:4], text[4:], head.taps)
+    output = shared_target().encode_response(text[:4], text[4:], head.taps)
     ranked = head.candidates(output, text, len(text) - 2, 4, 2)
     assert (ranked == PAD).all(-1).flatten().tolist() == [False, False, True, True]
     assert ranked[:2, 0, 0].tolist() == tokens[:2]

@@ -69,16 +69,16 @@ def target() -> Target:
 
 @torch.no_grad()
 def candidates(head: DraftHead, target: Target, token_ids: list[int], width: int) -> Tensor:
-    output = target.read_text(token_ids[:-1], head.taps)
-    return head.candidates(output, token_ids, 4, 4, width)
+    output = target.encode_text(token_ids[:-1], head.taps)
+    return head.compute_candidates(output, token_ids, 4, 4, width)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, rnn", "peagle"])
 def test_a_pruned_head_drafts_what_is_left_in_the_same_order(target: Target, name: str) -> None:
     head = head_of(target, name)
     kept = head.vocab.ids[5:53:2]
-    small = head.pruned(DraftVocab(kept, target.vocab_size)).attach(target).eval()
-    assert {len(each) for each in small.output_heads()} == {24}
+    small = head.prune_vocab(DraftVocab(kept, target.vocab_size)).attach(target).eval()
+    assert {len(each) for each in small.find_output_heads()} == {24}
     (text,) = texts(target, 1, 20)
     of_all = candidates(head, target, text, 64)
     still = of_all[torch.isin(of_all, kept)].reshape(*of_all.shape[:2], 24)
@@ -119,7 +119,7 @@ def test_matrices_with_a_row_per_id_are_told_from_hidden_ones(name: str) -> None
     """Muon is for the hidden ones."""
     target = random_target(vocab_size=77, num_hidden_layers=4)
     head = head_of(target, name, **({} if name == "dflash2" else {"draft_vocab_size": 40}))
-    by_id = {id(each) for each in (*head.output_heads(), *head.embeddings())}
+    by_id = {id(each) for each in (*head.find_output_heads(), *head.find_embeddings())}
     trained = [each for each in head.parameters() if each.requires_grad and each.dim() == 2]
     assert by_id <= {id(each) for each in trained}
     assert all((len(each) in (40, 77)) == (id(each) in by_id) for each in trained)
@@ -164,7 +164,7 @@ def test_what_is_pushed_says_what_it_is_and_comes_back_the_same(
         assert words in card
     loaded = load_head("me/new")
     assert vars(loaded.config) == vars(head.config)
-    expected, found = head.tensors(), loaded.tensors()
+    expected, found = head.collect_tensors(), loaded.collect_tensors()
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[each], found[each]) for each in expected)
 

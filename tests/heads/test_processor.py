@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import heads.processor
-from heads.processor import Processor, fast_dtype, read, tell_if_slow, this_processor
+from heads.processor import (
+    Processor,
+    choose_fast_dtype,
+    make_processor,
+    this_processor,
+    warn_if_slow,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -65,7 +71,7 @@ NEW = Processor("EPYC", "AVX512", frozenset({"avx512_bf16"}), packs=True)
 def test_what_each_kind_multiplies_fast(told: Any, expected: Any) -> None:
     """By capabilities, ATen's vectors, dtypes of oneDNN, whether it packs, and its limit."""
     has, *others = told
-    found = read({"cpu_name": "EPYC", **dict.fromkeys(has, True)}, *others)
+    found = make_processor({"cpu_name": "EPYC", **dict.fromkeys(has, True)}, *others)
     kinds = FP32, BF16, FP16
     fast = [each for each in kinds if found.is_fast(each)]
     packed = [each for each in kinds if found.multiplies_packed(each)]
@@ -79,17 +85,17 @@ def test_this_one_multiplies_float32_fast_and_float64_as_fast_as_it_can() -> Non
 
 def use(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads.processor, "this_processor", lambda: processor)
-    tell_if_slow.cache_clear()
+    warn_if_slow.cache_clear()
 
 
 def test_products_that_would_be_imitated_are_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     use(OLD, monkeypatch)
-    assert fast_dtype(BF16, CPU) is FP32
-    assert fast_dtype(FP32, CPU) is FP32
-    assert fast_dtype(BF16, torch.device("cuda")) is BF16
+    assert choose_fast_dtype(BF16, CPU) is FP32
+    assert choose_fast_dtype(FP32, CPU) is FP32
+    assert choose_fast_dtype(BF16, torch.device("cuda")) is BF16
     use(NEW, monkeypatch)
-    assert fast_dtype(BF16, CPU) is BF16
-    assert fast_dtype(FP16, CPU) is FP32
+    assert choose_fast_dtype(BF16, CPU) is BF16
+    assert choose_fast_dtype(FP16, CPU) is FP32
 
 
 def test_a_slow_dtype_is_told_once_with_what_to_set(
@@ -97,12 +103,12 @@ def test_a_slow_dtype_is_told_once_with_what_to_set(
 ) -> None:
     use(OLD, monkeypatch)
     for _ in range(2):
-        tell_if_slow("train.dtype", BF16, CPU)
+        warn_if_slow("train.dtype", BF16, CPU)
     assert capsys.readouterr().err == (
         "train.dtype=bfloat16: products of many rows will be slow, as EPYC, AVX2 emulates them; "
         "set train.dtype=float32\n"
     )
-    tell_if_slow("target.dtype", FP16, CPU)
+    warn_if_slow("target.dtype", FP16, CPU)
     assert capsys.readouterr().err.startswith("target.dtype=float16: products ")
 
 
@@ -110,16 +116,16 @@ def test_what_is_fast_or_on_another_process_is_not_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(OLD, monkeypatch)
-    tell_if_slow("train.dtype", FP32, CPU)
-    tell_if_slow("train.dtype", BF16, torch.device("cuda"))
+    warn_if_slow("train.dtype", FP32, CPU)
+    warn_if_slow("train.dtype", BF16, torch.device("cuda"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    tell_if_slow("train.dtype", BF16, CPU)
+    warn_if_slow("train.dtype", BF16, CPU)
     use(NEW, monkeypatch)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    tell_if_slow("train.dtype", BF16, CPU)
+    warn_if_slow("train.dtype", BF16, CPU)
     assert capsys.readouterr() == ("", "")
-    tell_if_slow("train.dtype", FP16, CPU)
+    warn_if_slow("train.dtype", FP16, CPU)
     assert capsys.readouterr().err.startswith("train.dtype=float16")
 
 

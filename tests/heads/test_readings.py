@@ -19,7 +19,7 @@ def target() -> Target:
 
 
 def of(head: DraftHead, words: str) -> Any:
-    return next(other for name, other in head.readings() if name == words)
+    return next(other for name, other in head.iter_config_variants() if name == words)
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from conf.errors import InputError
-from heads.layers.llama import llama_like
+from heads.layers.llama import make_llama_config
 from heads.target_model import sizes
 
 # Of published models: hidden size, inner width, heads, key-value heads, head size, epsilon,
@@ -73,7 +73,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_layer_has_the_target_s_sizes(name: str) -> None:
     family, changes, expected = LAYERS[name]
-    layer = llama_like(AutoConfig.for_model(family, **changes), 100)
+    layer = make_llama_config(AutoConfig.for_model(family, **changes), 100)
     found = (
         layer.hidden_size, layer.intermediate_size, layer.num_attention_heads,
         layer.num_key_value_heads, layer.head_dim, layer.rms_norm_eps,
@@ -89,15 +89,15 @@ def test_names_of_a_repository_s_own_code() -> None:
         hidden_size=4096, num_layers=28, num_attention_heads=32, kv_channels=128,
         multi_query_group_num=2, ffn_hidden_size=13696, layernorm_epsilon=1.5e-5, seq_length=8192,
     )  # fmt: skip
-    layer = llama_like(config, 65024)
+    layer = make_llama_config(config, 65024)
     assert (layer.intermediate_size, layer.num_key_value_heads, layer.head_dim) == (13696, 2, 128)
     assert (layer.rms_norm_eps, layer.max_position_embeddings) == (1.5e-5, 8192)
-    assert sizes.num_layers(config) == 28
+    assert sizes.count_layers(config) == 28
 
 
 def test_longcat_has_half_as_many_layers_as_attentions() -> None:
     config = AutoConfig.for_model("longcat_flash")
-    assert (sizes.num_layers(config), config.num_hidden_layers) == (28, 56)
+    assert (sizes.count_layers(config), config.num_hidden_layers) == (28, 56)
 
 
 SLOW, FAST = (
@@ -126,13 +126,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_rope_is_that_of_layers_that_see_everything(stated, expected: dict[str, Any]) -> None:
     config = PretrainedConfig()
     config.rope_parameters = stated
-    assert sizes.rope(config) == expected
+    assert sizes.find_rope(config) == expected
 
 
 def test_what_is_no_size_is_named_with_the_key_to_set() -> None:
     config = PretrainedConfig(num_attention_heads=8)
     with pytest.raises(InputError, match=r"None for hidden_size .*: set hidden_size there"):
-        llama_like(config, 100)
+        make_llama_config(config, 100)
     config = PretrainedConfig(hidden_size=64, num_attention_heads=4, intermediate_size="wide")
     with pytest.raises(InputError, match=r"'wide' for intermediate_size .*ffn_dim.*whole number"):
-        llama_like(config, 100)
+        make_llama_config(config, 100)

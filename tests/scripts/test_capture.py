@@ -24,13 +24,13 @@ from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype
 from data.features import writer
-from data.features.reader import FeatureStore, restore
-from data.features.writer import Copies
+from data.features.reader import FeatureStore, dequantize_batch
+from data.features.writer import HostCopier
 from eval.measure.answers import greedy_answers
 from heads.layers.documents import Documents
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps
+from heads.target_model.model import FeatureLayers
 from scripts import capture as script
 from scripts.capture import capture
 from scripts.store.states import fast_topk
@@ -69,10 +69,10 @@ def test_states_of_a_bfloat16_target_are_its_own_to_the_bit(inputs: Path, tmp_pa
     assert len(store.train.shards) > 1
     for dataset in (store.train, store.heldout):
         for index in range(len(dataset)):
-            row = restore(dataset[index])
+            row = dequantize_batch(dataset[index])
             batch = [row[name].unsqueeze(0) for name in ("input_ids", "position_ids")]
-            documents = Documents.of(row["document_ids"][None])
-            output = target.read(*batch, documents, Taps((1, 2, 3)))
+            documents = Documents.from_ids(row["document_ids"][None])
+            output = target.encode_documents(*batch, documents, FeatureLayers((1, 2, 3)))
             real = row["document_ids"] >= 0
             for layer, states in {**output.layers, None: output.hidden_states}.items():
                 found = row["hidden_states" if layer is None else f"layers.{layer}"]
@@ -93,7 +93,7 @@ def test_rows_are_those_that_training_without_a_store_packs(whole: Path, inputs:
             for name, expected in packed[index].items():
                 assert found[name].dtype == expected.dtype
                 assert torch.equal(found[name], expected)
-        assert torch.equal(stored.token_counts(300), packed.token_counts(300))
+        assert torch.equal(stored.count_token_ids(300), packed.count_token_ids(300))
     assert store.manifest.report == work.report
 
 
@@ -115,16 +115,18 @@ def test_top_k_teacher_and_one_byte_states(
         "teacher.log_probs",
     }  # fmt: skip
     batch = [row[name].unsqueeze(0) for name in ("input_ids", "position_ids")]
-    output = target.read(*batch, Documents.of(row["document_ids"][None]), Taps((1, 3)))
+    output = target.encode_documents(
+        *batch, Documents.from_ids(row["document_ids"][None]), FeatureLayers((1, 3))
+    )
     real = row["document_ids"] >= 0
-    states, found = output.layers[3][0][real], restore(row)["layers.3"][real]
+    states, found = output.layers[3][0][real], dequantize_batch(row)["layers.3"][real]
     amax = states.abs().amax(1, keepdim=True)
     assert (
         (found - states).abs() <= amax / (254 if state_format is StateFormat.int8 else 16)
     ).all()
     # Every token that another of its document follows, the user's too.
     asked = real & (row["document_ids"] == row["document_ids"].roll(-1))
-    expected = target.logits(output.hidden_states[0][asked]).log_softmax(-1)
+    expected = target.compute_logits(output.hidden_states[0][asked]).log_softmax(-1)
     best = expected.gather(1, row["teacher.ids"][asked].long())
     assert torch.equal(best, expected.topk(7).values)
     log_probs = row["teacher.log_probs"].float()
@@ -149,21 +151,21 @@ def test_answers_of_held_out_prompts_are_the_targets_own(whole: Path, inputs: Pa
     store = FeatureStore(whole)
     assert len(store.replay) == 2
     for index in range(2):
-        row = store.replay.read(index)
+        row = store.replay.load_sequence(index)
         ids, answer = row["input_ids"], row["loss_mask"]
         prompt = ids[~answer].tolist()
         [alone] = greedy_answers(target, [prompt], replay.MAX_NEW_TOKENS, shown=False)
         assert ids[answer].tolist() == alone
-        output = target.read_text(ids[:-1].tolist(), Taps((2,)))
+        output = target.encode_text(ids[:-1].tolist(), FeatureLayers((2,)))
         expected = output.layers[2][0].bfloat16().float()
         torch.testing.assert_close(row["layers.2"][:-1].float(), expected, rtol=2**-7, atol=1e-5)
 
 
 def test_the_ends_are_the_targets(whole: Path, inputs: Path) -> None:
     target = load_target(settings(inputs, whole).target, CPU)
-    ends = EmbeddingsAndHead.load(whole / "target", CPU)
+    ends = EmbeddingsAndOutputHead.from_folder(whole / "target", CPU)
     states = torch.randn(3, target.hidden_size)
-    assert torch.equal(ends.logits(states), target.logits(states))
+    assert torch.equal(ends.compute_logits(states), target.compute_logits(states))
     assert torch.equal(ends.embedding.weight, target.embedding.weight)
     for name in (
         "name", "dtype", "device", "hidden_size", "vocab_size", "num_layers", "stop_ids",
@@ -253,10 +255,10 @@ def test_copies_of_a_batch_do_not_wait_for_each_other(monkeypatch: pytest.Monkey
         "stream": nullcontext, "Event": Event,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(Copies, "_copy", lambda _self, tensor: tensor)
-    copies = Copies(torch.device("cuda"), 3, 0)
+    monkeypatch.setattr(HostCopier, "_copy", lambda _self, tensor: tensor)
+    copies = HostCopier(torch.device("cuda"), 3, 0)
     for number in range(9):
-        copies.take({"states": torch.zeros(1)})
+        copies.start_copy({"states": torch.zeros(1)})
         assert waits == list(range(number - 5)), number
 
 
@@ -271,7 +273,7 @@ def in_turn(processes: int, config: CaptureRun, monkeypatch: pytest.MonkeyPatch)
         )  # fmt: skip
         monkeypatch.setattr(script, "start", lambda state=state: state)
         if index == processes - 1:  # what the first one does before the others go on
-            script.prepared(config, state, SHARD_BYTES).plan.write(Path(config.out_dir))
+            script.prepared(config, state, SHARD_BYTES).plan.save(Path(config.out_dir))
         capture(config, SHARD_BYTES)
 
 

@@ -39,7 +39,7 @@ def test_states_may_come_from_an_engine(
         for name, found in store.train[index].items():
             torch.testing.assert_close(found, expected[name], rtol=2**-7, atol=1e-5)
     for index in range(2):
-        expected = local.replay.read(index)
-        assert torch.equal(store.replay.read(index)["input_ids"], expected["input_ids"])
+        expected = local.replay.load_sequence(index)
+        assert torch.equal(store.replay.load_sequence(index)["input_ids"], expected["input_ids"])
     with pytest.raises(InputError, match=r"target\.by_engine was True, is False"):
         capture(settings(inputs, tmp_path / "store", layers=[1, 2]), 4 * SHARD_BYTES)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from environments import LLAMACPP, needs
-from ggufs import interleaved, names, save_gguf
+from ggufs import interleave_rows, names, save_gguf
 from toys import tokenizer
 
 from conf.files import cache_dir
@@ -136,7 +136,7 @@ def test_the_same_weights_in_float32(tmp_path: Path) -> None:
     tensors = after.tensors()
     for ours, theirs, num_heads in names(model):
         weight = model.get_submodule(ours).weight
-        expected = interleaved(weight, num_heads) if num_heads else weight
+        expected = interleave_rows(weight, num_heads) if num_heads else weight
         assert torch.equal(tensors[f"{theirs}.weight"], expected), theirs
     assert after.metadata.pop("general.file_type").content == 0
     before.metadata.pop("general.file_type")

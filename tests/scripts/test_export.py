@@ -17,13 +17,13 @@ from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
-from data.embedded import TARGET
+from data.embedded import TARGET_PATH
 from heads.export.gguf import GgufFile, Value, write_gguf
-from heads.export.llamacpp import vocabulary
+from heads.export.llamacpp import build_vocab_metadata
 from heads.folders import PROVENANCE
 from heads.kinds import load_head
-from heads.target_model.identity import identify
-from heads.target_model.load import load_target, tokenizer_of
+from heads.target_model.identity import identify_target
+from heads.target_model.load import load_target, load_target_tokenizer
 from scripts import export
 from tests.conf.command.test_entry import command
 from tests.conf.command.test_following import pasted
@@ -65,7 +65,7 @@ def test_a_head_of_another_target_is_told_of(
     heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
 ) -> None:
     where = TargetConfig(path=str(heads / "target"))
-    made_for = identify(where, tokenizer_of(where), torch.float32)
+    made_for = identify_target(where, load_target_tokenizer(where), torch.float32)
     for weights, told in ((made_for.weights, False), ("0" * 64, True)):
         copy = shutil.copytree(heads / "eagle", tmp_path / str(weights))
         noted = {"target_identity": asdict(replace(made_for, weights=weights, dtype="bfloat16"))}
@@ -78,7 +78,7 @@ def test_a_head_of_another_target_is_told_of(
 def test_a_head_of_another_checkouts_embedded_target_finds_it(
     tmp_path: Path, verified: list[Path]
 ) -> None:
-    target = load_target(TargetConfig(path=TARGET), torch.device("cpu"))
+    target = load_target(TargetConfig(path=TARGET_PATH), torch.device("cpu"))
     head = noisy_head(target, num_heads=2)
     head.config = replace(head.config, target="/elsewhere/data/embedded/target")
     head.save(tmp_path / "medusa")
@@ -114,7 +114,7 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
 
 
 def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> None:
-    words = vocabulary(300) | {"tokenizer.ggml.pre": Value.of("smollm")}
+    words = build_vocab_metadata(300) | {"tokenizer.ggml.pre": Value.of("smollm")}
     write_gguf(tmp_path / "target.gguf", words, {})
     chosen: dict[str, Any] = {
         "dtype": ExportDtype.float16,
@@ -190,7 +190,7 @@ def test_another_target_and_dtype_are_written_down(heads: Path, tmp_path: Path, 
     assert config["base_model_name_or_path"] == str(moved)
     assert config["dtype"] == "bfloat16"
     written = load_file(tmp_path / "out/medusa_lm_head.safetensors")
-    trained = load_head(str(heads / "medusa")).tensors()
+    trained = load_head(str(heads / "medusa")).collect_tensors()
     assert all(written[name].equal(each.bfloat16()) for name, each in trained.items())
 
 

@@ -11,7 +11,7 @@ from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from scripts import regenerate
 from scripts.answers.dialogue import Dialogue
 from scripts.answers.local import LocalAnswers
@@ -70,7 +70,7 @@ def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> N
     (question, answer) = batched[1]["messages"]
     asked = Dialogue(1, Record([question], None, "in.jsonl:2"), seed=0)
     assert asked.advance()
-    ids = LocalAnswers(target, Encoder(target.tokenizer), 4, 12, 0.0).prompt_ids(asked)
+    ids = LocalAnswers(target, RecordEncoder(target.tokenizer), 4, 12, 0.0).prompt_ids(asked)
     prompt_length = len(ids)
     own = AutoModelForCausalLM.from_pretrained(target_path)
     text = own.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]

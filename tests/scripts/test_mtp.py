@@ -17,7 +17,7 @@ from conf.settings.export import MergeAdapterRun, MtpAction, MtpFilesRun
 from conf.settings.target import TargetConfig
 from heads.kinds import load_head
 from heads.mtp import stitch
-from heads.mtp.checkpoint import model_config
+from heads.mtp.checkpoint import load_model_config
 from heads.mtp.head import MtpHead
 from scripts import merge_adapter, mtp
 
@@ -61,7 +61,7 @@ def test_a_trained_layer_is_stitched_and_nothing_else_changes(
     after = all_tensors(tmp_path / "whole")
     assert after.keys() == before.keys()
     for name, tensor in after.items():
-        is_own = layer.config.row.own_name(name, target.num_layers) is not None
+        is_own = layer.config.family_entry.to_own_name(name, target.num_layers) is not None
         expected = 2.0 * before[name] if is_own else before[name]
         assert torch.equal(tensor, expected), name
     shard = "model-00001-of-00002.safetensors"
@@ -71,8 +71,10 @@ def test_a_trained_layer_is_stitched_and_nothing_else_changes(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert torch.equal(model.get_output_embeddings().weight, target.output_head.weight)
     found, expected_head = load_head(str(tmp_path / "whole")), load_head(str(head))
-    expected_tensors = expected_head.files().tensors
-    assert all(torch.equal(t, expected_tensors[name]) for name, t in found.files().tensors.items())
+    expected_tensors = expected_head.build_files().tensors
+    assert all(
+        torch.equal(t, expected_tensors[name]) for name, t in found.build_files().tensors.items()
+    )
 
 
 def test_experts_that_are_joined_in_the_file_stay_so(tmp_path: Path) -> None:
@@ -138,7 +140,10 @@ def test_a_model_that_lost_its_layer_gets_that_of_the_original(
     assert {name for name in stored if name not in whole} == {
         name for name in all_tensors(original) if name.startswith("mtp.")
     }
-    found, expected = load_head(str(tmp_path / "whole")).files().tensors, head.files().tensors
+    found, expected = (
+        load_head(str(tmp_path / "whole")).build_files().tensors,
+        head.build_files().tensors,
+    )
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
@@ -189,8 +194,8 @@ def test_a_merge_names_the_command_that_gives_the_layer_back(
         load_head(str(tmp_path / "merged"))
     run(MtpAction.stitch, tmp_path / "merged", tmp_path / "merged-mtp", base)
     found, expected = load_head(f"{tmp_path}/merged-mtp"), load_head(str(base))
-    kept = expected.files().tensors
-    assert all(torch.equal(t, kept[name]) for name, t in found.files().tensors.items())
+    kept = expected.build_files().tensors
+    assert all(torch.equal(t, kept[name]) for name, t in found.build_files().tensors.items())
 
 
 def test_the_layer_is_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,8 +205,10 @@ def test_the_layer_is_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "none").exists()
     run(MtpAction.extract, folder, tmp_path / "layer")
     found, expected = load_head(str(tmp_path / "layer")), load_head(str(folder))
-    expected_tensors = expected.files().tensors
-    assert all(torch.equal(t, expected_tensors[name]) for name, t in found.files().tensors.items())
+    expected_tensors = expected.build_files().tensors
+    assert all(
+        torch.equal(t, expected_tensors[name]) for name, t in found.build_files().tensors.items()
+    )
 
 
 def test_norms_shifted_twice_are_refused(tmp_path: Path) -> None:
@@ -278,7 +285,9 @@ def test_a_quantised_model_must_say_that_the_layer_is_none(
             run(MtpAction.check, folder, tmp_path / "none")
         run(MtpAction.stitch, folder, tmp_path / "whole", folder)
         folder = tmp_path / "whole"
-        assert len(model_config(folder)["quantization_config"]["ignore"]) == len(listed) + missing
+        assert (
+            len(load_model_config(folder)["quantization_config"]["ignore"]) == len(listed) + missing
+        )
     run(MtpAction.check, folder, tmp_path / "none")
 
 

@@ -81,7 +81,7 @@ def test_an_answer_that_the_target_had_not_ended_is_named(
         (found,) = run(server, tmp_path, [{"turns": ["a"]}])
     assert found["truncated_turns"] == cut
     (record,) = load_records(str(tmp_path / "out" / "conversations.jsonl")).records
-    assert record.cut_off == frozenset({1} if cut else ())
+    assert record.truncated_messages == frozenset({1} if cut else ())
 
 
 def test_a_conversation_ends_before_a_result_that_no_answer_called(

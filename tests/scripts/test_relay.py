@@ -24,9 +24,9 @@ from conf.settings.scripts import RelayRun
 from conf.settings.target import TargetConfig
 from data.servers import files
 from data.servers import relay as relay_client
-from data.servers.files import NotReadError, lock_of
-from data.servers.relay import Relay
-from data.servers.token import TOKEN
+from data.servers.files import HiddenStatesError, make_lock_path
+from data.servers.relay import RelayFiles
+from data.servers.token import RELAY_TOKEN_VARIABLE
 from scripts import relay as relay_script
 from scripts.refusals import check_relay
 from scripts.relay import RelayServer
@@ -45,7 +45,7 @@ KEY = "s3cret-token"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "VISIBLE_S", 0.05)
     monkeypatch.setattr(relay_client, "FIRST_DELAY_S", 0.01)
-    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.delenv(RELAY_TOKEN_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -54,16 +54,16 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "layers-1-2"
     folder.mkdir()
     (folder / NAME).write_bytes(CONTENT)
-    lock_of(folder / NAME).touch()
+    make_lock_path(folder / NAME).touch()
     return folder
 
 
 def test_states_come_as_they_were_written_and_are_deleted(folder: Path) -> None:
     with relaying(folder) as server:
-        client = Relay(server.url, timeout_s=5.0)
+        client = RelayFiles(server.url, timeout_s=5.0)
         for _ in range(3):
             (folder / NAME).write_bytes(CONTENT)
-            found = client.take(THERE, IDS, locks=True)
+            found = client.load_and_delete(THERE, IDS, locks=True)
             assert found.dtype is torch.bfloat16
             assert torch.equal(found, STATES)
             assert list(folder.iterdir()) == []
@@ -74,12 +74,14 @@ def test_states_come_as_they_were_written_and_are_deleted(folder: Path) -> None:
 def test_many_threads_take_their_own(folder: Path) -> None:
     found: dict[int, torch.Tensor] = {}
     with relaying(folder) as server:
-        client = Relay(server.url, timeout_s=5.0)
+        client = RelayFiles(server.url, timeout_s=5.0)
 
         def take(number: int) -> None:
             tensors = {"hidden_states": STATES + number, "token_ids": torch.tensor([number])}
             save_file(tensors, folder / f"{number}.safetensors")
-            found[number] = client.take(Path(f"/x/{number}.safetensors"), [number], locks=True)
+            found[number] = client.load_and_delete(
+                Path(f"/x/{number}.safetensors"), [number], locks=True
+            )
 
         threads = [threading.Thread(target=take, args=(number,)) for number in range(20)]
         for thread in threads:
@@ -92,7 +94,7 @@ def test_many_threads_take_their_own(folder: Path) -> None:
 
 
 def test_a_file_that_is_being_written_is_waited_for(folder: Path) -> None:
-    lock = lock_of(folder / NAME).open("wb")
+    lock = make_lock_path(folder / NAME).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / NAME).write_bytes(CONTENT[:-8] + bytes(8))
 
@@ -102,7 +104,9 @@ def test_a_file_that_is_being_written_is_waited_for(folder: Path) -> None:
 
     threading.Timer(0.3, end).start()
     with relaying(folder) as server:
-        assert torch.equal(Relay(server.url, 5.0).take(THERE, IDS, locks=True), STATES)
+        assert torch.equal(
+            RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS, locks=True), STATES
+        )
 
 
 @pytest.mark.parametrize("given", [None, "other", KEY[:-1], KEY + "x"])
@@ -110,34 +114,36 @@ def test_nobody_without_the_token_is_answered(
     given: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if given is not None:
-        monkeypatch.setenv(TOKEN, given)
+        monkeypatch.setenv(RELAY_TOKEN_VARIABLE, given)
     with relaying(folder, KEY) as server:
-        client = Relay(server.url, 5.0)
+        client = RelayFiles(server.url, 5.0)
         assert client.free_bytes() is None
         message = (
             f"target.relay={server.url}: HTTP 401: wrong token; set HEADSMITH_RELAY_TOKEN here as"
         )
         with pytest.raises(InputError, match=message) as refused:
-            client.take(THERE, IDS, locks=True)
-    assert not isinstance(refused.value, NotReadError)
+            client.load_and_delete(THERE, IDS, locks=True)
+    assert not isinstance(refused.value, HiddenStatesError)
     assert KEY not in str(refused.value)
     assert given is None or given not in str(refused.value)
     assert (folder / NAME).exists()
 
 
 def test_the_token_opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, KEY)
+    monkeypatch.setenv(RELAY_TOKEN_VARIABLE, KEY)
     with relaying(folder, KEY) as server:
-        client = Relay(server.url, 5.0)
+        client = RelayFiles(server.url, 5.0)
         assert client.free_bytes() > 0
-        assert torch.equal(client.take(THERE, IDS, locks=True), STATES)
+        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
 
 
 @pytest.mark.parametrize("value", ["two words", "schlüssel", "line\nbreak"])
 def test_a_token_that_cannot_be_sent(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN, value)
-    with pytest.raises(InputError, match=f"{TOKEN}: .*allowed are ASCII letters") as refused:
-        Relay("http://localhost:1", 5.0)
+    monkeypatch.setenv(RELAY_TOKEN_VARIABLE, value)
+    with pytest.raises(
+        InputError, match=f"{RELAY_TOKEN_VARIABLE}: .*allowed are ASCII letters"
+    ) as refused:
+        RelayFiles("http://localhost:1", 5.0)
     assert value not in str(refused.value)
 
 
@@ -145,12 +151,14 @@ def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.M
     waits: list[float] = []
     with relaying(folder) as server:
         url, port = server.url, server.server_port
-        client = Relay(url, 5.0)
-        assert torch.equal(client.take(THERE, IDS, locks=True), STATES)
+        client = RelayFiles(url, 5.0)
+        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
     client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # the relay's end of it, which outlived it
     monkeypatch.setattr(relay_client.time, "sleep", waits.append)
-    with pytest.raises(NotReadError, match=rf"target.relay={url}: \w+Error: .* \(4 attempts\)"):
-        client.take(THERE, IDS, locks=True)
+    with pytest.raises(
+        HiddenStatesError, match=rf"target.relay={url}: \w+Error: .* \(4 attempts\)"
+    ):
+        client.load_and_delete(THERE, IDS, locks=True)
     assert waits == [0, 0, 0.01, 0.02]
     (folder / NAME).write_bytes(CONTENT)
     with relaying(folder, port=port):
@@ -159,7 +167,7 @@ def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.M
             ended.connect()
             ended.sock.shutdown(socket.SHUT_RDWR)
             client._idle.append(ended)
-        assert torch.equal(client.take(THERE, IDS, locks=True), STATES)
+        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
 
 
 class Breaking(BaseHTTPRequestHandler):
@@ -206,20 +214,23 @@ def test_a_relay_that_dies_in_the_middle_of_a_file_or_is_busy(
     num_broken: int, busy: bool, message: str, breaking: str
 ) -> None:
     Breaking.num_broken, Breaking.busy = num_broken, busy
-    client = Relay(breaking, 5.0)
+    client = RelayFiles(breaking, 5.0)
     if num_broken < 4:
-        assert torch.equal(client.take(THERE, IDS, locks=True), STATES)
+        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
         return
-    with pytest.raises(NotReadError, match=rf"{message} \(4 attempts\)"):
-        client.take(THERE, IDS, locks=True)
+    with pytest.raises(HiddenStatesError, match=rf"{message} \(4 attempts\)"):
+        client.load_and_delete(THERE, IDS, locks=True)
 
 
 def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
-    lock = lock_of(folder / NAME).open("wb")
+    lock = make_lock_path(folder / NAME).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with relaying(folder) as server, pytest.raises(NotReadError, match=r"Timeout.*\(1 attempts\)"):
+    with (
+        relaying(folder) as server,
+        pytest.raises(HiddenStatesError, match=r"Timeout.*\(1 attempts\)"),
+    ):
         begin = time.monotonic()
-        Relay(server.url, timeout_s=0.2).take(THERE, IDS, locks=True)
+        RelayFiles(server.url, timeout_s=0.2).load_and_delete(THERE, IDS, locks=True)
     assert time.monotonic() - begin < 5
     lock.close()
 
@@ -228,7 +239,7 @@ def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
     ("change", "message"),
     [
         (
-            lambda path: [each.unlink() for each in (path, lock_of(path))],
+            lambda path: [each.unlink() for each in (path, make_lock_path(path))],
             f"has no {NAME}; start scripts/relay.py beside the server, on the folder it",
         ),
         (lambda path: path.unlink(), r": incomplete \(no such file\); the disk may be"),
@@ -239,8 +250,8 @@ def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
 )
 def test_a_file_that_another_attempt_may_give(folder: Path, change, message: str) -> None:
     change(folder / NAME)
-    with relaying(folder) as server, pytest.raises(NotReadError, match=message):
-        Relay(server.url, 5.0).take(THERE, IDS, locks=True)
+    with relaying(folder) as server, pytest.raises(HiddenStatesError, match=message):
+        RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS, locks=True)
 
 
 def asked(server: RelayServer, method: str, path: str) -> tuple[int, bytes]:
@@ -314,7 +325,9 @@ def test_an_address_of_the_newer_kind(folder: Path) -> None:
             pytest.skip("this machine has none")
     with relaying(folder, host="::1") as server:
         assert server.url == f"http://[::1]:{server.server_port}"
-        assert torch.equal(Relay(server.url, 5.0).take(THERE, IDS, locks=True), STATES)
+        assert torch.equal(
+            RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS, locks=True), STATES
+        )
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "HEAD"])
@@ -332,7 +345,9 @@ def test_health(folder: Path) -> None:
         found = json.loads(body)
         assert (status, found["files"]) == (200, 2)
         assert 100 <= found["oldest_s"] < 110
-        assert Relay(server.url, 5.0).free_bytes() == pytest.approx(found["free_bytes"], rel=0.1)
+        assert RelayFiles(server.url, 5.0).free_bytes() == pytest.approx(
+            found["free_bytes"], rel=0.1
+        )
         for each in folder.iterdir():
             each.unlink()
         assert json.loads(asked(server, "GET", "/health")[1])["oldest_s"] is None
@@ -356,11 +371,13 @@ def test_old_files_are_deleted(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_what_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("0.0.0.0", "10.0.0.5", "::", "gpu-7"):
-        with pytest.raises(InputError, match=rf"host={host}: other machines .* {TOKEN}=\$"):
+        with pytest.raises(
+            InputError, match=rf"host={host}: other machines .* {RELAY_TOKEN_VARIABLE}=\$"
+        ):
             check_relay(RelayRun(folder="x", host=host))
     for host in ("127.0.0.1", "localhost", "::1"):
         check_relay(RelayRun(folder="x", host=host))
-    monkeypatch.setenv(TOKEN, KEY)
+    monkeypatch.setenv(RELAY_TOKEN_VARIABLE, KEY)
     check_relay(RelayRun(folder="x", host="0.0.0.0"))
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file: cannot be made: File exists"):
@@ -379,7 +396,7 @@ def test_what_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(InputError, match=r"target\.relay=.*: must be like http://10\.0\.0\.5:8100"):
-        Relay(url, 5.0)
+        RelayFiles(url, 5.0)
 
 
 def test_each_server_has_its_relay() -> None:
@@ -397,8 +414,8 @@ def test_the_command_says_how_to_use_it_and_ends_with_ctrl_c(folder: Path) -> No
         port = found.getsockname()[1]
     arguments = [f"folder={folder}", f"port={port}"]
     command = [sys.executable, str(ROOT / "scripts/relay.py"), *arguments]
-    process = Command(command, folder.parent, {**os.environ, TOKEN: KEY})
-    os.environ.pop(TOKEN, None)
+    process = Command(command, folder.parent, {**os.environ, RELAY_TOKEN_VARIABLE: KEY})
+    os.environ.pop(RELAY_TOKEN_VARIABLE, None)
     for _ in range(600):
         time.sleep(0.05)
         with suppress(OSError):
@@ -412,6 +429,6 @@ def test_the_command_says_how_to_use_it_and_ends_with_ctrl_c(folder: Path) -> No
     assert process.returncode == 0
     assert told == (
         f"{folder}: set target.relay=[http://127.0.0.1:{port}] where heads are trained, and "
-        f"{TOKEN} as here; stop with Ctrl-C\nended\n"
+        f"{RELAY_TOKEN_VARIABLE} as here; stop with Ctrl-C\nended\n"
     )
     assert relay_script.WAIT_S >= 600

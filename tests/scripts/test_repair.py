@@ -18,7 +18,7 @@ from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.scripts import RepairRun
 from conf.settings.target import TargetConfig
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from eval.decode.engine import NoDraft, decode
 from heads.kinds import load_head
 from heads.target_model.load import load_target
@@ -52,8 +52,8 @@ def maker(name: str, **changes: Any) -> Callable[[Target], Any]:
     def made(target: Target) -> Any:
         config = settings_of(name, layers=[2, 4], **changes)
         objective = objective_of(fresh(target, config), target, config)
-        encoder = Encoder(target.tokenizer, None)
-        prompts = [encoder.prompt([user(each)], None, {}) for each in QUESTIONS]
+        encoder = RecordEncoder(target.tokenizer, None)
+        prompts = [encoder.encode_prompt([user(each)], None, {}) for each in QUESTIONS]
         documents = [each + decode(target, NoDraft(), each, TOKENS).token_ids for each in prompts]
         return trained(objective, documents, 80, min(map(len, prompts)))
 
@@ -160,8 +160,8 @@ def test_a_fault_is_named_and_mended(
     repair.main(settings(folder, broken(heads(name), tmp_path, fault), tmp_path / "out"))
     whole, mended = load_head(str(heads(name))), load_head(str(tmp_path / "out/head"))
     assert shown(mended) == shown(whole)
-    for key, tensor in whole.tensors().items():
-        assert tensor.equal(mended.tensors()[key]), key
+    for key, tensor in whole.collect_tensors().items():
+        assert tensor.equal(mended.collect_tensors()[key]), key
     record = json.loads((tmp_path / "out/head/headsmith.json").read_text())
     assert record["repaired"] == words
     rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.servers.hidden_states import ServerTaps
+from data.servers.hidden_states import ServerFeatureLayers
 from tests.train.parallel.test_launch import (
     ENV,
     ROOT,
@@ -108,7 +108,7 @@ def test_the_first_nodes_of_a_job_serve_the_target_to_the_others(
 ) -> None:
     """By a relay, as a trainer sees no folder of another node; both end with the job."""
     (tmp_path / "there").mkdir()
-    taps = ServerTaps((2,), 2, 32, None)
+    taps = ServerFeatureLayers((2,), 2, 32, None)
     options = taps.serve_options(tmp_path / "there")
     server = [
         sys.executable,

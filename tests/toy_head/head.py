@@ -9,8 +9,8 @@ from conf.settings.export import ExportFormat
 from heads.decoding.chains import ChainSampler
 from heads.decoding.drafting import Draft
 from heads.decoding.head_drafter import HeadDrafter
-from heads.head import DraftHead, Export, Golden, HeadFacts, Variant
-from heads.target_model.model import Taps
+from heads.head import DraftHead, ExportPlan, HeadFacts, ReferenceLogits, Variant
+from heads.target_model.model import FeatureLayers
 
 
 @dataclass(frozen=True)
@@ -22,47 +22,52 @@ class ToyConfig:
 
 
 class ToyDrafter(HeadDrafter):
-    state, hidden = ("hidden",), None
+    row_attributes, hidden = ("hidden",), None
 
     def observe(self, seen) -> None:
-        self.hidden = seen.last.hidden_states[:, 0]
+        self.hidden = seen.last_output.hidden_states[:, 0]
 
     def propose(self, roots) -> Draft:
         logits, vocab = self.head.out(self.hidden), self.head.vocab
         if self.calibration is not None:
             draws = ChainSampler(vocab, calibration=self.calibration)
-            return draws.chains(self.shape, draws.token(logits).unsqueeze(1))
+            return draws.make_draft(self.shape, draws.choose_token(logits).unsqueeze(1))
         best = vocab.to_target(logits.topk(self.shape.width).indices)
-        return Draft.of(self.shape, best[:, list(self.shape.ranks[1:])])
+        return Draft.from_tree(self.shape, best[:, list(self.shape.ranks[1:])])
 
 
 class ToyHead(DraftHead):
     config_type, variants = ToyConfig, {"toy": Variant("Toy heads", HeadRef)}
-    phrase, static, taps, output_rows = "a toy head", True, Taps(), (r"out\.weight",)
+    phrase, has_static_tree, taps, output_head_patterns = (
+        "a toy head",
+        True,
+        FeatureLayers(),
+        (r"out\.weight",),
+    )
 
     def __init__(self, config, vocab) -> None:
         super().__init__(config, vocab)
         self.out = nn.Linear(config.hidden_size, len(vocab.ids), bias=False)
 
     @classmethod
-    def untrained(cls, target, settings, vocab, seed):
+    def from_settings(cls, target, settings, vocab, seed):
         head = cls(ToyConfig(target.hidden_size, target.vocab_size, target.name), vocab)
         head.out.weight.data.copy_(target.output_head.weight[vocab.ids])
         return head.attach(target)
 
-    def candidates(self, output, token_ids, first, depth, width):
+    def compute_candidates(self, output, token_ids, first, depth, width):
         logits = self.out(output.hidden_states[0, first:])
-        return self.vocab.to_target(logits.topk(width).indices)[None]
+        return self.vocab.to_target_ids(logits.topk(width).indices)[None]
 
-    def drafter(self, shape, sampling, seeds, calibration=None) -> ToyDrafter:
+    def make_drafter(self, shape, sampling, seeds, calibration=None) -> ToyDrafter:
         return ToyDrafter(self, shape, calibration)
 
-    def export(self, engine, folder="DIR") -> Export:
-        own = Export(None, self.files, f"play {folder}")
-        return own if engine is ExportFormat.original else Export("loads no toys")
+    def plan_export(self, engine, folder="DIR") -> ExportPlan:
+        own = ExportPlan(None, self.build_files, f"play {folder}")
+        return own if engine is ExportFormat.original else ExportPlan("loads no toys")
 
-    def golden(self, target, states, token_ids, places) -> Golden:
-        return Golden(self.out(states[-1])[None], {})
+    def compute_reference_logits(self, target, states, token_ids, places) -> ReferenceLogits:
+        return ReferenceLogits(self.out(states[-1])[None], {})
 
-    def card(self, provenance, acceptance) -> HeadFacts:
+    def build_card_facts(self, provenance, acceptance) -> HeadFacts:
         return HeadFacts("toy", "Toy heads", "Toy", "", "one layer", 1, None, "it loads no toys.")

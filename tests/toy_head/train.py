@@ -9,7 +9,7 @@ from toy_head.head import ToyHead
 from conf.command.entry import Command
 from conf.settings.drafting import HeadRef
 from conf.settings.training import FrozenTargetRun
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN_STATES
 from train.batch.supervision import SUPERVISION, labels_of
 from train.loop import command
 from train.loss.sums import Sums
@@ -30,7 +30,7 @@ class ToyObjective(Objective):
 
     def forward(self, batch, scale) -> Sums:
         rows = batch[SUPERVISION].depths[1]
-        logits = self.head.out(batch[HIDDEN].flatten(0, 1)[rows.places])
+        logits = self.head.out(batch[HIDDEN_STATES].flatten(0, 1)[rows.places])
         labels = labels_of(batch)[rows.answers.device]
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         hits = (logits.argmax(-1) == labels).sum()

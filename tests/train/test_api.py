@@ -23,12 +23,12 @@ from conf.command.entry import RECIPES
 from conf.errors import InputError
 from conf.settings.eagle import Divergence, EagleForm
 from conf.settings.target import Dtype
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from eval.decode.engine import decode
 from eval.measure import stats
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target, TargetOutput
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from train import api
 from train.batch.prefetch import stacked
 from train.schedule import draw_seed, sequences
@@ -41,7 +41,7 @@ def states_of(target: Target, ids: torch.Tensor, documents: torch.Tensor, layers
     for row, numbers in enumerate(documents):
         for number in numbers.unique():
             here = numbers == number
-            read = target.read_text(ids[row, here].tolist(), Taps((*layers,)))
+            read = target.encode_text(ids[row, here].tolist(), FeatureLayers((*layers,)))
             found.hidden_states[row, here] = read.hidden_states[0]
             for index in layers:
                 found.layers[index][row, here] = read.layers[index][0]
@@ -194,7 +194,7 @@ def test_what_is_generated_is_the_targets_own_and_what_is_replayed_is_what_was_d
     assert drafted.token_ids == own.token_ids
     assert own.tau == 1 < drafted.tau
     assert drafted.text == target.tokenizer.decode(own.token_ids, skip_special_tokens=True)
-    chain = decode(target, head.drafter(Tree.chain(3), GREEDY, [0]), prompt, 30)
+    chain = decode(target, head.make_drafter(Tree.chain(3), GREEDY, [0]), prompt, 30)
     replayed = api.acceptance(target, head, prompt, own.token_ids, depth=3)
     assert replayed.tau == stats.tau([stats.PromptSteps("", chain.steps)])
     assert len(replayed.alpha) == 3
@@ -206,7 +206,7 @@ def test_prompts_are_questions_conversations_or_ids() -> None:
     target = endless_target(vocab_size=300)
     target.tokenizer = tokenizer()
     asked = [{"role": "user", "content": "hello there"}]
-    rendered = Encoder(target.tokenizer).prompt(asked)
+    rendered = RecordEncoder(target.tokenizer).encode_prompt(asked)
     for prompt in ("hello there", asked, rendered):
         assert api.generate(target, None, prompt, 4).prompt_ids == rendered
     written = api.acceptance(target, noisy_head(target), "hello there", "fine, thanks.")

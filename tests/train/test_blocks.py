@@ -18,8 +18,8 @@ from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRu
 from conf.settings.eagle import Divergence
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
-from heads.blocks.config import default_layers, mask_token
-from heads.export.golden import golden
+from heads.blocks.config import choose_mask_token, default_layers
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import export_head
 from heads.layers.projection import Projection
 from heads.target_model.model import Target
@@ -315,20 +315,20 @@ class Crowded:
 
 def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     target = random_target(num_hidden_layers=4, vocab_size=300)
-    assert mask_token(target, None) == 299
-    assert mask_token(target, 17) == 17
+    assert choose_mask_token(target, None) == 299
+    assert choose_mask_token(target, 17) == 17
     with pytest.raises(InputError, match=r"mask_token_id=300: must be from 0 to 299"):
-        mask_token(target, 300)
+        choose_mask_token(target, 300)
     with pytest.raises(InputError, match=r"mask_token_id=2: ends texts"):
-        mask_token(target, 2)
+        choose_mask_token(target, 2)
     target.tokenizer = tokenizer()
-    assert mask_token(target, None) == len(tokenizer())  # which leaves rows to spare
+    assert choose_mask_token(target, None) == len(tokenizer())  # which leaves rows to spare
     full = random_target(num_hidden_layers=4, vocab_size=len(tokenizer()))
     full.tokenizer = tokenizer()
-    assert mask_token(full, None) == 0  # <pad>
+    assert choose_mask_token(full, None) == 0  # <pad>
     full.tokenizer = Crowded()
     with pytest.raises(InputError, match=r"no spare token.*=7 \(<repo>\)$"):
-        mask_token(full, None)
+        choose_mask_token(full, None)
     with pytest.raises(InputError, match=r"mask_token_id=17: occurs 1 times"):
         dflash.main.make_head(DFlashRun(head=DFlashConfig(mask_token_id=17)), target, Data(17))
     with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising and of 0..3"):
@@ -345,9 +345,11 @@ def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> No
     written = config_of(tmp_path / "head")["dflash_config"]
     assert (written["output_multiplier"], written["final_logit_softcapping"]) == (0.25, 2.0)
     outputs = torch.randn(5, target.hidden_size)
-    assert head.logits(outputs).equal(target.logits(outputs))
+    assert head.logits(outputs).equal(target.compute_logits(outputs))
     assert head.projection() == target.projection
-    export_head(head, ExportFormat.vllm, golden(head, target, 5), tmp_path / "export", {})
+    export_head(
+        head, ExportFormat.vllm, compute_reference_tensors(head, target, 5), tmp_path / "export", {}
+    )
     check_parity(tmp_path / "export")
 
 

@@ -56,7 +56,7 @@ def test_a_fresh_head_drafts_the_likeliest_tokens_and_the_special_ones(target: T
 
 def test_eagle1_drafts_all_ids_and_says_nothing_of_coverage(target: Target) -> None:
     head, lines = made(target, form=EagleForm.eagle1, layers=None, num_steps=1)
-    assert head.vocab.full
+    assert head.vocab.is_full
     assert [line.split(",")[0] for line in lines] == ["head: eagle1"]
 
 
@@ -130,7 +130,7 @@ def test_benchmarks_take_the_recipe_of_the_form() -> None:
     assert main.default_objective(objective.head, objective.target).config == recipe
     target = random_target()
     settings = EagleConfig(form=EagleForm.eagle1)
-    head = EagleHead.untrained(target, settings, objective.head.vocab.everything(96), 0)
+    head = EagleHead.from_settings(target, settings, objective.head.vocab.everything(96), 0)
     found = main.default_objective(head, target)
     assert (found.head, found.target) == (head, target)
     assert (found.config.noise, found.config.regression_weight) == (0.2, 1.0)

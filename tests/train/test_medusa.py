@@ -89,7 +89,7 @@ def test_a_run_starts_from_the_heads_that_are_named(target, tmp_path: Path, monk
 
 def test_pruned_heads_are_no_start(target, tmp_path: Path) -> None:
     head = noisy_head(target, 2)
-    pruned = head.pruned(DraftVocab(torch.arange(0, 96, 2), 96))
+    pruned = head.prune_vocab(DraftVocab(torch.arange(0, 96, 2), 96))
     pruned.save(tmp_path / "pruned")
     config = MedusaRun(head=MedusaConfig(path=str(tmp_path / "pruned")))
     nothing: Any = None

@@ -149,10 +149,10 @@ def test_an_untrained_adapter_has_nothing_to_unlearn() -> None:
 def test_switched_off_the_target_is_what_it_was() -> None:
     target, bare = random_target(), random_target()
     adapter = objective_of(target).head.adapter
-    expected = bare.read_text(TEXT).hidden_states
+    expected = bare.encode_text(TEXT).hidden_states
     with adapter.off():
-        assert target.read_text(TEXT).hidden_states.equal(expected)
-    assert not target.read_text(TEXT).hidden_states.allclose(expected, atol=1e-2)
+        assert target.encode_text(TEXT).hidden_states.equal(expected)
+    assert not target.encode_text(TEXT).hidden_states.allclose(expected, atol=1e-2)
 
 
 def learnt(objective: Medusa2Objective, step: int) -> dict[str, bool]:

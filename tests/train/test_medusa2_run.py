@@ -17,7 +17,7 @@ from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import AdapterConfig, Labels, Medusa2Run, MedusaConfig
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig
-from data.prepared.prepare import prepare
+from data.prepared.prepare import prepare_datasets
 from eval import acceptance
 from eval.measure.answers import OwnTexts
 from heads.kinds import load_head
@@ -70,7 +70,7 @@ def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path, in
     assert last["eval/target_change_percent"] == pytest.approx(change) != 0.0
     adapted = TargetConfig(path=str(inputs / "target"), adapter=str(straight / "adapter"))
     target, config = load_target(adapted, CPU), settings(inputs, straight)
-    heldout = prepare(config.data, target.tokenizer, seed=0)[1]
+    heldout = prepare_datasets(config.data, target.tokenizer, seed=0)[1]
     head = load_head(str(straight / "head")).attach(target).eval()
     live = HeldoutReplay(OwnTexts(target), heldout_prompts(heldout, 2), 2, head.taps)
     assert last["eval/tau"] == pytest.approx(live(head)["tau"])
@@ -145,9 +145,12 @@ def test_merged_equals_adapted(straight: Path, inputs: Path, merged: Path) -> No
             (merged, None),
         )
     )  # fmt: skip
-    said = [each.logits(each.read_text([5, 7, 9, 4]).hidden_states) for each in (adapted, whole)]
+    said = [
+        each.compute_logits(each.encode_text([5, 7, 9, 4]).hidden_states)
+        for each in (adapted, whole)
+    ]
     torch.testing.assert_close(*said, atol=1e-5, rtol=1e-5)
-    before = bare.logits(bare.read_text([5, 7, 9, 4]).hidden_states)
+    before = bare.compute_logits(bare.encode_text([5, 7, 9, 4]).hidden_states)
     assert (said[0] - before).abs().max() > 1e-2
     assert whole.tokenizer.chat_template == bare.tokenizer.chat_template
     assert whole.generation_config.eos_token_id == bare.generation_config.eos_token_id

@@ -39,7 +39,7 @@ def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: flo
     batch = prepared(objective, target)
     sums = objective(batch, objective.weights / objective.counts(batch))
     ids, states = batch["input_ids"].flatten(), batch["hidden_states"].flatten(0, 1)
-    teacher = target.logits(states).log_softmax(-1)
+    teacher = target.compute_logits(states).log_softmax(-1)
     unrolled, answered = batch[UNROLLED], batch[SUPERVISION].places.tolist()
     outputs = torch.cat(list(objective._unrolled(batch)))[unrolled.rows.places]
     log_q = head.logits(outputs).log_softmax(-1)

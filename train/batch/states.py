@@ -2,15 +2,15 @@
 
 import torch
 
-from data.features.format import HIDDEN, LAYER
-from data.features.reader import restore
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target, TargetOutput
+from data.features.format import HIDDEN_STATES, LAYER_PREFIX
+from data.features.reader import dequantize_batch
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.target_model.remote import RemoteTarget
 from train.batch.supervision import DOCUMENTS, Batch
 
 
-def with_states(target: EmbeddingsAndHead, batch: Batch, taps: Taps) -> Batch:
+def with_states(target: EmbeddingsAndOutputHead, batch: Batch, taps: FeatureLayers) -> Batch:
     """Add the target's hidden states to a batch, under the names of the feature store.
 
     Args:
@@ -24,20 +24,22 @@ def with_states(target: EmbeddingsAndHead, batch: Batch, taps: Taps) -> Batch:
         instead.
     """
     if isinstance(target, RemoteTarget):
-        last = batch[f"{LAYER}{target.num_layers}"].to(target.dtype)
-        return {**batch, HIDDEN: target.final_norm(last)}
+        last = batch[f"{LAYER_PREFIX}{target.num_layers}"].to(target.dtype)
+        return {**batch, HIDDEN_STATES: target.final_norm(last)}
     if not isinstance(target, Target):
-        return restore(batch)
-    output = target.read(batch["input_ids"], batch["position_ids"], batch[DOCUMENTS], taps)
-    layers = {f"{LAYER}{index}": states for index, states in output.layers.items()}
-    return {**batch, HIDDEN: output.hidden_states, **layers}
+        return dequantize_batch(batch)
+    output = target.encode_documents(
+        batch["input_ids"], batch["position_ids"], batch[DOCUMENTS], taps
+    )
+    layers = {f"{LAYER_PREFIX}{index}": states for index, states in output.layers.items()}
+    return {**batch, HIDDEN_STATES: output.hidden_states, **layers}
 
 
 def states_of(batch: Batch) -> TargetOutput:
     """Collect the hidden states [B, T, D] of a batch; the last is empty beside stored top-k."""
     layers = {
-        int(name.removeprefix(LAYER)): states
+        int(name.removeprefix(LAYER_PREFIX)): states
         for name, states in batch.items()
-        if name.startswith(LAYER)
+        if name.startswith(LAYER_PREFIX)
     }
-    return TargetOutput(batch.get(HIDDEN, torch.empty(0)), layers)
+    return TargetOutput(batch.get(HIDDEN_STATES, torch.empty(0)), layers)

@@ -184,5 +184,5 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
 
 def indexed(batch: Batch, num_depths: int) -> Batch:
     """Add its `Documents` and the `Supervision` of depths 0 to `num_depths` to a CPU batch."""
-    documents = Documents.of(batch["document_ids"])
+    documents = Documents.from_ids(batch["document_ids"])
     return {**batch, DOCUMENTS: documents, SUPERVISION: Supervision.of(batch, num_depths)}

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from conf.settings.blocks import BlockConfig
-from data.features.format import HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
+from data.features.format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.blocks.head import BlockHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from train.batch.states import states_of
 from train.batch.supervision import (
     DOCUMENTS,
@@ -43,7 +43,9 @@ class BlockObjective(Objective):
 
     measures = MEASURES
 
-    def __init__(self, head: BlockHead, target: EmbeddingsAndHead, config: BlockConfig) -> None:
+    def __init__(
+        self, head: BlockHead, target: EmbeddingsAndOutputHead, config: BlockConfig
+    ) -> None:
         super().__init__()
         self.head, self.target, self.config = head, target, config
         self.learns_prompts = config.learn_prompts
@@ -150,7 +152,7 @@ class BlockObjective(Objective):
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
             ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)
             return TopKTeacher(vocab, ids, log_probs, temperature)
-        states = batch[HIDDEN].flatten(0, 1)[places]
+        states = batch[HIDDEN_STATES].flatten(0, 1)[places]
         return HiddenTeacher(self.target, vocab, states, temperature)
 
 

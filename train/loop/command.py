@@ -19,24 +19,24 @@ from conf.command.statement import make_fingerprint, to_json
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig, TrainRun
-from data.embedded import fill_unset
+from data.embedded import fill_default_paths
 from data.features.reader import FeatureStore, TrainingData
 from data.prepared.pack import PackedDataset
-from data.prepared.prepare import DataReport, prepare
+from data.prepared.prepare import DataReport, prepare_datasets
 from data.servers.endpoint import Endpoint
 from eval.decode.generation_config import follow
 from eval.measure.answers import OwnTexts
 from eval.measure.engines import ServedTexts, opened, told_of
 from heads.head import DraftHead
-from heads.kinds import load_head, name_of
-from heads.target_model.dequantise import folder_of
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.identity import Identity, identify, other_target_notice
+from heads.kinds import find_kind_name, load_head
+from heads.target_model.dequantise import resolve_target_folder
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.identity import TargetIdentity, format_target_change, identify_target
 from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps, Target
+from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget
-from heads.vocab import DraftVocab, coverage_lines
+from heads.vocab import DraftVocab, format_coverage
 from train.batch.prefetch import Dataset
 from train.loop import loop, memory
 from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
@@ -79,20 +79,20 @@ class TrainingSource:
         told: lines about these servers.
     """
 
-    target: EmbeddingsAndHead
-    identity: Identity
+    target: EmbeddingsAndOutputHead
+    identity: TargetIdentity
     checksum: str
     train: TrainingData | ServedRows
     heldout: TrainingData | ServedRows
     report: DataReport
     lines: list[str]
-    replay: Callable[[int, Taps], Replay] | None
+    replay: Callable[[int, FeatureLayers], Replay] | None
     served_by: TargetConfig | None = None
     prompts: Sequence[list[int]] = ()
     told: Sequence[str] = ()
 
     @contextmanager
-    def opened(self, taps: Taps) -> Iterator["TrainingSource"]:
+    def opened(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
         """Add the hidden states that a head reads, if servers give them.
 
         Raises:
@@ -110,7 +110,7 @@ class TrainingSource:
         with opened(self.served_by, target, layers, text) as pool:
             replay = partial(HeldoutReplay, ServedTexts(pool, target), list(self.prompts))
             train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
-            yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.told)
+            yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.server_lines)
 
     def steps_ahead(self, num_tokens: int) -> int:
         """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
@@ -141,7 +141,7 @@ class Training:
         train(config, partial(self.build, config))
 
     def build(
-        self, config: Any, target: EmbeddingsAndHead, data: TrainingData
+        self, config: Any, target: EmbeddingsAndOutputHead, data: TrainingData
     ) -> tuple[Objective, list[str]]:
         """Make the objective of a head, and lines about it."""
         head, lines = self.make_head(config, target, data)
@@ -150,7 +150,7 @@ class Training:
         return objective, [*lines, f"head: {objective.about}, {trained / 1e6:.1f} M parameters"]
 
     def make_head(
-        self, config: Any, target: EmbeddingsAndHead, data: TrainingData
+        self, config: Any, target: EmbeddingsAndOutputHead, data: TrainingData
     ) -> tuple[Any, list[str]]:
         """Make a new head, or load a saved one that fits the target, with lines about its ids.
 
@@ -159,7 +159,7 @@ class Training:
                 kind learns all ids, or has a mask token that the data use.
         """
         settings, always = config.head, target.special_ids
-        counts = cache(lambda: data.token_counts(target.vocab_size))
+        counts = cache(lambda: data.count_token_ids(target.vocab_size))
         chooses = hasattr(settings, "draft_vocab_size")
         head: Any
         if settings.path is not None:
@@ -171,10 +171,10 @@ class Training:
                     "pruning"
                 )
         else:
-            vocab = DraftVocab.everything(target.vocab_size)
+            vocab = DraftVocab.make_full(target.vocab_size)
             if chooses and settings.draft_vocab_size is not None:
-                vocab = DraftVocab.choose(counts(), settings.draft_vocab_size, always)
-            head = self.head.untrained(target, settings, vocab, config.seed)
+                vocab = DraftVocab.from_counts(counts(), settings.draft_vocab_size, always)
+            head = self.head.from_settings(target, settings, vocab, config.seed)
             mask = getattr(head.config, "mask_token_id", None)
             if mask is not None and mask < len(counts()) and counts()[mask]:
                 raise InputError(
@@ -188,19 +188,19 @@ class Training:
                 "output head)"
             )
         full = head.vocab.full
-        return head, [] if full else coverage_lines(counts(), head.vocab.to("cpu"), always)
+        return head, [] if full else format_coverage(counts(), head.vocab.to("cpu"), always)
 
     def _saved(self, settings: Any) -> DraftHead:
         layers = getattr(settings, "layers", None)
         head = load_head(settings.path, settings.revision, layers)
         if type(head) is not self.head:
             raise InputError(
-                f"head.path={settings.path}: {head.phrase}, but this command trains "
-                f"{self.head.phrase}; use train/{name_of(head)}.py"
+                f"head.path={settings.path}: {head.name_with_article}, but this command trains "
+                f"{self.head.name_with_article}; use train/{find_kind_name(head)}.py"
             )
         return head
 
-    def default_objective(self, head: DraftHead, target: EmbeddingsAndHead) -> Objective:
+    def default_objective(self, head: DraftHead, target: EmbeddingsAndOutputHead) -> Objective:
         """Make an objective with the settings of the head's recipe, for benchmarks."""
         schema, name = type(self.command.schema().head), head.variant
         return self.objective(
@@ -226,7 +226,9 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     out_dir = Path(config.out_dir)
     check_training(config)
     if config.data.features is None and config.target.path is not None:
-        folder_of(config.target)  # before ZeRO-3, which shards weights while they are read
+        resolve_target_folder(
+            config.target
+        )  # before ZeRO-3, which shards weights while they are read
     store = None if config.data.features is None else open_store(config.data, config.target)
     accelerator = processes.start(config.train)
     check_compile("train.compile", config.train.compile, accelerator.device.type)
@@ -241,7 +243,7 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
     objective, lines = build(source.target, source.train)
     if head.path is not None:
-        other = other_target_notice("head.path", head.path, head.revision, source.identity)
+        other = format_target_change("head.path", head.path, head.revision, source.identity)
         lines += [] if other is None else [other]
     deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
     config.train, optimizer = resolve_optimizer(
@@ -350,21 +352,21 @@ def memory_of(
 
 def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     """Load the target, or its ends if engines run its layers, and prepare the data."""
-    fill_unset(config)
+    fill_default_paths(config)
     target, told = target_of(config, accelerator.device)
-    train_data, heldout, report = prepare(
+    train_data, heldout, report = prepare_datasets(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process
     )
     for data in (train_data, heldout):
-        data.check_ids(target)
+        data.check_token_ids(target)
     processes.wait()  # other nodes may read slower disks
     prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
-    lines = [*told, *report.lines()]
+    lines = [*told, *report.format_lines()]
     replay = None
     if isinstance(target, Target):
         replay = partial(HeldoutReplay, OwnTexts(target), prompts)
-        lines.append(f"attention of the target: {target.attention}")
-    identity = identify(config.target, target.tokenizer, target.dtype)
+        lines.append(f"attention of the target: {target.attention_description}")
+    identity = identify_target(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
     return TrainingSource(
         target, identity, checksum, train_data, heldout, report, lines, replay,
@@ -372,14 +374,14 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     )  # fmt: skip
 
 
-def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndHead, list[str]]:
+def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndOutputHead, list[str]]:
     """Load the target, whole or without the layers that engines run, and lines about it.
 
     Raises:
         InputError: the target must answer, but its generation config cannot be followed.
     """
     urls = config.target.engine
-    target = (RemoteTarget.of if urls else load_target)(config.target, device)
+    target = (RemoteTarget.from_config if urls else load_target)(config.target, device)
     lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
     try:
         follow(target)
@@ -418,12 +420,12 @@ def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> T
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
     for data in (store.train, store.heldout, store.replay):
-        data.check_ids(ends)
+        data.check_token_ids(ends)
     report = store.manifest.report
     plan = store.manifest.plan
     return TrainingSource(
         ends, identity_of(plan), plan.splits["train"].checksum, store.train, store.heldout, report,
-        [*lines, *report.lines()], replay,
+        [*lines, *report.format_lines()], replay,
     )  # fmt: skip
 
 

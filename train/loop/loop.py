@@ -23,7 +23,7 @@ from conf.command.clock import Stopwatch
 from conf.errors import InputError
 from conf.files import make_folder
 from conf.settings.training import LogConfig, TrainConfig
-from heads.upload import upload
+from heads.upload import to_device
 from train import schedule
 from train.batch.prefetch import Dataset, Prefetcher, on_device, stacked
 from train.batch.supervision import NOISE_SEEDS, Batch
@@ -303,9 +303,9 @@ class Run:
         """
         counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
         self._term_weights = self.job.objective.begin(self.step)
-        totals = self._sum(upload(counts.sum(0).double(), self.device))
+        totals = self._sum(to_device(counts.sum(0).double(), self.device))
         # Strategies average gradients over the processes; the loss needs their sum.
-        weights = upload(self._term_weights, self.device)
+        weights = to_device(self._term_weights, self.device)
         scale = self.world * weights / totals.clamp_min(1).float()
         sums = self._accumulate(prepared, len(batches), scale)
         num_tokens = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
@@ -358,7 +358,7 @@ class Run:
         losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
         losses[self.rank] = sums[:, 0].sum(1)
         own = torch.tensor([num_tokens, self.stop_asked], dtype=torch.float64)
-        parts = (upload(own, self.device), losses.flatten(), sums.sum(0).flatten())
+        parts = (to_device(own, self.device), losses.flatten(), sums.sum(0).flatten())
         packed = self._sum(torch.cat([part.double() for part in parts]))
         packed = torch.cat([packed, norm.double().view(1)]).to("cpu")
         (tokens, stop), of_losses, terms, (gathered_norm,) = packed.split(

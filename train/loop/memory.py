@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from conf.errors import InputError
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
-from heads.target_model.sizes import mlp_size
+from heads.target_model.sizes import compute_mlp_size
 from train.loss.sizes import FLOAT32, LaunchSizes
 from train.objective import Objective
 from train.parallel.optimizers import state_keys
@@ -49,7 +49,7 @@ def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
     if setting.cuda and isinstance(target, Target):
         # Meanwhile the target reads the next micro batch on its own stream. Per layer without
         # gradients: 3 N I t in its MLP and 4 N H t beside it.
-        widths = 3 * mlp_size(target.config) + 4 * target.hidden_size
+        widths = 3 * compute_mlp_size(target.config) + 4 * target.hidden_size
         held["a pass of the target"] = setting.tokens * target.dtype.itemsize * widths
     reduced = 0
     if setting.strategy == "FSDP2":
@@ -66,7 +66,7 @@ def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
     return {name: size for name, size in fullest.items() if size}
 
 
-def target_bytes(target: EmbeddingsAndHead) -> int:
+def target_bytes(target: EmbeddingsAndOutputHead) -> int:
     """Bytes of the target's weights on the head's device; beside a feature store, of its ends."""
     modules = (target.embedding, target.output_head)  # may share one weight
     weights: Any = {module.weight.data_ptr(): module.weight for module in modules}.values()

@@ -11,15 +11,15 @@ from itertools import accumulate, islice
 
 from torch import Tensor
 
-from data.features.format import HIDDEN
-from data.features.reader import StoredDataset, restore
+from data.features.format import HIDDEN_STATES
+from data.features.reader import StoredDataset, dequantize_batch
 from data.prepared.pack import PackedDataset
 from eval.measure.answers import Texts
 from eval.measure.replay import Replayable, ranked_drafts, steps_along
 from eval.measure.stats import PromptSteps, alpha, tau
 from heads.decoding.tree import Tree
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, TargetOutput
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, TargetOutput
 
 MAX_PROMPT_TOKENS = 256
 MAX_NEW_TOKENS = 64
@@ -35,7 +35,7 @@ class Replay(ABC):
         taps: hidden states that the head reads.
     """
 
-    def __init__(self, prompts: list[list[int]], depth: int, taps: Taps) -> None:
+    def __init__(self, prompts: list[list[int]], depth: int, taps: FeatureLayers) -> None:
         self.prompts = prompts
         self.depth = depth
         self.taps = taps
@@ -61,7 +61,9 @@ class Replay(ABC):
 class HeldoutReplay(Replay):
     """Replay over answers that the target writes at the first use."""
 
-    def __init__(self, texts: Texts, prompts: list[list[int]], depth: int, taps: Taps) -> None:
+    def __init__(
+        self, texts: Texts, prompts: list[list[int]], depth: int, taps: FeatureLayers
+    ) -> None:
         super().__init__(prompts, depth, taps)
         self.texts = texts
 
@@ -76,14 +78,14 @@ class StoredReplay(Replay):
 
     def __init__(
         self,
-        target: EmbeddingsAndHead,
+        target: EmbeddingsAndOutputHead,
         stored: StoredDataset,
         num_prompts: int,
         depth: int,
-        taps: Taps,
+        taps: FeatureLayers,
     ) -> None:
         self.target = target
-        self.rows = [stored.read(index) for index in range(min(num_prompts, len(stored)))]
+        self.rows = [stored.load_sequence(index) for index in range(min(num_prompts, len(stored)))]
         prompts = [row["input_ids"][~row["loss_mask"]].tolist() for row in self.rows]
         super().__init__(prompts, depth, taps)
 
@@ -98,12 +100,12 @@ class StoredReplay(Replay):
         """Hidden states [1, S, D] of all tokens but the last. A last state not stored is empty."""
         states = {
             name: tensor[None, :-1].to(self.target.device, self.target.dtype)
-            for name, tensor in restore(row).items()
-            if name == HIDDEN or name.startswith("layers.")
+            for name, tensor in dequantize_batch(row).items()
+            if name == HIDDEN_STATES or name.startswith("layers.")
         }
         layers = {index: states[f"layers.{index}"] for index in self.taps.layers}
         some = next(iter(states.values()))
-        return TargetOutput(states.get(HIDDEN, some[..., :0]), layers)
+        return TargetOutput(states.get(HIDDEN_STATES, some[..., :0]), layers)
 
 
 def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from conf.command.statement import find_changed_keys, to_json
 from conf.errors import InputError
 from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset
-from data.servers.endpoint import Endpoint, continuations
+from data.servers.endpoint import Endpoint, request_continuations
 from data.templates.encoder import Sample
 from eval.decode.engine import Generation, Request, decode_many
 from eval.decode.generation_config import Stops
@@ -35,7 +35,7 @@ from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
 from heads.head import DraftHead
 from heads.storage import load_tensors, write_folder
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from train import schedule
 from train.batch.prefetch import Dataset
@@ -116,7 +116,7 @@ class Rollouts:
     """
 
     config: RolloutConfig
-    target: EmbeddingsAndHead
+    target: EmbeddingsAndOutputHead
     data: PackedDataset
     batch_size: int
     seed: int
@@ -183,7 +183,7 @@ class Rollouts:
         for step in range(first, last):
             batch = schedule.sequences(step, self.batch_size, len(self.data), self.seed)
             numbers |= dict.fromkeys(batch)
-        window = self.target.window
+        window = self.target.max_positions
         room = None if window is None else window - self.config.max_new_tokens
         prompts = [prompt for number in numbers for prompt in prompts_of(self.data[number])]
         fitting = [prompt for prompt in prompts if room is None or len(prompt) <= room]
@@ -253,10 +253,10 @@ class Rollouts:
         if self.server is not None or self.served is not None:
             return self._served(requests)
         assert isinstance(self.target, Target)
-        sampling, chain = Sampling(self.config.temperature), Tree.chain(head.usual_depth)
+        sampling, chain = Sampling(self.config.temperature), Tree.chain(head.default_depth)
 
         def make(seeds: list[int]) -> Drafter:
-            return head.drafter(chain, sampling, seeds)
+            return head.make_drafter(chain, sampling, seeds)
 
         limits = self.config.max_new_tokens, self.config.batch_size
         return decode_many(self.target, make, requests, *limits, sampling)
@@ -272,10 +272,10 @@ class Rollouts:
             [told | seed for seed in seeds],
         )
         if self.server is not None:
-            answers = continuations(self.server, *asked, self.config.batch_size)
+            answers = request_continuations(self.server, *asked, self.config.batch_size)
         else:
             assert self.served is not None
-            answers = [ids for _, ids in sorted(self.served.pool.texts(*asked))]
+            answers = [ids for _, ids in sorted(self.served.pool.stream_answers(*asked))]
         vocab_size, highest = self.target.vocab_size, max(map(max, answers), default=0)
         if highest >= vocab_size:
             raise InputError(

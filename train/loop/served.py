@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.features.format import LAYER
+from data.features.format import LAYER_PREFIX
 from data.prepared.pack import PackedDataset
-from data.servers.files import NotReadError
-from data.servers.pool import StatesPool, documents_of, placed
+from data.servers.files import HiddenStatesError
+from data.servers.pool import HiddenStatesPool, join_documents, split_documents
 
 STEPS_AHEAD = 4
 """Largest number of optimizer steps whose sequences are requested together."""
@@ -32,10 +32,10 @@ PADDING = -1
 def longest_document(rows: PackedDataset) -> list[int]:
     """Token ids of the longest document of the first sequences."""
     first = (rows[index] for index in range(min(len(rows), NUM_LOOKED_AT)))
-    return max((document for row in first for document in documents_of(row)), key=len)
+    return max((document for row in first for document in split_documents(row)), key=len)
 
 
-def steps_ahead(pool: StatesPool, num_tokens: int) -> int:
+def steps_ahead(pool: HiddenStatesPool, num_tokens: int) -> int:
     """Number of optimizer steps to request together, limited by the host's memory.
 
     Args:
@@ -62,7 +62,7 @@ class ServedRows:
     """
 
     rows: PackedDataset
-    pool: StatesPool
+    pool: HiddenStatesPool
     lost: Iterator[int] = field(default_factory=partial(count, 1))
 
     def __len__(self) -> int:
@@ -70,12 +70,12 @@ class ServedRows:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]
-        documents, ids = documents_of(row), row["document_ids"].clone()
+        documents, ids = split_documents(row), row["document_ids"].clone()
         found: list[dict[str, Tensor]] = []
         for number, coming in enumerate([self.pool.submit(each) for each in documents]):
             try:
                 found.append(coming.result())
-            except NotReadError as error:
+            except HiddenStatesError as error:
                 found.append({})
                 ids[row["document_ids"] == number] = PADDING
                 tqdm.write(
@@ -85,10 +85,10 @@ class ServedRows:
         dtype = next((t.dtype for states in found for t in states.values()), torch.bfloat16)
         states = {}
         for layer in self.pool.layers:
-            name, width = f"{LAYER}{layer}", self.pool.hidden_size
+            name, width = f"{LAYER_PREFIX}{layer}", self.pool.hidden_size
             parts = [
                 each[name] if each else torch.zeros(len(lost), width, dtype=dtype)
                 for each, lost in zip(found, documents, strict=True)
             ]
-            states[name] = placed(row, parts)
+            states[name] = join_documents(row, parts)
         return {**row, "document_ids": ids, **states}

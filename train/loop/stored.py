@@ -14,11 +14,11 @@ from conf.settings.target import Dtype, TargetConfig
 from data.features.format import EMBEDDINGS_AND_HEAD
 from data.features.manifest import StorePlan
 from data.features.reader import FeatureStore
-from data.prepared.folder import NOT_DECIDING
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.identity import Identity, identify
-from heads.target_model.load import load_tokenizer
-from heads.target_model.model import Taps
+from data.prepared.folder import NON_CONTENT_SETTINGS
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.identity import TargetIdentity, identify_target
+from heads.target_model.load import load_config_and_tokenizer
+from heads.target_model.model import FeatureLayers
 
 
 def open_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
@@ -33,28 +33,32 @@ def open_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
     store = FeatureStore(Path(data.features).expanduser())
     plan = store.manifest.plan
     names = [
-        field.name for field in fields(DataConfig) if field.name not in ("features", *NOT_DECIDING)
+        field.name
+        for field in fields(DataConfig)
+        if field.name not in ("features", *NON_CONTENT_SETTINGS)
     ]
     _check_unset("data", data, plan.data, names, data.features)
     _check_target(target, plan, data.features)
     return store
 
 
-def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> EmbeddingsAndHead:
+def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> EmbeddingsAndOutputHead:
     """Load the embedding and the output head of the store's target.
 
     Raises:
         InputError: a file is missing or damaged.
     """
-    return EmbeddingsAndHead.load(store.check_file(EMBEDDINGS_AND_HEAD).parent, device)
+    return EmbeddingsAndOutputHead.from_folder(store.check_file(EMBEDDINGS_AND_HEAD).parent, device)
 
 
-def identity_of(plan: StorePlan) -> Identity:
+def identity_of(plan: StorePlan) -> TargetIdentity:
     """Identity of the target that a store was captured from."""
-    return Identity(**{field.name: plan.target[field.name] for field in fields(Identity)})
+    return TargetIdentity(
+        **{field.name: plan.target[field.name] for field in fields(TargetIdentity)}
+    )
 
 
-def check_taps(store: FeatureStore, taps: Taps) -> None:
+def check_taps(store: FeatureStore, taps: FeatureLayers) -> None:
     """Refuse a head that reads hidden states the store lacks.
 
     Raises:
@@ -87,7 +91,7 @@ def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
     if target.path is None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
-    given = identify(target, load_tokenizer(target)[1], getattr(torch, dtype))
+    given = identify_target(target, load_config_and_tokenizer(target)[1], getattr(torch, dtype))
     before, now = make_fingerprint(target=identity_of(plan)), make_fingerprint(target=given)
     differ = find_changed_keys(before, now)
     if differ:

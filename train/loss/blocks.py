@@ -121,7 +121,7 @@ class BlockCriterion:
 
     def _cross_entropy(self, labels: Tensor, student: Softmax, want_grad: bool) -> LossGrad:
         """Cross-entropy against the text; 0 for labels outside the draft vocabulary."""
-        columns = labels if self.vocab.full else self.vocab.to_draft(labels)
+        columns = labels if self.vocab.is_full else self.vocab.to_draft_ids(labels)
         inside = columns >= 0
         column = columns.clamp_min(0).unsqueeze(1)
         loss = -student.log_q_at(column).squeeze(1)
@@ -144,6 +144,6 @@ class _Surprise:
     ) -> RowLosses:
         """See `train.loss.fused.Criterion`. Without a gradient."""
         assert not want_grad
-        columns = self.vocab.to_draft(chunk[0][at]).unsqueeze(1)
+        columns = self.vocab.to_draft_ids(chunk[0][at]).unsqueeze(1)
         surprise = -student.log_q_at(columns.clamp_min(0)).masked_fill(columns < 0, -torch.inf)
         return RowLosses(surprise.T, None)

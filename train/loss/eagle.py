@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from conf.settings.eagle import StepNormalizer, UnrolledConfig
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN_STATES
 from heads.vocab import DraftVocab
 from train.batch.supervision import SUPERVISION, UNROLLED, Batch
 from train.loss.divergences import LossGrad, Softmax, divergence, of_text, top_k
@@ -53,7 +53,9 @@ def eagle_loss(
     total, (values,) = fused_linear([steps], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
     if weight:
-        wanted = batch[HIDDEN].flatten(0, 1)[batch[SUPERVISION].places[steps.rows.device]].float()
+        wanted = (
+            batch[HIDDEN_STATES].flatten(0, 1)[batch[SUPERVISION].places[steps.rows.device]].float()
+        )
         near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
         total = total + (near * steps.scales[:]).sum()
         values[0] += near.detach()
@@ -73,7 +75,7 @@ class EagleCriterion:
         config, columns = self.config, None
         if config.text_weight:
             labels, chunk = chunk
-            columns = self.vocab.to_draft(labels[at])
+            columns = self.vocab.to_draft_ids(labels[at])
         best = chunk.best[at]
         top1 = first_choices_agree(self.vocab, student, best)
         pair = chunk.pair(at, student)
@@ -87,8 +89,8 @@ class EagleCriterion:
         if not terms:  # only the regression loss is trained
             terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
         losses = reduce(LossGrad.plus, terms)
-        if not self.vocab.full:
-            losses = losses.where(self.vocab.to_draft(best) >= 0)
+        if not self.vocab.is_full:
+            losses = losses.where(self.vocab.to_draft_ids(best) >= 0)
         if columns is not None:
             losses = of_text(student, columns, want_grad).times(config.text_weight).plus(losses)
         return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
@@ -96,4 +98,4 @@ class EagleCriterion:
 
 def first_choices_agree(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
     """[r] bool, whether a student's likeliest token is the target's likeliest id `best` [r]."""
-    return (student.best if vocab.full else vocab.to_target(student.best)) == best
+    return (student.best if vocab.is_full else vocab.to_target_ids(student.best)) == best

@@ -302,7 +302,7 @@ class _StudentPass:
         self, compare: Compare, rows: Where, projection: Projection, begin: int
     ) -> None:
         hidden = self.student.hidden[rows].detach().to(self.dtype)
-        logits = projection.logits(hidden, self._buffer(len(hidden)))
+        logits = projection.compute_logits(hidden, self._buffer(len(hidden)))
         added = self._add_low_rank(rows, logits)
         at = self.student.rows.device[rows] - begin
         for piece in balanced(0, len(logits), piece_rows(logits)):
@@ -313,7 +313,7 @@ class _StudentPass:
                     states, weight = self.added
                     self._carry_back(1, result.grad.to(self.dtype), here, states[here], weight)
                 of_projection = logits[piece] if added is None else logits[piece] - added[piece]
-                logits[piece] = projection.before(result.grad, of_projection)
+                logits[piece] = projection.scale_gradient(result.grad, of_projection)
         if self.want_grad:
             self._carry_back(0, logits, rows, hidden, projection.weight)
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from data.features.format import HIDDEN
+from data.features.format import HIDDEN_STATES
 from heads.layers.projection import Projection
 from heads.target_model.adapter import Adapter
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, Target
 from train.batch.prefetch import Dataset, on_device, stacked
 from train.batch.states import with_states
 from train.batch.supervision import SUPERVISION, Batch, MatchedRows, indexed, labels_of
@@ -51,7 +51,7 @@ class MedusaHeads(Protocol):
     def states(self, k: int, hidden_states: Tensor, /) -> Tensor:
         """Input [N, D] of the projection of head k (from 0), for last hidden states [N, D]."""
 
-    def projection(self, k: int, /) -> Projection:
+    def make_projection(self, k: int, /) -> Projection:
         """Projection of head k, from 0."""
 
 
@@ -98,7 +98,7 @@ def medusa_loss(
             if path is not None:
                 depths = rows.places.new_full((), 1 + k).expand(len(states))
                 scales = PathScales(path, rows.places, depths, scales[:])
-            students.append(Student(states, heads.projection(k), rows.answers, scales))
+            students.append(Student(states, heads.make_projection(k), rows.answers, scales))
     with record_function("loss"):
         text = TextTeacher(labels, teacher)
         total, values = fused_linear(students, text, text_criterion, compiled)
@@ -107,7 +107,7 @@ def medusa_loss(
 
 
 def target_loss(
-    target: EmbeddingsAndHead,
+    target: EmbeddingsAndOutputHead,
     hidden: Tensor,
     batch: Batch,
     scale: Tensor,
@@ -184,7 +184,7 @@ class HeldoutLoss:
     @cached_property
     def before(self) -> float:
         """Loss without the adapter."""
-        with self.adapter.off():
+        with self.adapter.pause():
             return self._mean()
 
     @torch.no_grad()
@@ -192,6 +192,6 @@ class HeldoutLoss:
         sums = torch.zeros(2, device=self.target.device)
         for index in range(min(len(self.heldout), self.num_sequences)):
             batch = on_device(indexed(stacked(self.heldout, [index]), 0), self.target.device)
-            hidden = with_states(self.target, batch, Taps())[HIDDEN]
+            hidden = with_states(self.target, batch, FeatureLayers())[HIDDEN_STATES]
             sums += target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
         return float(sums[0] / sums[1])

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 from train.loss.divergences import Pair, Softmax, dot, p_log_p
 from train.loss.fused import Teacher, balanced, piece_rows
@@ -75,7 +75,7 @@ class HiddenTeacher:
         temperature: divides the logits.
     """
 
-    target: EmbeddingsAndHead
+    target: EmbeddingsAndOutputHead
     vocab: DraftVocab
     hidden: Tensor
     temperature: float = 1.0
@@ -92,10 +92,10 @@ class HiddenTeacher:
 
     def chunk(self, begin: int, end: int) -> Distribution:
         """Compute the distribution after rows begin..end."""
-        logits = self.target.logits(self.hidden[begin:end])
+        logits = self.target.compute_logits(self.hidden[begin:end])
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
-        drafted = logits if self.vocab.full else logits.index_select(1, self.vocab.ids)
+        drafted = logits if self.vocab.is_full else logits.index_select(1, self.vocab.ids)
         pieces = [
             _target_softmax(logits[rows], drafted[rows])
             for rows in balanced(0, len(logits), piece_rows(logits))
@@ -199,7 +199,7 @@ class TopKTeacher:
         if self.temperature != 1.0:
             cooled = torch.cat([probs, rest], -1).log().div_(self.temperature).softmax(-1)
             probs, rest = cooled[:, :-1], cooled[:, -1:]
-        return _TargetTopK(ids[:, 0], self.vocab.to_draft(ids), probs, rest)
+        return _TargetTopK(ids[:, 0], self.vocab.to_draft_ids(ids), probs, rest)
 
 
 class _TargetTopK(NamedTuple):

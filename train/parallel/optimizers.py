@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.settings.training import Optimizer, TrainConfig
-from heads.processor import fast_dtype
+from heads.processor import choose_fast_dtype
 from heads.target_model.load import resolve_dtype
 from train.objective import Objective
 
@@ -123,7 +123,7 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
         optimizers.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=True))
     if muon:
         device = muon[0]["params"][0].device
-        dtype = fast_dtype(resolve_dtype(config.dtype, device), device)
+        dtype = choose_fast_dtype(resolve_dtype(config.dtype, device), device)
         optimizers.append(Muon(muon, dtype, config.weight_decay))
     return optimizers
 

@@ -14,7 +14,7 @@ from conf.command.launch import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, TrainConfig
-from heads.processor import tell_if_slow
+from heads.processor import warn_if_slow
 from heads.target_model.load import resolve_dtype
 
 PATIENCE = timedelta(days=30)
@@ -55,7 +55,7 @@ def start(config: TrainConfig) -> Accelerator:
         check_batch(config, accelerator.num_processes)
     if deepspeed:
         _set_up_deepspeed(accelerator, config)
-    tell_if_slow("train.dtype", resolve_dtype(config.dtype, accelerator.device), accelerator.device)
+    warn_if_slow("train.dtype", resolve_dtype(config.dtype, accelerator.device), accelerator.device)
     wait()
     return accelerator
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import PAD, Committed, Draft, Roots, tree_layout
+from heads.decoding.cache import KeptNodes, TreeCache
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, build_tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps, Target, last_states
-from heads.upload import upload
+from heads.target_model.model import FeatureLayers, Target, prefill_last_states
+from heads.upload import to_device
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class DraftModel:
         vocab_size: V of the target, if not the draft model's.
     """
 
-    taps = Taps()
-    static_nodes = None
+    taps = FeatureLayers()
+    num_static_nodes = None
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class DraftModel:
         assert tree.width == 1 or length is None
         self.model, self.tree, self.sampling = model, tree, sampling
         self.length, self.vocab_size = length or DraftLength(), vocab_size or model.vocab_size
-        self.generators = Generators.seeded(seeds, model.device)
-        self.levels = _levels(tree, sampling.greedy, model.device)
+        self.generators = Generators.from_seeds(seeds, model.device)
+        self.levels = _levels(tree, sampling.is_greedy, model.device)
         self.order = [node for level in self.levels[1:] for node in level.nodes]
         numbers = {node: number for number, node in enumerate(self.order)}
-        self.numbers = upload([numbers.get(n, -1) for n in range(tree.num_nodes)], model.device)
+        self.numbers = to_device([numbers.get(n, -1) for n in range(tree.num_nodes)], model.device)
         self.cache: TreeCache | None = None
         self.draws = self.generators
         # Per text: tokens missing in the cache, committed tokens, draft tokens at most and now.
@@ -86,7 +86,7 @@ class DraftModel:
         self.drafted: list[int] = []
         self.tokens, self.depth = torch.empty(0, dtype=torch.int64), 0
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Keep accepted tokens in the cache."""
         if self.cache is None:
             self.cache = self.model.new_cache(len(seen.token_ids))
@@ -105,7 +105,7 @@ class DraftModel:
         paths = [[read.index(n) for n in path if n in read] for path in seen.paths]
         numbers = self.numbers[seen.nodes[:, 1:]]
         counts = ((numbers >= 0) & (numbers < len(read))).sum(1)
-        self.cache.commit(paths, Kept(numbers.clamp_min(0), counts))
+        self.cache.commit(paths, KeptNodes(numbers.clamp_min(0), counts))
         kept = [tokens[1:] for tokens in seen.token_ids]
         self.unread = [tokens[len(path) :] for tokens, path in zip(kept, paths, strict=True)]
         if self.length.start is not None:
@@ -119,7 +119,7 @@ class DraftModel:
         assert self.cache is not None
         rows = [[*tokens, root] for tokens, root in zip(self.unread, roots.ids, strict=True)]
         logits = read_rows(self.model, self.cache, rows)
-        if not self.sampling.greedy:
+        if not self.sampling.is_greedy:
             # The longest draft of a batch decides how often each text draws.
             self.draws = self.generators.next_step()
         rooms = [room(self.model, length + 1) for length in self.lengths]
@@ -131,46 +131,46 @@ class DraftModel:
             if self.depth > 0:
                 fed = self.tokens[:, level.places].clamp_min(0)
                 mask = level.mask if self.tree.width > 1 else None
-                output = self.model.extend(self.cache, fed, mask, level.depths)
-                logits = self.model.logits(output.hidden_states)
+                output = self.model.run_pending(self.cache, fed, mask, level.depths)
+                logits = self.model.compute_logits(output.hidden_states)
             tokens = self._sample(fit(logits, self.vocab_size), level, probs)
             self.tokens = torch.cat([self.tokens, tokens], dim=1)
             self.depth += 1
         q = _by_node(self.levels, probs) if probs else None
         if min(self.drafted) == self.tree.depth:
-            return Draft.of(self.tree, self.tokens, q)
+            return Draft.from_tree(self.tree, self.tokens, q)
         tree = self.tree.down_to(self.depth)
-        depths = tree_layout(tree, self.tokens.device).depths[:, 1:]
-        over = depths > upload(self.drafted, self.tokens.device).unsqueeze(1)
-        return Draft.of(tree, self.tokens.masked_fill(over, PAD), q)
+        depths = build_tree_layout(tree, self.tokens.device).depths[:, 1:]
+        over = depths > to_device(self.drafted, self.tokens.device).unsqueeze(1)
+        return Draft.from_tree(tree, self.tokens.masked_fill(over, PAD), q)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
-        if not self.sampling.greedy:
+        if not self.sampling.is_greedy:
             self.generators = self.generators.rows(rows)
         if self.cache is not None:
-            self.cache.keep(rows)
+            self.cache.select_rows(rows)
             for values in (self.lengths, self.limits, self.drafted):
                 values[:] = [values[row] for row in rows]
 
-    def take(self, row: int, other: "DraftModel") -> None:
+    def insert_row(self, row: int, other: "DraftModel") -> None:
         """Start the single text of another drafter in a row, and read its prompt."""
         assert self.cache is not None
         assert other.cache is not None
         *prompt, last = other.unread[0]
         if prompt:
             read_rows(self.model, other.cache, [prompt])
-        self.cache.take(row, other.cache)
+        self.cache.insert_row(row, other.cache)
         self.unread[row] = [last]
         self.lengths[row], self.limits[row] = other.lengths[0], other.limits[0]
         self.generators.take(row, other.generators)
 
     def _sample(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
         """[B, C] children from logits [B, n, V]; when sampling, `probs` gets their q [B, n, V]."""
-        if self.sampling.greedy:
+        if self.sampling.is_greedy:
             candidates = logits.topk(level.num_candidates).indices
         else:
-            probs.append(self.sampling.probabilities(logits))
+            probs.append(self.sampling.compute_probabilities(logits))
             candidates = sample_distinct(probs[-1], level.num_candidates, self.draws)
         tokens = candidates[:, level.parents, level.picks]
         if self.length.confidence > 0:
@@ -187,7 +187,7 @@ def room(model: Target, length: int) -> int:
 
     It reads all of them but the last.
     """
-    return sys.maxsize if model.window is None else max(model.window + 1 - length, 0)
+    return sys.maxsize if model.max_positions is None else max(model.max_positions + 1 - length, 0)
 
 
 def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
@@ -199,7 +199,7 @@ def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     rows = [row[:most] for row, most in zip(rows, rooms, strict=True)]
     # Tokens that only the target knows may lie beyond the draft model's vocabulary.
     known = [[min(token, model.vocab_size - 1) for token in row] for row in rows]
-    return model.logits(last_states(model, cache, known))
+    return model.compute_logits(prefill_last_states(model, cache, known))
 
 
 def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> Tensor:
@@ -207,7 +207,7 @@ def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> T
 
     Like `Generators.sample`, but takes several of the best. PAD where no probability is left.
     """
-    keys, tokens = (probs / generators.exponential(probs)).topk(num_tokens)
+    keys, tokens = (probs / generators.draw_exponential(probs)).topk(num_tokens)
     return tokens.masked_fill(keys == 0, PAD)
 
 
@@ -255,7 +255,7 @@ class _Level:
 
 def _levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level]:
     """Depths from the root down; of children that are not ranked, the first is drawn first."""
-    levels, mask, read = [], tree.mask(), []
+    levels, mask, read = [], tree.build_mask(), []
     for depth in range(tree.depth):
         nodes = [n for n, d in enumerate(tree.depths) if d == depth and tree.children[n]]
         # The root belongs to the text, not to the pending nodes.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eval.decode.drafters.suffix import Suffix
-from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 
 KEPT = 0.5
 """Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
@@ -30,7 +30,7 @@ class Hybrid:
         expected: assumed accepted tokens of a head's draft before any are known.
     """
 
-    static_nodes = None
+    num_static_nodes = None
 
     def __init__(self, head: Drafter, suffix: Suffix, expected: float) -> None:
         self.head, self.suffix, self.expected = head, suffix, expected
@@ -38,7 +38,7 @@ class Hybrid:
         self.means: list[float] = []
         self.copied: list[bool] = []
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Let both observe, and update the head's mean per text."""
         self.head.observe(seen)
         self.suffix.observe(seen)
@@ -58,23 +58,23 @@ class Hybrid:
         self.copied = [KEPT * score >= mean and bool(tokens) for (tokens, score), mean in pairs]
         chains = [tokens for tokens, _ in drafts]
         if all(self.copied):
-            return Draft.chains(chains, self.device)
+            return Draft.from_chains(chains, self.device)
         draft = self.head.propose(roots)
         return _mixed(draft, chains, self.copied) if any(self.copied) else draft
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
-        self.head.keep(rows)
-        self.suffix.keep(rows)
+        self.head.select_rows(rows)
+        self.suffix.select_rows(rows)
         if self.means:
             self.means = [self.means[row] for row in rows]
         if self.copied:
             self.copied = [self.copied[row] for row in rows]
 
-    def take(self, row: int, other: "Hybrid") -> None:
+    def insert_row(self, row: int, other: "Hybrid") -> None:
         """Start the single text of another drafter in a row."""
-        self.head.take(row, other.head)
-        self.suffix.take(row, other.suffix)
+        self.head.insert_row(row, other.head)
+        self.suffix.insert_row(row, other.suffix)
         self.means[row] = other.means[0]
 
 
@@ -82,7 +82,7 @@ def _mixed(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
     """Replace some texts' trees by chains."""
     assert draft.draft_probs is None
     rows = [chain if own else [] for chain, own in zip(chains, copied, strict=True)]
-    others = Draft.chains(rows, draft.tokens.device)
+    others = Draft.from_chains(rows, draft.tokens.device)
     width = max(draft.tokens.shape[1], others.tokens.shape[1])
     here = others.tokens[:, :1] != PAD
     tokens = torch.where(here, _wide(others.tokens, width, PAD), _wide(draft.tokens, width, PAD))
@@ -92,7 +92,7 @@ def _mixed(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
 
 def _parents(draft: Draft) -> Tensor:
     """[B or 1, N - 1] parents of the nodes without the root."""
-    return draft.tree if isinstance(draft.tree, Tensor) else draft.layout().parents[:, 1:]
+    return draft.tree if isinstance(draft.tree, Tensor) else draft.build_layout().parents[:, 1:]
 
 
 def _wide(rows: Tensor, width: int, value: int) -> Tensor:

@@ -18,9 +18,9 @@ from collections import OrderedDict
 
 import torch
 
-from heads.decoding.drafting import PAD, Committed, Draft, Roots
-from heads.target_model.model import Taps
-from heads.upload import upload
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
+from heads.target_model.model import FeatureLayers
+from heads.upload import to_device
 
 Ngram = tuple[int, ...]
 
@@ -115,14 +115,14 @@ class Lookahead:
         num_guesses: n-grams kept and verified per first token.
     """
 
-    taps = Taps()
-    static_nodes = None
+    taps = FeatureLayers()
+    num_static_nodes = None
 
     def __init__(self, window: int = 7, level: int = 5, num_guesses: int = 7) -> None:
         self.size, self.num_guesses = (window, level), num_guesses
         self.windows: list[_Window] = []
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Start from the prompts, then advance the windows."""
         self.device = seen.output.hidden_states.device
         if seen.logits is None and self.windows:
@@ -148,15 +148,15 @@ class Lookahead:
             rows.append([*trie.tokens, *[PAD] * gap, *trie.parents, *[0] * gap, *window.last])
         width, level = self.size
         sizes = [largest, largest, width]
-        tokens, parents, self.last = upload(rows, self.device).split(sizes, dim=1)
+        tokens, parents, self.last = to_device(rows, self.device).split(sizes, dim=1)
         return Draft(parents, tokens, level - 1 + max(width - 2, 0))
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         if self.windows:
             self.windows = [self.windows[row] for row in rows]
-            self.last = self.last[upload(rows, self.device)]
+            self.last = self.last[to_device(rows, self.device)]
 
-    def take(self, row: int, other: "Lookahead") -> None:
+    def insert_row(self, row: int, other: "Lookahead") -> None:
         """Start the single text of another drafter in a row."""
         self.windows[row] = other.windows[0]

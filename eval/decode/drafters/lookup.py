@@ -1,7 +1,7 @@
 """Draft tokens copied from the text so far: prompt lookup, and an n-gram model of the text."""
 
-from heads.decoding.drafting import Committed, Draft, Roots
-from heads.target_model.model import Taps
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
+from heads.target_model.model import FeatureLayers
 
 
 class _Table:
@@ -90,8 +90,8 @@ class _FromText:
         min_ngram: shortest run of last tokens to look up.
     """
 
-    taps = Taps()
-    static_nodes = None
+    taps = FeatureLayers()
+    num_static_nodes = None
     table: type[_Table]
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
@@ -99,7 +99,7 @@ class _FromText:
         self.limits = (max_ngram, min_ngram)
         self.tables: list[_Table] = []
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Append tokens; a root was appended when it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.tables:
@@ -112,14 +112,16 @@ class _FromText:
         """Draft chains of at most `num_tokens`."""
         for table, root in zip(self.tables, roots.ids, strict=True):
             table.append(root)
-        return Draft.chains([table.draft(self.num_tokens) for table in self.tables], self.device)
+        return Draft.from_chains(
+            [table.draft(self.num_tokens) for table in self.tables], self.device
+        )
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         if self.tables:
             self.tables = [self.tables[row] for row in rows]
 
-    def take(self, row: int, other: "_FromText") -> None:
+    def insert_row(self, row: int, other: "_FromText") -> None:
         """Start the single text of another drafter in a row."""
         self.tables[row] = other.tables[0]
 

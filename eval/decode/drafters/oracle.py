@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps
-from heads.upload import upload
+from heads.target_model.model import FeatureLayers
+from heads.upload import to_device
 
 
 class Oracle:
@@ -27,7 +27,7 @@ class Oracle:
         seed: seed of the mistakes, which otherwise depend only on text and position.
     """
 
-    taps = Taps()
+    taps = FeatureLayers()
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Oracle:
         self.places: Tensor | None = None
 
     @property
-    def static_nodes(self) -> int | None:
+    def num_static_nodes(self) -> int | None:
         """Number of nodes of the tree."""
         return self.tree.num_nodes
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Count committed tokens."""
         if self.places is None:
             device = seen.output.hidden_states.device
@@ -68,7 +68,7 @@ class Oracle:
         assert self.places is not None
         rows = torch.arange(len(roots), device=self.places.device)
         places = self.places.clamp_max(self.table.shape[1] - 1)
-        return Draft.of(self.tree, self.table[rows, places])
+        return Draft.from_tree(self.tree, self.table[rows, places])
 
     def _fill(self, number: int, text: list[int], place: int) -> list[int]:
         rng = random.Random(f"{self.seed} {number} {place}")
@@ -85,14 +85,14 @@ class Oracle:
                 right.add(chosen)
         return tokens[1:]
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         self.texts = [self.texts[row] for row in rows]
-        self.table = self.table[upload(rows, self.table.device)]
+        self.table = self.table[to_device(rows, self.table.device)]
         if self.places is not None:
-            self.places = self.places[upload(rows, self.places.device)]
+            self.places = self.places[to_device(rows, self.places.device)]
 
-    def take(self, row: int, other: "Oracle") -> None:
+    def insert_row(self, row: int, other: "Oracle") -> None:
         """Start the single text of another drafter in a row."""
         assert self.places is not None
         assert other.places is not None

@@ -15,9 +15,9 @@ import torch
 
 from eval.decode.drafters.draft_model import read_rows, room
 from eval.decode.engine import common_prefix
-from heads.decoding.cache import Kept, TreeCache
-from heads.decoding.drafting import Committed, Draft, Roots
-from heads.target_model.model import Taps, Target
+from heads.decoding.cache import KeptNodes, TreeCache
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
+from heads.target_model.model import FeatureLayers, Target
 
 CUT = "\ufffd"  # how decoders write a character with missing bytes
 MAX_CHARACTER_BYTES = 4
@@ -47,7 +47,7 @@ class Translator:
         text = _decode(self.target, [i for i in whole if i not in self.unread])
         return _encode(self.draft, text)
 
-    def write(self, target_ids: list[int], read: list[int], drafted: list[int]) -> list[int]:
+    def save(self, target_ids: list[int], read: list[int], drafted: list[int]) -> list[int]:
         """Ids of the target for `drafted`, after `target_ids`, which were read as `read`.
 
         Empty if the text cannot continue this way without changing existing ids.
@@ -127,8 +127,8 @@ class OtherTokenizer:
         window: target tokens at the end of the text that may still be tokenised anew.
     """
 
-    taps = Taps()
-    static_nodes = None
+    taps = FeatureLayers()
+    num_static_nodes = None
 
     def __init__(
         self, model: Target, target_tokenizer: Any, num_tokens: int, window: int = 32
@@ -137,7 +137,7 @@ class OtherTokenizer:
         self.translator = Translator(target_tokenizer, model.tokenizer)
         self.cache: TreeCache | None = None
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Append the committed tokens to the texts."""
         if self.cache is None:
             num_texts = len(seen.token_ids)
@@ -152,21 +152,21 @@ class OtherTokenizer:
         texts = [text.ids(root) for text, root in zip(self.texts, roots.ids, strict=True)]
         drafted = self._draft([ids for ids, _ in texts])
         rows = [
-            self.translator.write([*text.tail, root], recent, tokens)
+            self.translator.save([*text.tail, root], recent, tokens)
             for text, root, (_, recent), tokens in zip(
                 self.texts, roots.ids, texts, drafted, strict=True
             )
         ]
-        return Draft.chains(rows, self.model.device)
+        return Draft.from_chains(rows, self.model.device)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         if self.cache is not None:
-            self.cache.keep(rows)
+            self.cache.select_rows(rows)
             self.texts = [self.texts[row] for row in rows]
             self.read = [self.read[row] for row in rows]
 
-    def take(self, row: int, other: "OtherTokenizer") -> None:
+    def insert_row(self, row: int, other: "OtherTokenizer") -> None:
         """Start the single text of another drafter in a row; differing tokens are read anew."""
         self.texts[row] = other.texts[0]
 
@@ -187,9 +187,9 @@ class OtherTokenizer:
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=self.model.device)
         first = torch.zeros_like(chosen[0])
         for _ in range(max(rooms) - 1):
-            output = self.model.extend(self.cache, chosen[-1], one, first[:1])
-            self.cache.commit([[0]] * len(texts), Kept(first, first[:, 0] + 1))
-            chosen.append(self.model.logits(output.hidden_states).argmax(-1))
+            output = self.model.run_pending(self.cache, chosen[-1], one, first[:1])
+            self.cache.commit([[0]] * len(texts), KeptNodes(first, first[:, 0] + 1))
+            chosen.append(self.model.compute_logits(output.hidden_states).argmax(-1))
         drafted = torch.cat(chosen, dim=1).tolist()
         self.read = [text + tokens[:-1] for text, tokens in zip(texts, drafted, strict=True)]
         return [tokens[:most] for tokens, most in zip(drafted, rooms, strict=True)]

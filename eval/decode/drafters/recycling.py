@@ -11,10 +11,10 @@ Letters: B texts, N tree nodes (root included), V vocabulary.
 import torch
 from torch import Tensor
 
-from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.tree import Tree
-from heads.target_model.model import Taps
-from heads.upload import upload
+from heads.target_model.model import FeatureLayers
+from heads.upload import to_device
 
 NUM_SUCCESSORS = 8
 CPU_NODES, GPU_NODES = 8, 80
@@ -27,7 +27,7 @@ every depth."""
 
 def recycling_tree(num_tokens: int) -> Tree:
     """Make the tree of the likeliest nodes."""
-    return Tree.best([ACCURACY] * DEPTH, num_tokens)
+    return Tree.from_accuracies([ACCURACY] * DEPTH, num_tokens)
 
 
 class Successors:
@@ -60,14 +60,14 @@ class Recycling:
         tree: tree with ranks below 8.
     """
 
-    taps = Taps()
+    taps = FeatureLayers()
 
     def __init__(self, successors: Successors, tree: Tree) -> None:
         self.successors, self.tree = successors, tree
-        self.static_nodes = tree.num_nodes
+        self.num_static_nodes = tree.num_nodes
         self.drafted: Tensor | None = None
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Learn from every node of the last draft."""
         if seen.logits is not None:
             assert self.drafted is not None
@@ -82,12 +82,12 @@ class Recycling:
                 successors[parent] = self.successors.of(nodes[parent])
             nodes.append(successors[parent][:, rank])
         self.drafted = torch.stack(nodes, 1)
-        return Draft.of(self.tree, self.drafted[:, 1:])
+        return Draft.from_tree(self.tree, self.drafted[:, 1:])
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         if self.drafted is not None:
-            self.drafted = self.drafted[upload(rows, self.drafted.device)]
+            self.drafted = self.drafted[to_device(rows, self.drafted.device)]
 
-    def take(self, row: int, other: "Recycling") -> None:
+    def insert_row(self, row: int, other: "Recycling") -> None:
         """Do nothing, as texts share the table."""

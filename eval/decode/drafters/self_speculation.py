@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.model import Taps, Target
-from heads.upload import upload
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, Target
+from heads.upload import to_device
 
 
 def early_exit(target: Target, num_layers: int) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class SelfDraft:
         output_head: output head for drafting, if not the target's.
     """
 
-    taps = Taps()
+    taps = FeatureLayers()
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class SelfDraft:
         num_tokens: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
-        output_head: EmbeddingsAndHead | None = None,
+        output_head: EmbeddingsAndOutputHead | None = None,
     ) -> None:
         assert num_tokens > 0
         self.target, self.skip, self.num_tokens = target, tuple(skip), num_tokens
         self.output_head = output_head or target
         self.sampling = sampling
-        self.static_nodes = 1 + num_tokens
-        self.generators = Generators.seeded(seeds, target.device)
+        self.num_static_nodes = 1 + num_tokens
+        self.generators = Generators.from_seeds(seeds, target.device)
         self.cache: TreeCache | None = None
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Take the cache in which the target keeps the texts."""
         self.cache = seen.cache
 
@@ -69,26 +69,26 @@ class SelfDraft:
         assert self.cache is not None
         tokens, probs = [roots.tokens], []
         for depth in range(self.num_tokens):
-            output = self.target.extend(
+            output = self.target.run_pending(
                 self.cache,
                 tokens[-1].unsqueeze(1),
                 depths=torch.arange(depth + 1, device=self.target.device).unsqueeze(0),
                 skip=self.skip,
             )
-            logits = self.output_head.logits(output.hidden_states[:, 0])
-            if self.sampling.greedy:
+            logits = self.output_head.compute_logits(output.hidden_states[:, 0])
+            if self.sampling.is_greedy:
                 tokens.append(logits.argmax(-1))
             else:
-                probs.append(self.sampling.probabilities(logits))
+                probs.append(self.sampling.compute_probabilities(logits))
                 tokens.append(self.generators.sample(probs[-1]))
         draft_probs = torch.stack(probs, 1) if probs else None
-        return Draft.of(Tree.chain(self.num_tokens), torch.stack(tokens[1:], 1), draft_probs)
+        return Draft.from_tree(Tree.chain(self.num_tokens), torch.stack(tokens[1:], 1), draft_probs)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only; the target drops their cache."""
         self.generators = self.generators.rows(rows)
 
-    def take(self, row: int, other: "SelfDraft") -> None:
+    def insert_row(self, row: int, other: "SelfDraft") -> None:
         """Start the single text of another drafter in a row; its cache is the target's."""
         self.generators.take(row, other.generators)
 
@@ -108,12 +108,12 @@ class OwnText:
 
     def __init__(self, target: Target, token_ids: list[int], first: int) -> None:
         self.target, self.first = target, first
-        self.ids = upload(token_ids, target.device)
+        self.ids = to_device(token_ids, target.device)
         self.places = torch.arange(len(token_ids), device=target.device)
         self.cache = target.new_cache(1)
         causal = self.places.unsqueeze(1) >= self.places
         # The text stays pending, as a committed token would be visible everywhere.
-        target.extend(self.cache, self.ids[None], causal[None], self.places[None])
+        target.run_pending(self.cache, self.ids[None], causal[None], self.places[None])
 
     def drafts(self, skip: Sequence[int], depth: int) -> Tensor:
         """[depth, n, 1] int64 best token of each depth.
@@ -131,9 +131,9 @@ class OwnText:
             fed = (roots + below).clamp_max(len(self.ids) - 1)
             mask = torch.cat([mask, own], dim=1)
             positions = torch.cat([positions, roots + below])
-            output = self.target.extend(
+            output = self.target.run_pending(
                 self.cache, self.ids[fed][None], mask[None], positions[None], skip=skip
             )
-            logits = self.target.logits(output.hidden_states[0])
+            logits = self.target.compute_logits(output.hidden_states[0])
             drafted.append(logits.argmax(-1, keepdim=True))
         return torch.stack(drafted)

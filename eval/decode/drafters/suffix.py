@@ -9,8 +9,8 @@ runs met once are not unfolded, so a text costs a few nodes per token instead of
 depth.
 """
 
-from heads.decoding.drafting import Committed, Draft, Roots
-from heads.target_model.model import Taps
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
+from heads.target_model.model import FeatureLayers
 
 
 class _Run:
@@ -145,8 +145,8 @@ class Suffix:
         min_prob: see `_best`.
     """
 
-    taps = Taps()
-    static_nodes = None
+    taps = FeatureLayers()
+    num_static_nodes = None
 
     def __init__(
         self, answers: SuffixTree, num_tokens: int = 24, factor: float = 1.0, min_prob: float = 0.1
@@ -154,7 +154,7 @@ class Suffix:
         self.answers, self.limits = answers, (num_tokens, factor, min_prob)
         self.texts: list[_Text] = []
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         """Append tokens; a root was appended when it was proposed from."""
         self.device = seen.output.hidden_states.device
         if not self.texts:
@@ -167,19 +167,19 @@ class Suffix:
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of at most `num_tokens`."""
-        return Draft.chains([tokens for tokens, _ in self.drafts(roots.ids)], self.device)
+        return Draft.from_chains([tokens for tokens, _ in self.drafts(roots.ids)], self.device)
 
     def drafts(self, roots: list[int]) -> list[tuple[list[int], float]]:
         """Chain of each text, with the number of its tokens expected to be right."""
         pairs = zip(self.texts, roots, strict=True)
         return [text.draft(root, self.limits) for text, root in pairs]
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         if self.texts:
             self.texts = [self.texts[row] for row in rows]
 
-    def take(self, row: int, other: "Suffix") -> None:
+    def insert_row(self, row: int, other: "Suffix") -> None:
         """Start the single text of another drafter in a row."""
         self.texts[row] = other.texts[0]
 

@@ -15,7 +15,7 @@ from conf.settings.data import RowsConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, Mode
 from conf.settings.target import Dtype, TargetConfig
-from data.embedded import PROMPTS, TARGET
+from data.embedded import PROMPTS, TARGET_PATH
 from scripts import quickstart
 from train.loop.command import measured_by
 
@@ -66,11 +66,11 @@ def test_lists_and_mappings_are_typed_too() -> None:
 
 
 def test_only_what_was_set_is_named_and_the_embedded_default_is_not() -> None:
-    target = TargetConfig(TARGET, dtype=Dtype.bfloat16)
+    target = TargetConfig(TARGET_PATH, dtype=Dtype.bfloat16)
     run = AcceptanceRun(target=target, data=RowsConfig(path=PROMPTS), max_new_tokens=64)
     settings = following.collect_changed_settings(run, "target", "data", "max_new_tokens", "seed")
     assert settings == {
-        "target.path": TARGET, "target.dtype": Dtype.bfloat16, "data.path": PROMPTS,
+        "target.path": TARGET_PATH, "target.dtype": Dtype.bfloat16, "data.path": PROMPTS,
         "max_new_tokens": 64,
     }  # fmt: skip
     typed = following.format_command("eval/acceptance.py", settings)
@@ -129,7 +129,7 @@ def test_a_training_from_a_store_or_on_the_embedded_default_names_what_is_needed
     tmp_path: Path,
 ) -> None:
     assert measured_by(DFlashRun(out_dir="o"), "me/model")["target.path"] == "me/model"
-    embedded = measured_by(DFlashRun(out_dir="o"), TARGET)
+    embedded = measured_by(DFlashRun(out_dir="o"), TARGET_PATH)
     assert following.format_command("", embedded).split()[2:] == ["head.path=o/head", "out_dir=o"]
 
 

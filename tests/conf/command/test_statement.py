@@ -18,10 +18,10 @@ from conf.command.statement import (
 )
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
-from heads.target_model.identity import Identity, identify, weights_checksum
-from heads.target_model.load import tokenizer_of
+from heads.target_model.identity import TargetIdentity, compute_weights_checksum, identify_target
+from heads.target_model.load import load_target_tokenizer
 
-KNOWN = Identity(
+KNOWN = TargetIdentity(
     name="org/model", revision="a1", config="c" * 64, tokenizer="d" * 64, template=None,
     weights="e" * 64, adapter=None, adapter_weights=None, quantization="none", dtype="float32",
 )  # fmt: skip
@@ -61,9 +61,9 @@ def test_a_difference_is_said_with_what_can_be_compared_by_eye() -> None:
         check_unchanged("out holds rows", one, other)
 
 
-def identity(folder: Path) -> Identity:
+def identity(folder: Path) -> TargetIdentity:
     config = TargetConfig(path=str(folder))
-    return identify(config, tokenizer_of(config), torch.float32)
+    return identify_target(config, load_target_tokenizer(config), torch.float32)
 
 
 def test_weights_are_those_that_are_loaded(tmp_path: Path) -> None:
@@ -88,19 +88,19 @@ def test_weights_are_those_that_are_loaded(tmp_path: Path) -> None:
 def test_one_tensor_makes_other_weights(tmp_path: Path, change: str) -> None:
     weights = {f"w{n}": torch.full((128, 128), float(n)) for n in range(40)}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    before = weights_checksum(tmp_path, "model")
+    before = compute_weights_checksum(tmp_path, "model")
     save_file(dict(reversed(weights.items())), tmp_path / "model.safetensors")
-    assert weights_checksum(tmp_path, "model") == before
+    assert compute_weights_checksum(tmp_path, "model") == before
     last = weights.pop("w39")
     if change == "one value":
         last[64, 5] += 1
     name = "other" if change == "renamed" else "w39"
     other = {"dtype": last.half(), "shape": last.view(256, 64)}.get(change, last)
     save_file(weights | {name: other}, tmp_path / "model.safetensors")
-    assert weights_checksum(tmp_path, "model") != before
+    assert compute_weights_checksum(tmp_path, "model") != before
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"a large number of something")
     with pytest.raises(InputError, match=r"model\.safetensors: not a safetensors file"):
-        weights_checksum(tmp_path, "model")
+        compute_weights_checksum(tmp_path, "model")

@@ -18,14 +18,21 @@ from conf.errors import InputError
 from conf.files import retry_io
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
-from data.features.format import TOKEN_COUNTS, Contents, decode, encode, file_checksum, is_whole
+from data.features.format import (
+    TOKEN_COUNTS,
+    StoreContents,
+    compute_file_checksum,
+    dequantize_states,
+    is_shard_whole,
+    quantize_states,
+)
 from data.features.manifest import Manifest, ShardEntry, Split, StorePlan
-from data.features.reader import FeatureStore, restore
+from data.features.reader import FeatureStore, dequantize_batch
 from data.features.writer import (
     ALIGNMENT,
-    Copies,
+    HostCopier,
     PlannedShard,
-    Writers,
+    ShardWriterPool,
     plan_shards,
     write_shard,
 )
@@ -34,12 +41,12 @@ D, T = 8, 6
 LENGTHS = {"train": [[3, 6], [1]], "heldout": [[4]], "replay": [[5]]}
 
 
-def contents(state_format: StateFormat, teacher: TeacherKind = TeacherKind.hidden) -> Contents:
+def contents(state_format: StateFormat, teacher: TeacherKind = TeacherKind.hidden) -> StoreContents:
     k = 2 if teacher is TeacherKind.top_k else 0
-    return Contents(D, (1, 3), teacher, k, state_format)
+    return StoreContents(D, (1, 3), teacher, k, state_format)
 
 
-def sequence(kept: Contents, num_tokens: int, seed: int) -> dict[str, Tensor]:
+def sequence(kept: StoreContents, num_tokens: int, seed: int) -> dict[str, Tensor]:
     """Tokens of two documents, the first of one token, and random states."""
     generator = torch.Generator().manual_seed(seed)
     found = {
@@ -47,9 +54,9 @@ def sequence(kept: Contents, num_tokens: int, seed: int) -> dict[str, Tensor]:
         "document_ids": (torch.arange(num_tokens) > 0).int(),
         "loss_mask": torch.arange(num_tokens) > 1,
     }
-    for name in kept.states:
+    for name in kept.state_names:
         states = torch.randn(num_tokens, D, generator=generator)
-        found[name], scale = encode(states, kept.format)
+        found[name], scale = quantize_states(states, kept.format)
         if scale is not None:
             found[name + ".scale"] = scale
     if kept.top_k:
@@ -58,7 +65,7 @@ def sequence(kept: Contents, num_tokens: int, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def make_store(folder: Path, kept: Contents) -> dict[str, list[dict[str, Tensor]]]:
+def make_store(folder: Path, kept: StoreContents) -> dict[str, list[dict[str, Tensor]]]:
     """A whole store of random states; returns what each split holds."""
     folder.mkdir()
     entries, written = [], {}
@@ -67,15 +74,15 @@ def make_store(folder: Path, kept: Contents) -> dict[str, list[dict[str, Tensor]
         for number, lengths in enumerate(shards):
             name = f"{split}-{number:05}"
             held = [sequence(kept, n, 10 * number + n) for n in lengths]
-            index = write_shard(folder, name, kept.fields, held)
+            index = write_shard(folder, name, kept.tensor_specs, held)
             entries.append(ShardEntry(name, split, index.size, index.checksum))
             written[split] += held
     counts = {split: torch.tensor([0, 7, 2]) for split in ("train", "heldout")}
     (folder / TOKEN_COUNTS).write_bytes(save(counts))
     splits = {name: Split(1, 1, 5, "") for name in LENGTHS}
     plan = StorePlan({}, kept, {}, "", T, 7, 0, splits, 1)
-    files = {TOKEN_COUNTS: file_checksum(folder / TOKEN_COUNTS)}
-    Manifest(plan, entries, files, {}).write(folder)
+    files = {TOKEN_COUNTS: compute_file_checksum(folder / TOKEN_COUNTS)}
+    Manifest(plan, entries, files, {}).save(folder)
     return written
 
 
@@ -89,10 +96,10 @@ def test_one_byte_states_are_off_by_no_more_than_half_a_step(state_format: State
     size = torch.logspace(-30, 30, 400).unsqueeze(1)
     states = torch.randn(400, 256, generator=generator) * size
     states[7, 3], states[8] = 0, 0
-    values, scale = encode(states, state_format)
+    values, scale = quantize_states(states, state_format)
     assert scale is not None
     assert (values.dtype.itemsize, scale.shape) == (1, (400,))
-    error = (decode(values, scale) - states).abs()
+    error = (dequantize_states(values, scale) - states).abs()
     amax = states.abs().amax(1, keepdim=True)
     if state_format is StateFormat.int8:
         allowed = amax / 254
@@ -103,25 +110,25 @@ def test_one_byte_states_are_off_by_no_more_than_half_a_step(state_format: State
 
 
 def test_rounding_is_to_the_nearest_value() -> None:
-    values, scale = encode(torch.tensor([[127.0, 2.4, 2.6, -2.6]]), StateFormat.int8)
+    values, scale = quantize_states(torch.tensor([[127.0, 2.4, 2.6, -2.6]]), StateFormat.int8)
     assert (values.tolist(), scale.tolist()) == ([[127, 2, 3, -3]], [1.0])
-    values, scale = encode(torch.tensor([[448.0, 17.0, 19.0, -21.0]]), StateFormat.fp8)
+    values, scale = quantize_states(torch.tensor([[448.0, 17.0, 19.0, -21.0]]), StateFormat.fp8)
     assert (values.float().tolist(), scale.tolist()) == ([[448, 16, 20, -20]], [1.0])
-    values, scale = encode(torch.tensor([[1.00390625, 3.0]]), StateFormat.bf16)
+    values, scale = quantize_states(torch.tensor([[1.00390625, 3.0]]), StateFormat.bf16)
     assert (values.float().tolist(), scale) == ([[1.0, 3.0]], None)
 
 
 def test_a_token_that_is_not_finite_stays_that() -> None:
     for state_format in (StateFormat.int8, StateFormat.fp8):
         for bad in (float("nan"), float("inf")):
-            values, scale = encode(torch.tensor([[1.0, bad], [1.0, 2.0]]), state_format)
-            found = decode(values, scale)
+            values, scale = quantize_states(torch.tensor([[1.0, bad], [1.0, 2.0]]), state_format)
+            found = dequantize_states(values, scale)
             assert found.isfinite().all(1).tolist() == [False, True]
 
 
 def test_bytes_per_token_of_a_target_with_4096_channels() -> None:
     def size(state_format: StateFormat, teacher: TeacherKind, k: int) -> int:
-        return Contents(4096, (2, 16, 29), teacher, k, state_format).bytes_per_token
+        return StoreContents(4096, (2, 16, 29), teacher, k, state_format).bytes_per_token
 
     states, tokens = 4 * 4096 * 2, 4 + 4 + 1
     assert size(StateFormat.bf16, TeacherKind.hidden, 0) == states + tokens
@@ -150,7 +157,7 @@ def test_what_is_written_is_read_and_padded(
             assert bits(found[name][:n]) == bits(expected[name])
             padding = found[name][n:].float()
             assert padding.eq(-65504 if name == "teacher.log_probs" else 0).all()
-    assert store.replay.read(0)["input_ids"].tolist() == [10, 11, 12, 13, 14]
+    assert store.replay.load_sequence(0)["input_ids"].tolist() == [10, 11, 12, 13, 14]
 
 
 def test_a_stored_sequence_looks_like_a_packed_one(tmp_path: Path) -> None:
@@ -170,7 +177,7 @@ def test_a_stored_sequence_looks_like_a_packed_one(tmp_path: Path) -> None:
 def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
     kept = contents(StateFormat.fp8)
     held = [sequence(kept, n, n) for n in (3, 2)]
-    index = write_shard(tmp_path, "train-00000", kept.fields, held)
+    index = write_shard(tmp_path, "train-00000", kept.tensor_specs, held)
     assert (index.num_tokens, index.size) == (
         [3, 2],
         (tmp_path / "train-00000.safetensors").stat().st_size,
@@ -186,7 +193,7 @@ def test_restored_states_are_numbers_and_the_rest_passes(tmp_path: Path) -> None
     train = FeatureStore(tmp_path / "store").train
     rows = [train[0], train[1]]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    found = restore(batch)
+    found = dequantize_batch(batch)
     assert found["input_ids"] is batch["input_ids"]
     assert {name for name in batch if name not in found} == {
         "hidden_states.scale", "layers.1.scale", "layers.3.scale",
@@ -196,7 +203,7 @@ def test_restored_states_are_numbers_and_the_rest_passes(tmp_path: Path) -> None
         assert torch.equal(found[name], batch[name].float() * scale)
         assert found[name].shape == (2, T, D)
     plain = {"layers.1": torch.ones(1, 2, 3, dtype=torch.bfloat16)}
-    assert restore(plain) == plain
+    assert dequantize_batch(plain) == plain
 
 
 def test_one_flipped_bit_is_named_and_its_neighbours_are_read(tmp_path: Path) -> None:
@@ -207,7 +214,7 @@ def test_one_flipped_bit_is_named_and_its_neighbours_are_read(tmp_path: Path) ->
     header = 8 + int.from_bytes(whole[:8], "little")
     total = 9  # tokens: the second sequence has the last 6 of each tensor
     place = header
-    for field in kept.fields:
+    for field in kept.tensor_specs:
         place += total * field.num_bytes
         damaged = bytearray(whole)
         damaged[place - 1] ^= 1
@@ -215,10 +222,10 @@ def test_one_flipped_bit_is_named_and_its_neighbours_are_read(tmp_path: Path) ->
         train = FeatureStore(tmp_path / "store").train
         with pytest.raises(InputError, match=r"train-00000\.safetensors: sequence 1 is damaged"):
             train[1]
-        assert len(train[0]) == len(train[2]) == len(kept.fields) + 1
-        assert not is_whole(tmp_path / "store", "train-00000")
+        assert len(train[0]) == len(train[2]) == len(kept.tensor_specs) + 1
+        assert not is_shard_whole(tmp_path / "store", "train-00000")
     path.write_bytes(whole)
-    assert is_whole(tmp_path / "store", "train-00000")
+    assert is_shard_whole(tmp_path / "store", "train-00000")
 
 
 @pytest.mark.parametrize(
@@ -272,11 +279,11 @@ def test_a_shard_that_shrinks_after_the_start_is_an_error(tmp_path: Path) -> Non
 def test_token_counts_come_with_the_store_and_are_checked(tmp_path: Path) -> None:
     make_store(tmp_path / "store", contents(StateFormat.bf16))
     store = FeatureStore(tmp_path / "store")
-    assert store.train.token_counts(3).tolist() == [0, 7, 2]
+    assert store.train.count_token_ids(3).tolist() == [0, 7, 2]
     path = tmp_path / "store" / TOKEN_COUNTS
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(InputError, match=r"token_counts\.safetensors: damaged"):
-        store.train.token_counts(3)
+        store.train.count_token_ids(3)
 
 
 def test_a_split_is_cut_where_the_next_sequence_would_not_fit() -> None:
@@ -341,8 +348,8 @@ def test_a_write_that_failed_for_a_moment_is_whole(
     kept = contents(StateFormat.bf16)
     failing(monkeypatch, errno.EIO)
     held = [sequence(kept, 3, 0)]
-    write_shard(tmp_path, "train-00000", kept.fields, held)
-    assert is_whole(tmp_path, "train-00000")
+    write_shard(tmp_path, "train-00000", kept.tensor_specs, held)
+    assert is_shard_whole(tmp_path, "train-00000")
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
 
 
@@ -351,10 +358,10 @@ def test_a_full_disk_leaves_whole_shards_alone(
 ) -> None:
     kept = contents(StateFormat.bf16)
     held = [sequence(kept, 3, 0)]
-    write_shard(tmp_path, "train-00000", kept.fields, held)
+    write_shard(tmp_path, "train-00000", kept.tensor_specs, held)
     failing(monkeypatch, errno.ENOSPC)
     with pytest.raises(InputError, match=r"cannot write train-00001: No space left.*start again"):
-        write_shard(tmp_path, "train-00001", kept.fields, held)
+        write_shard(tmp_path, "train-00001", kept.tensor_specs, held)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "train-00000.json", "train-00000.safetensors",
     ]  # fmt: skip
@@ -364,14 +371,14 @@ def test_what_a_writer_raises_the_next_call_raises() -> None:
     def fail() -> None:
         raise InputError("disk")
 
-    with pytest.raises(InputError, match="disk"), Writers() as writers:
+    with pytest.raises(InputError, match="disk"), ShardWriterPool() as writers:
         writers.submit(fail)
         while True:
-            writers.check()
-    with pytest.raises(InputError, match="disk"), Writers() as writers:
+            writers.raise_job_error()
+    with pytest.raises(InputError, match="disk"), ShardWriterPool() as writers:
         writers.submit(fail)
     done: list[int] = []
-    with Writers() as writers:
+    with ShardWriterPool() as writers:
         for number in range(20):
             writers.submit(lambda number=number: done.append(number))
     assert sorted(done) == list(range(20))
@@ -414,12 +421,12 @@ def test_little_of_what_is_pinned_is_wasted(width: int, expected: float, asked: 
     taken, kept = [], []
     lengths = COPIED * 8
     total = sum(lengths) * (3 * 2 * width + 2)
-    copies = Copies(torch.device("cuda"), 1, int(expected * total))
+    copies = HostCopier(torch.device("cuda"), 1, int(expected * total))
     for length in lengths:
         tensors = {str(n): torch.randn(length, width).bfloat16() for n in range(3)}
         tensors["scale"] = torch.randn(length).half()
         kept.append(tensors)
-        taken.append(copies.take(tensors).wait())
+        taken.append(copies.start_copy(tensors).wait())
     for found, wanted in zip(taken, kept, strict=True):
         assert all(found[name].equal(wanted[name]) for name in wanted)
         assert all(
@@ -430,7 +437,7 @@ def test_little_of_what_is_pinned_is_wasted(width: int, expected: float, asked: 
 
 
 def test_a_tensor_larger_than_was_expected_has_a_block_of_its_own(asked: list[int]) -> None:
-    copies = Copies(torch.device("cuda"), 1, 10)
+    copies = HostCopier(torch.device("cuda"), 1, 10)
     for tensor in (torch.arange(1000), torch.zeros(0, 3), torch.tensor(5)):
-        assert copies.take({"x": tensor}).wait()["x"].equal(tensor)
+        assert copies.start_copy({"x": tensor}).wait()["x"].equal(tensor)
     assert asked == [8192]

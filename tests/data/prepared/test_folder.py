@@ -18,17 +18,17 @@ from huggingface_hub import HfApi
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared import tokenise
-from data.prepared.folder import PreparedFolder, open_prepared
+from data.prepared.folder import PreparedFolder, load_or_prepare_data
 from data.prepared.pack import PackedDataset
-from data.prepared.prepare import prepare
+from data.prepared.prepare import prepare_datasets
 from data.rows.records import Record, load_records
 from data.templates import encoder
-from data.templates.encoder import Encoder, Sample
+from data.templates.encoder import RecordEncoder, Sample
 from tests.data.prepared.test_pack import CHATML, exchange, make_tokenizer
 
 ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(20)]
 TOKENIZER = make_tokenizer()
-ENCODE = Encoder(TOKENIZER).encode
+ENCODE = RecordEncoder(TOKENIZER).encode_record
 REFUSED = "the target's chat template refuses the conversation: refused"
 
 
@@ -49,13 +49,13 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The places of the records that are tokenised."""
     places: list[str] = []
-    real = Encoder.encode
+    real = RecordEncoder.encode_record
 
-    def watched(self: Encoder, record: Record) -> list[Sample]:
+    def watched(self: RecordEncoder, record: Record) -> list[Sample]:
         places.append(Path(record.where).name)
         return real(self, record)
 
-    monkeypatch.setattr(Encoder, "encode", watched)
+    monkeypatch.setattr(RecordEncoder, "encode", watched)
     return places
 
 
@@ -64,14 +64,14 @@ def write(path: Path, rows: list[Any]) -> None:
 
 
 def opened(config: DataConfig, tokenizer: Any = TOKENIZER) -> PreparedFolder:
-    return open_prepared(str(config.path), config, tokenizer)
+    return load_or_prepare_data(str(config.path), config, tokenizer)
 
 
 def contents(found: PreparedFolder) -> list[tuple[int, list[int], list[bool]]]:
-    samples = [found.samples.read(i, int(n)) for i, n in enumerate(found.samples.lengths)]
+    samples = [found.samples.slice_sample(i, int(n)) for i, n in enumerate(found.samples.lengths)]
     return [
         (int(record), each.input_ids.tolist(), each.loss_mask.tolist())
-        for record, each in zip(found.record, samples, strict=True)
+        for record, each in zip(found.record_of_sample, samples, strict=True)
     ]
 
 
@@ -85,7 +85,7 @@ def encoded(path: str) -> list[tuple[int, list[int], list[bool]]]:
 def test_a_store_holds_what_the_rows_give_one_at_a_time(config: DataConfig) -> None:
     found = opened(config)
     assert contents(found) == encoded(str(config.path))
-    assert (found.num_records, found.form, found.bad) == (20, Form.prompt, [])
+    assert (found.num_records, found.form, found.bad_row_messages) == (20, Form.prompt, [])
     assert found.sha256 == load_records(str(config.path)).sha256
     names = [f"shard-0000{n}.{ending}" for n in range(5) for ending in ("json", "safetensors")]
     assert sorted(path.name for path in found.folder.iterdir()) == ["index.json", *names]
@@ -94,15 +94,18 @@ def test_a_store_holds_what_the_rows_give_one_at_a_time(config: DataConfig) -> N
 def test_its_sequences_are_those_of_samples_in_memory(config: DataConfig) -> None:
     config = replace(config, max_length=32, eval_path=config.path)
     samples = [sample for r in load_records(str(config.path)).records for sample in ENCODE(r)]
-    there = prepare(config, TOKENIZER, seed=7)[0]
+    there = prepare_datasets(config, TOKENIZER, seed=7)[0]
     here = PackedDataset(samples, 32, seed=7, pad_id=there.pad_id)
     assert len(there) == len(here) > 5
     for index in range(len(here)):
         for name, tensor in here[index].items():
             assert torch.equal(there[index][name], tensor), name
     assert there.num_truncated == sum(len(sample[1]) > 32 for sample in encoded(str(config.path)))
-    assert (there.checksum, there.lengths) == (here.checksum, here.lengths)
-    assert torch.equal(there.token_counts(300), here.token_counts(300))
+    assert (there.checksum, there.parse_accepted_lengths) == (
+        here.checksum,
+        here.parse_accepted_lengths,
+    )
+    assert torch.equal(there.count_token_ids(300), here.count_token_ids(300))
     assert there.num_supervised_tokens == here.num_supervised_tokens
 
 
@@ -160,9 +163,11 @@ def test_files_of_a_folder(config: DataConfig, tmp_path: Path) -> None:
     first = opened(config)
     texts = [TOKENIZER.decode(ids) for _, ids, _ in contents(first)]
     assert ["a.jsonl" in text for text in texts] == [True, False]
-    assert (first.num_records, first.record.tolist()) == (4, [0, 2])
-    assert first.bad == [f"{folder / name}:2: {REFUSED}" for name in ("a.jsonl", "b.jsonl")]
-    assert first.refused.tolist() == [1, 3]
+    assert (first.num_records, first.record_of_sample.tolist()) == (4, [0, 2])
+    assert first.bad_row_messages == [
+        f"{folder / name}:2: {REFUSED}" for name in ("a.jsonl", "b.jsonl")
+    ]
+    assert first.refused_records.tolist() == [1, 3]
     write(folder / "c.jsonl", ROWS[:1])
     assert opened(config).num_records == 5
 
@@ -170,15 +175,15 @@ def test_files_of_a_folder(config: DataConfig, tmp_path: Path) -> None:
 def test_a_killed_start_is_continued(
     config: DataConfig, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = Encoder.encode
+    watched = RecordEncoder.encode_record
 
-    def stop_at(self: Encoder, record: Record) -> list[Sample]:
+    def stop_at(self: RecordEncoder, record: Record) -> list[Sample]:
         if record.where.endswith(":11"):
             raise KeyboardInterrupt
         return watched(self, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Encoder, "encode", stop_at)
+        patch.setattr(RecordEncoder, "encode", stop_at)
         with pytest.raises(KeyboardInterrupt):
             opened(config)
     assert tokenised == [f"rows.jsonl:{n}" for n in range(1, 11)]
@@ -236,13 +241,13 @@ def test_bad_rows_are_listed_in_the_order_of_the_file(config: DataConfig) -> Non
     path = Path(str(config.path))
     write(path, BAD)
     found = opened(replace(config, on_bad_row=OnBadRow.skip))
-    assert found.bad == [
+    assert found.bad_row_messages == [
         f"{path}:6: field 'prompt': found empty text; allowed: a non-empty string",
         f"{path}:12: {REFUSED}",
         f"{path}:13: field '(whole row)': found 7 (int); allowed: an object with fields",
     ]
-    assert (found.num_records, found.refused.tolist()) == (11, [10])
-    assert found.record.tolist() == list(range(10))
+    assert (found.num_records, found.refused_records.tolist()) == (11, [10])
+    assert found.record_of_sample.tolist() == list(range(10))
 
 
 def test_the_first_bad_row_stops(config: DataConfig, tokenised: list[str]) -> None:
@@ -268,13 +273,13 @@ def test_what_is_left_out_is_counted(config: DataConfig, tmp_path: Path) -> None
     write(folder / "train.jsonl", [{"messages": think, "id": n} for n in range(9)])
     write(folder / "test.jsonl", ROWS)
     config = replace(config, path=str(folder), max_length=64)
-    found, report = opened(config), prepare(config, TOKENIZER, seed=0)[2]
+    found, report = opened(config), prepare_datasets(config, TOKENIZER, seed=0)[2]
     assert found.num_records == 9
     assert (found.unread, report.unread) == ({"id": 9}, {"id": 9})
     assert list(found.unrendered.values()) == list(report.unrendered.values()) == [9]
     assert report.left_out == ["test.jsonl (data.split=train)"]
-    assert "  fields not read: id (9 rows)" in report.lines()
-    assert "  not read: test.jsonl (data.split=train)" in report.lines()
+    assert "  fields not read: id (9 rows)" in report.format_lines()
+    assert "  not read: test.jsonl (data.split=train)" in report.format_lines()
 
 
 def test_ids_need_no_template(config: DataConfig) -> None:
@@ -308,13 +313,13 @@ def test_data_that_cannot_be_prepared(config: DataConfig, rows: list[Any], messa
 def test_a_file_that_grows_while_it_is_read(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = Path(str(config.path)), Encoder.encode
+    path, real = Path(str(config.path)), RecordEncoder.encode_record
 
-    def grow(self: Encoder, record: Record) -> list[Sample]:
+    def grow(self: RecordEncoder, record: Record) -> list[Sample]:
         write(path, [*ROWS, *ROWS])
         return real(self, record)
 
-    monkeypatch.setattr(Encoder, "encode", grow)
+    monkeypatch.setattr(RecordEncoder, "encode", grow)
     with pytest.raises(InputError, match=r"rows.jsonl: changed while being read"):
         opened(config)
 
@@ -346,14 +351,14 @@ def test_it_lies_in_the_cache_unless_told(config: DataConfig, monkeypatch, tmp_p
 
 
 def test_the_report_has_lengths_and_the_place(config: DataConfig) -> None:
-    report = prepare(config, TOKENIZER, seed=0)[2]
+    report = prepare_datasets(config, TOKENIZER, seed=0)[2]
     lengths = sorted(len(sample[1]) for sample in encoded(str(config.path)))
     assert report.lengths == {
         "p50": lengths[10], "p90": lengths[18], "p99": lengths[19], "longest": lengths[19]
     }  # fmt: skip
     assert report.prepared == [str(opened(config).folder)]
     assert report.rows_per_s is not None
-    assert prepare(config, TOKENIZER, seed=0)[2] == report
+    assert prepare_datasets(config, TOKENIZER, seed=0)[2] == report
 
 
 def test_a_streamed_hub_dataset_is_known_by_its_revision(
@@ -370,7 +375,7 @@ def test_a_streamed_hub_dataset_is_known_by_its_revision(
     revisions = iter(["a1", "a1", "b2"])
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_: SimpleNamespace(sha=next(revisions)))
-    hub = [open_prepared("me/chats", config, TOKENIZER) for _ in range(3)]
+    hub = [load_or_prepare_data("me/chats", config, TOKENIZER) for _ in range(3)]
     assert set(asked) == {("me/chats", None, "train", True)}
     assert len(tokenised) == 2 * len(ROWS)
     assert hub[0].folder == hub[1].folder != hub[2].folder
@@ -428,4 +433,4 @@ def test_data_are_known_by_their_contents(
     assert len(tokenised) == 20
     assert [each.folder for each in found] == [first.folder] * 2
     why = ":21: field 'prompt': found empty text; allowed: a non-empty string"
-    assert [each.bad for each in found] == [[f"{config.path}{why}"], [f"{copy}{why}"]]
+    assert [each.bad_row_messages for each in found] == [[f"{config.path}{why}"], [f"{copy}{why}"]]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.prepared import lock
-from data.prepared.lock import held
+from data.prepared.lock import hold_lock
 
 HOST = socket.gethostname()
 
@@ -29,7 +29,7 @@ def never() -> bool:
 
 def test_it_is_held_and_let_go(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with pytest.raises(KeyError), held(path, never, pytest.fail) as mine:
+    with pytest.raises(KeyError), hold_lock(path, never, pytest.fail) as mine:
         assert mine
         assert path.read_text().split()[:2] == [HOST, str(os.getpid())]
         before = path.stat().st_mtime_ns
@@ -41,10 +41,10 @@ def test_it_is_held_and_let_go(tmp_path: Path) -> None:
 
 def test_who_finds_it_taken_waits_for_what_is_made(tmp_path: Path) -> None:
     path, made, told = tmp_path / "lock", tmp_path / "made", []
-    with held(path, never, pytest.fail):
+    with hold_lock(path, never, pytest.fail):
         # This process lives, so its beats alone say so.
         threading.Timer(0.2, made.touch).start()
-        with held(path, made.is_file, told.append) as mine:
+        with hold_lock(path, made.is_file, told.append) as mine:
             assert not mine
             assert made.is_file()
         assert path.exists()
@@ -61,7 +61,7 @@ def test_a_lock_left_behind_is_taken_over(
     monkeypatch.setattr(lock, "STALE_S", 100.0 if host == HOST else 0.3)
     path, told, began = tmp_path / "lock", [], time.monotonic()
     path.write_text(f"{host} {ended.stdout.strip()} token")
-    with held(path, never, told.append) as mine:
+    with hold_lock(path, never, told.append) as mine:
         assert mine
         assert path.read_text().split()[:2] == [HOST, str(os.getpid())]
     assert 0.3 * (host != HOST) <= time.monotonic() - began < 10
@@ -79,14 +79,14 @@ def test_a_holder_that_beats_is_waited_for(tmp_path: Path, monkeypatch) -> None:
         os.utime(path, ns=(beats[0], beats[0]))  # of a clock that is far behind
         return beats[0] == 100
 
-    with held(path, beat_and_look, lambda _: None) as mine:
+    with hold_lock(path, beat_and_look, lambda _: None) as mine:
         assert not mine
     assert beats == [100]
 
 
 def test_whoever_lost_it_leaves_it_to_the_other(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with held(path, never, pytest.fail):
+    with hold_lock(path, never, pytest.fail):
         path.write_text("another 1 token")
     assert path.read_text() == "another 1 token"
 
@@ -95,7 +95,7 @@ def test_of_many_at_once_one_holds_it(tmp_path: Path) -> None:
     path, inside, log = tmp_path / "lock", tmp_path / "inside", []
 
     def enter() -> None:
-        with held(path, never, lambda _: None):
+        with hold_lock(path, never, lambda _: None):
             inside.touch(exist_ok=False)
             time.sleep(0.01)
             log.append(json.dumps(path.read_text()))

@@ -16,7 +16,7 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared import prepare as preparing
 from data.prepared.pack import PackedDataset, pack
-from data.prepared.prepare import DataReport, split
+from data.prepared.prepare import DataReport, split_records
 from data.rows.records import NUM_BAD_SHOWN
 from data.templates.encoder import Sample
 from tests.data.templates import test_encoder
@@ -36,7 +36,9 @@ def sample(*ids: int, learnt: bool = True) -> Sample:
 def prepare(
     config: DataConfig, tokenizer: Any, *, path: str, eval_path: str | None, **more: Any
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
-    return preparing.prepare(replace(config, path=path, eval_path=eval_path), tokenizer, **more)
+    return preparing.prepare_datasets(
+        replace(config, path=path, eval_path=eval_path), tokenizer, **more
+    )
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
@@ -88,7 +90,7 @@ def test_long_samples_are_cut_and_empty_ones_dropped_and_counted():
 
 def test_token_counts_are_of_learnt_tokens():
     packed = PackedDataset([sample(4, 5, 6), sample(7, 5, 1, 1, 3)], 4, seed=0, pad_id=0)
-    counts = packed.token_counts(8)
+    counts = packed.count_token_ids(8)
     assert counts.tolist() == [0, 2, 0, 0, 0, 2, 1, 0]
     assert counts.dtype == torch.int64
 
@@ -97,7 +99,7 @@ def test_a_tokenizer_larger_than_the_output_head_is_refused():
     packed = PackedDataset([sample(4, 5, 6)], 4, seed=0, pad_id=7)
     target = SimpleNamespace(name="toy", num_embeddings=7, vocab_size=6)
     with pytest.raises(InputError, match=r"sample 0: token id 6, but the output head of toy has 6"):
-        packed.check_ids(target)
+        packed.check_token_ids(target)
     assert (packed.pad_id, packed[0]["input_ids"].tolist()) == (0, [4, 5, 6, 0])
 
 
@@ -199,9 +201,9 @@ def test_eval_path_is_used_when_given(write):
 
 
 def test_both_parts_of_a_split_keep_a_record():
-    train, held_out = split(3, 0.9, 0, "rows.jsonl")
+    train, held_out = split_records(3, 0.9, 0, "rows.jsonl")
     assert (len(train), len(held_out)) == (1, 2)
-    train, held_out = split(3, 0.01, 0, "rows.jsonl")
+    train, held_out = split_records(3, 0.01, 0, "rows.jsonl")
     assert (len(train), len(held_out)) == (2, 1)
 
 
@@ -215,7 +217,7 @@ REPORT = DataReport(
 
 
 def test_the_lines_of_a_report():
-    assert REPORT.lines() == [
+    assert REPORT.format_lines() == [
         "data: rows.jsonl (form prompt, sha256 0123456789ab); held out: a share of it",
         "  records: 1,200 used, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
         "  tokens: 4,000, of which 25.0% are learnt",
@@ -228,9 +230,9 @@ def test_the_lines_of_a_report():
     ]
     before = replace(REPORT, eval_path="other.jsonl", lengths={}, prepared=[], rows_per_s=None)
     other = replace(before, bad=["row"] * NUM_BAD_SHOWN)
-    assert other.lines()[0].endswith("; held out: other.jsonl")
-    assert other.lines()[4:] == ["  malformed: row"] * NUM_BAD_SHOWN
-    many = replace(before, bad=["row"] * (NUM_BAD_SHOWN + 1)).lines()
+    assert other.format_lines()[0].endswith("; held out: other.jsonl")
+    assert other.format_lines()[4:] == ["  malformed: row"] * NUM_BAD_SHOWN
+    many = replace(before, bad=["row"] * (NUM_BAD_SHOWN + 1)).format_lines()
     assert many[4:] == ["  malformed: row"] * NUM_BAD_SHOWN + ["  malformed: 1 more"]
 
 
@@ -243,7 +245,7 @@ def test_the_report_counts_and_lists(write, tmp_path):
     )
     assert (report.num_records, report.num_bad, report.num_dropped) == (102, 2, 1)
     assert report.num_truncated > 0
-    text = "\n".join(report.lines())
+    text = "\n".join(report.format_lines())
     assert text.startswith(f"data: {tmp_path / 'rows.jsonl'} (form prompt, ")
     assert "102 used, 2 malformed" in text
     assert "1 dropped (nothing to learn)" in text

@@ -19,7 +19,7 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from data.prepared import folder as prepared
 from data.prepared import tokenise
-from data.prepared.folder import open_prepared
+from data.prepared.folder import load_or_prepare_data
 from data.rows.files import Row, find_source
 from tests.data.prepared.test_pack import exchange, make_tokenizer
 
@@ -95,15 +95,17 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_workers_make_what_one_process_makes(config: DataConfig, tmp_path: Path) -> None:
     here = replace(config, num_proc=1, prepared_dir=str(tmp_path / "here"))
-    there = open_prepared(str(config.path), config, TOKENIZER)
-    assert files(there.folder) == files(open_prepared(str(config.path), here, TOKENIZER).folder)
+    there = load_or_prepare_data(str(config.path), config, TOKENIZER)
+    assert files(there.folder) == files(
+        load_or_prepare_data(str(config.path), here, TOKENIZER).folder
+    )
     assert len(files(there.folder)) == 13
-    places = [message.removeprefix(str(config.path))[:3] for message in there.bad]
+    places = [message.removeprefix(str(config.path))[:3] for message in there.bad_row_messages]
     assert places == [":10", ":15", ":22"]
     with pytest.raises(InputError, match=r"rows.jsonl:10: field 'prompt': found empty text"):
         prepared_dir = str(tmp_path / "third")
         strict = replace(config, on_bad_row=OnBadRow.error, prepared_dir=prepared_dir)
-        open_prepared(str(config.path), strict, TOKENIZER)
+        load_or_prepare_data(str(config.path), strict, TOKENIZER)
     assert multiprocessing.active_children() == []
 
 
@@ -111,7 +113,7 @@ def test_what_stops_a_worker_stops_the_start(config: DataConfig) -> None:
     path = Path(str(config.path))
     path.write_text(path.read_text() + json.dumps({"text": "other"}))
     with pytest.raises(InputError, match=r"rows.jsonl:25: a row of form text") as caught:
-        open_prepared(str(path), config, TOKENIZER)
+        load_or_prepare_data(str(path), config, TOKENIZER)
     assert str(caught.value).endswith(", text, question")
 
 
@@ -122,13 +124,13 @@ def test_a_worker_that_is_killed(config: DataConfig, monkeypatch: pytest.MonkeyP
             os.kill(worker.pid, signal.SIGKILL)
         yield from [Row("more.jsonl:1", b"{}")] * 40
 
-    real, digest = prepared.read_rows, hashlib.sha256()
+    real, digest = prepared.iter_rows, hashlib.sha256()
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "read_rows", rows)
         patch.setattr(prepared, "NUM_LOOKED_AT", 1)
         with pytest.raises(InputError, match=r"data.num_proc=2: a worker was k"):
-            open_prepared(str(config.path), config, TOKENIZER)
-    assert open_prepared(str(config.path), config, TOKENIZER).num_records == 22
+            load_or_prepare_data(str(config.path), config, TOKENIZER)
+    assert load_or_prepare_data(str(config.path), config, TOKENIZER).num_records == 22
 
 
 def test_two_starts_at_once_make_one_store(config: DataConfig) -> None:

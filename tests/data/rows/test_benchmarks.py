@@ -14,7 +14,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from data.rows.records import load_records
-from data.rows.version import version_of
+from data.rows.version import find_dataset_revision
 
 SPEED = {
     "question_id": "0f3c", "category": "coding", "sub_category": "python", "source": "me/codes",
@@ -116,17 +116,17 @@ A, B = "a1" * 20, "b2" * 20
 
 def test_the_version_of_a_copy(tmp_path: Path) -> None:
     rows = Path(written(tmp_path / "plain/rows.jsonl", {}))
-    assert version_of(str(rows)) is None
+    assert find_dataset_revision(str(rows)) is None
     cached = written(tmp_path / f"datasets--me--x/snapshots/{A}/data/rows.jsonl", {})
-    assert version_of(cached) == A
+    assert find_dataset_revision(cached) == A
     notes = tmp_path / "got/.cache/huggingface/download/qualitative"
     got = Path(written(tmp_path / "got/qualitative/test.jsonl", {}))
     for name in ("test.parquet", "more.parquet"):
         written(notes / f"{name}.metadata")
         (notes / f"{name}.metadata").write_text(f"{B}\netag\n1.5\n")
-    assert [version_of(str(p)) for p in (got, got.parent, got.parents[1])] == [B, B, B]
+    assert [find_dataset_revision(str(p)) for p in (got, got.parent, got.parents[1])] == [B, B, B]
     (notes / "more.parquet.metadata").write_text(f"{A}\netag\n1.5\n")
-    assert version_of(str(got)) is None
+    assert find_dataset_revision(str(got)) is None
 
 
 def test_the_version_of_a_clone(tmp_path: Path) -> None:
@@ -134,15 +134,15 @@ def test_the_version_of_a_clone(tmp_path: Path) -> None:
     git = tmp_path / "clone/.git"
     (git / "refs/heads").mkdir(parents=True)
     (git / "HEAD").write_text("ref: refs/heads/main\n")
-    assert version_of(str(tmp_path / "clone")) is None
+    assert find_dataset_revision(str(tmp_path / "clone")) is None
     (git / "packed-refs").write_text(f"# pack\n{A} refs/heads/main\n{B} refs/heads/other\n")
-    assert version_of(str(tmp_path / "clone")) == A
+    assert find_dataset_revision(str(tmp_path / "clone")) == A
     (git / "refs/heads/main").write_text(B + "\n")
-    assert version_of(str(tmp_path / "clone")) == B
+    assert find_dataset_revision(str(tmp_path / "clone")) == B
     (git / "HEAD").write_text(A + "\n")
-    assert version_of(str(tmp_path / "clone")) == A
+    assert find_dataset_revision(str(tmp_path / "clone")) == A
     # A file of one's own in a repository of one's own has no published version.
-    assert version_of(rows) is None
+    assert find_dataset_revision(rows) is None
 
 
 def test_the_version_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_the_version_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OfflineModeIsEnabled("offline")
 
     monkeypatch.setattr(HfApi, "dataset_info", answer)
-    assert [version_of(path) for path in ("nvidia/SPEED-Bench", "me/x")] == [A, None]
+    assert [find_dataset_revision(path) for path in ("nvidia/SPEED-Bench", "me/x")] == [A, None]
 
 
 WRONG = (None, 3, 0.5, True, "", " ", [], {}, [None], [3], [[]], {"a": 1}, "\ud800")

@@ -12,7 +12,7 @@ import pytest
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from data.rows.files import Row, find_source, read_rows
+from data.rows.files import Row, find_source, iter_rows
 from data.rows.records import load_records
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -266,7 +266,7 @@ def test_tables_fill_no_fields_in(tmp_path):
     found = load_records(str(tmp_path / "a.parquet")).records
     arguments = [r.messages[1]["tool_calls"][0]["function"]["arguments"] for r in found]
     assert arguments == [{"a": 1}, {"text": "x"}]
-    assert [record.unread for record in found] == [(), ()]
+    assert [record.unread_fields for record in found] == [(), ()]
 
 
 def test_objects_that_a_table_holds_as_json(tmp_path):
@@ -283,18 +283,18 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINE * 3)
     digest = hashlib.sha256()
-    rows = read_rows(find_source(str(path)), digest)
+    rows = iter_rows(find_source(str(path)), digest)
     assert isinstance(rows, Iterator)
     assert next(rows) == Row(f"{path}:1", raw=LINE)
     assert digest.hexdigest() == hashlib.sha256(LINE).hexdigest()
-    assert next(rows).parsed() == Row(f"{path}:2", value=ROW)
+    assert next(rows).parse() == Row(f"{path}:2", value=ROW)
 
 
 def test_what_was_left_out_is_printed(folder):
     path = folder("train.jsonl", "test.jsonl")
     rows = [b"[]\n"] * 11 + [json.dumps(ROW | {"id": n}).encode() + b"\n" for n in range(1000)]
     (path / "train.jsonl").write_bytes(b"".join([LINE, *rows]))
-    lines = load_records(str(path), DataConfig(on_bad_row=OnBadRow.skip)).lines()
+    lines = load_records(str(path), DataConfig(on_bad_row=OnBadRow.skip)).format_lines()
     assert lines[0].startswith(f"malformed: {path}/train.jsonl:2: field '(whole row)'")
     assert lines[10:] == [
         "malformed: 1 more",
@@ -313,5 +313,5 @@ def test_what_was_left_out_is_printed(folder):
 )
 def test_json_as_jq_writes_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(text)
-    rows = read_rows(find_source(str(tmp_path / "rows.json")), hashlib.sha256())
-    assert [row.parsed().value for row in rows] == [{"prompt": "a"}, {"prompt": "b"}]
+    rows = iter_rows(find_source(str(tmp_path / "rows.json")), hashlib.sha256())
+    assert [row.parse().value for row in rows] == [{"prompt": "a"}, {"prompt": "b"}]

@@ -20,11 +20,11 @@ from data.rows.forms import (
     TEMPLATE_KWARGS,
     TOOLS,
     Record,
-    detect,
-    to_record,
+    detect_form,
+    parse_record,
 )
 from data.rows.messages import REASONING, ROLES
-from data.rows.values import MalformedRowError, show
+from data.rows.values import MalformedRowError, format_found_value
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -45,8 +45,8 @@ SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 def read(row: object, form: Form = Form.auto, **columns: str) -> Record:
     """The record of a row that stands alone in its file."""
     line = Row("rows.jsonl:1", raw=json.dumps(row).encode())
-    found = detect([line], "rows.jsonl", columns) if form is Form.auto else form
-    return to_record(line, found, columns, detected=form is Form.auto)
+    found = detect_form([line], "rows.jsonl", columns) if form is Form.auto else form
+    return parse_record(line, found, columns, detected=form is Form.auto)
 
 
 def assistant(**fields: Any) -> list:
@@ -175,7 +175,7 @@ def test_messages_of_every_shape(row, messages):
 )
 def test_the_first_form_that_a_row_has_a_key_of(row, form):
     for more in ({}, {"question": "x"}):
-        assert detect([Row("rows.jsonl:1", value=row | more)], "rows.jsonl") is form
+        assert detect_form([Row("rows.jsonl:1", value=row | more)], "rows.jsonl") is form
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_what_stands_beside_messages(row, fields):
     ],
 )  # fmt: skip
 def test_what_is_not_read_is_named(row, unread):
-    assert read(row).unread == unread
+    assert read(row).unread_fields == unread
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_columns_of_other_names(row, columns, messages):
 
 def test_a_field_hidden_by_a_column_is_named():
     row = {"prompt": "summary", "dialogue": "Hi", "response": "Hello"}
-    assert read(row, prompt="dialogue").unread == ("prompt",)
+    assert read(row, prompt="dialogue").unread_fields == ("prompt",)
 
 
 def test_an_error_has_the_name_that_the_data_have():
@@ -422,7 +422,7 @@ def test_the_page_names_every_field():
 def test_rows_of_other_forms_are_refused_where_the_form_was_detected():
     line = Row("rows.jsonl:7", raw=b'{"prompt": "Hi"}')
     with pytest.raises(InputError, match=r"rows.jsonl:7: a row of form prompt .*of form messages"):
-        to_record(line, Form.messages, detected=True)
+        parse_record(line, Form.messages, detected=True)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_rows_of_other_forms_are_refused_where_the_form_was_detected():
 )
 def test_lines_that_no_parser_takes(raw, problem):
     with pytest.raises(MalformedRowError, match=problem):
-        to_record(Row("rows.jsonl:1", raw=raw), Form.messages)
+        parse_record(Row("rows.jsonl:1", raw=raw), Form.messages)
 
 
 def test_arguments_that_json_cannot_hold():
@@ -443,14 +443,14 @@ def test_arguments_that_json_cannot_hold():
     with pytest.raises(
         MalformedRowError, match=r"tool_calls\[0\]': found a value that JSON cannot hold"
     ):
-        to_record(Row("rows.parquet[row 1]", value=row), Form.messages)
+        parse_record(Row("rows.parquet[row 1]", value=row), Form.messages)
 
 
 def test_a_value_too_deep_to_be_shown():
     deep: list = []
     for _ in range(10_000):
         deep = [deep]
-    assert show(deep) == "deeply nested (list)"
+    assert format_found_value(deep) == "deeply nested (list)"
 
 
 def test_an_error_goes_from_one_process_to_another():

@@ -12,7 +12,7 @@ from toys import tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
-from data.prepared.prepare import prepare
+from data.prepared.prepare import prepare_datasets
 from data.rows.records import load_records
 
 USER = {"role": "user", "content": "Hi"}
@@ -113,7 +113,7 @@ def test_a_hub_dataset_with_configurations(hub):
     loaded = load_records("openai/gsm8k", config)
     assert loaded.records[0].messages[0] == user(GSM8K["question"])
     assert [r.where for r in loaded.records[:2]] == [f"openai/gsm8k[test]:{n}" for n in (1, 2)]
-    assert prepare(config, tokenizer(), seed=0)[2].num_records == 4
+    assert prepare_datasets(config, tokenizer(), seed=0)[2].num_records == 4
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from data.servers.counts import DraftCounts
 def test_whole_drafts_count_beyond_the_text() -> None:
     """Two passes of 3 draft tokens: 2 and a bonus token, then 3, of which the text holds one."""
     text = [1, 5, 6, 7, 5]
-    assert DraftCounts.of(text, [2, 3], depth=3) == DraftCounts(text, 2, 6, [2, 2, 1])
+    assert DraftCounts.from_passes(text, [2, 3], depth=3) == DraftCounts(text, 2, 6, [2, 2, 1])
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ def test_whole_drafts_count_beyond_the_text() -> None:
 def test_drafts_that_end_with_the_text(
     text: list[int], lengths: list[int], room: int, drafts: int, proposed: int, accepted: list[int]
 ) -> None:
-    found = DraftCounts.within(text, lengths, depth=3, room=room, stop_ids=[9])
+    found = DraftCounts.from_passes_within_text(text, lengths, depth=3, room=room, stop_ids=[9])
     assert found == DraftCounts(text, drafts, proposed, accepted)

@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save, save_file
 
 from conf.errors import InputError
 from data.servers import files
-from data.servers.files import Folder, NotReadError, lock_of, read_tensors, sweep
+from data.servers.files import (
+    HiddenStatesError,
+    SharedFolder,
+    delete_old_files,
+    load_safetensors,
+    make_lock_path,
+)
 
 IDS = [7, 5, 6]
 STATES = torch.arange(3 * 2 * 4).view(3, 2, 4).bfloat16()
@@ -32,7 +38,7 @@ def path(tmp_path: Path) -> Path:
     """A file that is whole, its lock free."""
     path = tmp_path / "cmpl-1-0.safetensors"
     save_file({"hidden_states": STATES, "token_ids": torch.tensor(IDS)}, path)
-    lock_of(path).touch()
+    make_lock_path(path).touch()
     return path
 
 
@@ -42,9 +48,9 @@ def later(seconds: float, action: Any) -> None:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_file_is_read_and_deleted_with_its_lock(path: Path, locks: bool) -> None:
-    folder = Folder(timeout_s=5.0)
+    folder = SharedFolder(timeout_s=5.0)
     assert folder.free_bytes() is None
-    assert torch.equal(folder.take(path, IDS, locks), STATES)
+    assert torch.equal(folder.load_and_delete(path, IDS, locks), STATES)
     assert list(path.parent.iterdir()) == []
     assert folder.free_bytes() > 0
 
@@ -54,7 +60,7 @@ def test_tensors_are_those_that_safetensors_reads(dtype: torch.dtype, tmp_path: 
     tensors = {"b": torch.randn(5, 2, 3).to(dtype), "a": torch.arange(5), "none": torch.empty(0)}
     save_file(tensors, tmp_path / "file.safetensors", {"format": "pt"})
     content = (tmp_path / "file.safetensors").read_bytes()
-    found = read_tensors(io.BytesIO(content), len(content))
+    found = load_safetensors(io.BytesIO(content), len(content))
     for name, expected in load_file(tmp_path / "file.safetensors").items():
         if expected.numel():
             assert found[name].dtype is expected.dtype
@@ -65,19 +71,19 @@ def test_no_part_of_a_file_is_taken_for_a_whole_one() -> None:
     content = save({"hidden_states": STATES, "token_ids": torch.tensor(IDS)})
     for size in range(len(content)):
         with pytest.raises(ValueError, match="bytes"):
-            read_tensors(io.BytesIO(content[:size]), size)
+            load_safetensors(io.BytesIO(content[:size]), size)
         with pytest.raises(ValueError, match=r"early|header|bytes"):
-            read_tensors(io.BytesIO(content[:size]), len(content))
+            load_safetensors(io.BytesIO(content[:size]), len(content))
     for place in range(160):
         spoilt = bytearray(content)
         spoilt[place] ^= 0x15
         with suppress(ValueError):  # and nothing else
-            read_tensors(io.BytesIO(spoilt), len(spoilt))
+            load_safetensors(io.BytesIO(spoilt), len(spoilt))
 
 
 def held(path: Path) -> Any:
     """The lock of a file, as its writer holds it."""
-    lock = lock_of(path).open("wb")
+    lock = make_lock_path(path).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
@@ -92,12 +98,12 @@ def test_a_held_lock_is_waited_for_and_then_the_file(path: Path) -> None:
         later(0.05, lambda: path.write_bytes(content))
 
     later(0.3, end)
-    assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
 
 
 def test_a_lock_that_shows_behind_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content, num_looks, locks = path.read_bytes(), [], []
-    lock_of(path).unlink()
+    make_lock_path(path).unlink()
     path.write_bytes(content[:-8] + bytes(8))
 
     def sleep(_: float) -> None:
@@ -109,14 +115,14 @@ def test_a_lock_that_shows_behind_its_file(path: Path, monkeypatch: pytest.Monke
             locks.pop().close()
 
     monkeypatch.setattr(files.time, "sleep", sleep)
-    assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
     assert len(num_looks) == 5
 
 
 def test_a_lock_that_is_held_for_ever(path: Path) -> None:
     message = r": not written after 0 s; see the server's log"
-    with held(path), pytest.raises(NotReadError, match=message):
-        Folder(0.1).take(path, IDS, locks=True)
+    with held(path), pytest.raises(HiddenStatesError, match=message):
+        SharedFolder(0.1).load_and_delete(path, IDS, locks=True)
     assert path.exists()
 
 
@@ -126,10 +132,10 @@ def test_a_file_that_shows_late(path: Path, locked: bool) -> None:
     content = path.read_bytes()
     path.unlink()
     if not locked:
-        lock_of(path).unlink()
+        make_lock_path(path).unlink()
     later(0.03, lambda: path.write_bytes(content[:150]))
     later(0.08, lambda: path.write_bytes(content))
-    assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +154,10 @@ def test_where_the_file_system_cannot_lock_the_size_tells(
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
     if refused is None:
-        assert torch.equal(Folder(5.0).take(path, IDS, locks=True), STATES)
+        assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
         return
     with pytest.raises(InputError, match=refused):
-        Folder(5.0).take(path, IDS, locks=True)
+        SharedFolder(5.0).load_and_delete(path, IDS, locks=True)
 
 
 @pytest.mark.parametrize(
@@ -163,22 +169,22 @@ def test_where_the_file_system_cannot_lock_the_size_tells(
         (lambda path: path.write_bytes(bytes(200)), r": incomplete \(200 bytes\)"),
         (lambda path: save_file({"a": STATES}, path), ": holds other tokens than were sent"),
         (
-            lambda path: [each.unlink() for each in (path, lock_of(path))],
+            lambda path: [each.unlink() for each in (path, make_lock_path(path))],
             "cannot be seen from this machine; mount the server's shared_storage_path here under",
         ),
     ],
 )
 def test_what_another_attempt_may_give(path: Path, change: Any, message: str) -> None:
     change(path)
-    with pytest.raises(NotReadError, match=message):
-        Folder(5.0).take(path, IDS, locks=True)
+    with pytest.raises(HiddenStatesError, match=message):
+        SharedFolder(5.0).load_and_delete(path, IDS, locks=True)
 
 
 def test_what_nobody_waits_for_is_deleted_now_and_then(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Files and locks that are older than three timeouts; nothing else, and nothing younger."""
-    folder, again, content = Folder(timeout_s=20.0), path.with_name("b"), path.read_bytes()
+    folder, again, content = SharedFolder(timeout_s=20.0), path.with_name("b"), path.read_bytes()
 
     def leave(age_s: float) -> None:
         for name in ("old.safetensors", "old.safetensors.lock", ".tmpQx3f9z", "notes.txt"):
@@ -187,18 +193,18 @@ def test_what_nobody_waits_for_is_deleted_now_and_then(
 
     leave(61)
     (path.parent / "young.safetensors").touch()
-    folder.take(path, IDS, locks=True)
+    folder.load_and_delete(path, IDS, locks=True)
     names = {each.name for each in path.parent.iterdir()}
     assert names == {"young.safetensors", "notes.txt"}
     told = f"{path.parent}: deleted 2 files that no process has read for 1 minutes\n"
     assert capfd.readouterr().err == told
     leave(61)
     again.write_bytes(content)
-    folder.take(again, IDS, locks=False)
+    folder.load_and_delete(again, IDS, locks=False)
     assert (path.parent / "old.safetensors").exists()  # too soon to look again
     monkeypatch.setattr(files, "SWEEP_EVERY_S", 0.0)
     again.write_bytes(content)
-    folder.take(again, IDS, locks=False)
+    folder.load_and_delete(again, IDS, locks=False)
     assert not (path.parent / "old.safetensors").exists()
     leave(59)
-    assert sweep(path.parent, 60) == 0
+    assert delete_old_files(path.parent, 60) == 0

@@ -9,7 +9,7 @@ from conf.errors import InputError
 from data.servers import endpoint as endpoint_module
 from data.servers import files
 from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import HiddenStatesServer, ServerTaps
+from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from tests.servers import HIDDEN, EngineServer, state
 
 NUM_LAYERS = 4
@@ -29,15 +29,17 @@ def halved(states: Tensor) -> Tensor:
     return states / 2
 
 
-def taps(layers: tuple[int, ...] = LAYERS, final_norm=halved, hidden_size=HIDDEN) -> ServerTaps:
-    return ServerTaps(layers, NUM_LAYERS, hidden_size, final_norm)
+def taps(
+    layers: tuple[int, ...] = LAYERS, final_norm=halved, hidden_size=HIDDEN
+) -> ServerFeatureLayers:
+    return ServerFeatureLayers(layers, NUM_LAYERS, hidden_size, final_norm)
 
 
 def engine(
-    server: EngineServer, wanted: ServerTaps | None = None, **endpoint
-) -> HiddenStatesServer:
+    server: EngineServer, wanted: ServerFeatureLayers | None = None, **endpoint
+) -> HiddenStatesClient:
     settings = {"max_retries": 3, "timeout_s": 5.0, "setting": "engine", **endpoint}
-    return HiddenStatesServer(Endpoint(server.url, **settings), wanted or taps(), concurrency=4)
+    return HiddenStatesClient(Endpoint(server.url, **settings), wanted or taps(), concurrency=4)
 
 
 def expected(token_ids: list[int]) -> dict[str, Tensor]:
@@ -56,7 +58,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 def test_layers_come_by_their_number_and_the_last_one_normed(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
-        found = states.read([7, 5])
+        found = states.request_states([7, 5])
     assert found["layers.1"].tolist() == [[107, -1], [105, -1]]
     assert found["layers.3"].tolist() == [[307, -1], [305, -1]]
     assert found["hidden_states"].tolist() == [[203.5, -0.5], [202.5, -0.5]]
@@ -67,9 +69,9 @@ def test_layers_come_by_their_number_and_the_last_one_normed(tmp_path: Path) -> 
 
 def test_a_last_layer_that_is_also_tapped_is_written_once(tmp_path: Path) -> None:
     wanted = taps((4, 0))
-    assert wanted.written == [0, 4]
+    assert wanted.written_layers == [0, 4]
     with EngineServer(tmp_path, [0, 4]) as server, engine(server, wanted) as states:
-        found = states.read([7])
+        found = states.request_states([7])
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         "layers.4": [[407, -1]],
         "layers.0": [[7, -1]],
@@ -83,7 +85,7 @@ def test_an_adapter_is_asked_for_by_its_name(tmp_path: Path) -> None:
     server.models = ({"id": "toy", "max_model_len": 17}, {"id": "tuned", "parent": "toy"})
     with server, engine(server, model="tuned") as states:
         assert states.max_model_len == 17
-        states.read([7, 5])
+        states.request_states([7, 5])
     assert {body["model"] for body in server.bodies} == {"tuned"}
     with EngineServer(tmp_path / "b", WRITTEN) as other:
         refused(other, r"serves no model tuned; it lists \['other', 'toy'\]", model="tuned")
@@ -92,7 +94,7 @@ def test_an_adapter_is_asked_for_by_its_name(tmp_path: Path) -> None:
 def test_without_a_final_norm_there_are_layers_alone(tmp_path: Path) -> None:
     wanted = taps((2,), final_norm=None)
     with EngineServer(tmp_path, [2]) as server, engine(server, wanted) as states:
-        assert states.read([7]).keys() == {"layers.2"}
+        assert states.request_states([7]).keys() == {"layers.2"}
 
 
 def test_the_command_line_that_serves_these_states() -> None:
@@ -109,10 +111,12 @@ def test_the_command_line_that_serves_these_states() -> None:
 def test_a_file_is_read_when_its_writer_is_done(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
         server.write_s = 0.2
-        assert_same(states.read([7, 5]), expected([7, 5]))
+        assert_same(states.request_states([7, 5]), expected([7, 5]))
 
 
-def refused(server: EngineServer, match: str, wanted: ServerTaps | None = None, **endpoint) -> None:
+def refused(
+    server: EngineServer, match: str, wanted: ServerFeatureLayers | None = None, **endpoint
+) -> None:
     """The server is refused before the first document."""
     with pytest.raises(InputError, match=match), engine(server, wanted, **endpoint):
         pytest.fail("it was taken")
@@ -166,7 +170,7 @@ def test_what_is_written_is_checked(tmp_path: Path, change, match: str) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
         server.change = change
         with pytest.raises(InputError, match=match):
-            states.read([7, 5])
+            states.request_states([7, 5])
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 6e4), (torch.bfloat16, 1e-30)])
@@ -177,13 +181,13 @@ def test_states_whose_norm_the_dtype_cannot_hold_pass(
         server.change = lambda t: t.update(
             hidden_states=torch.full(t["hidden_states"].shape, value, dtype=dtype)
         )
-        assert (states.read([7, 5])["layers.1"] == torch.tensor(value, dtype=dtype)).all()
+        assert (states.request_states([7, 5])["layers.1"] == torch.tensor(value, dtype=dtype)).all()
 
 
 def test_a_first_token_may_have_states_of_zeros(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
         server.change = lambda t: t["hidden_states"][0].zero_()
-        assert states.read([7, 5])["layers.1"].tolist() == [[0, 0], [105, -1]]
+        assert states.request_states([7, 5])["layers.1"].tolist() == [[0, 0], [105, -1]]
 
 
 def test_a_server_that_never_ends_its_file(tmp_path: Path) -> None:
@@ -204,14 +208,14 @@ def test_a_file_with_other_tokens_is_nobody_s_to_delete(tmp_path: Path) -> None:
 
 def test_a_document_beyond_the_context_is_refused_unsent(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
-        assert states.read(list(range(16)))["layers.1"].shape == (16, HIDDEN)
+        assert states.request_states(list(range(16)))["layers.1"].shape == (16, HIDDEN)
         num_sent = len(server.bodies)
         message = (
             r"a document of 17 tokens is too long, as the server takes 16 and 1 more; serve with "
             r"--max-model-len 18, or set data.max_length lower"
         )
         with pytest.raises(InputError, match=message):
-            states.read(list(range(17)))
+            states.request_states(list(range(17)))
         assert len(server.bodies) == num_sent
 
 

@@ -35,13 +35,13 @@ def test_states_are_read_by_a_recorded_answer(tmp_path: Path, version: str) -> N
     with server, engine(server) as states:
         assert (states.model, states.max_model_len) == ("target", 320)
         assert states.writing.outputs
-        found = states.read([5, 6, 7])
+        found = states.request_states([5, 6, 7])
         assert all(found[name].equal(tensor) for name, tensor in expected([5, 6, 7]).items())
 
 
 def test_an_answer_has_the_tokens_that_were_written(tmp_path: Path) -> None:
     server = RecordedServer(tmp_path, "0.32.0")
     with server, engine(server) as states:
-        ids, found = states.answer([5, 6, 7], 2, {"temperature": 0.0})
+        ids, found = states.request_answer_with_states([5, 6, 7], 2, {"temperature": 0.0})
     assert ids == [302, 359]
     assert found["layers.1"].equal(expected([5, 6, 7, 302])["layers.1"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import InputError
-from data.servers.hidden_states import ServerTaps
+from data.servers.hidden_states import ServerFeatureLayers
 from data.servers.versions import WHOLE_PROMPTS, writing_of
 from tests.data.servers.test_hidden_states import WRITTEN, engine, expected, taps
 from tests.servers import EngineServer
@@ -50,12 +50,12 @@ def test_a_version_without_locks_has_written_when_it_answers(tmp_path: Path) -> 
     with EngineServer(tmp_path, WRITTEN) as server:
         server.version, server.locks = "0.18.0", False
         with engine(server) as states:
-            assert states.read([7])["layers.1"].equal(expected([7])["layers.1"])
+            assert states.request_states([7])["layers.1"].equal(expected([7])["layers.1"])
     assert list(server.folder.iterdir()) == []
 
 
 def test_recurrent_targets_need_a_version_that_writes_them_right(tmp_path: Path) -> None:
-    recurrent = ServerTaps(taps().layers, 4, 2, taps().final_norm, recurrent=True)
+    recurrent = ServerFeatureLayers(taps().layers, 4, 2, taps().final_norm, recurrent=True)
     with EngineServer(tmp_path, WRITTEN) as server:
         server.version = "0.25.0"
         with (
@@ -65,4 +65,4 @@ def test_recurrent_targets_need_a_version_that_writes_them_right(tmp_path: Path)
             pytest.fail("it was taken")
         server.version = "0.26.0"
         with engine(server, recurrent) as states:
-            assert states.read([7]).keys() == {"layers.3", "layers.1", "hidden_states"}
+            assert states.request_states([7]).keys() == {"layers.3", "layers.1", "hidden_states"}

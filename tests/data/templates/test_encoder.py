@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from conf.errors import InputError
 from data.rows.records import Record
-from data.templates.encoder import Encoder, Sample
+from data.templates.encoder import RecordEncoder, Sample
 
 SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
@@ -128,7 +128,7 @@ def shown(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def marked(record: Record, template: str, **settings: bool) -> list[str]:
     tokenizer = make_tokenizer(template, **settings)
-    return [shown(sample, tokenizer) for sample in Encoder(tokenizer).encode(record)]
+    return [shown(sample, tokenizer) for sample in RecordEncoder(tokenizer).encode_record(record)]
 
 
 def learnt(sample: Sample) -> list[int]:
@@ -137,7 +137,7 @@ def learnt(sample: Sample) -> list[int]:
 
 def test_mask_of_a_short_chat_token_by_token():
     tokenizer = make_tokenizer(CHATML)
-    (sample,) = Encoder(tokenizer).encode(chat("user", "Yes"))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat("user", "Yes"))
     assert tokenizer.convert_ids_to_tokens(sample.input_ids) == [
         "<|im_start|>", "user", "Ċ", "user", "<|im_end|>", "Ċ",
         "<|im_start|>", "assistant", "Ċ", "Yes", "<|im_end|>", "Ċ",
@@ -277,7 +277,7 @@ def test_a_header_token_that_swallows_the_answers_newlines_stays_unlearnt():
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken("<|assistant|>", rstrip=True)]}
     )
-    (sample,) = Encoder(tokenizer).encode(chat("Hi", "\n\nYes"))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat("Hi", "\n\nYes"))
     assert tokenizer.decode(learnt(sample)) == "Yes<|end|>"
 
 
@@ -291,13 +291,15 @@ def test_a_prompt_behind_the_last_answer_is_read():
 
 
 def test_plain_text_is_learnt_whole():
-    (sample,) = Encoder(make_tokenizer(None)).encode(Record(None, "Hello there", "texts.jsonl:1"))
+    (sample,) = RecordEncoder(make_tokenizer(None)).encode_record(
+        Record(None, "Hello there", "texts.jsonl:1")
+    )
     assert sample.loss_mask == [True] * len(sample.input_ids)
 
 
 def test_prompt_ends_where_the_assistant_starts():
     tokenizer = make_tokenizer(CHATML)
-    ids = Encoder(tokenizer).prompt([{"role": "user", "content": "Hi"}])
+    ids = RecordEncoder(tokenizer).encode_prompt([{"role": "user", "content": "Hi"}])
     assert tokenizer.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -309,15 +311,15 @@ def test_a_template_is_chosen_by_its_name() -> None:
     for wanted, begins in (({"chat_template": "rag"}, "<|rag|>user"),
                            ({"chat_template": "plain"}, "<|im_start|>user"),
                            ({"chat_template": other}, "<|rag|>user")):  # fmt: skip
-        template = Encoder(tokenizer, wanted).template({}, None)
-        assert template.prompt(messages).startswith(begins)
+        template = RecordEncoder(tokenizer, wanted).build_template({}, None)
+        assert template.render_prompt(messages).startswith(begins)
     said = r"chat template '(default|rags)'; set .*{chat_template: NAME}.* \['plain', 'rag'\]"
     for wanted in ({}, {"chat_template": "rags"}):
         with pytest.raises(InputError, match=said):
-            Encoder(tokenizer, wanted).template({}, None)
+            RecordEncoder(tokenizer, wanted).build_template({}, None)
 
 
 def test_what_the_template_refuses_is_named():
-    encoder = Encoder(make_tokenizer(GEMMA))
+    encoder = RecordEncoder(make_tokenizer(GEMMA))
     with pytest.raises(InputError, match="System role not supported"):
-        encoder.prompt(TWO_TURNS.messages)
+        encoder.encode_prompt(TWO_TURNS.messages)

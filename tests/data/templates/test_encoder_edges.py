@@ -5,7 +5,7 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from tests.data.templates.test_encoder import (
     CHATML,
     ENDS_TEXT,
@@ -41,22 +41,22 @@ def adds_bos(template: str | None) -> PreTrainedTokenizerFast:
 
 def refused(template: str, *contents: str) -> str:
     with pytest.raises(InputError) as caught:
-        Encoder(make_tokenizer(template)).encode(chat(*contents))
+        RecordEncoder(make_tokenizer(template)).encode_record(chat(*contents))
     return str(caught.value)
 
 
 def test_what_the_tokenizer_would_add_is_the_templates_business() -> None:
-    found, expected = Encoder(adds_bos(CHATML)), Encoder(make_tokenizer(CHATML))
+    found, expected = RecordEncoder(adds_bos(CHATML)), RecordEncoder(make_tokenizer(CHATML))
     messages = [{"role": "user", "content": "Hi"}]
-    assert found.prompt(messages) == expected.prompt(messages)
-    assert found.encode(chat("Hi", "Yes")) == expected.encode(chat("Hi", "Yes"))
+    assert found.encode_prompt(messages) == expected.encode_prompt(messages)
+    assert found.encode_record(chat("Hi", "Yes")) == expected.encode_record(chat("Hi", "Yes"))
 
 
 def test_an_answer_that_the_tokenizer_rewrites_is_still_found() -> None:
     """Nothing that is learnt decodes to what was written."""
     tokenizer = adds_bos(CHATML)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    (sample,) = Encoder(tokenizer).encode(chat("Hi", "YES, I am"))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat("Hi", "YES, I am"))
     assert tokenizer.decode(learnt(sample)) == "yes, i am<|im_end|>"
 
 
@@ -70,7 +70,7 @@ def test_words_of_a_missing_template() -> None:
     for name, named in (("", "(unnamed)"), ("org/base", "org/base")):
         tokenizer.name_or_path = name
         with pytest.raises(InputError) as caught:
-            Encoder(tokenizer).prompt([{"role": "user", "content": "Hi"}])
+            RecordEncoder(tokenizer).encode_prompt([{"role": "user", "content": "Hi"}])
         assert str(caught.value) == f"target {named}{rest}"
 
 
@@ -81,7 +81,7 @@ def test_words_of_a_tokenizer_without_offsets(name: str, named: str) -> None:
 
     said = rf"^chats.jsonl:7: target {named}: Slow gives no character offsets,"
     with pytest.raises(InputError, match=said):
-        Encoder(Slow()).encode(chat("Hi", "Hello"))  # type: ignore[arg-type]
+        RecordEncoder(Slow()).encode_record(chat("Hi", "Hello"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_turn_that_ends_in_words_alone_is_learnt_with_them() -> None:
 def test_a_tokenizer_without_an_end_of_text() -> None:
     tokenizer = make_tokenizer(NO_SPECIAL)
     tokenizer.eos_token = None
-    (sample,) = Encoder(tokenizer).encode(chat("Hi", "Yes"))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat("Hi", "Yes"))
     assert tokenizer.decode(learnt(sample)) == "Yes"
 
 
@@ -231,7 +231,7 @@ def test_a_tokenizer_without_an_end_of_text() -> None:
 def test_spaces_before_and_behind_an_answer_that_no_token_ends(trim_offsets: bool) -> None:
     """The prompt's own last space is the first word's, as the tokenizer has it."""
     tokenizer = make_tokenizer(NO_SPECIAL, trim_offsets=trim_offsets)
-    (sample,) = Encoder(tokenizer).encode(chat("Hi", "no "))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat("Hi", "no "))
     assert shown(sample, tokenizer) == "### user: Hi\n### assistant:[[ no ]]\n"
     assert tokenizer.convert_ids_to_tokens(learnt(sample)) == ["Ġno", "Ġ"]
 
@@ -239,7 +239,7 @@ def test_spaces_before_and_behind_an_answer_that_no_token_ends(trim_offsets: boo
 def test_texts_are_not_taken_apart_where_the_tokenizer_would_add_to_the_parts() -> None:
     tokenizer = make_tokenizer(CHATML.replace("<|im_start|>", "# "))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    (sample,) = Encoder(tokenizer).encode(chat("Hi", "\n\n\nYes"))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat("Hi", "\n\n\nYes"))
     assert shown(sample, tokenizer) == (
         " # user\nHi<|im_end|> \n# assistant[[\n\n\n\nYes<|im_end|>]] \n"
     )

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from conf.errors import InputError
 from data.rows.records import Record
-from data.templates.encoder import Encoder, Sample
+from data.templates.encoder import RecordEncoder, Sample
 from tests.data.templates.test_encoder import make_tokenizer
 
 PROPERTIES = {"at": {"type": "string", "description": "town"}}
@@ -91,14 +91,14 @@ def assistant(turn: Says) -> dict[str, Any]:
 
 
 @cache
-def encoder(family: str) -> Encoder:
+def encoder(family: str) -> RecordEncoder:
     notes = FAMILIES[family]
     tokenizer = make_tokenizer(None, special=[notes.bos, notes.eos])
     named = [AddedToken(each, rstrip=notes.strips_right) for each in notes.special.split()]
     tokenizer.add_tokens(named, special_tokens=True)
     tokenizer.add_tokens(notes.added.split())
     tokenizer.chat_template = notes.template
-    return Encoder(tokenizer, notes.kwargs)
+    return RecordEncoder(tokenizer, notes.kwargs)
 
 
 def thinking(notes: Family, turn: Says) -> str:
@@ -165,7 +165,7 @@ def cells(*, refused: bool) -> pytest.MarkDecorator:
 def test_what_a_family_refuses_is_refused_for_its_reason(family: str, name: str) -> None:
     said = record(CONVERSATIONS[name])
     with pytest.raises(InputError) as caught:
-        encoder(family).encode(said)
+        encoder(family).encode_record(said)
     words = f"chats.jsonl:7: the target's chat template {reason(FAMILIES[family], said)}"
     assert str(caught.value).startswith(words)
 
@@ -173,25 +173,25 @@ def test_what_a_family_refuses_is_refused_for_its_reason(family: str, name: str)
 @cells(refused=False)
 def test_exactly_what_the_model_would_write_is_learnt(family: str, name: str) -> None:
     notes, said = FAMILIES[family], record(CONVERSATIONS[name])
-    samples = encoder(family).encode(said)
+    samples = encoder(family).encode_record(said)
     answers = [turn for turn in CONVERSATIONS[name] if isinstance(turn, Says)]
     assert [learnt for _, learnt in turns_of(samples, family)] == [
         written(notes, turn) for turn in answers
     ]
     lost = [t for t in answers if t.thought and "{}" not in thinking(notes, t)]
-    assert samples[0].left_out == ("thinking",) * len(lost)
-    assert not any(sample.left_out for sample in samples[1:])
+    assert samples[0].unrendered_parts == ("thinking",) * len(lost)
+    assert not any(sample.unrendered_parts for sample in samples[1:])
 
 
 @cells(refused=False)
 def test_what_stands_before_is_the_generation_prompt(family: str, name: str) -> None:
     notes, said = FAMILIES[family], record(CONVERSATIONS[name])
-    found = turns_of(encoder(family).encode(said), family)
-    template, tokenizer = encoder(family).template({}, said.tools), encoder(family).tokenizer
+    found = turns_of(encoder(family).encode_record(said), family)
+    template, tokenizer = encoder(family).build_template({}, said.tools), encoder(family).tokenizer
     indices = [i for i, m in enumerate(said.messages) if m["role"] == "assistant"]
     answers = [turn for turn in CONVERSATIONS[name] if isinstance(turn, Says)]
     for index, turn, (before, _) in zip(indices, answers, found, strict=True):
-        prompt = template.prompt(said.messages[:index], said.tools)
+        prompt = template.render_prompt(said.messages[:index], said.tools)
         if "{}" not in thinking(notes, turn):
             call_blank = notes.blank if notes.call_blank is None else notes.call_blank
             blank = call_blank if turn.calls else notes.blank

@@ -8,10 +8,10 @@ from tokenizers import processors
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form
-from data.prepared.folder import open_prepared
+from data.prepared.folder import load_or_prepare_data
 from data.rows.records import Record
-from data.templates.encoder import Encoder
-from data.templates.markers import Markers, begins_rendered, turn_marker
+from data.templates.encoder import RecordEncoder
+from data.templates.markers import TurnMarkers, find_rendered_start, find_turn_marker
 from tests.chats import write_rows
 from tests.data.templates.test_encoder import CHATML, NO_SPECIAL, chat, make_tokenizer
 from tests.data.templates.test_encoder_edges import adds_bos
@@ -26,18 +26,20 @@ PLAIN = (
 
 def rendered(family: str) -> str:
     said = chat("Hi", "It is a tree.", "So?", "Ten meters.")
-    return encoder(family).template({}, None).through(said.messages)
+    return encoder(family).build_template({}, None).render_conversation(said.messages)
 
 
 def test_dialogues_of_every_family_are_known() -> None:
     """By the target's own template, and by whoever has another target."""
     texts = {family: rendered(family) for family in FAMILIES}
-    own = {name: Markers.of(encoder(name).template({}, None)) for name in FAMILIES}
-    assert [name for name, text in texts.items() if not own[name].find(text)] == []
-    unknown = [name for name, text in texts.items() if not turn_marker(text)]
+    own = {
+        name: TurnMarkers.from_template(encoder(name).build_template({}, None)) for name in FAMILIES
+    }
+    assert [name for name, text in texts.items() if not own[name].find_marker(text)] == []
+    unknown = [name for name, text in texts.items() if not find_turn_marker(text)]
     assert unknown == ["nemotron-h", "minimax"]  # `<SPECIAL_11>User`, `]~b]user`
-    assert [text for text in PLAIN if turn_marker(text)] == []
-    assert [name for name in FAMILIES for text in PLAIN if own[name].find(text)] == []
+    assert [text for text in PLAIN if find_turn_marker(text)] == []
+    assert [name for name in FAMILIES for text in PLAIN if own[name].find_marker(text)] == []
 
 
 @pytest.mark.parametrize(
@@ -56,22 +58,26 @@ def test_dialogues_of_every_family_are_known() -> None:
     ],
 )
 def test_dialogues_of_other_targets_are_known(text: str, marker: str) -> None:
-    assert turn_marker(text) == marker
+    assert find_turn_marker(text) == marker
 
 
 def test_dialogues_are_known_by_the_words_of_the_targets_template() -> None:
     template = NO_SPECIAL.replace("'### ' + m.role", "'@ ' + m.role").replace("###", "@")
-    markers = Markers.of(Encoder(make_tokenizer(template)).template({}, None))
-    assert markers == Markers((), "@ user:", "@ assistant:")
-    assert markers.find("@ user: Hi\n@ assistant: Yes\n") == "@ assistant:"
-    assert markers.find("We write @ assistant: before what it says") == ""
+    markers = TurnMarkers.from_template(
+        RecordEncoder(make_tokenizer(template)).build_template({}, None)
+    )
+    assert markers == TurnMarkers((), "@ user:", "@ assistant:")
+    assert markers.find_marker("@ user: Hi\n@ assistant: Yes\n") == "@ assistant:"
+    assert markers.find_marker("We write @ assistant: before what it says") == ""
 
 
 def test_a_lone_letter_marks_no_dialogue() -> None:
     template = NO_SPECIAL.replace("'### ' + m.role", "('Q' if m.role == 'user' else 'A')")
-    markers = Markers.of(Encoder(make_tokenizer(template)).template({}, None))
+    markers = TurnMarkers.from_template(
+        RecordEncoder(make_tokenizer(template)).build_template({}, None)
+    )
     assert (markers.asks, markers.answers) == ("Q:", "A:")
-    assert markers.find("Q: Hi\nA: Yes\n") == ""
+    assert markers.find_marker("Q: Hi\nA: Yes\n") == ""
 
 
 def test_a_text_rendered_for_the_target_is_refused_unless_that_is_said(tmp_path: Path) -> None:
@@ -80,9 +86,9 @@ def test_a_text_rendered_for_the_target_is_refused_unless_that_is_said(tmp_path:
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "Hello there"}, {"text": text}])
     config = DataConfig(str(path), num_proc=1, prepared_dir=str(tmp_path / "prepared"))
     with pytest.raises(InputError, match=r"rows.jsonl:2: field 'text': .* marker '@ assistant:'"):
-        open_prepared(str(path), config, tokenizer)
-    found = open_prepared(str(path), replace(config, form=Form.text), tokenizer)
-    assert tokenizer.decode(found.samples.read(1, 99).input_ids) == text
+        load_or_prepare_data(str(path), config, tokenizer)
+    found = load_or_prepare_data(str(path), replace(config, form=Form.text), tokenizer)
+    assert tokenizer.decode(found.samples.slice_sample(1, 99).input_ids) == text
 
 
 def test_what_begins_and_ends_any_text_stands_there_once() -> None:
@@ -91,18 +97,18 @@ def test_what_begins_and_ends_any_text_stands_there_once() -> None:
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     for given, added in (("<s>Hi", "<s>Hi"), ("Hi", "<s>Hi"), ("<s><s>Hi", "<s><s>Hi")):
-        (sample,) = Encoder(tokenizer).encode(Record(None, given, "here"))
+        (sample,) = RecordEncoder(tokenizer).encode_record(Record(None, given, "here"))
         assert tokenizer.decode(sample.input_ids) == added
     tokenizer.backend_tokenizer.post_processor = both
-    (sample,) = Encoder(tokenizer).encode(Record(None, "<s>Hi</s>", "here"))
+    (sample,) = RecordEncoder(tokenizer).encode_record(Record(None, "<s>Hi</s>", "here"))
     assert tokenizer.decode(sample.input_ids) == "<s>Hi</s>"
     own = make_tokenizer(None)  # adds nothing, and takes nothing
-    (sample,) = Encoder(own).encode(Record(None, "<s><s>Hi</s></s>", "here"))
+    (sample,) = RecordEncoder(own).encode_record(Record(None, "<s><s>Hi</s></s>", "here"))
     assert own.decode(sample.input_ids) == "<s><s>Hi</s></s>"
 
 
 def test_a_prompt_that_begins_rendered() -> None:
-    assert begins_rendered("<s>[INST] Hi [/INST]") == "<s>[INST]"
-    assert begins_rendered("<|begin_of_text|><|start_header_id|>user") != ""
-    assert begins_rendered(" <|im_start|>user\nHi") == "<|im_start|>"
-    assert begins_rendered("What does <|im_start|> mean?") == ""
+    assert find_rendered_start("<s>[INST] Hi [/INST]") == "<s>[INST]"
+    assert find_rendered_start("<|begin_of_text|><|start_header_id|>user") != ""
+    assert find_rendered_start(" <|im_start|>user\nHi") == "<|im_start|>"
+    assert find_rendered_start("What does <|im_start|> mean?") == ""

@@ -27,7 +27,7 @@ NO_CALLS = {"gemma-4", "qwen3.5"}
 
 
 def read(family: str, reply: str, tools: list[dict] | None = None) -> dict[str, Any]:
-    return parse_reply(reply, ASKED, encoder(family).template({}, tools), tools)
+    return parse_reply(reply, ASKED, encoder(family).build_template({}, tools), tools)
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
@@ -87,11 +87,11 @@ def test_a_call_whose_arguments_are_no_object_stays_text() -> None:
 
 
 def test_the_templates_own_tags_of_thinking_come_first() -> None:
-    tags = thinking_tags(encoder("ministral").template({}, None))
+    tags = thinking_tags(encoder("ministral").build_template({}, None))
     assert tags[0] == ("[THINK]", "[/THINK]")
     assert ("<think>", "</think>") in tags[1:]
     # A prompt that ends with the first tag leaves a model's turn without.
-    assert all(all(pair) for pair in thinking_tags(encoder("qwen3.5").template({}, None)))
+    assert all(all(pair) for pair in thinking_tags(encoder("qwen3.5").build_template({}, None)))
 
 
 def tiny_target(folder: Path, family: str) -> TargetConfig:
@@ -111,7 +111,7 @@ def learnt(family: str, path: Path) -> list[list[list[int]]]:
     """The learnt tokens of every row, a list for each of its turns."""
     found = []
     for record in load_records(str(path)).records:
-        turns, rest = [], [s for s in encoder(family).encode(record)]
+        turns, rest = [], [s for s in encoder(family).encode_record(record)]
         for sample in rest:
             for i, on in enumerate(sample.loss_mask):
                 starts = on and (i == 0 or not sample.loss_mask[i - 1])

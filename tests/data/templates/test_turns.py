@@ -11,9 +11,9 @@ from templates import OSLO, POP_SYSTEM
 from conf.errors import InputError
 from conf.settings.data import Form
 from data.rows.files import Row
-from data.rows.forms import to_record
+from data.rows.forms import parse_record
 from data.rows.records import Record
-from data.templates.encoder import Encoder, Sample, tokenise
+from data.templates.encoder import RecordEncoder, Sample, encode_text
 from data.templates.turns import find_turn, find_turns
 from tests.data.templates.test_encoder import (
     CHATML,
@@ -44,7 +44,7 @@ APART = ("mistral-nemo", "glm-5", "command-r7b")
 
 
 def own_turns(said: Record, indices: list[int], family: str) -> list[tuple[str, str]]:
-    template = encoder(family).template({}, None)
+    template = encoder(family).build_template({}, None)
     turns = [find_turn(said.messages[: i + 1], template) for i in indices]
     return [(turn.prompt, turn.written) for turn in turns]
 
@@ -52,15 +52,15 @@ def own_turns(said: Record, indices: list[int], family: str) -> list[tuple[str, 
 @pytest.mark.parametrize("family", [*ALIGNED, *APART])
 def test_turns_of_a_long_conversation_are_those_of_its_parts(family, monkeypatch) -> None:
     said = record(LONG)
-    template, indices = encoder(family).template({}, None), list(range(1, 300, 2))
+    template, indices = encoder(family).build_template({}, None), list(range(1, 300, 2))
     rendered: list[int] = []
-    through = template.through
+    through = template.render_conversation
 
     def counted(messages: list[dict], tools: list[dict] | None = None) -> str:
         rendered.append(len(messages))
         return through(messages, tools)
 
-    template.ending(calls=False)
+    template.find_turn_ending(calls=False)
     monkeypatch.setattr(template, "through", counted)
     found = [(t.prompt, t.written) for t in find_turns(said.messages, indices, template, None)]
     assert len(rendered) < 15 if family in ALIGNED else len(rendered) >= 150
@@ -81,7 +81,7 @@ def test_a_long_conversation_that_quotes_its_own_header(quoted: str, asked: bool
     contents = long_contents()
     contents[8 if asked else 9] = f"See {quoted}!"
     tokenizer = make_tokenizer(CHATML)
-    (sample,) = Encoder(tokenizer).encode(chat(*contents))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat(*contents))
     assert tokenizer.decode(learnt(sample)) == "".join(
         f"{text}<|im_end|>" for text in contents[1::2]
     )
@@ -113,15 +113,15 @@ def test_a_long_conversation_whose_template_shows_the_system_message_once() -> N
 def test_a_long_conversation_with_thinking_that_is_hidden() -> None:
     said = chat(*long_contents())
     said.messages[7]["reasoning_content"] = "Hm."
-    (sample,) = Encoder(make_tokenizer(CHATML)).encode(said)
-    assert sample.left_out == ("thinking",)
+    (sample,) = RecordEncoder(make_tokenizer(CHATML)).encode_record(said)
+    assert sample.unrendered_parts == ("thinking",)
 
 
 def test_an_answer_that_quotes_what_the_template_forbids_is_refused() -> None:
     contents = long_contents()
     contents[5] = "<|start|>assistant<|channel|>final<|message|>No"
     with pytest.raises(InputError, match=r"^chats.jsonl:7: .* Pass thinking apart!$"):
-        encoder("gpt-oss").encode(chat(*contents))
+        encoder("gpt-oss").encode_record(chat(*contents))
 
 
 @pytest.mark.parametrize("family", [f for f, notes in FAMILIES.items() if notes.call])
@@ -129,7 +129,7 @@ def test_an_answer_that_quotes_what_the_template_forbids_is_refused() -> None:
 def test_calls_are_closed_whatever_their_last_argument(family: str, value: Any) -> None:
     said = record(["Where?", CALLS, "tool: Sunny", Says("Sun.")])
     said.messages[1]["tool_calls"][0]["function"]["arguments"]["at"] = value
-    found = turns_of(encoder(family).encode(said), family)
+    found = turns_of(encoder(family).encode_record(said), family)
     expected = written(FAMILIES[family], CALLS)
     if value == 5:
         expected = expected.replace('"Oslo"', "5")
@@ -144,7 +144,7 @@ def test_text_and_several_calls_are_learnt_together() -> None:
     said.messages[1]["content"] = "I look."
     said.messages[1]["tool_calls"] *= 2
     call = f"<tool_call>\n{OSLO}\n</tool_call>"
-    ((_, first), (_, last)) = turns_of(encoder("qwen3").encode(said), "qwen3")
+    ((_, first), (_, last)) = turns_of(encoder("qwen3").encode_record(said), "qwen3")
     assert first == f"I look.\n{call}\n{call}<|im_end|>"
     assert last == "Sun.<|im_end|>"
 
@@ -152,7 +152,7 @@ def test_text_and_several_calls_are_learnt_together() -> None:
 def test_calls_without_arguments() -> None:
     said = record(["Where?", CALLS])
     said.messages[1]["tool_calls"][0]["function"]["arguments"] = {}
-    ((_, first),) = turns_of(encoder("qwen2.5").encode(said), "qwen2.5")
+    ((_, first),) = turns_of(encoder("qwen2.5").encode_record(said), "qwen2.5")
     assert first == '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
 
 
@@ -163,7 +163,7 @@ def test_a_template_may_ask_whose_result_a_result_is() -> None:
         "{{ raise_exception('whose result?') }}{% endfor %}" + tokenizer.chat_template
     )
     said = record(["Where?", CALLS])
-    assert Encoder(tokenizer).encode(said) == encoder("qwen2.5").encode(said)
+    assert RecordEncoder(tokenizer).encode_record(said) == encoder("qwen2.5").encode_record(said)
 
 
 def test_a_call_that_is_not_rendered_is_refused_by_name() -> None:
@@ -175,14 +175,14 @@ def test_a_call_that_is_not_rendered_is_refused_by_name() -> None:
     said = record(["Where?", CALLS])
     said.messages[1]["tool_calls"][0]["function"]["name"] = "find"
     with pytest.raises(InputError, match=r"does not render the call of find of the assistant"):
-        Encoder(tokenizer).encode(said)
+        RecordEncoder(tokenizer).encode_record(said)
 
 
 def test_a_line_break_of_the_answer_never_joins_the_headers() -> None:
     tokenizer = make_tokenizer(CHATML)
     joined, read = (tokenizer(text)["input_ids"] for text in (HI + "\n\n\nYes", HI))
     assert tokenizer.convert_ids_to_tokens(joined)[-4:] == ["ĊĊ", "Ċ", "Ċ", "Yes"]
-    (sample,) = Encoder(tokenizer).encode(chat("Hi", "\n\n\nYes"))
+    (sample,) = RecordEncoder(tokenizer).encode_record(chat("Hi", "\n\n\nYes"))
     assert sample.input_ids[: len(read)] == read
     assert tokenizer.convert_ids_to_tokens(learnt(sample)) == ["ĊĊ", "Ċ", "Yes", "<|im_end|>"]
 
@@ -215,7 +215,7 @@ class Spaces:
 
 def test_spaces_of_an_answer_never_join_those_that_follow() -> None:
     text, written = "x: yes   ", (3, 8)
-    tokens = tokenise(text, list(written), Spaces())  # type: ignore[arg-type]
+    tokens = encode_text(text, list(written), Spaces())  # type: ignore[arg-type]
     assert tokens.ids == ["x:", " yes", "  ", " "]
     assert (tokens.starts, tokens.ends) == ([0, 2, 6, 8], [2, 6, 8, 9])
 
@@ -224,7 +224,7 @@ def given(written_ids: dict[int, list[str]], *contents: str) -> tuple[list[str],
     """A chat in ChatML with turns as the model wrote them, in tokens."""
     tokenizer = make_tokenizer(CHATML)
     ids = {i: tokenizer.convert_tokens_to_ids(tokens) for i, tokens in written_ids.items()}
-    samples = Encoder(tokenizer).encode(replace(chat(*contents), written=ids))
+    samples = RecordEncoder(tokenizer).encode_record(replace(chat(*contents), written=ids))
     return [shown(sample, tokenizer) for sample in samples], samples
 
 
@@ -259,7 +259,7 @@ def test_turns_that_are_not_to_be_learnt_are_read() -> None:
 
 def test_tokens_of_a_record_are_taken_as_they_are() -> None:
     said = Record(None, None, "tokens.jsonl:1", tokens=([5, 6, 7], [False, True, True]))
-    assert Encoder(make_tokenizer(None)).encode(said) == [
+    assert RecordEncoder(make_tokenizer(None)).encode_record(said) == [
         Sample([5, 6, 7], [False, True, True])
     ]  # fmt: skip
 
@@ -268,9 +268,9 @@ def test_a_records_own_template_arguments_come_before_the_settings() -> None:
     each = "{{ m.role }}\n{{ mode + tone if m.role == 'assistant' else '' }}"
     template = CHATML.replace(HEADER, HEADER + "{{ mode + tone }}")
     tokenizer = make_tokenizer(template.replace("{{ m.role }}\n", each))
-    run = Encoder(tokenizer, {"mode": "user", "tone": "Yes"})
+    run = RecordEncoder(tokenizer, {"mode": "user", "tone": "Yes"})
     plain, own = chat("Hi", "Hello"), replace(chat("Hi", "Hello"), template_kwargs={"mode": "no"})
-    texts = [shown(run.encode(said)[0], tokenizer) for said in (plain, own, plain)]
+    texts = [shown(run.encode_record(said)[0], tokenizer) for said in (plain, own, plain)]
     assert texts == [
         f"{HI}{shown_mode}[[Hello<|im_end|>]]\n" for shown_mode in ("userYes", "noYes", "userYes")
     ]
@@ -291,15 +291,15 @@ NO_SYSTEM = CHATML.replace("in messages %}", "in messages if m.role != 'system' 
 )
 def test_what_the_model_was_told_and_the_template_hides_is_named(template, change, expected):
     said = replace(chat("Hi", "Yes", "So?", "No", system="Be kind"), **change)
-    (sample,) = Encoder(make_tokenizer(template)).encode(said)
-    assert sample.left_out == expected
+    (sample,) = RecordEncoder(make_tokenizer(template)).encode_record(said)
+    assert sample.unrendered_parts == expected
 
 
 def test_each_thinking_that_is_hidden_is_named_once() -> None:
     said = chat("Hi", "Yes", "So?", "No", "And?", "Yes")
     said.messages[1]["reasoning_content"] = said.messages[5]["reasoning_content"] = "Hm."
-    (sample,) = Encoder(make_tokenizer(CHATML)).encode(said)
-    assert sample.left_out == ("thinking", "thinking")
+    (sample,) = RecordEncoder(make_tokenizer(CHATML)).encode_record(said)
+    assert sample.unrendered_parts == ("thinking", "thinking")
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
@@ -317,7 +317,7 @@ def test_words_of_thinking_that_the_settings_turn_off(thinking: str) -> None:
     if not thinking:
         said.messages[1]["reasoning_content"] = "Hm."
     with pytest.raises(InputError) as caught:
-        encoder("qwen3-off").encode(said)
+        encoder("qwen3-off").encode_record(said)
     assert str(caught.value).endswith(
         "data.chat_template_kwargs={enable_thinking: true} may be missing"
     )
@@ -327,14 +327,14 @@ def test_a_long_conversation_that_begins_with_a_greeting() -> None:
     """Its template cannot render a conversation of nothing, as many cannot."""
     tokenizer = make_tokenizer("{% if messages[0].role == 'system' %}{% endif %}" + CHATML)
     said = record([Says("Welcome"), *LONG[:40]])
-    (sample,) = Encoder(tokenizer).encode(said)
-    assert sample.left_out == ("a greeting",)
+    (sample,) = RecordEncoder(tokenizer).encode_record(said)
+    assert sample.unrendered_parts == ("a greeting",)
     assert shown(sample, tokenizer).count("[[") == 20
 
 
 def test_an_answer_to_nothing_is_not_learnt() -> None:
     said = Record([{"role": "assistant", "content": "Welcome"}], None, "here")
-    (sample,) = Encoder(make_tokenizer(CHATML)).encode(said)
+    (sample,) = RecordEncoder(make_tokenizer(CHATML)).encode_record(said)
     assert not any(sample.loss_mask)
 
 
@@ -342,8 +342,8 @@ def test_a_greeting_is_read_and_named() -> None:
     said = chat("Hi", "Yes")
     said.messages.insert(0, {"role": "assistant", "content": "Hello there"})
     tokenizer = make_tokenizer(CHATML)
-    (sample,) = Encoder(tokenizer).encode(said)
-    assert sample.left_out == ("a greeting",)
+    (sample,) = RecordEncoder(tokenizer).encode_record(said)
+    assert sample.unrendered_parts == ("a greeting",)
     assert shown(sample, tokenizer) == f"{HEADER}Hello there<|im_end|>\n{HI}[[Yes<|im_end|>]]\n"
 
 
@@ -359,15 +359,15 @@ def test_the_end_of_an_answer_that_was_cut_off_is_read(cut: list[int], expected:
     why = {"role": "user", "content": "Why?"}
     said = [{"role": "assistant", "content": text} for text in ("Yes", "Be")]
     row = {"messages": [ASKED, said[0], why, said[1]], "truncated_turns": cut}
-    (text,) = marked(to_record(Row("here", value=row), Form.messages), CHATML)
+    (text,) = marked(parse_record(Row("here", value=row), Form.messages), CHATML)
     assert text.partition(HEADER)[2] == expected.format("<|im_start|>user\n", HEADER)
 
 
 def test_thinking_that_was_cut_off_is_not_closed() -> None:
     thinks = {"role": "assistant", "content": "", "reasoning_content": "So they"}
-    record = Record([ASKED, thinks], None, "here", cut_off=frozenset({1}))
+    record = Record([ASKED, thinks], None, "here", truncated_messages=frozenset({1}))
     for family, expected in (("qwen3", "<think>\nSo they"), ("deepseek-r1", "")):
-        (sample,) = encoder(family).encode(record)
+        (sample,) = encoder(family).encode_record(record)
         assert encoder(family).tokenizer.decode(learnt(sample)) == expected
 
 
@@ -384,7 +384,7 @@ NEMOTRON = "<function=look>\n<parameter=at>\nOslo\n</parameter>\n</function>"
 )
 def test_a_call_that_was_cut_off_is_not_closed(family: str, expected: str) -> None:
     said = replace(record(["Where?", CALLS]), cut_off=frozenset({1}))
-    ((_, call),) = turns_of(encoder(family).encode(said), family)
+    ((_, call),) = turns_of(encoder(family).encode_record(said), family)
     assert call == expected
 
 
@@ -392,6 +392,6 @@ def test_a_turn_of_which_the_template_shows_nothing_is_not_learnt() -> None:
     """Its end alone would teach the target to say nothing."""
     thinks = {"role": "assistant", "content": "", "reasoning_content": "So"}
     said = [ASKED, thinks, ASKED, {"role": "assistant", "content": "Yes"}]
-    (sample,) = Encoder(make_tokenizer(CHATML)).encode(Record(said, None, "here"))
+    (sample,) = RecordEncoder(make_tokenizer(CHATML)).encode_record(Record(said, None, "here"))
     assert make_tokenizer(CHATML).decode(learnt(sample)) == "Yes<|im_end|>"
-    assert sample.left_out == ("thinking",)
+    assert sample.unrendered_parts == ("thinking",)

@@ -15,7 +15,7 @@ from conf.settings.drafting import DraftModelConfig, HeadRef, SelfDraftConfig
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
 from eval.compare.methods import Decoding
@@ -239,8 +239,8 @@ def test_layers_are_searched_for_on_prompts_that_are_not_measured(llama, tmp_pat
 
 def llama_ids(settings: dict, question: str) -> list[int]:
     own = load_target(settings["target"], torch.device("cpu")).tokenizer
-    encoder = Encoder(own)
-    return encoder.prompt([{"role": "user", "content": question}])
+    encoder = RecordEncoder(own)
+    return encoder.encode_prompt([{"role": "user", "content": question}])
 
 
 def test_where_all_prompts_are_measured_layers_must_be_given(llama, tmp_path) -> None:

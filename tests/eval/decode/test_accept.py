@@ -20,7 +20,7 @@ from eval.decode import accept
 from eval.decode.accept import Accepted, verify
 from eval.decode.drafters.draft_model import sample_distinct
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.recurrent_states import RecurrentStates
 from heads.decoding.sampling import Generators, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree
@@ -65,12 +65,12 @@ def ranked(tree: Tree, roots: Tensor, q: Tensor) -> Tensor:
 
 def best(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
     """The likeliest tokens below each node."""
-    return Draft.of(TREE, ranked(TREE, roots, q))
+    return Draft.from_tree(TREE, ranked(TREE, roots, q))
 
 
 def best_chain(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
     """The likeliest token, and the likeliest after that: q is one-hot."""
-    return Draft.of(CHAIN, ranked(CHAIN, roots, q))
+    return Draft.from_tree(CHAIN, ranked(CHAIN, roots, q))
 
 
 def repeating(roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft:
@@ -106,7 +106,7 @@ def sampled(tree: Tree, roots: Tensor, q: Tensor, rng: torch.Generator) -> Draft
             found = torch.multinomial(rows, len(children), generator=rng)
             gone = gone.unsqueeze(1) | (rows.gather(1, found) == 0)
             tokens[:, children] = found.masked_fill(gone, PAD)
-    return Draft.of(tree, tokens[:, 1:], q[tokens[:, :num_inner].clamp_min(0)])
+    return Draft.from_tree(tree, tokens[:, 1:], q[tokens[:, :num_inner].clamp_min(0)])
 
 
 PROPOSALS: dict[str, Proposal] = {
@@ -123,8 +123,8 @@ PROPOSALS: dict[str, Proposal] = {
 
 def first_two(proposal: str, rule: Rule, sampling: Sampling) -> Tensor:
     """[V, V] counts of the first two tokens after ROOT, over NUM_TEXTS texts."""
-    rng, q = generator(3), sampling.probabilities(DRAFT_LOGITS)
-    draws = Generators.seeded(range(NUM_TEXTS), torch.device("cpu"))
+    rng, q = generator(3), sampling.compute_probabilities(DRAFT_LOGITS)
+    draws = Generators.from_seeds(range(NUM_TEXTS), torch.device("cpu"))
 
     def step(roots: Tensor, generators: Generators) -> tuple[Tensor, Tensor]:
         """The tokens given [B, 2] and how many [B]; a third is forgotten."""
@@ -162,7 +162,7 @@ def fits(counts: Tensor, expected: Tensor) -> bool:
 
 
 def keeps_distribution(proposal: str, rule: Rule, sampling: Sampling) -> bool:
-    counts, probs = first_two(proposal, rule, sampling), sampling.probabilities(LOGITS)
+    counts, probs = first_two(proposal, rule, sampling), sampling.compute_probabilities(LOGITS)
     joint = probs[ROOT].unsqueeze(1) * probs
     return fits(counts.sum(1), probs[ROOT]) and fits(counts, joint)
 
@@ -182,8 +182,8 @@ def test_sampling_keeps_the_distribution(proposal: str, sampling: Sampling) -> N
 def test_typical_acceptance_does_not_keep_the_distribution() -> None:
     lossy = replace(PLAIN, typical=Typical())
     assert not keeps_distribution("ranked", verify, lossy)
-    assert lossy.lossy
-    assert not any(sampling.lossy for sampling in SAMPLINGS.values())
+    assert lossy.is_lossy
+    assert not any(sampling.is_lossy for sampling in SAMPLINGS.values())
 
 
 def as_if_sampled(draft, tokens, logits, sampling, generators) -> Accepted:
@@ -279,21 +279,21 @@ class SampledMedusa:
 
     def __init__(self, head: MedusaHead, tree: Tree, sampling: Sampling, seeds: list[int]) -> None:
         self.head, self.tree, self.sampling, self.taps = head, tree, sampling, head.taps
-        self.generators = Generators.seeded(drafter_seeds(seeds), torch.device("cpu"))
+        self.generators = Generators.from_seeds(drafter_seeds(seeds), torch.device("cpu"))
 
-    def observe(self, seen: Committed) -> None:
-        self.hidden = seen.last.hidden_states[:, 0]
+    def observe(self, seen: CommittedTokens) -> None:
+        self.hidden = seen.last_output.hidden_states[:, 0]
 
     def propose(self, roots: Roots) -> Draft:
         heads = [self.head.head_logits(k, self.hidden) for k in range(self.tree.depth)]
-        q = self.sampling.probabilities(torch.stack(heads, 1))
+        q = self.sampling.compute_probabilities(torch.stack(heads, 1))
         probs = q[:, self.tree.depths[: max(self.tree.parents) + 1]]
         tokens = torch.empty(len(roots), self.tree.num_nodes, dtype=torch.int64)
         for node, children in enumerate(self.tree.children):
             if children:
                 own = sample_distinct(probs[:, [node]], len(children), self.generators)
                 tokens[:, children] = own[:, 0]
-        return Draft.of(self.tree, tokens[:, 1:], probs)
+        return Draft.from_tree(self.tree, tokens[:, 1:], probs)
 
     def keep(self, rows: list[int]) -> None:
         self.generators = self.generators.rows(rows)
@@ -311,7 +311,7 @@ def shared_target(family: str = "llama") -> Target:
 
 def next_probs(target: Target, ids: list[int], sampling: Sampling) -> Tensor:
     """[V] after `ids`, by the model's own pass."""
-    return sampling.probabilities(target.model(torch.tensor([ids])).logits[:, -1])[0]
+    return sampling.compute_probabilities(target.model(torch.tensor([ids])).logits[:, -1])[0]
 
 
 def text_probs(target: Target, sampling: Sampling) -> dict[tuple[int, ...], float]:

@@ -15,9 +15,9 @@ from toys import tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eval.decode.accept import Accepted, verify
-from heads.decoding.drafting import PAD, Draft, TreeLayout, tree_layout
+from heads.decoding.drafting import PAD, Draft, TreeLayout, build_tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical
-from heads.decoding.tree import Tree, default_tree
+from heads.decoding.tree import Tree, make_static_tree
 
 V = 6
 NUM_TEXTS = 1000
@@ -32,7 +32,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def seeded(num_texts: int, first: int = 0) -> Generators:
-    return Generators.seeded(range(first, first + num_texts), torch.device("cpu"))
+    return Generators.from_seeds(range(first, first + num_texts), torch.device("cpu"))
 
 
 def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accepted:
@@ -45,7 +45,7 @@ def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accept
 def drafted(tree: Tree, tokens: list[int], *probs: list[float], num_texts: int = 1) -> Draft:
     """The same tokens in every text, and the probabilities they were drawn from, if they were."""
     rows = torch.tensor(probs).expand(num_texts, -1, -1) if probs else None
-    return Draft.of(tree, torch.tensor(tokens).repeat(num_texts, 1), rows)
+    return Draft.from_tree(tree, torch.tensor(tokens).repeat(num_texts, 1), rows)
 
 
 def outcomes(accepted: Accepted) -> set[tuple[tuple[int, ...], int]]:
@@ -80,13 +80,13 @@ def test_probabilities_are_those_of_transformers(temperature, top_k, top_p) -> N
     expected = logits
     for warper in warpers:
         expected = warper(None, expected)
-    found = Sampling(temperature, top_p, top_k).probabilities(logits.view(4, 8, 50))
+    found = Sampling(temperature, top_p, top_k).compute_probabilities(logits.view(4, 8, 50))
     assert torch.equal(found.flatten(0, 1), expected.softmax(-1))
 
 
 def test_half_precision_logits_are_warped_in_single() -> None:
     logits = torch.randn(2, V, generator=generator()).bfloat16()
-    found = Sampling(0.7).probabilities(logits)
+    found = Sampling(0.7).compute_probabilities(logits)
     assert torch.equal(found, (logits.float() / 0.7).softmax(-1))
 
 
@@ -134,9 +134,9 @@ def test_what_is_not_there_is_not_accepted_and_takes_nothing_away() -> None:
 
 def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> None:
     logits = torch.randn(4, V, generator=generator())
-    probs = PLAIN.probabilities(logits[:3])
+    probs = PLAIN.compute_probabilities(logits[:3])
     tokens = torch.stack([torch.multinomial(p, 300, True, generator=generator()) for p in probs], 1)
-    draft = Draft.of(Tree.chain(3), tokens, probs.expand(300, -1, -1))
+    draft = Draft.from_tree(Tree.chain(3), tokens, probs.expand(300, -1, -1))
     assert verified(draft, logits).num_accepted.tolist() == [3] * 300
 
 
@@ -163,32 +163,32 @@ def random_parents(num_nodes: int) -> Tensor:
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
     parents = random_parents(9)
     trees = [tree_of(tuple(p)) for p in parents.tolist()]
-    found = TreeLayout.of(parents, depth=max(tree.depth for tree in trees))
+    found = TreeLayout.from_parents(parents, depth=max(tree.depth for tree in trees))
     for row, tree in enumerate(trees):
         of_one = TreeLayout(found.parents[[row]], found.mask[[row]], found.depths[[row]])
         assert_layout(of_one, tree)
-        assert_layout(tree_layout(tree, parents.device), tree)
+        assert_layout(build_tree_layout(tree, parents.device), tree)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
 def test_a_chain_has_the_layout_of_its_tree(depth: int) -> None:
     tree = Tree.chain(depth)
-    assert_layout(tree_layout(tree, torch.device("cpu")), tree)
+    assert_layout(build_tree_layout(tree, torch.device("cpu")), tree)
 
 
 def test_the_layout_that_a_graph_has_captured_stays_however_many_trees_come_after_it() -> None:
     tree, device = Tree.from_paths([[1], [0], [1, 2]]), torch.device("cpu")
-    captured = tree_layout(tree, device)
+    captured = build_tree_layout(tree, device)
     for size in range(1, 100):
-        tree_layout(Tree.from_paths([[rank] for rank in range(size)]), device)
-    again = tree_layout(Tree.from_paths([[1], [0], [1, 2]]), device)
+        build_tree_layout(Tree.from_paths([[rank] for rank in range(size)]), device)
+    again = build_tree_layout(Tree.from_paths([[1], [0], [1, 2]]), device)
     for one, other in zip(vars(captured).values(), vars(again).values(), strict=True):
         assert one.data_ptr() == other.data_ptr()
 
 
 def assert_layout(layout: TreeLayout, tree: Tree) -> None:
     assert layout.parents.tolist() == [[0, *tree.parents[1:]]]
-    assert layout.mask.tolist() == [tree.mask().tolist()]
+    assert layout.mask.tolist() == [tree.build_mask().tolist()]
     assert layout.depths.tolist() == [list(tree.depths)]
     assert layout.parents.dtype == layout.depths.dtype == torch.int64
 
@@ -273,7 +273,7 @@ def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(sampled, tree, s
     draft, tokens, logits = random_draft(sampled, tree)
     accepted = verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
     generators, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
-    uniforms = generators.uniform(tokens.shape[1]).double().numpy()
+    uniforms = generators.draw_uniform(tokens.shape[1]).double().numpy()
     found = [walked(draft, text, p[text], uniforms[text]) for text in range(NUM_TEXTS)]
     same(accepted, [path for path, _ in found], [rest for _, rest in found], generators)
 
@@ -305,7 +305,7 @@ def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) 
         verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS)),
         seeded(NUM_TEXTS),
     )
-    p = sampling.probabilities(logits).double().numpy()
+    p = sampling.compute_probabilities(logits).double().numpy()
     paths = [likeliest_typical(draft, text, p[text], rule) for text in range(NUM_TEXTS)]
     same(accepted, paths, [p[text, path[-1]] for text, path in enumerate(paths)], generators)
 
@@ -326,9 +326,9 @@ def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:
         assert found.num_accepted.tolist() == [kept]
 
 
-@pytest.mark.parametrize("tree", [Tree.chain(23), default_tree(3, 23)])
+@pytest.mark.parametrize("tree", [Tree.chain(23), make_static_tree(3, 23)])
 def test_a_layout_is_one_for_passes_in_and_outside_of_inference_mode(tree: Tree) -> None:
     with torch.inference_mode():
-        layout = tree_layout(tree, torch.device("cpu"))
+        layout = build_tree_layout(tree, torch.device("cpu"))
     found = (layout.parents, layout.mask, layout.depths)
     assert not any(each.is_inference() for each in found)

@@ -13,7 +13,7 @@ from eval.decode.engine import NoDraft, Step, decode_batch
 from eval.decode.generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
-from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
@@ -40,14 +40,14 @@ def target_of(family: str = "llama", num_layers: int = 2) -> Target:
 
 def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
     """Drafters that read no layers and some that do, of the same draft length."""
-    vocab = DraftVocab.everything(target.vocab_size)
-    eagle = EagleHead.untrained(target, EagleConfig(layers=[0, 1, 2]), vocab, seed=0)
+    vocab = DraftVocab.make_full(target.vocab_size)
+    eagle = EagleHead.from_settings(target, EagleConfig(layers=[0, 1, 2]), vocab, seed=0)
     medusa = noisy_head(target)
     skip = early_exit(target, 1)
     length = medusa.num_heads
     return {
         "none": NoDraft,
-        "medusa": lambda: MedusaDrafter(medusa, default_tree(length, 8)),
+        "medusa": lambda: MedusaDrafter(medusa, make_static_tree(length, 8)),
         "medusa chain": lambda: MedusaDrafter(medusa, Tree.chain(length)),
         "eagle chain": lambda: EagleChain(eagle, length, GREEDY, SEEDS),
         "eagle": lambda: EagleTree(eagle, DynamicShape(3, 3, 8)),

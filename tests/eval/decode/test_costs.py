@@ -20,7 +20,7 @@ from heads.eagle.drafter import EagleChain
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
 from heads.medusa.head import MedusaHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import peak_bytes
@@ -110,8 +110,10 @@ def medusa_chain(target: Target) -> Drafter:
 
 
 def eagle_chain(target: Target) -> Drafter:
-    vocab = DraftVocab.everything(target.vocab_size)
-    return EagleChain(EagleHead.untrained(target, EagleConfig(layers=[1, 2, 3]), vocab, seed=0), 2)
+    vocab = DraftVocab.make_full(target.vocab_size)
+    return EagleChain(
+        EagleHead.from_settings(target, EagleConfig(layers=[1, 2, 3]), vocab, seed=0), 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def eagle_chain(target: Target) -> Drafter:
 def test_memory_beyond_the_cache_does_not_grow_with_a_prompt(
     make: Callable[[Target], Drafter], num_cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EmbeddingsAndHead, "prefill_chunk", 64)
+    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 64)
     target = long_target()
 
     def beyond(num_tokens: int) -> int:

@@ -18,7 +18,7 @@ from eval.decode.drafters.draft_model import (
     sample_distinct,
 )
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.decoding.drafting import PAD, Committed, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target
@@ -118,7 +118,7 @@ def test_the_target_accepts_all_that_it_drafts_itself(sampling: Sampling) -> Non
 class Checked(DraftModel):
     """Compares every draft with what the model's own passes over the whole text say."""
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         old = getattr(self, "committed", [[]] * len(seen.token_ids))
         self.committed = [a + b for a, b in zip(old, seen.token_ids, strict=True)]
         super().observe(seen)
@@ -138,7 +138,7 @@ class Checked(DraftModel):
         return draft
 
     def keep(self, rows: list[int]) -> None:
-        super().keep(rows)
+        super().select_rows(rows)
         if hasattr(self, "committed"):
             self.committed = [self.committed[row] for row in rows]
 
@@ -245,7 +245,7 @@ def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int) -
     if num_tokens == 0:
         yield (), 1.0
         return
-    probs = how.probabilities(target.model(torch.tensor([ids])).logits[0, -1])
+    probs = how.compute_probabilities(target.model(torch.tensor([ids])).logits[0, -1])
     for token in probs.nonzero().flatten().tolist():
         for rest, p in text_probs(target, [*ids, token], how, num_tokens - 1):
             yield (token, *rest), float(probs[token]) * p
@@ -254,7 +254,7 @@ def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int) -
 def test_tokens_are_drawn_without_replacement() -> None:
     probs = torch.tensor([0.5, 0.3, 0.2, 0.0])
     rows = probs.expand(2, 4000, 4).contiguous()
-    found = sample_distinct(rows, 4, Generators.seeded([1, 2], torch.device("cpu")))
+    found = sample_distinct(rows, 4, Generators.from_seeds([1, 2], torch.device("cpu")))
     assert (found[:, :, 3] == PAD).all()  # only three can be drawn
     assert (found[:, :, :3].sort(-1).values == torch.arange(3)).all()
     counts = torch.zeros(3, 3)
@@ -269,13 +269,13 @@ def test_a_sampled_tree_gives_what_it_was_drawn_from() -> None:
     target = endless()
     tree = Tree.from_paths([[0], [1], [2], [2, 0], [2, 3]])
     drafter = DraftModel(target, tree, WARM)
-    states = target.read_text(PROMPTS[0])
-    drafter.observe(Committed([PROMPTS[0]], states, target.new_cache(1)))
-    draft = drafter.propose(Roots.of([50]))
+    states = target.encode_text(PROMPTS[0])
+    drafter.observe(CommittedTokens([PROMPTS[0]], states, target.new_cache(1)))
+    draft = drafter.propose(Roots.from_ids([50]))
     assert draft.draft_probs.shape == (1, 4, VOCAB_SIZE)
     for node, path in [(0, []), (3, [int(draft.tokens[0, 2])])]:
         logits = target.model(torch.tensor([[*PROMPTS[0], 50, *path]])).logits[0, -1]
-        torch.testing.assert_close(draft.draft_probs[0, node], WARM.probabilities(logits))
+        torch.testing.assert_close(draft.draft_probs[0, node], WARM.compute_probabilities(logits))
     assert not draft.draft_probs[0, 1:3].any()
     assert (draft.draft_probs[0, 0, draft.tokens[0, :3]] > 0).all()
     assert len(set(draft.tokens[0, :3].tolist())) == 3
@@ -290,7 +290,7 @@ def test_a_vocabulary_padded_otherwise_still_drafts(size: int, sampling: Samplin
     )
     found = decode_batch(target, drafter, PROMPTS, 20, sampling, range(4))
     assert [len(text.token_ids) for text in found] == [20] * 4
-    if sampling.greedy:
+    if sampling.is_greedy:
         assert found[0].token_ids == decode(target, NoDraft(), PROMPTS[0], 20).token_ids
 
 

@@ -7,9 +7,9 @@ from toys import random_target
 
 from eval.decode.drafters.draft_model import read_rows
 from eval.decode.engine import decode, decode_batch
-from heads.decoding.drafting import Committed
+from heads.decoding.drafting import CommittedTokens
 from heads.decoding.sampling import GREEDY, Sampling
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 
 PROMPTS = [[90, 17, 240, 8, 77, 123, 61], [105, 17], [61, 23, 77, 8, 40, 17, 5] * 2]
@@ -20,7 +20,7 @@ WARM = Sampling(temperature=0.7, top_k=8)
 def test_a_prompt_that_comes_in_parts_is_drafted_for_as_a_whole(name: str, monkeypatch) -> None:
     target, make, prompt = small_target(), EVERY_DRAFTER[name], PROMPTS[2]
     whole = decode(target, make(GREEDY, [7]), prompt, 20)
-    monkeypatch.setattr(EmbeddingsAndHead, "prefill_chunk", 4)
+    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
     found = decode(target, make(GREEDY, [7]), prompt, 20)
     assert found.token_ids == whole.token_ids
     if name != "lookahead":  # its first guesses are drawn from the first part
@@ -35,11 +35,11 @@ def test_the_prompts_of_a_batch_come_in_parts(name: str, monkeypatch) -> None:
     """Texts end in the first, the second and the last of four parts; one has a single token."""
     target, make, seeds = small_target(), EVERY_DRAFTER[name], [7, 8, 9, 10]
     whole = decode_batch(target, make(GREEDY, seeds), LONG, 20, seeds=seeds)
-    monkeypatch.setattr(EmbeddingsAndHead, "prefill_chunk", 4)
+    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
     widths, drafter = [], make(GREEDY, seeds)
     observe = drafter.observe
 
-    def watch(seen: Committed) -> None:
+    def watch(seen: CommittedTokens) -> None:
         states = [seen.output.hidden_states, *seen.output.layers.values()]
         widths.extend(each.shape[1] for each in states)
         observe(seen)
@@ -73,8 +73,8 @@ def test_a_batch_gives_the_targets_texts_greedy_and_sampled(name: str, family: s
 def test_of_long_texts_a_draft_model_keeps_the_last_states_alone(monkeypatch) -> None:
     model, asked = small_target(), []
     expected = read_rows(model, model.new_cache(3), LONG[:3])
-    monkeypatch.setattr(EmbeddingsAndHead, "prefill_chunk", 4)
-    joined = TargetOutput.joined
+    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
+    joined = TargetOutput.concat
     monkeypatch.setattr(TargetOutput, "joined", lambda each: asked.append(each) or joined(each))
     found = read_rows(model, model.new_cache(3), LONG[:3])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

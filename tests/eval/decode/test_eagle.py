@@ -9,11 +9,11 @@ from toys import endless_target
 from conf.settings.eagle import EagleConfig
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.decoding.drafting import Committed, Roots
+from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import Sampling
-from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle import branch_attention
-from heads.eagle.branches import Branches, Stretch
+from heads.eagle.branches import BranchCache, CausalRange
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.target_model.model import Target, TargetOutput
@@ -29,9 +29,9 @@ def target() -> Target:
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_drafts_read_texts_of_few_lengths(target, monkeypatch, kind: str) -> None:
     widths: list[int] = []
-    usual = branch_attention.plain_attention
+    usual = branch_attention.plain_branch_attention
 
-    def plain_attention(query: torch.Tensor, branches: Branches, *more: Any) -> torch.Tensor:
+    def plain_attention(query: torch.Tensor, branches: BranchCache, *more: Any) -> torch.Tensor:
         widths.append(branches.keys.shape[1])
         return usual(query, branches, *more)
 
@@ -46,8 +46,8 @@ def test_drafts_read_texts_of_few_lengths(target, monkeypatch, kind: str) -> Non
 def test_output_equals_the_targets_greedy_text(family: str) -> None:
     prompt = [5, 17, 40, 8, 77, 23, 61]
     target = endless_target(family, num_hidden_layers=4)
-    vocab = DraftVocab.everything(target.vocab_size)
-    head = EagleHead.untrained(target, EagleConfig(), vocab, seed=0)
+    vocab = DraftVocab.make_full(target.vocab_size)
+    head = EagleHead.from_settings(target, EagleConfig(), vocab, seed=0)
     text = decode(target, NoDraft(), prompt, 20).token_ids
     for drafter in (EagleChain(head, 3), EagleTree(head, DynamicShape(3, 3, 8))):
         assert decode(target, drafter, prompt, 20).token_ids == text
@@ -56,15 +56,17 @@ def test_output_equals_the_targets_greedy_text(family: str) -> None:
 def log_probs(head: EagleHead, committed: list[int], path: list[int]) -> list[float]:
     """[W] log q after a path of target ids, from a head that reads everything anew."""
     target = head._target[0]
-    features = head.fuse(head.features(target.read_text(committed[:-1], head.taps))[0])
+    features = head.fuse(head.collect_features(target.read_text(committed[:-1], head.taps))[0])
     length = len(committed) - 1
-    text = head.read(features, torch.tensor(committed[1:]), torch.arange(length))
-    branches = Branches(text.keys[None], text.values[None], Stretch.up_to(torch.tensor([length])))
+    text = head.encode_context(features, torch.tensor(committed[1:]), torch.arange(length))
+    branches = BranchCache(
+        text.keys[None], text.values[None], CausalRange.from_ends(torch.tensor([length]))
+    )
     outputs = head.draft(text, torch.tensor([length - 1]), branches)
     for depth, token in enumerate(path):
         place = torch.tensor([length + depth])
         outputs = head.advance(outputs, torch.tensor([token]), place, branches)
-    return head.logits(outputs)[0].log_softmax(-1).tolist()
+    return head.compute_logits(outputs)[0].log_softmax(-1).tolist()
 
 
 @torch.no_grad()
@@ -97,10 +99,10 @@ def test_the_tree_is_eagle2s(target, name: str, shape: DynamicShape) -> None:
         output = target.read_text(committed[:-1], head.taps)
         output.hidden_states = output.hidden_states[:, part]
         output.layers = {i: states[:, part] for i, states in output.layers.items()}
-        drafter.observe(Committed([committed[:-1][part]], output, cache))
+        drafter.observe(CommittedTokens([committed[:-1][part]], output, cache))
         if part.start == 0:
-            drafter.propose(Roots.of([committed[6]]))
-    draft = drafter.propose(Roots.of([committed[-1]]))
+            drafter.propose(Roots.from_ids([committed[6]]))
+    draft = drafter.propose(Roots.from_ids([committed[-1]]))
     paths: list[tuple[int, ...]] = [()]
     for parent, token in zip(draft.tree[0].tolist(), draft.tokens[0].tolist(), strict=True):
         paths.append((*paths[parent], token))
@@ -111,7 +113,7 @@ def test_a_static_tree_can_be_replayed_too(target) -> None:
     """Replay of a tree finds at least what replay of its first chain finds."""
     text = decode(target, NoDraft(), prompts()[0], 60).token_ids
     chain = replay(target, learnt("eagle3"), Tree.chain(3), prompts()[0], text)
-    tree = replay(target, learnt("eagle3"), default_tree(3, 12), prompts()[0], text)
+    tree = replay(target, learnt("eagle3"), make_static_tree(3, 12), prompts()[0], text)
     assert len(tree) <= len(chain)
 
 
@@ -132,8 +134,8 @@ def test_a_sampled_chain_says_what_it_was_drawn_from(target, name: str) -> None:
     drafter = EagleChain(head, 3, warm, [4])
     committed = texts_of_target(1, 9)[0]
     output = target.read_text(committed[:-1], head.taps)
-    drafter.observe(Committed([committed[:-1]], output, target.new_cache(1)))
-    draft = drafter.propose(Roots.of([committed[-1]]))
+    drafter.observe(CommittedTokens([committed[:-1]], output, target.new_cache(1)))
+    draft = drafter.propose(Roots.from_ids([committed[-1]]))
     path = draft.tokens[0].tolist()
     for depth in range(3):
         expected = torch.zeros(target.vocab_size)
@@ -169,9 +171,9 @@ def test_sampled_drafts_keep_the_targets_distribution(target, kind: str) -> None
 @torch.no_grad()
 def pair_probabilities(target: Target, prompt: list[int], how: Sampling) -> dict[tuple, float]:
     def after(ids: list[int]) -> list[float]:
-        return how.probabilities(target.logits(target.read_text(ids).hidden_states[0, -1:]))[
-            0
-        ].tolist()
+        return how.compute_probabilities(
+            target.compute_logits(target.encode_text(ids).hidden_states[0, -1:])
+        )[0].tolist()
 
     return {
         (first, second): p * q
@@ -184,9 +186,9 @@ def pair_probabilities(target: Target, prompt: list[int], how: Sampling) -> dict
 
 def piece(
     target: Target, head: EagleHead, texts: list[list[int]], start: int, end: int
-) -> Committed:
+) -> CommittedTokens:
     """As the engine shows texts of one length when it has read on."""
-    outputs = [target.read_text(text, head.taps) for text in texts]
+    outputs = [target.encode_text(text, head.taps) for text in texts]
     shown = TargetOutput(
         torch.cat([output.hidden_states[:, start:end] for output in outputs]),
         {
@@ -194,7 +196,7 @@ def piece(
             for i in head.taps.layers
         },
     )
-    return Committed([text[start:end] for text in texts], shown, target.new_cache(len(texts)))
+    return CommittedTokens([text[start:end] for text in texts], shown, target.new_cache(len(texts)))
 
 
 @torch.no_grad()
@@ -204,9 +206,11 @@ def test_what_was_seen_without_a_draft_is_read_later(target) -> None:
     whole.observe(piece(target, head, both[1:], 0, 14))
     later.observe(piece(target, head, both, 0, 5))
     later.observe(piece(target, head, both, 5, 8))
-    later.keep([1])
+    later.select_rows([1])
     later.observe(piece(target, head, both[1:], 8, 14))
-    expected, found = (drafter.expand(Roots.of(both[1][14:15])) for drafter in (whole, later))
+    expected, found = (
+        drafter.expand_trees(Roots.from_ids(both[1][14:15])) for drafter in (whole, later)
+    )
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -215,9 +219,9 @@ def test_rows_of_different_lengths_are_joined() -> None:
     def states(*rows: list[float]) -> TargetOutput:
         return TargetOutput(torch.tensor(rows).unsqueeze(2))
 
-    first = Committed([[1, 2], [3]], states([0.1, 0.2], [0.3, 9.0]), None)
-    second = Committed([[4], [5, 6]], states([0.4, 9.0], [0.5, 0.6]), None)
-    joined = first.then(second)
+    first = CommittedTokens([[1, 2], [3]], states([0.1, 0.2], [0.3, 9.0]), None)
+    second = CommittedTokens([[4], [5, 6]], states([0.4, 9.0], [0.5, 0.6]), None)
+    joined = first.concat(second)
     assert joined.token_ids == [[1, 2, 4], [3, 5, 6]]
     expected = torch.tensor([[0.1, 0.2, 0.4], [0.3, 0.5, 0.6]])
     assert torch.equal(joined.output.hidden_states[:, :, 0], expected)

@@ -95,7 +95,7 @@ def test_a_window_is_filled_to_its_last_token() -> None:
 def test_replay_knows_the_window_of_a_head() -> None:
     target = endless_target()
     head, counts = eagle_head(target, EagleForm.eagle1), []
-    for head.window in (20, 256):
+    for head.max_positions in (20, 256):
         steps = []
         for text in texts(target, 6, 10):
             found = decode(target, EagleChain(head, 4), text, 30)

@@ -10,13 +10,13 @@ from eval.decode import verify_pass
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
 from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
-from heads.decoding.drafting import Committed, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import Sampling
-from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.head import EagleHead
 from heads.medusa.drafter import MedusaDrafter
-from heads.target_model.model import Taps
+from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
@@ -31,13 +31,13 @@ OWN = [
 class Oracle:
     """Drafts the target's own texts on the nodes of rank 1, a wrong token on the others."""
 
-    taps = Taps()
+    taps = FeatureLayers()
 
     def __init__(self, texts: list[list[int]], prompts: list[list[int]], tree: Tree) -> None:
         self.texts, self.tree = texts, tree
         self.seen = [-len(prompt) for prompt in prompts]
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         assert seen.output.hidden_states.shape[1] >= max(map(len, seen.token_ids))
         self.seen = [n + len(ids) for n, ids in zip(self.seen, seen.token_ids, strict=True)]
 
@@ -51,9 +51,9 @@ class Oracle:
                     for depth, rank in zip(self.tree.depths[1:], self.tree.ranks[1:], strict=True)
                 ]
             )
-        return Draft.of(self.tree, torch.tensor(rows))
+        return Draft.from_tree(self.tree, torch.tensor(rows))
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         self.texts, self.seen = [self.texts[r] for r in rows], [self.seen[r] for r in rows]
 
 
@@ -191,7 +191,7 @@ def test_walk_counts_what_each_pass_emits() -> None:
     ],
 )
 def test_replay_equals_decoding_step_for_step(family: str, shape: str) -> None:
-    tree = Tree.chain(3) if shape == "chain" else default_tree(3, 16)
+    tree = Tree.chain(3) if shape == "chain" else make_static_tree(3, 16)
     target = random_target(family)
     head = noisy_head(target)
     for prompt in (PROMPT, PROMPT[::-1], PROMPT[2:5] * 4):
@@ -219,11 +219,11 @@ class Waits(TorchFunctionMode):
 @pytest.mark.parametrize("kind", ["none", "medusa", "eagle chain", "eagle tree", "lookup"])
 def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None:
     target = endless_target(num_hidden_layers=4)
-    vocab = DraftVocab.everything(target.vocab_size)
-    eagle = EagleHead.untrained(target, EagleConfig(), vocab, seed=0)
+    vocab = DraftVocab.make_full(target.vocab_size)
+    eagle = EagleHead.from_settings(target, EagleConfig(), vocab, seed=0)
     drafter = {
         "none": NoDraft(),
-        "medusa": MedusaDrafter(noisy_head(target), default_tree(3, 16)),
+        "medusa": MedusaDrafter(noisy_head(target), make_static_tree(3, 16)),
         "eagle chain": EagleChain(eagle, 3, sampling, [5, 6]),
         "eagle tree": EagleTree(eagle, DynamicShape(3, 3, 8)),
         "lookup": PromptLookup(3),

@@ -11,12 +11,12 @@ from conf.settings.eagle import EagleForm
 from eval.decode.drafters.hybrid import Hybrid
 from eval.decode.drafters.suffix import Suffix, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_batch
-from heads.decoding.drafting import PAD, Committed, Draft, Drafter, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling
-from heads.decoding.tree import DynamicShape, Tree, default_tree
+from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle.drafter import EagleTree
 from heads.medusa.drafter import MedusaDrafter
-from heads.target_model.model import Taps, Target
+from heads.target_model.model import FeatureLayers, Target
 
 FORK = Tree.from_paths([[0], [1], [0, 0]])
 
@@ -24,17 +24,17 @@ FORK = Tree.from_paths([[0], [1], [0, 0]])
 class Forks:
     """A head that drafts the same three tokens below every root, and counts how often."""
 
-    taps = Taps()
+    taps = FeatureLayers()
 
     def __init__(self) -> None:
         self.num_drafts = 0
 
-    def observe(self, seen: Committed) -> None:
+    def observe(self, seen: CommittedTokens) -> None:
         self.num_texts = len(seen.token_ids)
 
     def propose(self, roots: Roots) -> Draft:
         self.num_drafts += 1
-        return Draft.of(FORK, torch.tensor([[30, 31, 32]] * len(roots)))
+        return Draft.from_tree(FORK, torch.tensor([[30, 31, 32]] * len(roots)))
 
     def keep(self, rows: list[int]) -> None:
         self.num_texts = len(rows)
@@ -46,7 +46,7 @@ def hybrid(expected: float = 1.0) -> Hybrid:
 
 def paths(draft: Draft) -> list[list[tuple[int, ...]]]:
     """Per text its nodes as the path to each."""
-    layout, num_texts = draft.layout(), len(draft.tokens)
+    layout, num_texts = draft.build_layout(), len(draft.tokens)
     parents = layout.parents.expand(num_texts, -1)[:, 1:].tolist()
     depths = layout.depths.expand(num_texts, -1).tolist()
     found = []
@@ -63,26 +63,26 @@ def test_half_of_what_a_suffix_counts_on_must_be_what_the_head_gets() -> None:
     drafter = hybrid(expected=1.5)
     drafter.observe(seen([[1, 2, 3, 4, 5, 1, 2]], read=False))
     # A run of 3 promises 3 tokens: as many as the head, counted half.
-    assert paths(drafter.propose(Roots.of([3]))) == [[(4,), (4, 5), (4, 5, 1)]]
+    assert paths(drafter.propose(Roots.from_ids([3]))) == [[(4,), (4, 5), (4, 5, 1)]]
     assert drafter.head.num_drafts == 0
     drafter = hybrid(expected=1.6)
     drafter.observe(seen([[1, 2, 3, 4, 5, 1, 2]], read=False))
-    assert paths(drafter.propose(Roots.of([3]))) == [[(30,), (31,), (30, 32)]]
+    assert paths(drafter.propose(Roots.from_ids([3]))) == [[(30,), (31,), (30, 32)]]
 
 
 def test_no_copy_is_no_draft_of_the_suffix() -> None:
     drafter = hybrid(expected=0.0)
     drafter.observe(seen([[1, 2]], read=False))
-    assert paths(drafter.propose(Roots.of([3]))) == [[(30,), (31,), (30, 32)]]
+    assert paths(drafter.propose(Roots.from_ids([3]))) == [[(30,), (31,), (30, 32)]]
 
 
 def test_the_head_is_expected_to_get_what_it_got() -> None:
     drafter = hybrid(expected=1.0)
     drafter.observe(seen([[1, 2, 8, 9]], read=False))
-    drafter.propose(Roots.of([3]))
+    drafter.propose(Roots.from_ids([3]))
     drafter.observe(seen([[3, 30, 32]]))
     assert drafter.means == [approx(0.8 * 1 + 0.2 * 2)]
-    drafter.propose(Roots.of([4]))
+    drafter.propose(Roots.from_ids([4]))
     drafter.observe(seen([[4]]))
     assert drafter.means == [approx(0.8 * 1.2)]
 
@@ -90,7 +90,7 @@ def test_the_head_is_expected_to_get_what_it_got() -> None:
 def test_what_a_copy_gets_says_nothing_about_the_head() -> None:
     drafter = hybrid(expected=1.0)
     drafter.observe(seen([[1, 2, 8, 9, 1]], read=False))
-    assert paths(drafter.propose(Roots.of([2]))) == [[(8,), (8, 9)]]
+    assert paths(drafter.propose(Roots.from_ids([2]))) == [[(8,), (8, 9)]]
     drafter.observe(seen([[2, 8, 9]]))
     assert drafter.means == [1.0]
 
@@ -99,11 +99,11 @@ def test_a_batch_has_chains_beside_trees() -> None:
     drafter = hybrid(expected=1.0)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [9], [1, 2, 6, 6, 1]]
     drafter.observe(seen(prompts, read=False))
-    draft = drafter.propose(Roots.of([5, 9, 2]))
+    draft = drafter.propose(Roots.from_ids([5, 9, 2]))
     fork = [(30,), (31,), (30, 32)]
     chain = [(6,), (6, 7), (6, 7, 1), (6, 7, 1, 2), (6, 7, 1, 2, 3)]
     assert paths(draft) == [chain, fork, [(6,), (6, 6)]]
-    drafter.keep([1, 2])
+    drafter.select_rows([1, 2])
     drafter.observe(seen([[9, 30], [2]]))
     assert drafter.means == [approx(1.0), 1.0]
 
@@ -111,7 +111,7 @@ def test_a_batch_has_chains_beside_trees() -> None:
 def making(target: Target, kind: str) -> Callable[[], Drafter]:
     if kind == "eagle":
         return partial(EagleTree, eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8))
-    return partial(MedusaDrafter, noisy_head(target), default_tree(3, 8))
+    return partial(MedusaDrafter, noisy_head(target), make_static_tree(3, 8))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])

@@ -5,13 +5,15 @@ from toys import endless_target
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.engine import NoDraft, decode
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Committed, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Roots
 from heads.target_model.model import TargetOutput
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 
 
-def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None) -> Committed:
+def seen(
+    token_ids: list[list[int]], answers: list[dict[int, int]] | None = None
+) -> CommittedTokens:
     """As the engine shows a pass, with the target's answers at some nodes."""
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
@@ -21,14 +23,14 @@ def seen(token_ids: list[list[int]], answers: list[dict[int, int]] | None = None
         for row, at in zip(logits, answers, strict=True):
             for node, token in at.items():
                 row[node, token] = 1
-    return Committed(token_ids, output, cache, logits=logits)
+    return CommittedTokens(token_ids, output, cache, logits=logits)
 
 
 def branches(drafter: Lookahead, roots: list[int]) -> list[list[tuple[int, ...]]]:
     """Per text its draft as the path to each node, in the order of the nodes."""
-    draft = drafter.propose(Roots.of(roots))
+    draft = drafter.propose(Roots.from_ids(roots))
     assert isinstance(draft.tree, torch.Tensor)
-    assert max(draft.layout().depths.flatten()) <= draft.depth
+    assert max(draft.build_layout().depths.flatten()) <= draft.depth
     found = []
     for tokens, parents in zip(draft.tokens.tolist(), draft.tree.tolist(), strict=True):
         paths: list[tuple[int, ...]] = [()]
@@ -67,17 +69,17 @@ def test_only_the_latest_guesses_of_a_token_are_kept() -> None:
 def test_smaller_trees_are_filled_up() -> None:
     drafter = Lookahead(window=1, level=3, num_guesses=2)
     drafter.observe(seen([[8, 8], [9, 9, 3, 4], [8, 8]]))
-    draft = drafter.propose(Roots.of([5, 9, 6]))
+    draft = drafter.propose(Roots.from_ids([5, 9, 6]))
     sizes = [sum(token != PAD for token in row) for row in draft.tokens.tolist()]
     assert sizes[0] == sizes[2] < sizes[1] == draft.tokens.shape[1]
     tokens = draft.tokens.tolist()[1]
-    drafter.keep([1])
-    assert drafter.propose(Roots.of([9])).tokens.tolist() == [tokens]
+    drafter.select_rows([1])
+    assert drafter.propose(Roots.from_ids([9])).tokens.tolist() == [tokens]
 
 
 def test_texts_may_end_before_any_was_seen() -> None:
     drafter = Lookahead(2, 3, 2)
-    drafter.keep([1])
+    drafter.select_rows([1])
     drafter.observe(seen([[7, 7]]))
     assert len(branches(drafter, [5])) == 1
 
@@ -96,7 +98,7 @@ def test_the_window_moves_up_a_row_and_fills_the_pool() -> None:
 def test_the_texts_own_ngrams_are_guessed() -> None:
     drafter = Lookahead(window=1, level=3, num_guesses=4)
     drafter.observe(seen([[1, 2]]))
-    drafter.propose(Roots.of([3]))
+    drafter.propose(Roots.from_ids([3]))
     drafter.observe(seen([[3, 4]], [{1: 30}]))
     assert {(2,), (2, 3)} <= set(branches(drafter, [1])[0])
     drafter.observe(seen([[1]], [{1: 31}]))

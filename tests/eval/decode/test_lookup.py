@@ -21,7 +21,7 @@ DRAFTERS = [PromptLookup, Ngram]
 def drafted(drafter: PromptLookup | Ngram, text: list[int]) -> list[int]:
     """The draft behind a text, which ends in the root."""
     drafter.observe(seen([text[:-1]], read=False))
-    draft = drafter.propose(Roots.of(text[-1:]))
+    draft = drafter.propose(Roots.from_ids(text[-1:]))
     assert draft.depth == draft.tokens.shape[1]
     assert draft.tokens.dtype == torch.int64
     return draft.tokens[0].tolist()
@@ -70,17 +70,17 @@ def test_ngrams_follow_the_majority_and_go_on(
 def test_texts_that_find_less_are_filled_up() -> None:
     drafter = PromptLookup(3)
     drafter.observe(seen([[1, 2, 3, 4], [7, 8], [6]], read=False))
-    draft = drafter.propose(Roots.of([1, 7, 5]))
+    draft = drafter.propose(Roots.from_ids([1, 7, 5]))
     gap = PAD
     assert draft.tokens.tolist() == [[2, 3, 4], [8, 7, gap], [gap, gap, gap]]
-    drafter.keep([1])
+    drafter.select_rows([1])
     drafter.observe(seen([[7, 8]]))
-    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[8, 7]]
+    assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [[8, 7]]
 
 
 def test_texts_may_end_before_any_was_seen() -> None:
     drafter = PromptLookup(2)
-    drafter.keep([1])
+    drafter.select_rows([1])
     assert drafted(drafter, [1, 2, 1]) == [2, 1]
 
 
@@ -109,7 +109,7 @@ def test_reading_on_equals_reading_all_at_once(drafter: type[PromptLookup] | typ
     one.observe(seen([text[:9]], read=False))
     place = 9
     while place < 50:
-        draft = one.propose(Roots.of([text[place]])).tokens[0].tolist()
+        draft = one.propose(Roots.from_ids([text[place]])).tokens[0].tolist()
         assert draft == drafted(drafter(6), text[: place + 1])
         kept = luck.randint(1, 4)
         one.observe(seen([text[place : place + kept]]))
@@ -154,7 +154,7 @@ def test_a_step_does_not_search_a_long_text(drafter: type[PromptLookup] | type[N
         steps = []
         for _ in range(200):
             started = time.perf_counter()
-            one.propose(Roots.of([luck.randrange(200)]))
+            one.propose(Roots.from_ids([luck.randrange(200)]))
             steps.append(time.perf_counter() - started)
         seconds.append(median(steps))
     assert seconds[1] < 8 * seconds[0]

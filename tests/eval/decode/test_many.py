@@ -171,7 +171,7 @@ def test_what_a_text_took_and_when_its_tokens_came(monkeypatch) -> None:
     target, now = random_target(), [0.0]
     requests = ends_after([3, 5, 2], target, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    extend = target.extend
+    extend = target.run_pending
 
     def slow(*args, **kwargs) -> TargetOutput:
         now[0] += 1.0

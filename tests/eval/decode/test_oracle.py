@@ -5,7 +5,7 @@ from toys import endless_target
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import Committed, Roots
+from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import TargetOutput
 
@@ -14,10 +14,10 @@ PROMPTS = [PROMPT, PROMPT[:2], PROMPT[::-1] * 2, [9]]
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [1, 0], [1, 1], [1, 1, 0]])
 
 
-def seen(*token_ids: list[int], first: bool = False) -> Committed:
+def seen(*token_ids: list[int], first: bool = False) -> CommittedTokens:
     output = TargetOutput(torch.zeros(len(token_ids), 1, 1))
     cache = TreeCache(len(token_ids), torch.device("cpu"), 1)
-    return Committed(list(token_ids), output, cache, logits=None if first else torch.zeros(1))
+    return CommittedTokens(list(token_ids), output, cache, logits=None if first else torch.zeros(1))
 
 
 def right(tree: Tree, tokens: list[int], ahead: list[int]) -> list[list[int]]:
@@ -36,12 +36,12 @@ def test_all_right_and_all_wrong() -> None:
     chain = Tree.chain(3)
     always = Oracle([text], chain, 1.0, 96)
     always.observe(seen(PROMPT, first=True))
-    assert always.propose(Roots.of([11])).tokens.tolist() == [[12, 13, 14]]
+    assert always.propose(Roots.from_ids([11])).tokens.tolist() == [[12, 13, 14]]
     always.observe(seen([11]))
-    assert always.propose(Roots.of([12])).tokens.tolist() == [[13, 14, 15]]
+    assert always.propose(Roots.from_ids([12])).tokens.tolist() == [[13, 14, 15]]
     never = Oracle([text], chain, 0.0, 96)
     never.observe(seen(PROMPT, first=True))
-    wrong = never.propose(Roots.of([11])).tokens[0].tolist()
+    wrong = never.propose(Roots.from_ids([11])).tokens[0].tolist()
     assert all(draft != truth for draft, truth in zip(wrong, text[1:], strict=False))
 
 
@@ -53,7 +53,7 @@ def test_a_child_of_a_right_node_is_right_at_the_rate(tree: Tree) -> None:
     counts = {depth: [0, 0] for depth in range(tree.depth)}
     chosen = set()
     for place in range(len(text) - 4):
-        tokens = oracle.propose(Roots.of([text[place]])).tokens[0].tolist()
+        tokens = oracle.propose(Roots.from_ids([text[place]])).tokens[0].tolist()
         for depth, children in enumerate(right(tree, tokens, text[place + 1 :])):
             assert len(children) <= 1
             chosen |= set(children)
@@ -93,11 +93,11 @@ def test_mistakes_depend_on_seed_text_and_place_alone() -> None:
     def drafts(seed: int, *counts: int) -> dict[int, list[list[int]]]:
         oracle = Oracle([text, text], chain, 0.5, 96, seed)
         oracle.observe(seen(PROMPT, PROMPT, first=True))
-        found, place = {0: oracle.propose(Roots.of([0, 0])).tokens.tolist()}, 0
+        found, place = {0: oracle.propose(Roots.from_ids([0, 0])).tokens.tolist()}, 0
         for count in counts:
             oracle.observe(seen(text[place : place + count], text[place : place + count]))
             place += count
-            found[place] = oracle.propose(Roots.of([0, 0])).tokens.tolist()
+            found[place] = oracle.propose(Roots.from_ids([0, 0])).tokens.tolist()
         return found
 
     small, large = drafts(0, *[1] * 40), drafts(0, *[4] * 10)
@@ -111,8 +111,8 @@ def test_a_text_that_goes_on_alone_is_drafted_as_in_the_batch() -> None:
     batch, single = (Oracle(texts, TREE, 0.5, 96) for _ in range(2))
     for oracle in (batch, single):
         oracle.observe(seen(PROMPT, PROMPT, first=True))
-    single.keep([1])
+    single.select_rows([1])
     batch.observe(seen(texts[0][:3], texts[1][:5]))
     single.observe(seen(texts[1][:5]))
-    both, alone = batch.propose(Roots.of([0, 0])), single.propose(Roots.of([0]))
+    both, alone = batch.propose(Roots.from_ids([0, 0])), single.propose(Roots.from_ids([0]))
     assert both.tokens[1].tolist() == alone.tokens[0].tolist()

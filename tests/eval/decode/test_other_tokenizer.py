@@ -212,7 +212,7 @@ def test_characters_come_whole() -> None:
     assert read == its("fine ").input_ids[1:]
     # The draft model says the whole character; only its last byte is new.
     for character, found in (("🙂", smile[-1:]), ("—", [])):
-        assert translator.write(smile[:-1], read, its.encode(f"fine {character}")[-1:]) == found
+        assert translator.save(smile[:-1], read, its.encode(f"fine {character}")[-1:]) == found
 
 
 def test_only_what_keeps_the_ids_that_are_there_is_written() -> None:
@@ -223,11 +223,11 @@ def test_only_what_keeps_the_ids_that_are_there_is_written() -> None:
     for cut in range(1, len(whole)):
         read = translator.read(whole[:cut])
         drafted = translator.read(whole)[len(read) :]
-        assert translator.write(whole[:cut], read, drafted) == whole[cut:]
+        assert translator.save(whole[:cut], read, drafted) == whole[cut:]
     letters = [made.convert_tokens_to_ids(letter) for letter in "hell"]
     read = translator.read(letters)
     # The target would not have written these letters so, had it meant this word.
-    assert translator.write(letters, read, translator.read(whole)[len(read) :]) == []
+    assert translator.save(letters, read, translator.read(whole)[len(read) :]) == []
 
 
 def test_special_tokens_are_those_of_the_same_name() -> None:
@@ -238,7 +238,7 @@ def test_special_tokens_are_those_of_the_same_name() -> None:
         read = translator.read(text)
         assert its.decode(read) == "hello"  # it knows nothing of <|im_start|>
         more = its.convert_tokens_to_ids(list("fine"))
-        found = translator.write(text, read, [*more, its.eos_token_id])
+        found = translator.save(text, read, [*more, its.eos_token_id])
         assert made.decode(found) == "fine" + made.decode(end)
         assert translator.start == [1]
     assert Translator(same, made).start == []

@@ -2,14 +2,14 @@ import torch
 
 from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import PAD, Committed, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Roots
 from heads.decoding.tree import Tree
 from heads.target_model.model import TargetOutput
 
 TREE = Tree.from_paths([[0], [1], [0, 0], [1, 0]])
 
 
-def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Committed:
+def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> CommittedTokens:
     """As the engine shows a pass, with the target's best tokens after each node."""
     output = TargetOutput(torch.zeros(num_texts, 1, 1))
     cache = TreeCache(num_texts, torch.device("cpu"), 1)
@@ -19,42 +19,42 @@ def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Committed
         for row, nodes in zip(logits, best, strict=True):
             for node, tokens in zip(row, nodes, strict=True):
                 node[tokens] = torch.arange(9.0, 9.0 - len(tokens), -1)
-    return Committed([[0]] * num_texts, output, cache, logits=logits)
+    return CommittedTokens([[0]] * num_texts, output, cache, logits=logits)
 
 
 def test_a_draft_is_filled_from_what_was_ranked_before() -> None:
     drafter = Recycling(Successors(), TREE)
     drafter.observe(seen(1))
     nothing = [PAD] * 4
-    assert drafter.propose(Roots.of([7])).tokens.tolist() == [nothing]
+    assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [nothing]
     drafter.observe(seen(1, [[[8, 9]] + [[1, 2]] * 4]))
-    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[8, 9, PAD, PAD]]
+    assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [[8, 9, PAD, PAD]]
     # Where there was no node, nothing is learnt.
-    assert drafter.propose(Roots.of([1])).tokens.tolist() == [nothing]
+    assert drafter.propose(Roots.from_ids([1])).tokens.tolist() == [nothing]
 
 
 def test_rejected_nodes_teach_too_and_the_latest_counts() -> None:
     drafter = Recycling(Successors(), TREE)
     drafter.observe(seen(1))
-    drafter.propose(Roots.of([7]))
+    drafter.propose(Roots.from_ids([7]))
     drafter.observe(seen(1, [[[8, 9]] + [[]] * 4]))
-    drafter.propose(Roots.of([7]))
+    drafter.propose(Roots.from_ids([7]))
     drafter.observe(seen(1, [[[9, 8], [3, 4], [5, 6], [], []]]))
-    assert drafter.propose(Roots.of([7])).tokens.tolist() == [[9, 8, 5, 3]]
-    assert drafter.propose(Roots.of([8])).tokens.tolist() == [[3, 4, PAD, PAD]]
+    assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [[9, 8, 5, 3]]
+    assert drafter.propose(Roots.from_ids([8])).tokens.tolist() == [[3, 4, PAD, PAD]]
 
 
 def test_what_was_learnt_outlives_a_drafter_and_texts() -> None:
     successors = Successors()
     first = Recycling(successors, TREE)
-    first.keep([0, 1])
+    first.select_rows([0, 1])
     first.observe(seen(2))
-    first.propose(Roots.of([7, 8]))
-    first.keep([1])
+    first.propose(Roots.from_ids([7, 8]))
+    first.select_rows([1])
     first.observe(seen(1, [[[3, 4]] + [[]] * 4]))
     second = Recycling(successors, TREE)
     second.observe(seen(2))
-    draft = second.propose(Roots.of([8, 7]))
+    draft = second.propose(Roots.from_ids([8, 7]))
     assert draft.tokens.tolist() == [[3, 4, PAD, PAD], [PAD] * 4]
     assert draft.draft_probs is None
 

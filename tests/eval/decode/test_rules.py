@@ -13,7 +13,7 @@ from conf.errors import InputError
 from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.generate import hf_generate
 from eval.decode.generation_config import Processors, Stops, asked_of, follow, node_rows
-from heads.decoding.drafting import PAD, TreeLayout, tree_layout
+from heads.decoding.drafting import PAD, TreeLayout, build_tree_layout
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import Target
 from tests.eval.decode.test_draft_model import fits
@@ -127,7 +127,7 @@ def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int):
 
 def test_a_node_stands_behind_its_text_and_its_path() -> None:
     history, committed = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[3], [1]])
-    layout = tree_layout(tree_of([0, 0, 2]), torch.device("cpu"))
+    layout = build_tree_layout(tree_of([0, 0, 2]), torch.device("cpu"))
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, PAD, 4]])
     assert node_rows(history, committed, tokens, layout, 9).tolist() == [
         [
@@ -143,7 +143,7 @@ def test_a_node_stands_behind_its_text_and_its_path() -> None:
             [9, 9, 9, 8, 1, 9, 4],
         ],
     ]
-    own = TreeLayout.of(torch.tensor([[0, 0, 2], [0, 0, 2]]), 2)
+    own = TreeLayout.from_parents(torch.tensor([[0, 0, 2], [0, 0, 2]]), 2)
     assert torch.equal(
         node_rows(history, committed, tokens, own, 9),
         node_rows(history, committed, tokens, layout, 9),

@@ -9,11 +9,11 @@ from transformers import DynamicCache
 from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay
-from heads.decoding.drafting import Committed, Roots
+from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
-from heads.target_model.decoder import decoder_of
-from heads.target_model.model import Taps, Target
+from heads.target_model.decoder import find_decoder
+from heads.target_model.model import FeatureLayers, Target
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 NUM_LAYERS = 6
@@ -23,7 +23,7 @@ SAMPLED = Sampling(temperature=0.7, top_p=0.9)
 class SelfReplay:
     """Drafts of `SelfDraft` along a text, for `eval.measure.replay`."""
 
-    taps = Taps()
+    taps = FeatureLayers()
 
     def __init__(self, target: Target, skip: tuple[int, ...]) -> None:
         self.target, self.skip = target, skip
@@ -35,7 +35,7 @@ class SelfReplay:
 def agreeing_target(family: str = "llama") -> Target:
     """Layers add little to what the embedding says, so that some can be missed, not for nothing."""
     model = random_model(family, num_hidden_layers=NUM_LAYERS)
-    for name, parameter in decoder_of(model).layers.named_parameters():
+    for name, parameter in find_decoder(model).layers.named_parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(0.6)
         elif "post_" in name and "feedforward" in name:
@@ -117,18 +117,18 @@ def proposed(target: Target, skip: tuple[int, ...], num_tokens: int) -> torch.Te
     cache = target.new_cache(1)
     ids = torch.tensor([PROMPT[:-1]])
     places = torch.arange(ids.shape[1])
-    output = target.extend(cache, ids, (places[:, None] >= places)[None], places[None])
+    output = target.run_pending(cache, ids, (places[:, None] >= places)[None], places[None])
     cache.commit([places.tolist()])
     drafter = SelfDraft(target, skip, num_tokens)
-    drafter.observe(Committed([PROMPT[:-1]], output, cache))
-    return drafter.propose(Roots.of(PROMPT[-1:])).tokens[0]
+    drafter.observe(CommittedTokens([PROMPT[:-1]], output, cache))
+    return drafter.propose(Roots.from_ids(PROMPT[-1:])).tokens[0]
 
 
 @torch.no_grad()
 def test_an_early_exit_drafts_what_a_smaller_model_writes(each) -> None:
     """With its first layers alone, a model keeps the same keys and values as with all."""
     smaller = copy.deepcopy(each.model)
-    decoder = decoder_of(smaller)
+    decoder = find_decoder(smaller)
     decoder.layers = nn.ModuleList(decoder.layers[:3])
     decoder.config.num_hidden_layers = 3
     ids = list(PROMPT)
@@ -146,7 +146,7 @@ def test_other_layers_are_left_out_of_the_drafts_alone(each) -> None:
         name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
         model(torch.tensor([PROMPT[:-1]]), use_cache=True, **{name: past})
         for layer in skip:
-            decoder_of(model).layers[layer].register_forward_hook(hand_on)
+            find_decoder(model).layers[layer].register_forward_hook(hand_on)
         tokens = PROMPT[-1:]
         for _ in range(4):
             output = model(torch.tensor([tokens[-1:]]), use_cache=True, **{name: past})
@@ -186,7 +186,9 @@ def test_sampled_drafts_keep_the_targets_distribution(target) -> None:
 
 
 def after(target: Target, ids: list[int], how: Sampling) -> list[float]:
-    return how.probabilities(target.logits(target.read_text(ids).hidden_states[0, -1])).tolist()
+    return how.compute_probabilities(
+        target.compute_logits(target.encode_text(ids).hidden_states[0, -1])
+    ).tolist()
 
 
 def test_what_is_skipped_is_back_afterwards(target) -> None:

@@ -108,11 +108,11 @@ def test_earlier_answers_are_copied_and_their_prompts_are_not() -> None:
     first = Suffix(answers)
     assert drafted(first, [1, 2, 3, 7]) == ([], 0)
     first.observe(seen([[7, 8, 9]]))
-    first.propose(Roots.of([6]))
+    first.propose(Roots.from_ids([6]))
     assert drafted(Suffix(answers), [5, 7]) == ([8], 1)
     second = Suffix(answers)
     second.observe(seen([[5, 4, 4]], read=False))
-    second.propose(Roots.of([7]))
+    second.propose(Roots.from_ids([7]))
     second.observe(seen([[7]]))
     assert second.drafts([8]) == [([9, 6], 2)]
     assert drafted(Suffix(answers), [4, 2]) == ([], 0)
@@ -121,12 +121,12 @@ def test_earlier_answers_are_copied_and_their_prompts_are_not() -> None:
 def test_texts_of_a_batch_copy_from_each_other() -> None:
     drafter = suffix()
     drafter.observe(seen([[1], [2], [3]], read=False))
-    drafter.propose(Roots.of([7, 4, 5]))
+    drafter.propose(Roots.from_ids([7, 4, 5]))
     drafter.observe(seen([[7, 8, 9], [4], [5]]))
-    drafter.propose(Roots.of([1, 6, 6]))
-    drafter.keep([1, 2])
+    drafter.propose(Roots.from_ids([1, 6, 6]))
+    drafter.select_rows([1, 2])
     drafter.observe(seen([[6], [6]]))
-    draft = drafter.propose(Roots.of([7, 5]))
+    draft = drafter.propose(Roots.from_ids([7, 5]))
     assert draft.tokens.tolist() == [[8], [6]]
     assert draft.draft_probs is None
 
@@ -134,13 +134,13 @@ def test_texts_of_a_batch_copy_from_each_other() -> None:
 def test_texts_that_find_less_are_filled_up() -> None:
     drafter = suffix()
     drafter.observe(seen([[1, 2, 3, 4, 1], [7, 8], [6]], read=False))
-    draft = drafter.propose(Roots.of([2, 7, 5]))
+    draft = drafter.propose(Roots.from_ids([2, 7, 5]))
     assert draft.tokens.tolist() == [[3, 4], [8, PAD], [PAD, PAD]]
 
 
 def test_texts_may_end_before_any_was_seen() -> None:
     drafter = suffix()
-    drafter.keep([1])
+    drafter.select_rows([1])
     assert drafted(drafter, [1, 2, 1]) == ([2], 1)
 
 

@@ -15,8 +15,8 @@ from conf.settings.target import Dtype, TargetConfig
 from data.servers import endpoint
 from eval.measure.engines import opened
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps, Target
-from heads.target_model.remote import RemoteTarget, early_state
+from heads.target_model.model import FeatureLayers, Target
+from heads.target_model.remote import RemoteTarget, load_early_layers
 from scripts.zoo.tiny import tiny_target
 from tests.servers import EngineServer, serving
 
@@ -52,7 +52,7 @@ def server(target: Target, tmp_path: Path) -> Iterator[EngineServer]:
 
 
 def probed(server: EngineServer, config: TargetConfig, target: Target) -> None:
-    remote = RemoteTarget.of(config, CPU)
+    remote = RemoteTarget.from_config(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
     with opened(replace(config, engine=[server.url]), remote, LAYERS, TEXT):
         pass
@@ -85,7 +85,7 @@ def test_states_behind_the_final_norm_are_found_out(
 ) -> None:
     def normed(ids: list[int]) -> Tensor:
         with server.one_at_a_time:
-            output = target.read_text(ids, Taps((1,)))
+            output = target.encode_text(ids, FeatureLayers((1,)))
         return torch.stack([output.layers[1][0], output.hidden_states[0]], 1)
 
     server.states = normed
@@ -100,7 +100,7 @@ def test_the_ids_of_other_layers_are_found_out(
 
     def one_too_far(ids: list[int]) -> Tensor:
         with server.one_at_a_time:
-            output = target.read_text(ids, Taps((2, NUM_LAYERS)))
+            output = target.encode_text(ids, FeatureLayers((2, NUM_LAYERS)))
         return torch.stack([output.layers[2][0], output.layers[NUM_LAYERS][0]], 1)
 
     server.states = one_too_far
@@ -110,11 +110,13 @@ def test_the_ids_of_other_layers_are_found_out(
 
 def test_an_early_state_is_the_target_s_own(config: TargetConfig, target: Target) -> None:
     for index in (1, 2):
-        state = early_state(config, index)
+        state = load_early_layers(config, index)
         assert state is not None
-        expected = target.read_text(TEXT, Taps((index,))).layers[index][0]
+        expected = target.encode_text(TEXT, FeatureLayers((index,))).layers[index][0]
         torch.testing.assert_close(state(TEXT), expected, rtol=0, atol=1e-5)
-    assert early_state(replace(config, engine=["http://a/v1"], adapter_name="tuned"), 1) is None
+    assert (
+        load_early_layers(replace(config, engine=["http://a/v1"], adapter_name="tuned"), 1) is None
+    )
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_text", "minicpm3"])
@@ -123,7 +125,7 @@ def test_first_layers_that_hang_on_later_ones_are_not_compared(
 ) -> None:
     """Gemma 4's share the caches of others; the number of layers scales each of MiniCPM's."""
     path = str(tiny_target(model_type, tmp_path))
-    assert early_state(TargetConfig(path=path, dtype=Dtype.float32), 2) is None
+    assert load_early_layers(TargetConfig(path=path, dtype=Dtype.float32), 2) is None
 
 
 @pytest.mark.parametrize(
@@ -157,12 +159,12 @@ def test_states_that_depend_on_the_company_are_found_out(
 def test_a_server_that_comes_back_with_other_weights_ends_the_run(
     server: EngineServer, config: TargetConfig, target: Target
 ) -> None:
-    remote = RemoteTarget.of(config, CPU)
+    remote = RemoteTarget.from_config(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
     with opened(replace(config, engine=[server.url]), remote, LAYERS, TEXT) as pool:
-        assert pool.read([5, 6]).keys() == {f"layers.{index}" for index in LAYERS}
+        assert pool.request_states([5, 6]).keys() == {f"layers.{index}" for index in LAYERS}
         right = server.log_probs
         server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]
         server.faults = [(422, {})]
         with pytest.raises(InputError, match="serves other weights"):
-            pool.read([5, 6])
+            pool.request_states([5, 6])

@@ -6,7 +6,7 @@ from toys import CHATML, random_target, tokenizer
 from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
 from data.rows.forms import Record
-from data.templates.encoder import Encoder
+from data.templates.encoder import RecordEncoder
 from eval.compare.figures import summarise
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
@@ -49,7 +49,7 @@ def test_thinking_ends_with_what_the_template_puts_behind_it(
 ) -> None:
     made = tokenizer(template)
     messages = [{"role": "user", "content": "hello"}]
-    prompt = first_turns([Record(messages, None, "here")], Encoder(made, kwargs))[0]
+    prompt = first_turns([Record(messages, None, "here")], RecordEncoder(made, kwargs))[0]
     before, after = (made(text, add_special_tokens=False).input_ids for text in (thinking, answer))
     assert num_thinking(prompt, before + after, made) == len(before)
 
@@ -81,7 +81,7 @@ def test_both_results_tell_thinking_from_answers() -> None:
     target = random_target()
     target.tokenizer = made = tokenizer(THINKS)
     record = Record([{"role": "user", "content": "hello"}], None, "here")
-    [prompt] = first_turns([record], Encoder(made, {"opens": True}))
+    [prompt] = first_turns([record], RecordEncoder(made, {"opens": True}))
     before, after = (made(t, add_special_tokens=False).input_ids for t in ("hi</think>", "fine"))
     steps = [Step(1, len(before), 9), Step(0, 1, 2)]  # the second after all of the thinking
     text = Generation([*before, *after], steps, times=DecodingTimes(total=1.0))

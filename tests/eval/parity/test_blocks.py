@@ -17,7 +17,7 @@ from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
 from heads.blocks.head import BlockHead
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import check_format, export_head
 from heads.kinds import load_head
 from heads.target_model.model import Target
@@ -61,13 +61,13 @@ def heads(target: Target) -> dict[str, BlockHead]:
 
 
 def exported(head: BlockHead, target: Target, engine: str, folder: Path) -> Path:
-    values = golden(head, target, num_rows=5)
+    values = compute_reference_tensors(head, target, num_rows=5)
     export_head(head, ExportFormat(engine), values, folder, {"git": "abc"})
     return folder
 
 
 def able(head: BlockHead) -> list[str]:
-    return [each.value for each in ExportFormat if head.export(each).problem is None]
+    return [each.value for each in ExportFormat if head.plan_export(each).problem is None]
 
 
 def test_which_engine_takes_which_head(heads) -> None:
@@ -109,7 +109,7 @@ def test_every_export_is_the_trained_head_and_reads_back(
 ) -> None:
     head = heads[name]
     text = [5, 17, 40, 8, 77, 23, 61, 9, 30]
-    output = target.read_response(text[:3], text[3:], head.taps)
+    output = target.encode_response(text[:3], text[3:], head.taps)
     depth = head.config.num_draft_tokens
     expected = head.candidates(output, text, 2, depth, 3)
     for engine in able(head):
@@ -118,7 +118,7 @@ def test_every_export_is_the_trained_head_and_reads_back(
         assert verdict.max_difference < 1e-4 * verdict.scale
         again = load_head(str(folder)).attach(target)
         assert again.config == head.config or name.startswith("dflash") or name.startswith("dspark")
-        assert again.candidates(output, text, 2, depth, 3).equal(expected)
+        assert again.compute_candidates(output, text, 2, depth, 3).equal(expected)
         assert folder.name in head.export(ExportFormat(engine), str(folder)).command
 
 

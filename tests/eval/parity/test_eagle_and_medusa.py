@@ -37,7 +37,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
 from eval.parity.gate import TOLERANCE, check_parity
 from heads.eagle.head import EagleHead
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import export_head
 from heads.head import DraftHead
 from heads.target_model.model import Target
@@ -107,7 +107,7 @@ def test_a_qwen3_head_with_its_own_embedding_and_one_norm_over_all_features(
     target: Target, tmp_path: Path
 ) -> None:
     config = replace(eagle(target).config, qk_norm=True, norm_before_fc=True, own_embedding=True)
-    head = shaken(EagleHead(config, DraftVocab.everything(target.vocab_size)).attach(target))
+    head = shaken(EagleHead(config, DraftVocab.make_full(target.vocab_size)).attach(target))
     check_parity(write_eagle(tmp_path / "export", head, target))
 
 
@@ -300,7 +300,7 @@ def heads(deep_target: Target) -> dict[str, DraftHead]:
     def changed(**settings: Any) -> EagleHead:
         config = replace(plain.config, **settings)
         return shaken(
-            EagleHead(config, DraftVocab.everything(deep_target.vocab_size)).attach(deep_target)
+            EagleHead(config, DraftVocab.make_full(deep_target.vocab_size)).attach(deep_target)
         )
 
     return {
@@ -325,7 +325,7 @@ def exports(
     """An export per cell, named `format head`."""
     root = tmp_path_factory.mktemp("good")
     for name, formats in CELLS.items():
-        made = golden(heads[name], deep_target)
+        made = compute_reference_tensors(heads[name], deep_target)
         for engine in formats:
             out_dir = root / f"{engine} {name}"
             export_head(heads[name], ExportFormat(engine), made, out_dir, {"seed": 0})
@@ -345,10 +345,12 @@ def test_a_bfloat16_export_is_compared_as_it_will_be_served(
 ) -> None:
     config = heads["eagle3.1"].config
     assert not isinstance(config, str)
-    head = EagleHead(config, DraftVocab.everything(deep_target.vocab_size))
+    head = EagleHead(config, DraftVocab.make_full(deep_target.vocab_size))
     head = shaken(head).attach(deep_target, torch.bfloat16)
     folder = tmp_path / "export"
-    export_head(head, ExportFormat.vllm, golden(head, deep_target), folder, {"seed": 0})
+    export_head(
+        head, ExportFormat.vllm, compute_reference_tensors(head, deep_target), folder, {"seed": 0}
+    )
     assert any("of bfloat16" in line for line in check_parity(folder).lines)
 
 

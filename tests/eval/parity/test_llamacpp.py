@@ -15,8 +15,8 @@ from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
 from heads.export.gguf import GgufFile, Value, write_gguf
-from heads.export.golden import golden
-from heads.export.llamacpp import interleaved
+from heads.export.golden import compute_reference_tensors
+from heads.export.llamacpp import interleave_rows
 from heads.export.writer import export_head
 from heads.head import DraftHead
 from heads.target_model.model import Target
@@ -109,7 +109,13 @@ def target_of(name: str) -> Target:
 def exported(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     target = target_of(name)
     head = made(target, name).attach(target, dtype)
-    export_head(head, ExportFormat.llamacpp, golden(head, target, 5, 3), folder, {"git": "abc"})
+    export_head(
+        head,
+        ExportFormat.llamacpp,
+        compute_reference_tensors(head, target, 5, 3),
+        folder,
+        {"git": "abc"},
+    )
     return folder
 
 
@@ -172,8 +178,8 @@ Q, K, CONV = "blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_conv_"
 LOGITS = "logits of the served head differ"
 FAULTS: list[tuple[str, Callable[[dict, dict], None], str]] = [
     # What llama.cpp would compute in silence.
-    ("eagle3", tensor(Q, lambda w: interleaved(w, 4)), LOGITS),
-    ("eagle3", tensor(K, lambda w: interleaved(w, 2)), LOGITS),
+    ("eagle3", tensor(Q, lambda w: interleave_rows(w, 4)), LOGITS),
+    ("eagle3", tensor(K, lambda w: interleave_rows(w, 2)), LOGITS),
     ("eagle3", tensor("d2t", lambda ids: ids - torch.arange(len(ids))), "d2t: llama.cpp needs 24"),
     ("eagle3", tensor("d2t", lambda ids: ids.roll(1)), LOGITS),
     ("eagle3", metadata("eagle3.target_layers", [1, 3, 4]), "the head was trained on .2, 4, 5."),
@@ -200,7 +206,7 @@ FAULTS: list[tuple[str, Callable[[dict, dict], None], str]] = [
     ("eagle3", metadata("tokenizer.ggml.tokens", ["a", "b"]), "needs the target's 96"),
     ("eagle3", tensor("output_norm.weight", Tensor.half), "of torch.float16: llama.cpp needs"),
     ("eagle3", tensor("d2t", Tensor.float), "d2t is of torch.float32: llama.cpp needs torch.int64"),
-    ("dflash", tensor(Q, lambda w: interleaved(w, 4)), LOGITS),
+    ("dflash", tensor(Q, lambda w: interleave_rows(w, 4)), LOGITS),
     ("dflash", metadata("dflash.target_layers", [0, 1]), "the head was trained on .1, 2."),
     ("dflash", metadata("dflash.target_layers", [2, 3]), "the head was trained on .1, 2."),
     ("dflash", metadata("dflash.attention.causal", True), LOGITS),

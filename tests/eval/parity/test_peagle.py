@@ -15,7 +15,7 @@ from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
 from heads.export.writer import check_format
-from heads.kinds import load_head, name_of
+from heads.kinds import find_kind_name, load_head
 from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target
 from tests.eval.parity.test_blocks import LOGITS, able, config, exported, tensor
@@ -68,7 +68,7 @@ def test_every_export_is_the_trained_head_and_reads_back(
 ) -> None:
     head = heads[name]
     text = [5, 17, 40, 8, 77, 23, 61, 9, 30]
-    output = target.read_response(text[:3], text[3:], head.taps)
+    output = target.encode_response(text[:3], text[3:], head.taps)
     expected = head.candidates(output, text, 2, 4, 3)
     head.save(tmp_path / "own")
     folders = {"own": tmp_path / "own"}
@@ -81,11 +81,11 @@ def test_every_export_is_the_trained_head_and_reads_back(
     for folder in folders.values():
         again = load_head(str(folder))
         assert isinstance(again, PEagleHead)
-        assert name_of(again) == "peagle"
+        assert find_kind_name(again) == "peagle"
         again.attach(target)
         assert again.config.num_draft_tokens == 4
         assert again.config.mask_token_id == MASK
-        assert again.candidates(output, text, 2, 4, 3).equal(expected)
+        assert again.compute_candidates(output, text, 2, 4, 3).equal(expected)
 
 
 LATER = "layers.1.self_attn.q_proj.weight"
@@ -190,4 +190,4 @@ def test_what_a_file_does_not_say_is_as_others_train_it(
 
 
 def test_an_eagle_head_is_not_taken_for_one(tmp_path: Path) -> None:
-    assert name_of(load_head(str(layouts.eagle3(tmp_path / "head")))) == "eagle"
+    assert find_kind_name(load_head(str(layouts.eagle3(tmp_path / "head")))) == "eagle"

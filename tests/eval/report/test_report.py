@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from eval.report.page import Axis, write_report
-from heads.decoding.tree import Tree, default_tree
+from heads.decoding.tree import Tree, make_static_tree
 
 BROWSER, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 CATEGORIES = (
@@ -37,7 +37,7 @@ def interval(figure: float, width: float) -> list[float]:
 def drafting(name: str, rng: random.Random) -> dict[str, Any]:
     """A method that drafts, its figures consistent enough to look real."""
     tau, speedup = rng.uniform(1.6, 3.6), rng.uniform(0.8, 2.4)
-    tree = default_tree(4, 24) if "tree" in name else Tree.chain(5)
+    tree = make_static_tree(4, 24) if "tree" in name else Tree.chain(5)
     top = rng.uniform(0.5, 0.8)
     share = [1.0]
     for node, parent in enumerate(tree.parents[1:], start=1):

@@ -3,23 +3,25 @@
 import pytest
 
 from data.servers.counts import DraftCounts
-from data.servers.protocols import Streamed
-from data.servers.serving import Pass
+from data.servers.protocols import StreamedText
+from data.servers.serving import LoadMeasurement
 from eval.measure.prompts import Prompt
 from eval.served.load import WITH, WITHOUT, figures
 
 PROMPTS = [Prompt("all", [1], dialogue, turn) for dialogue, turn in ((0, 1), (0, 2), (1, 1))]
 
 
-def streamed(first: float, *gaps: float, num_tokens: int = 10) -> Streamed:
+def streamed(first: float, *gaps: float, num_tokens: int = 10) -> StreamedText:
     arrivals = [first]
     for gap in gaps:
         arrivals.append(arrivals[-1] + gap)
-    return Streamed(num_tokens, arrivals, [])
+    return StreamedText(num_tokens, arrivals, [])
 
 
-def of(seconds: float, texts: list[Streamed], drafts: int = 0, accepted: int = 0) -> Pass:
-    return Pass(texts, seconds, DraftCounts([], drafts, 3 * drafts, [accepted, 0, 0]))
+def of(
+    seconds: float, texts: list[StreamedText], drafts: int = 0, accepted: int = 0
+) -> LoadMeasurement:
+    return LoadMeasurement(texts, seconds, DraftCounts([], drafts, 3 * drafts, [accepted, 0, 0]))
 
 
 def test_figures_of_two_repeats() -> None:

@@ -137,7 +137,7 @@ def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> No
     drafters = {"a": NoDraft(), "b": NoDraft()}
     for (name, drafter), seconds in zip(drafters.items(), (2.0, 4.0), strict=True):
         drafter.propose = clock.taking(draft_seconds(name, seconds), drafter.propose)
-    monkeypatch.setattr(target, "extend", clock.taking(pass_seconds, target.extend))
+    monkeypatch.setattr(target, "extend", clock.taking(pass_seconds, target.run_pending))
     monkeypatch.setattr(eval_clock, "time", clock)
     monkeypatch.setattr(cost, "NUM_ROUNDS", 3)
     curve, drafts = time_steps(target, drafters, PROMPT, 1, (2, 3, 7))

@@ -96,11 +96,13 @@ def first_draft(target: Target, skip: tuple[int, ...], committed: list[int]) -> 
     cache = target.new_cache(1)
     places = torch.arange(len(committed))
     causal = (places[:, None] >= places)[None]
-    target.extend(cache, torch.tensor([committed[:-1]]), causal[:, :-1, :-1], places[None, :-1])
+    target.run_pending(
+        cache, torch.tensor([committed[:-1]]), causal[:, :-1, :-1], places[None, :-1]
+    )
     cache.commit([places[:-1].tolist()])
     drafter = SelfDraft(target, skip, 1)
     drafter.cache = cache
-    return drafter.propose(Roots.of(committed[-1:])).tokens.item()
+    return drafter.propose(Roots.from_ids(committed[-1:])).tokens.item()
 
 
 def test_a_search_ends_when_no_more_layers_pay(target, own, monkeypatch) -> None:

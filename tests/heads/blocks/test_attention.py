@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from heads.blocks import attention, kernels
-from heads.blocks.attention import Sight, block_attention, plain_attention
+from heads.blocks.attention import BlockRange, block_attention, plain_block_attention
 
 S, SIZE = 11, 3
 FIRST, END = [0, 0, 4, 4, 9], [1, 4, 6, 9, 11]
 KINDS = [(False, None), (True, None), (False, 3), (True, 3), (False, 2), (False, 1)]
 
 
-def sight(causal: bool = False, window: int | None = None) -> Sight:
+def sight(causal: bool = False, window: int | None = None) -> BlockRange:
     first, end = torch.tensor(FIRST), torch.tensor(END)
-    return Sight(first, end, SIZE, causal, window, (first, end))
+    return BlockRange(first, end, SIZE, causal, window, (first, end))
 
 
 def inputs(heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -60,7 +60,7 @@ def run(attend, made: list[Tensor]) -> tuple[Tensor, ...]:
     return output.detach(), *torch.autograd.grad(output, made, upstream.to(output))
 
 
-def both_ways(attend, seen: Sight):
+def both_ways(attend, seen: BlockRange):
     return lambda query, k, v, own_k, own_v: attend(query, (k, v), (own_k, own_v), seen)
 
 
@@ -84,7 +84,7 @@ def test_rows_see_their_text_and_their_block(
     monkeypatch.setattr(kernels, "on_cpu", lambda _: cpu)
     made = inputs(heads)
     expected = expected_of(heads, causal, window)
-    for attend in (block_attention, plain_attention):
+    for attend in (block_attention, plain_block_attention):
         found = run(both_ways(attend, sight(causal, window)), made)
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs)
@@ -95,9 +95,9 @@ def test_several_texts_each_with_its_own_blocks() -> None:
     query, own = query[:4], (own_keys[:4], own_values[:4])
     text = tuple(torch.cat([each, each.flip(1)]) for each in (keys, values))
     first, end = torch.tensor(FIRST[:4]), torch.tensor(END[:4])
-    found = block_attention(query, text, own, Sight(first, end, SIZE))
+    found = block_attention(query, text, own, BlockRange(first, end, SIZE))
     for number, rows in enumerate((slice(0, 2), slice(2, 4))):
-        seen = Sight(first[rows], end[rows], SIZE, host=(first[rows], end[rows]))
+        seen = BlockRange(first[rows], end[rows], SIZE, bounds_on_cpu=(first[rows], end[rows]))
         alone = tuple(each[number, None] for each in text)
         mine = block_attention(query[rows], alone, tuple(each[rows] for each in own), seen)
         torch.testing.assert_close(found[rows], mine)
@@ -131,9 +131,12 @@ def test_on_cuda_numbers_are_those_of_the_definition(
     shapes = [(*own, many), *[(*text, few)] * 2, *[(*own, few)] * 2]
     made = [torch.randn(*each, 64, generator=generator).to(dtype) for each in shapes]
     results = []
-    for device, attend, wide in (("cpu", plain_attention, torch.float64), ("cuda", None, dtype)):
+    for device, attend, wide in (
+        ("cpu", plain_block_attention, torch.float64),
+        ("cuda", None, dtype),
+    ):
         places = first.to(device), end.to(device)
-        seen = Sight(*places, 5, window is not None, window, (first, end))
+        seen = BlockRange(*places, 5, window is not None, window, (first, end))
         leaves = [each.to(device, wide).requires_grad_() for each in made]
         results.append(run(both_ways(attend or block_attention, seen), leaves))
     tolerance = 5e-3 if dtype is torch.float32 else 0.05  # products may be in TF32
@@ -142,8 +145,10 @@ def test_on_cuda_numbers_are_those_of_the_definition(
 
 
 def test_a_chunk_reads_no_token_that_none_of_its_blocks_sees(monkeypatch) -> None:
-    def read(seen: Sight) -> list[tuple[slice, slice]]:
-        return [(each.rows, each.tokens) for each in seen.plan(torch.empty(0), S, 1).chunks]
+    def read(seen: BlockRange) -> list[tuple[slice, slice]]:
+        return [
+            (each.rows, each.tokens) for each in seen.make_chunk_plan(torch.empty(0), S, 1).chunks
+        ]
 
     monkeypatch.setattr(attention, "ROWS_PER_CHUNK", 2 * SIZE)
     rows = slice(0, 6), slice(6, 12), slice(12, 15)
@@ -157,7 +162,7 @@ def test_a_chunk_reads_no_token_that_none_of_its_blocks_sees(monkeypatch) -> Non
 
 
 def test_off_the_cpu_a_run_sees_few_lengths() -> None:
-    lengths = [attention._length(number) for number in range(1, 16385)]
+    lengths = [attention._round_up_length(number) for number in range(1, 16385)]
     assert all(length >= number for number, length in enumerate(lengths, 1))
     assert sorted(set(lengths)) == [
         512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192,
@@ -167,10 +172,10 @@ def test_off_the_cpu_a_run_sees_few_lengths() -> None:
 
 def test_what_hides_tokens_is_made_once_for_all_layers(monkeypatch) -> None:
     made = []
-    of_text = Sight.of_text
-    monkeypatch.setattr(Sight, "of_text", lambda *given: made.append(1) or of_text(*given))
+    of_text = BlockRange.build_context_mask
+    monkeypatch.setattr(BlockRange, "of_text", lambda *given: made.append(1) or of_text(*given))
     seen, inside = sight(window=3), inputs()
-    for number, attend in enumerate((block_attention, plain_attention), 1):
+    for number, attend in enumerate((block_attention, plain_block_attention), 1):
         for _ in range(3):
             run(both_ways(attend, seen), inside)
         assert len(made) == number

@@ -35,8 +35,8 @@ def test_a_tree_holds_the_likeliest_paths_of_all(name: str) -> None:
     width, kept = 7, 9
     drafter = BlockTree(head, DynamicShape(3, width, kept))
     observed(drafter, text)
-    draft = drafter.propose(Roots.of(text[-1:]))
-    sure, outputs, base = drafter._slots(Roots.of(text[-1:]))
+    draft = drafter.propose(Roots.from_ids(text[-1:]))
+    sure, outputs, base = drafter._compute_slots(Roots.from_ids(text[-1:]))
     paths: dict[tuple[int, ...], float] = {}
 
     def follow(path: tuple[int, ...], score: float, state: Tensor | None) -> None:
@@ -73,8 +73,8 @@ def test_what_trains_is_what_drafts(name: str) -> None:
         text = documents[document][: place + 2]
         drafter = BlockChain(learnt(name), 4 if name.startswith("dflash") else 5)
         observed(drafter, text)
-        assert drafter.cache.opened.lengths == [place + 1]
-        _, outputs, _ = drafter._slots(Roots.of(text[-1:]))
+        assert drafter.cache.prepared_slots.lengths == [place + 1]
+        _, outputs, _ = drafter._compute_slots(Roots.from_ids(text[-1:]))
         torch.testing.assert_close(trained[row], outputs[0], rtol=1e-4, atol=1e-4)
 
 
@@ -105,7 +105,7 @@ def test_masks_are_embedded_as_the_mask_token() -> None:
     for each in (head, other):
         drafter = BlockChain(each, 4)
         observed(drafter, text)
-        drawn.append(drafter._slots(Roots.of(text[-1:]))[1])
+        drawn.append(drafter._compute_slots(Roots.from_ids(text[-1:]))[1])
     assert not torch.allclose(drawn[0], drawn[1])
 
 
@@ -117,8 +117,8 @@ def test_a_chain_takes_the_best_token_after_the_one_before(name: str) -> None:
         matrix.copy_(torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
     drafter = BlockChain(head, 4)
     observed(drafter, text)
-    tokens = drafter.propose(Roots.of(text[-1:])).tokens[0].tolist()
-    before, outputs, base = drafter._slots(Roots.of(text[-1:]))
+    tokens = drafter.propose(Roots.from_ids(text[-1:])).tokens[0].tolist()
+    before, outputs, base = drafter._compute_slots(Roots.from_ids(text[-1:]))
     expected: list[int] = []
     state: Tensor | None = None
     for slot in range(4):

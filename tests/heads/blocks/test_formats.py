@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.blocks import DFlashConfig
-from heads.blocks.config import block_config
+from heads.blocks.config import build_block_config
 from heads.dflash.head import DFlashHead
 from heads.kinds import load_head
 from heads.target_model.model import Target
@@ -23,8 +23,10 @@ from heads.vocab import DraftVocab
 def dflash(target: Target, **settings: Any) -> DFlashHead:
     """An untrained head of two layers and three drafts with noise in its norms."""
     sizes = {"num_layers": 2, "block_size": 4, "layers": [2, 3, 6], "mask_token_id": 7}
-    config = block_config(DFlashConfig(**{**sizes, **settings}), target, sample_from_anchor=False)
-    head = DFlashHead(config, DraftVocab.everything(target.vocab_size)).begin(target, seed=0)
+    config = build_block_config(
+        DFlashConfig(**{**sizes, **settings}), target, sample_from_anchor=False
+    )
+    head = DFlashHead(config, DraftVocab.make_full(target.vocab_size)).initialise(target, seed=0)
     torch.manual_seed(0)
     for parameter in head.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
@@ -93,7 +95,7 @@ def write(
 @torch.no_grad()
 def candidates(head: Any, target: Target) -> Tensor:
     head.attach(target)
-    return head.candidates(target.read_text(TEXT[:-1], head.taps), TEXT, 2, 3, 4)
+    return head.candidates(target.encode_text(TEXT[:-1], head.taps), TEXT, 2, 3, 4)
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def test_a_head_of_the_authors(target: Target, tmp_path: Path) -> None:
     head = dflash(target)
-    found = load_head(write(tmp_path / "head", ZLAB, head.tensors()))
+    found = load_head(write(tmp_path / "head", ZLAB, head.collect_tensors()))
     assert isinstance(found, DFlashHead)
     assert vars(found.config) | {"target": "me/toy"} == vars(head.config)
     assert candidates(found, target).equal(candidates(head, target))
@@ -121,7 +123,9 @@ def test_a_head_of_speculators_with_what_it_keeps_of_the_target(
     }
     if prefix:
         copies = {name: each for name, each in copies.items() if "verifier" not in name}
-    found = load_head(write(tmp_path / "head", SPECULATORS, head.tensors() | copies, prefix))
+    found = load_head(
+        write(tmp_path / "head", SPECULATORS, head.collect_tensors() | copies, prefix)
+    )
     config = found.config
     assert (config.layers, config.window, config.causal) == ((2, 3, 6), 3, True)
     assert (config.target, config.own_embedding, config.own_output_head) == ("meta/toy", True, True)
@@ -157,7 +161,7 @@ FULL = {"transformer_layer_config": SIZES}
 def test_what_rows_see(
     target: Target, tmp_path: Path, config: dict[str, Any], window: int | None, causal: bool
 ) -> None:
-    found = load_head(write(tmp_path / "head", config, dflash(target).tensors())).config
+    found = load_head(write(tmp_path / "head", config, dflash(target).collect_tensors())).config
     assert (found.window, found.causal) == (window, causal)
 
 
@@ -171,12 +175,12 @@ def test_what_rows_see(
 def test_the_mask_token_is_that_of_the_inner_part(
     target: Target, tmp_path: Path, changes: dict[str, Any], expected: int
 ) -> None:
-    head = load_head(write(tmp_path / "head", ZLAB | changes, dflash(target).tensors()))
+    head = load_head(write(tmp_path / "head", ZLAB | changes, dflash(target).collect_tensors()))
     assert head.config.mask_token_id == expected
 
 
 def test_layers_may_be_told_and_have_several_names(target: Target, tmp_path: Path) -> None:
-    tensors = dflash(target).tensors()
+    tensors = dflash(target).collect_tensors()
     folder = write(tmp_path / "head", ZLAB, tensors)
     assert load_head(folder, layers=[1, 2, 3]).config.layers == (1, 2, 3)
     with pytest.raises(InputError, match=r"reads 3 hidden states of 64, .* names \[1, 2\]"):
@@ -201,7 +205,7 @@ def test_layers_may_be_told_and_have_several_names(target: Target, tmp_path: Pat
     ],
 )
 def test_old_and_new_spellings_of_rope(target: Target, tmp_path: Path, keys, expected) -> None:
-    head = load_head(write(tmp_path / "head", ZLAB | keys, dflash(target).tensors()))
+    head = load_head(write(tmp_path / "head", ZLAB | keys, dflash(target).collect_tensors()))
     assert head.config.llama.rope_parameters == expected
 
 
@@ -242,7 +246,7 @@ def test_old_and_new_spellings_of_rope(target: Target, tmp_path: Path, keys, exp
 def test_settings_that_do_not_fit_are_refused(
     target: Target, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
-    folder = write(tmp_path / "head", config, dflash(target).tensors())
+    folder = write(tmp_path / "head", config, dflash(target).collect_tensors())
     with pytest.raises(InputError, match=message) as caught:
         load_head(folder)
     assert str(caught.value).startswith(f"head.path={folder}: ")
@@ -262,14 +266,14 @@ def put(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
     ],
 )
 def test_every_tensor_is_accounted_for(target: Target, tmp_path: Path, edit, message: str) -> None:
-    tensors = dflash(target).tensors()
+    tensors = dflash(target).collect_tensors()
     edit(tensors)
     with pytest.raises(InputError, match=message):
         load_head(write(tmp_path / "head", ZLAB, tensors))
 
 
 def test_pickles_are_never_opened(target: Target, tmp_path: Path) -> None:
-    folder = Path(write(tmp_path / "head", ZLAB, dflash(target).tensors()))
+    folder = Path(write(tmp_path / "head", ZLAB, dflash(target).collect_tensors()))
     (folder / "mask_embedding.pt").touch()
     with pytest.raises(InputError, match=r"mask_embedding.pt: a separate pick"):
         load_head(str(folder))

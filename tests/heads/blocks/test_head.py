@@ -22,14 +22,19 @@ from eval.measure.replay import replay
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
 from heads.eagle.head import EagleHead
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.kinds import load_head
-from heads.layers.low_rank import with_low_rank_head
+from heads.layers.low_rank import make_low_rank_target
 from heads.medusa.drafter import MedusaDrafter
-from heads.target_model.check import check_served
-from heads.target_model.decoder import decoder_of, find_blocks, num_outputs, state_of
-from heads.target_model.model import Taps, Target
-from heads.target_model.remote import final_norm, load_remote
+from heads.target_model.check import check_target_support
+from heads.target_model.decoder import (
+    count_layer_outputs,
+    extract_hidden_state,
+    find_decoder,
+    find_decoder_layers,
+)
+from heads.target_model.model import FeatureLayers, Target
+from heads.target_model.remote import find_final_norm, load_remote
 from heads.vocab import DraftVocab
 from scripts.store.plan import contents_of
 
@@ -89,19 +94,19 @@ def made(name: str, **changes: Any) -> Target:
             parameter.data.normal_(std=0.1)  # a bias of 0 would hide that it is left out
     model.generation_config.eos_token_id = None
     target = Target(model.eval(), None, name)
-    check_served(target)
+    check_target_support(target)
     return target
 
 
 shared = cache(made)  # by tests that change nothing
-ALL_LAYERS = Taps((0, 1, 2, 3, 4))
+ALL_LAYERS = FeatureLayers((0, 1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("name", [each for each in MADE if each not in {"gptj", "gemma3n"}])
 def test_taps_are_the_hidden_states_of_transformers(name: str) -> None:
     target = shared(name)
     theirs = target.model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
-    found = target.read_text(PROMPT, ALL_LAYERS)
+    found = target.encode_text(PROMPT, ALL_LAYERS)
     assert len(theirs) == 5
     for index in range(4):
         torch.testing.assert_close(found.layers[index], theirs[index])
@@ -112,7 +117,7 @@ def test_taps_are_the_hidden_states_of_transformers(name: str) -> None:
 def test_of_altup_s_streams_the_active_one_is_read() -> None:
     target = made("gemma3n", altup_active_idx=2, altup_num_inputs=3)
     theirs = target.model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
-    found = target.read_text(PROMPT, ALL_LAYERS)
+    found = target.encode_text(PROMPT, ALL_LAYERS)
     for index in range(4):
         assert theirs[index].shape == (3, 1, 7, 64)
         torch.testing.assert_close(found.layers[index], theirs[index][2])
@@ -120,8 +125,8 @@ def test_of_altup_s_streams_the_active_one_is_read() -> None:
 
 def test_streams_that_all_layers_mix_are_averaged() -> None:
     streams = torch.arange(12.0).view(1, 2, 3, 2)
-    assert state_of((streams, None), active=None).tolist() == [[[2.0, 3.0], [8.0, 9.0]]]
-    assert state_of([torch.ones(1, 2, 3)], active=None).shape == (1, 2, 3)
+    assert extract_hidden_state((streams, None), active=None).tolist() == [[[2.0, 3.0], [8.0, 9.0]]]
+    assert extract_hidden_state([torch.ones(1, 2, 3)], active=None).shape == (1, 2, 3)
 
 
 class Block(nn.Module):
@@ -143,7 +148,7 @@ def blocks(count: int) -> nn.ModuleList:
 def test_the_decoder_of_a_model_that_calls_its_output_head_so() -> None:
     config = AutoConfig.for_model("modernbert-decoder", **{**COMMON, **USUAL})
     model = AutoModelForCausalLM.from_config(config)
-    assert decoder_of(model) is model.model
+    assert find_decoder(model) is model.model
 
 
 def test_experts_projections_and_other_models_are_no_layers() -> None:
@@ -152,7 +157,7 @@ def test_experts_projections_and_other_models_are_no_layers() -> None:
     decoder.streams = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
     decoder.tower = nn.Module()
     decoder.tower.layers = blocks(3)
-    assert find_blocks(decoder, 3, "t") is decoder.h
+    assert find_decoder_layers(decoder, 3, "t") is decoder.h
 
 
 def test_layers_in_no_list_or_in_several_are_refused_by_name() -> None:
@@ -161,9 +166,9 @@ def test_layers_in_no_list_or_in_several_are_refused_by_name() -> None:
     with pytest.raises(
         InputError, match=r"target\.path=t: Module has \['attentions', 'ffns'\] of 3"
     ):
-        find_blocks(decoder, 3, "t")
+        find_decoder_layers(decoder, 3, "t")
     with pytest.raises(InputError, match=r"target\.path=t: Module has no list of 4 layers"):
-        find_blocks(decoder, 4, "t")
+        find_decoder_layers(decoder, 4, "t")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon"])
@@ -183,8 +188,10 @@ def test_layers_that_read_more_than_a_state_of_each_other_stay() -> None:
         layers[1](*given)
 
     with pytest.raises(InputError, match=r"target\.path=t: Block reads more of the previous layer"):
-        num_outputs(layers, run, "t")
-    assert num_outputs(layers, lambda: [layer(torch.ones(1, 1, 2)) for layer in layers], "t") == [
+        count_layer_outputs(layers, run, "t")
+    assert count_layer_outputs(
+        layers, lambda: [layer(torch.ones(1, 1, 2)) for layer in layers], "t"
+    ) == [
         2,
         2,
     ]
@@ -194,19 +201,23 @@ def test_layers_that_read_more_than_a_state_of_each_other_stay() -> None:
 def with_a_layer_of_images() -> Target:
     """As Mllama, whose text goes around layers that look at images."""
     target = made("gpt2")
-    target.__dict__["blocks"] = nn.ModuleList([*target.blocks[:3], Block(), target.blocks[3]])
+    target.__dict__["blocks"] = nn.ModuleList(
+        [*target.decoder_layers[:3], Block(), target.decoder_layers[3]]
+    )
     target.config.n_layer = 5
     return target
 
 
 def test_a_layer_that_no_text_passes_is_named(with_a_layer_of_images: Target) -> None:
     with pytest.raises(InputError, match=r"hidden states \[4\]: not available, as these layers"):
-        with_a_layer_of_images.read_text(PROMPT, Taps((1, 4)))
+        with_a_layer_of_images.encode_text(PROMPT, FeatureLayers((1, 4)))
 
 
 def test_golden_values_count_such_a_layer(with_a_layer_of_images: Target, tmp_path) -> None:
     target = with_a_layer_of_images
-    tensors, _ = golden(eagle3(target, layers=[1, 2, 5]), target, num_rows=4, depth=2)
+    tensors, _ = compute_reference_tensors(
+        eagle3(target, layers=[1, 2, 5]), target, num_rows=4, depth=2
+    )
     assert torch.equal(tensors["hidden_states.3"], tensors["hidden_states.4"])
     save_file(tensors, tmp_path / "golden.safetensors")
 
@@ -222,7 +233,7 @@ def eagle3(
     target: Target, start: OutputHead = OutputHead.copy, layers: list[int] | None = None
 ) -> EagleHead:
     settings = EagleConfig(output_head=start, layers=layers)
-    return EagleHead.untrained(target, settings, DraftVocab.everything(96), seed=0)
+    return EagleHead.from_settings(target, settings, DraftVocab.make_full(96), seed=0)
 
 
 # --- Heads behind them.
@@ -267,8 +278,8 @@ def test_a_head_is_as_wide_as_a_projected_embedding_and_keeps_it(tmp_path) -> No
     loaded = load_head(str(tmp_path / "head")).attach(target)
     assert loaded.embed_tokens is not None
     assert torch.equal(loaded.embed_tokens.weight, target.embedding.weight)
-    output = target.read_text(PROMPT, head.taps)
-    drafts = [each.candidates(output, [*PROMPT, 9], 3, 2, 4) for each in (head, loaded)]
+    output = target.encode_text(PROMPT, head.taps)
+    drafts = [each.compute_candidates(output, [*PROMPT, 9], 3, 2, 4) for each in (head, loaded)]
     assert torch.equal(*drafts)
 
 
@@ -290,16 +301,18 @@ def test_the_final_norm_is_found_in_what_is_loaded_without_layers(name: str, tmp
     target = shared(name)
     target.model.save_pretrained(tmp_path)
     bare = load_remote(TargetConfig(path=str(tmp_path), dtype=Dtype.float32), CPU)
-    assert sum(1 for each in bare.modules() if isinstance(each, type(target.blocks[0]))) == 0
-    output = target.read_text(PROMPT, Taps((4,)))
-    assert torch.equal(final_norm(bare)(output.layers[4]), output.hidden_states)
+    assert (
+        sum(1 for each in bare.modules() if isinstance(each, type(target.decoder_layers[0]))) == 0
+    )
+    output = target.encode_text(PROMPT, FeatureLayers((4,)))
+    assert torch.equal(find_final_norm(bare)(output.layers[4]), output.hidden_states)
 
 
 def test_what_lies_behind_the_layers_besides_a_norm_is_named(tmp_path) -> None:
     with pytest.raises(
         InputError, match=r"OPTForCausalLM makes last .* with \['project_out'\] too"
     ):
-        final_norm(made("opt, projected").model)
+        find_final_norm(made("opt, projected").model)
     made("gemma3n").model.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"gemma3n_text makes last .* with \['altup_unembed"):
         load_remote(TargetConfig(path=str(tmp_path), dtype=Dtype.float32), CPU)
@@ -320,10 +333,10 @@ def test_heads_start_from_the_rows_of_a_biased_output_head_but_cannot_freeze_the
 def test_an_output_head_of_low_rank_keeps_the_bias() -> None:
     target = made("phi")
     target.output_head.bias.data.mul_(100)  # decides which ids are likely
-    lent = with_low_rank_head(target, 63)
+    lent = make_low_rank_target(target, 63)
     lent.output_head.num_candidates = 4
-    states = target.read_text(PROMPT).hidden_states
-    found, expected = lent.logits(states), target.logits(states)
+    states = target.encode_text(PROMPT).hidden_states
+    found, expected = lent.compute_logits(states), target.compute_logits(states)
     torch.testing.assert_close(found.max(-1), expected.max(-1))
     target.output_head.bias.data.mul_(0)
-    assert (target.logits(states) - expected).abs().max() > 0.1
+    assert (target.compute_logits(states) - expected).abs().max() > 0.1

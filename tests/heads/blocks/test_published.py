@@ -181,7 +181,7 @@ def test_a_published_head_is_the_one_it_was_written_from(
     target: Target, tmp_path: Path, kind: str, settings: dict[str, Any], config: dict[str, Any]
 ) -> None:
     head = noisy(target, kind, **settings)
-    tensors = head.tensors() | (ends(target) if config is DEEPSPEC else {})
+    tensors = head.collect_tensors() | (ends(target) if config is DEEPSPEC else {})
     found = load_head(write(tmp_path / "head", config, tensors))
     assert type(found) is type(head)
     names = ["layers", "block_size", "mask_token_id", "sample_from_anchor"]
@@ -189,14 +189,14 @@ def test_a_published_head_is_the_one_it_was_written_from(
     for name in names:
         assert getattr(found.config, name) == getattr(head.config, name), name
     assert candidates(found, target).equal(candidates(head, target))
-    assert found.export(ExportFormat.vllm).problem is None
+    assert found.plan_export(ExportFormat.vllm).problem is None
 
 
 def test_a_head_that_scales_its_logits_does_so_in_place_of_the_target(tmp_path: Path) -> None:
     """Its keys repeat the target's own, as in z-lab/Muse-Glimmer-30B-DFlash2."""
     target = toy_target()
     head = noisy(target, "dflash2", MUSE, window=9)
-    found = load_head(write(tmp_path / "head", ZLAB_MUSE, head.tensors()))
+    found = load_head(write(tmp_path / "head", ZLAB_MUSE, head.collect_tensors()))
     drafts = candidates(found, target)
     assert found.projection()[2:] == (MUSE["output_multiplier"], 20.0)
     scaled = toy_target()
@@ -212,12 +212,12 @@ def test_deepspec_calls_a_dspark_head_without_a_markov_head_dflash(
     head = noisy(target, "dspark")
     head.markov_head.markov_w2.weight.data.zero_()  # type: ignore[union-attr, operator]
     parts = ("markov_head.", "confidence_head.")
-    tensors = {n: tensor for n, tensor in head.tensors().items() if not n.startswith(parts)}
+    tensors = {n: tensor for n, tensor in head.collect_tensors().items() if not n.startswith(parts)}
     found = load_head(write(tmp_path / "head", DEEPSPEC_DFLASH, tensors | ends(target)))
     assert found.config.sample_from_anchor
     assert candidates(found, target).equal(candidates(head, target))
     # vLLM takes it for DSpark, and so takes this.
-    assert found.card({}, None).vllm_method == "dspark"
+    assert found.build_card_facts({}, None).vllm_method == "dspark"
 
 
 def test_specforge_first_put_the_heads_of_dspark_into_a_part_of_their_own(
@@ -227,7 +227,7 @@ def test_specforge_first_put_the_heads_of_dspark_into_a_part_of_their_own(
     parts = ("markov_head.", "confidence_head.")
     tensors = {
         f"logit_head.{name}" if name.startswith(parts) else name: tensor
-        for name, tensor in head.tensors().items()
+        for name, tensor in head.collect_tensors().items()
     }
     found = load_head(write(tmp_path / "head", SPECFORGE_DSPARK, tensors))
     assert candidates(found, target).equal(candidates(head, target))
@@ -237,8 +237,8 @@ def test_speculators_filled_in_masks_before_it_said_so(target: Target, tmp_path:
     """As vLLM reads a file of DSpark without the key."""
     config = speculators("dspark", 4, **DSPARK)
     del config["sample_from_anchor"]
-    found = load_head(write(tmp_path / "head", config, noisy(target, "dspark").tensors()))
+    found = load_head(write(tmp_path / "head", config, noisy(target, "dspark").collect_tensors()))
     assert (found.config.sample_from_anchor, found.config.num_draft_tokens) == (False, 4)
     stated = config | {"sample_from_anchor": False}
-    same = load_head(write(tmp_path / "same", stated, noisy(target, "dspark").tensors()))
+    same = load_head(write(tmp_path / "same", stated, noisy(target, "dspark").collect_tensors()))
     assert candidates(found, target).equal(candidates(same, target))

@@ -50,15 +50,15 @@ def test_a_chance_by_hand() -> None:
 
 def drawn(chances: list[list[float]], calibration: Calibration | None) -> Draft:
     """Chains of texts that are as sure as given at each depth; token d at depth d, from 1."""
-    draws = ChainSampler(DraftVocab.everything(9), GREEDY, NO_DRAWS, calibration)
+    draws = ChainSampler(DraftVocab.make_full(9), GREEDY, NO_DRAWS, calibration)
     tree, tokens = Tree.chain(len(chances[0])), []
     for depth, each in enumerate(zip(*chances, strict=True), start=1):
         if draws.ended:
             break
         logits = torch.zeros(len(each), 9)
         logits[:, depth] = 1.0
-        tokens.append(draws.token(logits, torch.tensor(each).logit()))
-    return draws.chains(tree, torch.stack(tokens, 1))
+        tokens.append(draws.choose_token(logits, torch.tensor(each).logit()))
+    return draws.make_draft(tree, torch.stack(tokens, 1))
 
 
 def test_where_chains_end_by_hand() -> None:
@@ -116,7 +116,7 @@ SHARE = {
 def cutter(name: str, head: DraftHead, how: Sampling, threshold: float) -> Callable[..., Drafter]:
     depth = DEPTHS.get(name, 5)
     calibration = Calibration((0.8,) * depth, (0.0,) * depth, threshold)
-    return lambda seeds: head.drafter(Tree.chain(depth), how, seeds, calibration)
+    return lambda seeds: head.make_drafter(Tree.chain(depth), how, seeds, calibration)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -133,7 +133,7 @@ def test_cut_chains_are_lossless_and_of_each_text_alone(name: str, how: Sampling
         assert (alone.token_ids, alone.steps) == (text.token_ids, text.steps)
         assert alone.drafted == text.drafted
         lengths |= set(text.drafted)
-        if how.greedy:
+        if how.is_greedy:
             plain = decode(target, NoDraft(), request.prompt_ids, 26)
             assert text.token_ids == plain.token_ids
     assert len(lengths) > 1
@@ -187,12 +187,12 @@ NUM_TEXTS = 6000
 
 def emitted(calibration: Calibration) -> Counter:
     """First two tokens of texts, by chains of two and the target."""
-    generators = Generators.seeded(range(NUM_TEXTS), CPU)
-    drafts = Generators.seeded(range(1 << 32, (1 << 32) + NUM_TEXTS), CPU)
-    draws = ChainSampler(DraftVocab.everything(3), ONE, drafts, calibration)
-    first = draws.token(Q[:1].log().expand(NUM_TEXTS, -1))
-    second = draws.token(Q[1 + first].log())
-    draft = draws.chains(Tree.chain(2), torch.stack([first, second], 1))
+    generators = Generators.from_seeds(range(NUM_TEXTS), CPU)
+    drafts = Generators.from_seeds(range(1 << 32, (1 << 32) + NUM_TEXTS), CPU)
+    draws = ChainSampler(DraftVocab.make_full(3), ONE, drafts, calibration)
+    first = draws.choose_token(Q[:1].log().expand(NUM_TEXTS, -1))
+    second = draws.choose_token(Q[1 + first].log())
+    draft = draws.make_draft(Tree.chain(2), torch.stack([first, second], 1))
     tokens = torch.nn.functional.pad(draft.tokens, (1, 0))
     after = P[(1 + tokens).clamp_min(0)].log()
     after[:, 0] = P[0].log()
@@ -224,7 +224,7 @@ def wrong_token(draws: ChainSampler, logits: Tensor, confidence: Tensor | None =
     return token
 
 
-TOKEN = ChainSampler.token
+TOKEN = ChainSampler.choose_token
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.61])
@@ -245,7 +245,7 @@ class Watched:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps = drafter, drafter.taps
-        self.observe, self.keep = drafter.observe, drafter.keep
+        self.observe, self.keep = drafter.observe, drafter.select_rows
         self.chances: list[Tensor] = []
 
     def propose(self, roots: Roots) -> Draft:

@@ -20,7 +20,7 @@ def order(mask: Tensor, depths: list[list[int]]) -> list[tuple[list[list[int]], 
 
 
 def of_tree(tree: Tree) -> list[tuple[list[list[int]], list[list[int]]]]:
-    layout = Draft.of(tree, torch.zeros(1, tree.num_nodes - 1).long()).layout()
+    layout = Draft.from_tree(tree, torch.zeros(1, tree.num_nodes - 1).long()).build_layout()
     return order(layout.mask.long(), layout.depths.tolist())
 
 
@@ -74,7 +74,7 @@ def state(*values: float) -> State:
 
 
 def held(states: RecurrentStates, texts: list[int], tokens: list[int]) -> list[float]:
-    found = states.after(MIXER, torch.tensor(texts), torch.tensor(tokens))
+    found = states.select_states(MIXER, torch.tensor(texts), torch.tensor(tokens))
     assert torch.equal(found[OTHER], -torch.stack([found[KEY]] * 2, 1))
     return found[KEY].flatten().tolist()
 
@@ -84,8 +84,8 @@ def prefilled() -> RecurrentStates:
     states = RecurrentStates(random_model("lfm2").config, 2)
     states.begin([3, 2], None)
     assert states.by_depth == []
-    assert states.after(MIXER, BOTH, FIRST) == {}
-    states.put(MIXER, BOTH, FIRST, state(10.0, 20.0))
+    assert states.select_states(MIXER, BOTH, FIRST) == {}
+    states.store_states(MIXER, BOTH, FIRST, state(10.0, 20.0))
     states.commit([[0, 1, 2], [0, 1]])
     return states
 
@@ -97,7 +97,7 @@ def drafted() -> RecurrentStates:
     assert states.num_earlier == 0
     assert held(states, [1, 0], [0, 0]) == [20.0, 10.0]
     for node in range(3):
-        states.put(MIXER, BOTH, FIRST + 1 + node, state(11.0 + node, 21.0 + node))
+        states.store_states(MIXER, BOTH, FIRST + 1 + node, state(11.0 + node, 21.0 + node))
     return states
 
 
@@ -119,7 +119,7 @@ def test_more_may_be_drafted_below_what_is_pending() -> None:
     states.begin([], (rows("1011").bool(), torch.tensor([[0, 1, 1, 2]])))
     assert states.num_earlier == 3
     assert [level.parents.tolist() for level in states.by_depth] == [[[3]]]
-    states.put(MIXER, BOTH, FIRST + 4, state(14.0, 24.0))
+    states.store_states(MIXER, BOTH, FIRST + 4, state(14.0, 24.0))
     assert held(states, [0, 0, 1], [3, 4, 4]) == [13.0, 14.0, 24.0]
     states.commit([[0, 2, 3], [0, 2]])
     assert held(states, [0, 1], [0, 0]) == [14.0, 23.0]
@@ -131,7 +131,7 @@ def test_a_text_that_ends_takes_its_states_with_it() -> None:
     states.keep([1])
     assert held(states, [0], [0]) == [22.0]
     states.begin([], (rows("1").bool(), torch.tensor([[0]])))
-    states.put(MIXER, torch.tensor([0]), torch.tensor([1]), state(30.0))
+    states.store_states(MIXER, torch.tensor([0]), torch.tensor([1]), state(30.0))
     states.commit([[0]])
     assert held(states, [0], [0]) == [30.0]
 
@@ -139,19 +139,19 @@ def test_a_text_that_ends_takes_its_states_with_it() -> None:
 def test_bytes_of_one_token_of_one_text() -> None:
     states = drafted()
     assert states.bytes_per_token == 4 * (1 + 2)
-    states.put(MIXER + 1, BOTH, FIRST, {KEY: torch.zeros(2, 7)})
+    states.store_states(MIXER + 1, BOTH, FIRST, {KEY: torch.zeros(2, 7)})
     assert states.bytes_per_token == 4 * (1 + 2 + 7)
 
 
 def test_a_module_finds_its_state_in_a_cache_of_transformers_own() -> None:
     states, first = drafted(), torch.tensor([0])
-    states.put(MIXER + 1, first, first, {KEY: torch.tensor([[[1.0, 2.0, 3.0]]])})
-    before = states.after(MIXER + 1, first, first)
-    cache = states.cache_with(0, before)
+    states.store_states(MIXER + 1, first, first, {KEY: torch.tensor([[[1.0, 2.0, 3.0]]])})
+    before = states.select_states(MIXER + 1, first, first)
+    cache = states.make_layer_cache(0, before)
     assert cache.has_previous_state(0)
     cache.update_conv_state(torch.full((1, 1, 1), 9.0), 0)
-    assert states.in_cache(0)[KEY].tolist() == [[[2.0, 3.0, 9.0]]]
+    assert states.collect_layer_states(0)[KEY].tolist() == [[[2.0, 3.0, 9.0]]]
     # What others go on from is not what the module wrote to.
-    assert states.after(MIXER + 1, first, first)[KEY].tolist() == [[[1.0, 2.0, 3.0]]]
-    assert not states.cache_with(0, {}).has_previous_state(0)
-    assert states.in_cache(0) == {}
+    assert states.select_states(MIXER + 1, first, first)[KEY].tolist() == [[[1.0, 2.0, 3.0]]]
+    assert not states.make_layer_cache(0, {}).has_previous_state(0)
+    assert states.collect_layer_states(0) == {}

@@ -13,7 +13,7 @@ V = 7
 
 
 def seeded(num_texts: int, first: int = 0) -> Generators:
-    return Generators.seeded(range(first, first + num_texts), CPU)
+    return Generators.from_seeds(range(first, first + num_texts), CPU)
 
 
 def test_mix_is_splitmix64() -> None:
@@ -52,21 +52,21 @@ BITS = {
 def test_what_a_seed_draws_is_fixed() -> None:
     """Or texts sampled by another version of this could not be had again."""
     seeds = list(dict.fromkeys(seed for seed, _ in BITS))
-    uniform, exponential = Generators.seeded(seeds, CPU), Generators.seeded(seeds, CPU)
+    uniform, exponential = Generators.from_seeds(seeds, CPU), Generators.from_seeds(seeds, CPU)
     for number in (0, 1):
         rows = [BITS[seed, number] for seed in seeds]
-        found = uniform.uniform(4) * 2**24
+        found = uniform.draw_uniform(4) * 2**24
         assert found.tolist() == [[bits >> 40 for bits in row] for row in rows]
         expected = [[-math.log1p(-(bits >> 1) / 2**63) for bits in row] for row in rows]
-        found = exponential.exponential(torch.empty(len(seeds), 2, 2)).flatten(1)
+        found = exponential.draw_exponential(torch.empty(len(seeds), 2, 2)).flatten(1)
         torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
     assert drafter_seeds([0, 5]) == [4294967296, 4294967301]
 
 
 def test_seeds_that_differ_in_any_bit_draw_differently() -> None:
     seeds = [1, *(1 ^ (1 << bit) for bit in range(64))]
-    generators = Generators.seeded(seeds, CPU)
-    assert len(generators.uniform(1).unique()) == 65
+    generators = Generators.from_seeds(seeds, CPU)
+    assert len(generators.draw_uniform(1).unique()) == 65
     assert len(generators.sample(torch.ones(65, 100_000)).unique()) == 65
 
 
@@ -74,25 +74,31 @@ def test_texts_draw_the_same_alone_and_in_a_batch() -> None:
     probs = torch.rand(3, V, generator=torch.Generator().manual_seed(0))
     together, alone = seeded(3, first=7), [seeded(1, first=7 + text) for text in range(3)]
     for _ in range(2):
-        assert torch.equal(together.uniform(5), torch.cat([one.uniform(5) for one in alone]))
+        assert torch.equal(
+            together.draw_uniform(5), torch.cat([one.draw_uniform(5) for one in alone])
+        )
         sampled = [one.sample(row) for one, row in zip(alone, probs.split(1), strict=True)]
         assert torch.equal(together.sample(probs), torch.cat(sampled))
-        whole = together.exponential(torch.empty(3, 3, 33))
-        parts = [one.exponential(torch.empty(1, 3, 33)) for one in alone]
+        whole = together.draw_exponential(torch.empty(3, 3, 33))
+        parts = [one.draw_exponential(torch.empty(1, 3, 33)) for one in alone]
         assert torch.equal(whole, torch.cat(parts))
     rest = together.rows([2, 0])
-    together.uniform(1)  # of which the others know nothing
-    assert torch.equal(rest.uniform(4), torch.cat([alone[2].uniform(4), alone[0].uniform(4)]))
+    together.draw_uniform(1)  # of which the others know nothing
+    assert torch.equal(
+        rest.draw_uniform(4), torch.cat([alone[2].draw_uniform(4), alone[0].draw_uniform(4)])
+    )
     rest.take(1, alone[1])
-    assert torch.equal(rest.uniform(4), torch.cat([alone[2].uniform(4), alone[1].uniform(4)]))
+    assert torch.equal(
+        rest.draw_uniform(4), torch.cat([alone[2].draw_uniform(4), alone[1].draw_uniform(4)])
+    )
 
 
 def test_what_is_drawn_later_does_not_depend_on_the_size_of_a_draw() -> None:
     probs = torch.rand(3, V, generator=torch.Generator().manual_seed(0))
     small, large, drawn = seeded(3), seeded(3), []
     for _ in range(3):
-        drawn.append(small.uniform(4))
-        assert torch.equal(large.uniform(40)[:, :4], drawn[-1])
+        drawn.append(small.draw_uniform(4))
+        assert torch.equal(large.draw_uniform(40)[:, :4], drawn[-1])
         assert torch.equal(small.sample(probs), large.sample(probs))
     assert len(torch.cat(drawn).unique()) == 3 * 3 * 4  # every draw is new
 
@@ -101,18 +107,18 @@ def test_what_is_drawn_later_does_not_depend_on_how_often_a_step_draws() -> None
     often, once, steps = seeded(3), seeded(3), []
     for _ in range(3):
         step = often.next_step()
-        steps += [step.uniform(4) for _ in range(5)]
-        assert torch.equal(once.next_step().uniform(4), steps[-5])
-    assert torch.equal(often.uniform(4), once.uniform(4))
+        steps += [step.draw_uniform(4) for _ in range(5)]
+        assert torch.equal(once.next_step().draw_uniform(4), steps[-5])
+    assert torch.equal(often.draw_uniform(4), once.draw_uniform(4))
     # And each draw of a step is another one than those of the text.
-    assert len(torch.cat([*steps, seeded(3).uniform(4)]).unique()) == 3 * 4 * 16
+    assert len(torch.cat([*steps, seeded(3).draw_uniform(4)]).unique()) == 3 * 4 * 16
 
 
 def test_keys_stay_in_place_and_counts_rise_there() -> None:
     """As captured graphs read and write them."""
     generators = seeded(2)
     places = generators.keys.data_ptr(), generators.counts.data_ptr()
-    generators.uniform(3)
+    generators.draw_uniform(3)
     generators.sample(torch.ones(2, V))
     generators.next_step()
     assert generators.counts.tolist() == [3, 3]
@@ -123,7 +129,7 @@ def test_keys_stay_in_place_and_counts_rise_there() -> None:
 
 def test_as_many_texts_as_generators_draw() -> None:
     with pytest.raises(RuntimeError, match="invalid for input of size 14"):
-        seeded(2).exponential(torch.ones(3, V))
+        seeded(2).draw_exponential(torch.ones(3, V))
 
 
 NUM_DRAWS = 1 << 22
@@ -136,7 +142,7 @@ def is_mean(draws: Tensor, expected: float, deviation: float) -> bool:
 
 
 def test_uniform_draws_are_uniform() -> None:
-    draws = seeded(64).uniform(NUM_DRAWS // 64)
+    draws = seeded(64).draw_uniform(NUM_DRAWS // 64)
     assert float(draws.min()) >= 0
     assert float(draws.max()) < 1
     assert is_mean(draws, 0.5, math.sqrt(1 / 12))
@@ -148,14 +154,14 @@ def test_uniform_draws_are_uniform() -> None:
 def test_draws_close_to_each_other_have_nothing_in_common() -> None:
     """Of neighbouring seeds, of one draw after the other, and of places side by side."""
     generators = seeded(300)
-    draws = torch.stack([generators.uniform(100) for _ in range(100)]) - 0.5
+    draws = torch.stack([generators.draw_uniform(100) for _ in range(100)]) - 0.5
     for dim, size in enumerate(draws.shape):
         ahead, behind = draws.narrow(dim, 1, size - 1), draws.narrow(dim, 0, size - 1)
         assert is_mean(ahead * behind, 0.0, 1 / 12)
 
 
 def test_exponential_draws_are_exponential_down_to_the_smallest() -> None:
-    whole = seeded(8).exponential(torch.empty(8, 1 << 20))
+    whole = seeded(8).draw_exponential(torch.empty(8, 1 << 20))
     assert is_mean(whole, 1.0, 1.0)
     assert is_mean((whole - 1) ** 2, 1.0, math.sqrt(8))
     for bound in (4.0, 1.0, 2**-4, 2**-10, 2**-20):
@@ -171,7 +177,7 @@ def test_the_smallest_and_the_largest_exponential_draw(monkeypatch: pytest.Monke
     """Neither 0 nor infinite: weights of 0 over them must stay 0, others above."""
     bits = torch.tensor([[0, 1, 2, 1 << 40, -1]])
     monkeypatch.setattr(Generators, "_bits", lambda _, num: bits[:, :num])
-    found = seeded(1).exponential(torch.empty(1, 5))
+    found = seeded(1).draw_exponential(torch.empty(1, 5))
     expected = [[2.0**-64, 2.0**-64, 1.5 * 2.0**-63, 2.0**-24, 24 * math.log(2)]]
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=0)
 

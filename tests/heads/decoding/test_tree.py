@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from conf.errors import InputError
-from heads.decoding.tree import Tree, default_tree
+from heads.decoding.tree import Tree, make_static_tree
 
 
 def test_tree_from_paths() -> None:
@@ -16,7 +16,7 @@ def test_tree_from_paths() -> None:
 
 def test_mask_is_self_and_ancestors() -> None:
     tree = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0]])
-    assert tree.mask().int().tolist() == [
+    assert tree.build_mask().int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 0, 1, 0, 0, 0],
@@ -29,7 +29,7 @@ def test_mask_is_self_and_ancestors() -> None:
 def test_chain_is_a_tree_of_width_one() -> None:
     chain = Tree.chain(3)
     assert chain.parents == (-1, 0, 1, 2)
-    assert torch.equal(chain.mask(), torch.ones(4, 4).tril().bool())
+    assert torch.equal(chain.build_mask(), torch.ones(4, 4).tril().bool())
     assert Tree.chain(0).num_nodes == 1
 
 
@@ -41,11 +41,13 @@ def test_bad_paths_are_named(paths) -> None:
 
 def test_best_takes_the_likeliest_paths() -> None:
     # .6, then .6*.5=.30, then .2; .6*.3=.18 comes after.
-    tree = Tree.best([[0.6, 0.2], [0.5, 0.3]], 3)
+    tree = Tree.from_accuracies([[0.6, 0.2], [0.5, 0.3]], 3)
     assert tree == Tree.from_paths([[0], [0, 0], [1]])
-    assert Tree.best([[0.6, 0.2], [0.5, 0.3]], 4) == Tree.from_paths([[0], [1], [0, 0], [0, 1]])
+    assert Tree.from_accuracies([[0.6, 0.2], [0.5, 0.3]], 4) == Tree.from_paths(
+        [[0], [1], [0, 0], [0, 1]]
+    )
 
 
 def test_default_tree_is_no_deeper_than_there_are_heads() -> None:
     for num_heads in (1, 3, 5):
-        assert 1 <= default_tree(num_heads, 16).depth <= num_heads
+        assert 1 <= make_static_tree(num_heads, 16).depth <= num_heads

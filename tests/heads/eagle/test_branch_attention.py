@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.eagle.branch_attention import branch_attention, plain_attention
-from heads.eagle.branches import ROWS_PER_CHUNK, Branches, Stretch, causal_rows
+from heads.eagle.branch_attention import branch_attention, plain_branch_attention
+from heads.eagle.branches import ROWS_PER_CHUNK, BranchCache, CausalRange, build_causal_range
 from heads.layers.documents import Documents
 
 DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, -1])
@@ -45,10 +45,12 @@ def tensors(
     return [each.requires_grad_() for each in made[:3]] + made[3:]
 
 
-def branches_of(keys: Tensor, values: Tensor, rows: Tensor) -> Branches:
+def branches_of(keys: Tensor, values: Tensor, rows: Tensor) -> BranchCache:
     own = [list(each[1:, rows]) for each in (keys, values)]
-    documents = Documents.of(DOCUMENTS[None]).on(keys.device)
-    return Branches(keys[:1], values[:1], causal_rows(documents, rows.to(keys.device)), *own)
+    documents = Documents.from_ids(DOCUMENTS[None]).to_device(keys.device)
+    return BranchCache(
+        keys[:1], values[:1], build_causal_range(documents, rows.to(keys.device)), *own
+    )
 
 
 def with_grads(attend, inputs: list[Tensor], rows: Tensor) -> tuple[Tensor, ...]:
@@ -58,28 +60,30 @@ def with_grads(attend, inputs: list[Tensor], rows: Tensor) -> tuple[Tensor, ...]
     return found, *torch.autograd.grad(found, (query, keys, values), upstream)
 
 
-def fused(query: Tensor, branches: Branches) -> Tensor:
+def fused(query: Tensor, branches: BranchCache) -> Tensor:
     found = branch_attention(query, branches)
     assert type(found.grad_fn).__name__ in ("ChunkedBackward", "FlashBackward")
     return found
 
 
 def test_a_row_sees_its_document_up_to_its_own_token() -> None:
-    seen = causal_rows(Documents.of(torch.tensor([[0, 0, 1, 1]])), torch.arange(4))
-    rows = seen.allowed(4)
+    seen = build_causal_range(Documents.from_ids(torch.tensor([[0, 0, 1, 1]])), torch.arange(4))
+    rows = seen.build_mask(4)
     assert rows.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
 def test_chunks_of_rows_span_only_what_they_see(monkeypatch) -> None:
     monkeypatch.setattr("heads.eagle.branches.ROWS_PER_CHUNK", 2)
     keys, values = torch.zeros(2, 1, T, 1, 8)
-    branches = Branches(keys, values, causal_rows(Documents.of(DOCUMENTS[None]), SOME))
-    spans = branches.spans
+    branches = BranchCache(
+        keys, values, build_causal_range(Documents.from_ids(DOCUMENTS[None]), SOME)
+    )
+    spans = branches.row_ranges
     found = [(s.rows.start, s.rows.stop, s.tokens.start, s.tokens.stop) for s in spans]
     assert found == [(0, 2, 0, 3), (2, 4, 4, 8), (4, 5, 9, 10)]
     inf = float("inf")
-    assert spans[0].bias(keys.dtype).tolist() == [[0, 0, -inf], [0, 0, 0]]
-    assert spans[1].bias(keys.dtype).tolist() == [[0, 0, -inf, -inf], [0, 0, 0, 0]]
+    assert spans[0].build_bias(keys.dtype).tolist() == [[0, 0, -inf], [0, 0, 0]]
+    assert spans[1].build_bias(keys.dtype).tolist() == [[0, 0, -inf, -inf], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("num_own", [0, 1, 3])
@@ -127,14 +131,14 @@ def test_the_fused_path_equals_the_plain_one(
 ) -> None:
     monkeypatch.setattr("heads.eagle.branches.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, heads, torch.float32)
-    expected = with_grads(plain_attention, inputs, rows)
+    expected = with_grads(plain_branch_attention, inputs, rows)
     for mine, theirs in zip(with_grads(fused, inputs, rows), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def scores_of(query: Tensor, keys: Tensor, documents: Documents) -> Tensor:
     """[Q, S, S] of a query for every token, -inf where it may not look."""
-    seen = causal_rows(documents, torch.arange(len(query))).allowed(len(keys))
+    seen = build_causal_range(documents, torch.arange(len(query))).build_mask(len(keys))
     groups = query.shape[1] // keys.shape[1]
     scores = torch.einsum("tqd,sqd->qts", query, keys.repeat_interleave(groups, 1))
     return (scores * query.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
@@ -174,7 +178,7 @@ def test_one_call_for_all_documents_equals_the_plain_path(
     monkeypatch.setattr("heads.eagle.branch_kernels.flash_backward", flash_backward)
     monkeypatch.setattr("heads.eagle.branch_kernels.OWN_BYTES", joined_bytes)
     inputs = tensors(num_own, rows, heads, torch.float32)
-    expected = with_grads(plain_attention, inputs, rows)
+    expected = with_grads(plain_branch_attention, inputs, rows)
     found = with_grads(branch_attention, inputs, rows)
     assert type(found[0].grad_fn).__name__ == "FlashBackward"
     for mine, theirs in zip(found, expected, strict=True):
@@ -185,7 +189,7 @@ def test_one_call_for_all_documents_equals_the_plain_path(
 def test_half_precision_stays_close_to_float64(dtype: torch.dtype) -> None:
     inputs = tensors(3, ALL, (4, 2), dtype)
     exact = [each.detach().double().requires_grad_() for each in inputs]
-    found, expected = with_grads(fused, inputs, ALL), with_grads(plain_attention, exact, ALL)
+    found, expected = with_grads(fused, inputs, ALL), with_grads(plain_branch_attention, exact, ALL)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype is dtype
         torch.testing.assert_close(mine.double(), theirs, rtol=2e-2, atol=2e-2)
@@ -208,8 +212,8 @@ def test_what_a_step_leaves_is_freed_with_it(by_flash: bool, monkeypatch) -> Non
     branches = branches_of(keys, values, ALL)
     for _ in range(2):
         output = branch_attention(query, branches)
-        branches.own_keys.append(output)
-        branches.own_values.append(output)
+        branches.draft_keys.append(output)
+        branches.draft_values.append(output)
     freed = weakref.ref(branches)
     del branches, output
     gc.collect()
@@ -218,12 +222,12 @@ def test_what_a_step_leaves_is_freed_with_it(by_flash: bool, monkeypatch) -> Non
 
 def test_several_texts_have_gradients_too() -> None:
     query, keys, values, upstream = tensors(1, ALL, (4, 2), torch.float32)
-    seen = causal_rows(Documents.of(DOCUMENTS[None]), ALL)
-    both = Stretch(torch.cat([seen.first, seen.first]), torch.cat([seen.end, seen.end]))
-    found = branch_attention(torch.cat([query, query]), Branches(keys, values, both))
+    seen = build_causal_range(Documents.from_ids(DOCUMENTS[None]), ALL)
+    both = CausalRange(torch.cat([seen.first, seen.first]), torch.cat([seen.end, seen.end]))
+    found = branch_attention(torch.cat([query, query]), BranchCache(keys, values, both))
     grads = torch.autograd.grad(found, (query, keys, values), torch.cat([upstream, upstream]))
     alone = [
-        branch_attention(query, Branches(keys[i : i + 1], values[i : i + 1], seen))
+        branch_attention(query, BranchCache(keys[i : i + 1], values[i : i + 1], seen))
         for i in range(2)
     ]
     expected = torch.autograd.grad(alone, (query, keys, values), [upstream, upstream])
@@ -234,11 +238,13 @@ def test_several_texts_have_gradients_too() -> None:
 def test_selected_branches_take_their_drafts_along() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
-    allowed = causal_rows(Documents.single(4, torch.device("cpu")), torch.arange(4))
-    branches = Branches(keys[:1], values[:1], allowed, [keys[1]], [values[1]])
+    allowed = build_causal_range(Documents.from_length(4, torch.device("cpu")), torch.arange(4))
+    branches = BranchCache(keys[:1], values[:1], allowed, [keys[1]], [values[1]])
     query, rows = torch.randn(4, 2, 8), torch.tensor([2, 0, 2])
     whole = branch_attention(query, branches)
-    torch.testing.assert_close(branch_attention(query[rows], branches.select(rows)), whole[rows])
+    torch.testing.assert_close(
+        branch_attention(query[rows], branches.select_rows(rows)), whole[rows]
+    )
 
 
 @pytest.mark.gpu
@@ -258,6 +264,6 @@ def test_attention_on_cuda_equals_that_of_float64(
     for rows in (ALL, SOME):
         inputs = tensors(num_own, rows, heads, dtype, "cuda")
         exact = [each.detach().double().requires_grad_() for each in inputs]
-        expected = with_grads(plain_attention, exact, rows)
+        expected = with_grads(plain_branch_attention, exact, rows)
         for mine, theirs in zip(with_grads(attend, inputs, rows), expected, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance)

@@ -12,12 +12,12 @@ from toys import noisy_head, random_model, random_target
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.eagle.config import EagleHeadConfig
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head
 from heads.layers.documents import Documents
-from heads.layers.llama import llama_like
+from heads.layers.llama import make_llama_config
 from heads.medusa.head import MedusaHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -37,11 +37,13 @@ def drafted(head: EagleHead, target: Target) -> Tensor:
     head.attach(target)
     ids = torch.tensor(TEXT)
     places = torch.arange(len(ids) - 1)
-    features = head.features(target.read_text(TEXT[:-1], head.taps))[0]
-    text = head.read(head.fuse(features), ids[1:], places)
-    allowed = causal_rows(Documents.single(len(places), torch.device("cpu")), places)
-    unrolled = head.unroll(text, ids, places, Branches(text.keys[None], text.values[None], allowed))
-    return torch.stack([head.logits(next(unrolled)) for _ in range(3)])
+    features = head.collect_features(target.encode_text(TEXT[:-1], head.taps))[0]
+    text = head.encode_context(head.fuse(features), ids[1:], places)
+    allowed = build_causal_range(Documents.from_length(len(places), torch.device("cpu")), places)
+    unrolled = head.unroll(
+        text, ids, places, BranchCache(text.keys[None], text.values[None], allowed)
+    )
+    return torch.stack([head.compute_logits(next(unrolled)) for _ in range(3)])
 
 
 def change(
@@ -114,8 +116,8 @@ def test_half_precision_weights_become_their_float32_values(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "vocab"),
     [
-        ({"form": EagleForm.eagle1, "fc_bias": True}, DraftVocab.everything(96)),
-        ({"form": EagleForm.eagle3}, DraftVocab.everything(96)),
+        ({"form": EagleForm.eagle1, "fc_bias": True}, DraftVocab.make_full(96)),
+        ({"form": EagleForm.eagle3}, DraftVocab.make_full(96)),
         ({"form": EagleForm.eagle3, "layers": [0, 2, 4]}, SMALL_VOCAB),
         (
             {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "fc_bias": True},
@@ -124,14 +126,14 @@ def test_half_precision_weights_become_their_float32_values(tmp_path) -> None:
     ],
 )
 def test_round_trip_is_exact(tmp_path, target, settings: dict[str, Any], vocab) -> None:
-    head = EagleHead.untrained(target, EagleConfig(**settings), vocab, seed=0)
+    head = EagleHead.from_settings(target, EagleConfig(**settings), vocab, seed=0)
     head.save(tmp_path / "head")
     loaded = load_head(str(tmp_path / "head"))
     assert loaded.config == head.config
     assert loaded.vocab.ids.tolist() == vocab.ids.tolist()
-    tensors = loaded.tensors()
+    tensors = loaded.collect_tensors()
     assert set(tensors) == set(load_file(tmp_path / "head" / "model.safetensors"))
-    for name, tensor in head.tensors().items():
+    for name, tensor in head.collect_tensors().items():
         assert torch.equal(tensor, tensors[name])
     assert torch.equal(drafted(head, target), drafted(loaded, target))
 
@@ -139,7 +141,7 @@ def test_round_trip_is_exact(tmp_path, target, settings: dict[str, Any], vocab) 
 def test_what_only_published_heads_have_survives_a_round_trip(tmp_path, target) -> None:
     config = EagleHeadConfig(
         form=EagleForm.eagle3,
-        llama=llama_like(target.config, 96),
+        llama=make_llama_config(target.config, 96),
         target="toy",
         target_hidden_size=64,
         own_output_head=False,
@@ -148,7 +150,7 @@ def test_what_only_published_heads_have_survives_a_round_trip(tmp_path, target) 
         norm_before_fc=True,
     )
     config.llama.attention_bias = True
-    head = EagleHead(config, DraftVocab.everything(96))
+    head = EagleHead(config, DraftVocab.make_full(96))
     head.save(tmp_path / "head")
     loaded = load_head(str(tmp_path / "head"))
     assert loaded.config == config
@@ -180,8 +182,8 @@ def test_a_full_vocabulary_may_be_spelled_out(tmp_path) -> None:
 
     folder = layouts.specforge(tmp_path / "head")
     head = load_head(change(folder, spell_out, draft_vocab_size=96))
-    assert head.vocab.full
-    assert not {"d2t", "t2d"} & set(head.tensors())
+    assert head.vocab.is_full
+    assert not {"d2t", "t2d"} & set(head.collect_tensors())
 
 
 def test_without_an_output_head_the_targets_drafts(tmp_path, target) -> None:

@@ -6,7 +6,7 @@ from toys import eagle_head, packed, random_target, texts
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
-from heads.eagle.branches import Branches, Stretch, causal_rows
+from heads.eagle.branches import BranchCache, CausalRange, build_causal_range
 from heads.eagle.config import default_layers
 from heads.eagle.head import EagleHead
 from heads.layers.documents import Documents
@@ -31,8 +31,8 @@ def target() -> Target:
 
 def untrained(target: Target, form: EagleForm, num_ids: int | None = None, **more) -> EagleHead:
     counts = torch.arange(target.vocab_size)
-    vocab = DraftVocab.choose(counts, num_ids, [0, 1, 2])
-    head = EagleHead.untrained(target, EagleConfig(form=form, **more), vocab, seed=0)
+    vocab = DraftVocab.from_counts(counts, num_ids, [0, 1, 2])
+    head = EagleHead.from_settings(target, EagleConfig(form=form, **more), vocab, seed=0)
     for parameter in head.parameters():
         parameter.data.mul_(3)
     return head.eval()
@@ -58,7 +58,7 @@ def test_eagle3_reads_the_outputs_of_the_layers_before_those_indices(target: Tar
 
     layers = enumerate(target.decoder.layers)
     handles = [layer.register_forward_pre_hook(keep(index)) for index, layer in layers]
-    features = head.features(target.read_text([5, 9, 7], head.taps))
+    features = head.collect_features(target.encode_text([5, 9, 7], head.taps))
     for handle in handles:
         handle.remove()
     torch.testing.assert_close(features, torch.cat([entering[i] for i in (1, 2, 3)], -1))
@@ -66,9 +66,9 @@ def test_eagle3_reads_the_outputs_of_the_layers_before_those_indices(target: Tar
 
 def test_eagle1_reads_the_state_that_the_output_head_reads(target: Target) -> None:
     head = untrained(target, EAGLE1)
-    features = head.features(target.read_text([5, 9, 7], head.taps))
+    features = head.collect_features(target.encode_text([5, 9, 7], head.taps))
     expected = target.model(input_ids=torch.tensor([[5, 9, 7]])).logits
-    torch.testing.assert_close(target.logits(features), expected)
+    torch.testing.assert_close(target.compute_logits(features), expected)
 
 
 def compare_training_and_decoding(target: Target, head: EagleHead, reader: EagleHead) -> None:
@@ -81,21 +81,25 @@ def compare_training_and_decoding(target: Target, head: EagleHead, reader: Eagle
     """
     first, second = texts(target, 2, 12)
     batch = packed([first, second])
-    where = Documents.of(batch["document_ids"])
-    output = target.read(batch["input_ids"], batch["position_ids"], where, head.taps)
+    where = Documents.from_ids(batch["document_ids"])
+    output = target.encode_documents(batch["input_ids"], batch["position_ids"], where, head.taps)
     ids = batch["input_ids"][0]
-    text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
+    text = head.encode_context(
+        head.fuse(head.collect_features(output)[0]), ids.roll(-1), batch["position_ids"][0]
+    )
     row = len(first) + 7  # token 7 of the second document
     rows = torch.tensor([row])
-    branches = Branches(text.keys[None], text.values[None], causal_rows(where, rows))
+    branches = BranchCache(text.keys[None], text.values[None], build_causal_range(where, rows))
     unrolled = head.unroll(text, ids, rows, branches)
     trained = [next(unrolled) for _ in range(3)]
 
-    alone = target.read_text(second[:8], reader.taps)
-    piece = reader.read(
-        reader.fuse(reader.features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
+    alone = target.encode_text(second[:8], reader.taps)
+    piece = reader.encode_context(
+        reader.fuse(reader.collect_features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
     )
-    branches = Branches(piece.keys[None], piece.values[None], Stretch.up_to(torch.tensor([8])))
+    branches = BranchCache(
+        piece.keys[None], piece.values[None], CausalRange.from_ends(torch.tensor([8]))
+    )
     outputs = reader.draft(piece, torch.tensor([7]), branches)
     for depth, expected in enumerate(trained):
         if depth:
@@ -118,7 +122,7 @@ def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) 
     wrong = EagleHead(replace(head.config, **config.get(mistake, {})), head.vocab)
     wrong.load_state_dict(head.state_dict())
     wrong.attach(target)
-    read, advance, features = wrong.read, wrong.advance, wrong.features
+    read, advance, features = wrong.encode_context, wrong.advance, wrong.collect_features
 
     def normed(output: TargetOutput) -> torch.Tensor:
         output.layers[3] = target.decoder.norm(output.layers[3])
@@ -126,9 +130,9 @@ def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) 
 
     compare_training_and_decoding(target, head, head)
     if mistake == "norm":
-        wrong.features = normed
+        wrong.collect_features = normed
     if mistake == "token":
-        wrong.read = lambda fused, ids, places: read(fused, ids.roll(1), places)
+        wrong.encode_context = lambda fused, ids, places: read(fused, ids.roll(1), places)
     if mistake == "position":
         wrong.advance = lambda x, ids, places, seen: advance(x, ids, places - 1, seen)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
@@ -146,15 +150,15 @@ def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) 
 def test_the_output_head_starts_where_it_is_told(target: Target, start, trained, equal) -> None:
     vocab = DraftVocab(torch.tensor([1, 4, 9]), target.vocab_size)
     config = EagleConfig(output_head=start)
-    head = EagleHead.untrained(target, config, vocab, seed=0)
+    head = EagleHead.from_settings(target, config, vocab, seed=0)
     assert head.lm_head is not None
     assert head.lm_head.weight.requires_grad is trained
     assert head.lm_head.weight.equal(target.output_head.weight[[1, 4, 9]]) is equal
 
 
 def test_the_seed_decides_the_first_weights(target: Target) -> None:
-    vocab = DraftVocab.everything(target.vocab_size)
-    make = lambda seed: EagleHead.untrained(target, EagleConfig(), vocab, seed).fc.weight  # noqa: E731
+    vocab = DraftVocab.make_full(target.vocab_size)
+    make = lambda seed: EagleHead.from_settings(target, EagleConfig(), vocab, seed).fc.weight  # noqa: E731
     assert make(3).equal(make(3))
     assert not make(3).equal(make(4))
 
@@ -170,8 +174,8 @@ def test_a_head_needs_its_own_target(target: Target) -> None:
 def test_candidates_are_target_ids_of_the_reduced_vocabulary(target: Target) -> None:
     head = untrained(target, EAGLE3, num_ids=10)
     ids = [5, 17, 40, 8, 77, 23]
-    output = target.read_text(ids[:-1], head.taps)
-    found = head.candidates(output, ids, first=2, depth=3, width=4)
+    output = target.encode_text(ids[:-1], head.taps)
+    found = head.compute_candidates(output, ids, first=2, depth=3, width=4)
     assert found.shape == (3, 3, 4)
     assert set(found.flatten().tolist()) <= set(head.vocab.ids.tolist())
 
@@ -195,17 +199,17 @@ def test_a_head_is_made_and_learns_for_every_family(family: str) -> None:
 def test_a_pruned_head_has_the_logits_of_the_ids_it_keeps(target: Target) -> None:
     head = untrained(target, EAGLE3, 40)
     vocab = DraftVocab(head.vocab.ids[[0, 1, 2, 7, 30, 39]], target.vocab_size)
-    small = head.pruned(vocab).attach(target)
+    small = head.prune_vocab(vocab).attach(target)
     outputs = torch.randn(5, target.hidden_size)
-    expected = head.logits(outputs)[:, [0, 1, 2, 7, 30, 39]]
-    torch.testing.assert_close(small.logits(outputs), expected, rtol=1e-5, atol=1e-6)
-    kept = {name: each for name, each in head.tensors().items() if name not in CHANGED}
-    assert all(torch.equal(small.tensors()[name], each) for name, each in kept.items())
-    assert small.tensors()["lm_head.weight"].shape == (6, target.hidden_size)
+    expected = head.compute_logits(outputs)[:, [0, 1, 2, 7, 30, 39]]
+    torch.testing.assert_close(small.compute_logits(outputs), expected, rtol=1e-5, atol=1e-6)
+    kept = {name: each for name, each in head.collect_tensors().items() if name not in CHANGED}
+    assert all(torch.equal(small.collect_tensors()[name], each) for name, each in kept.items())
+    assert small.collect_tensors()["lm_head.weight"].shape == (6, target.hidden_size)
 
 
 def test_pruning_to_all_of_its_ids_changes_nothing(target: Target) -> None:
     head = untrained(target, EAGLE3, 40)
-    same = head.pruned(head.vocab).tensors()
-    assert same.keys() == head.tensors().keys()
-    assert all(torch.equal(same[name], each) for name, each in head.tensors().items())
+    same = head.prune_vocab(head.vocab).collect_tensors()
+    assert same.keys() == head.collect_tensors().keys()
+    assert all(torch.equal(same[name], each) for name, each in head.collect_tensors().items())

@@ -2,7 +2,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.eagle.layer import EagleLayer
 from heads.layers.documents import Documents
 from heads.layers.llama import LlamaAttention, RmsNorm
@@ -30,10 +30,10 @@ def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> Non
     assert norm.equal(torch.ones(64))
     rotation = ours.self_attn.rotation(inputs, positions)
     keys, values = ours.self_attn.keys_values(inputs, rotation)
-    branches = Branches(
+    branches = BranchCache(
         keys[None],
         values[None],
-        causal_rows(Documents.single(len(positions), torch.device("cpu")), positions),
+        build_causal_range(Documents.from_length(len(positions), torch.device("cpu")), positions),
     )
     torch.testing.assert_close(
         ours(inputs, residual, rotation, branches), expected[0], rtol=1e-5, atol=1e-5

@@ -9,7 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.errors import InputError
 from heads.export.gguf import GgufFile, Kind, Value, write_gguf
-from heads.export.llamacpp import halved, interleaved, rope_divisors, rope_metadata, vocabulary
+from heads.export.llamacpp import (
+    build_vocab_metadata,
+    deinterleave_rows,
+    interleave_rows,
+    rope_divisors,
+    rope_metadata,
+)
 
 METADATA = {
     "a": Value.of("é"),
@@ -107,7 +113,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, said: str) -> N
 
 
 def test_a_vocabulary_without_a_tokenizer_has_names_for_ids() -> None:
-    assert vocabulary(2, mask_token_id=1) == {
+    assert build_vocab_metadata(2, mask_token_id=1) == {
         "tokenizer.ggml.model": Value(Kind.string, "gpt2"),
         "tokenizer.ggml.pre": Value(Kind.string, "default"),
         "tokenizer.ggml.tokens": Value(Kind.string, ["<0>", "<1>"]),
@@ -124,18 +130,18 @@ def test_a_vocabulary_is_copied_from_a_target_type_by_type(tmp_path: Path) -> No
         "tokenizer.x": Value(Kind.u8, [1]),
     }
     write_gguf(tmp_path / "t.gguf", {"general.name": Value.of("t")} | kept, {})
-    found = vocabulary(2, tmp_path / "t.gguf", mask_token_id=0)
+    found = build_vocab_metadata(2, tmp_path / "t.gguf", mask_token_id=0)
     assert found == kept | {"tokenizer.ggml.mask_token_id": Value.of(0)}
     with pytest.raises(
         InputError, match=r"tokenizer_gguf=.*t\.gguf: has 2 tokens, but the target has 3"
     ):
-        vocabulary(3, tmp_path / "t.gguf")
+        build_vocab_metadata(3, tmp_path / "t.gguf")
 
 
 def test_rows_of_a_head_become_neighbours_and_come_back() -> None:
     rows = torch.arange(12).reshape(12, 1)  # 2 heads of 6
-    assert interleaved(rows, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
-    assert halved(interleaved(rows, 2), 2).equal(rows)
+    assert interleave_rows(rows, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert deinterleave_rows(interleave_rows(rows, 2), 2).equal(rows)
 
 
 def test_llama3_divides_frequencies_as_transformers_does() -> None:

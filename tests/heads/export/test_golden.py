@@ -5,10 +5,10 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.eagle.head import EagleHead
 from heads.export import golden as module
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.layers.documents import Documents
 from heads.target_model.model import Target, TargetOutput
 
@@ -22,10 +22,10 @@ def target() -> Target:
 
 def last_output(head: EagleHead, fused: Tensor, token_ids: Tensor, places: Tensor) -> Tensor:
     """[H] of the last token of a text that the head reads anew."""
-    text = head.read(fused, token_ids, places)
+    text = head.encode_context(fused, token_ids, places)
     rows = torch.tensor([len(places) - 1])
-    allowed = causal_rows(Documents.single(len(places), torch.device("cpu")), rows)
-    return head.draft(text, rows, Branches(text.keys[None], text.values[None], allowed))[0]
+    allowed = build_causal_range(Documents.from_length(len(places), torch.device("cpu")), rows)
+    return head.draft(text, rows, BranchCache(text.keys[None], text.values[None], allowed))[0]
 
 
 @torch.no_grad()
@@ -33,14 +33,14 @@ def chained(head: EagleHead, values: dict[str, Tensor], row: int) -> list[Tensor
     """Normed outputs of one row, each from all that came before, read again from the start."""
     states = [values[f"hidden_states.{i}"] for i in range(9) if f"hidden_states.{i}" in values]
     layers = dict(enumerate(states)) if len(states) == 9 else {}
-    fused = head.fuse(head.features(TargetOutput(states[-1], layers)))[: row + 1]
+    fused = head.fuse(head.collect_features(TargetOutput(states[-1], layers)))[: row + 1]
     outputs = []
     for step in range(DEPTH):
         places = values["position_ids"][: row + 1]
         places = torch.cat([places, places[-1] + torch.arange(1, step + 1)])
         tokens = values["token_ids"][: row + 1 + step]
         output = last_output(head, fused, tokens, places)
-        outputs.append(head.normed(output))
+        outputs.append(head.apply_final_norm(output))
         fed = outputs[-1] if head.config.norm_output else output
         fused = torch.cat([fused, fed[None]])
     return outputs
@@ -60,7 +60,7 @@ def test_eagle_logits_are_those_of_a_chain_read_again_at_each_token(
     target: Target, settings
 ) -> None:
     head = eagle(target, **settings)
-    values, _ = golden(head, target, ROWS, DEPTH)
+    values, _ = compute_reference_tensors(head, target, ROWS, DEPTH)
     assert values["position_ids"].tolist() == [0, 62, 125, 188, 251]
     assert values["logits"].shape == (DEPTH, ROWS, 96)
     for row in range(ROWS):
@@ -79,7 +79,7 @@ def test_eagle_logits_are_those_of_a_chain_read_again_at_each_token(
 
 def test_medusa_logits_are_those_of_its_heads(target: Target) -> None:
     head = make(target, "medusa")
-    values, metadata = golden(head, target, ROWS)
+    values, metadata = compute_reference_tensors(head, target, ROWS)
     with torch.no_grad():
         expected = head(values["hidden_states.8"])
     assert values["logits"].equal(expected)
@@ -94,7 +94,7 @@ def test_medusa_logits_are_those_of_its_heads(target: Target) -> None:
 
 
 def test_features_are_the_targets_own_as_transformers_counts_them(target: Target) -> None:
-    values, _ = golden(make(target, "eagle3"), target, ROWS, DEPTH)
+    values, _ = compute_reference_tensors(make(target, "eagle3"), target, ROWS, DEPTH)
     first = module._tokens(target, ROWS + DEPTH + 1)[:ROWS]
     assert values["token_ids"][: ROWS - 1].equal(first[1:])
     with torch.no_grad():
@@ -102,13 +102,13 @@ def test_features_are_the_targets_own_as_transformers_counts_them(target: Target
     assert len(whole) == 9
     for index, states in enumerate(whole):
         assert values[f"hidden_states.{index}"].equal(states[0])
-    tapped = target.read_text(first.tolist(), eagle(target).taps)
+    tapped = target.encode_text(first.tolist(), eagle(target).taps)
     for index, states in tapped.layers.items():
         torch.testing.assert_close(values[f"hidden_states.{index}"], states[0], rtol=0, atol=1e-5)
 
 
 def test_what_is_the_targets_lies_beside(target: Target) -> None:
-    values, _ = golden(make(target, "eagle1"), target, ROWS, DEPTH)
+    values, _ = compute_reference_tensors(make(target, "eagle1"), target, ROWS, DEPTH)
     assert values["token_embeddings"].equal(target.embedding.weight[values["token_ids"]])
     assert values["output_head"].equal(target.output_head.weight)
     assert sorted(values) == [
@@ -122,10 +122,10 @@ def test_a_large_vocabulary_keeps_the_likeliest_ids_and_a_spread(
     target: Target, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     head = make(target, kind)
-    whole, _ = golden(head, target, ROWS, DEPTH)
+    whole, _ = compute_reference_tensors(head, target, ROWS, DEPTH)
     for name, size in {"MOST_IDS": 95, "LIKELIEST": 1, "SPREAD": 4}.items():
         monkeypatch.setattr(module, name, size)
-    few, _ = golden(head, target, ROWS, DEPTH)
+    few, _ = compute_reference_tensors(head, target, ROWS, DEPTH)
     likeliest = whole["logits"].argmax(-1).flatten().tolist()
     assert few["ids"].tolist() == sorted({0, 31, 63, 95, *likeliest})
     assert few["logits"].equal(whole["logits"][..., few["ids"]])
@@ -140,9 +140,9 @@ def test_a_bfloat16_head_is_computed_in_float32_on_its_rounded_values(
     target: Target, kind: str
 ) -> None:
     rounded = make(target, kind).attach(target, torch.bfloat16)
-    found, _ = golden(rounded, target, ROWS, DEPTH)
+    found, _ = compute_reference_tensors(rounded, target, ROWS, DEPTH)
     widened = rounded.float()
-    expected, _ = golden(widened, target, ROWS, DEPTH)
+    expected, _ = compute_reference_tensors(widened, target, ROWS, DEPTH)
     if kind == "medusa":
         assert found["logits"].equal(expected["logits"])
     else:
@@ -160,4 +160,4 @@ def test_a_quantised_output_head_of_the_target_is_refused(
 ) -> None:
     monkeypatch.setattr(Target, "has_plain_head", False)
     with pytest.raises(InputError, match=r"target\.path=me/toy: its output head is quantised"):
-        golden(eagle(target, EagleForm.eagle1), target, ROWS, DEPTH)
+        compute_reference_tensors(eagle(target, EagleForm.eagle1), target, ROWS, DEPTH)

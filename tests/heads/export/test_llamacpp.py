@@ -16,11 +16,11 @@ from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
 from heads.export.gguf import GgufFile, Kind, Value, write_gguf
-from heads.export.golden import golden
-from heads.export.writer import check_format, check_target, export_head
+from heads.export.golden import compute_reference_tensors
+from heads.export.writer import check_export_target, check_format, export_head
 from heads.head import DraftHead
 from heads.kinds import load_head
-from heads.storage import locate
+from heads.storage import locate_head
 from heads.target_model.model import Target
 from tests.eval.parity.test_llamacpp import NAMES, exported, made, target_of
 
@@ -48,7 +48,14 @@ def block(target: Target, kind: str, **changes: Any) -> Any:
 
 
 def written(head: DraftHead, target: Target, folder: Path, source: Path | None = None) -> GgufFile:
-    export_head(head, LLAMACPP, golden(head, target, 3, 2), folder, {"git": "abc"}, source)
+    export_head(
+        head,
+        LLAMACPP,
+        compute_reference_tensors(head, target, 3, 2),
+        folder,
+        {"git": "abc"},
+        source,
+    )
     (file,) = folder.glob("*.gguf")
     return GgufFile(file, "file")
 
@@ -267,8 +274,8 @@ def test_biases_are_refused(target: Target, part: str) -> None:
 @pytest.mark.parametrize("layers", [[2, 4, 8], [8, 2, 4]])
 def test_the_last_state_is_refused_wherever_it_stands(target: Target, layers: list[int]) -> None:
     with pytest.raises(InputError, match=r"for llama.cpp they must lie in 0\.\.7, "):
-        check_target(eagle(target, layers=layers), LLAMACPP)
-    check_target(eagle(target, layers=[7, 0, 2]), LLAMACPP)
+        check_export_target(eagle(target, layers=layers), LLAMACPP)
+    check_export_target(eagle(target, layers=[7, 0, 2]), LLAMACPP)
 
 
 @pytest.mark.parametrize(
@@ -390,8 +397,8 @@ def test_a_rounded_file_exports_as_itself(dtype: torch.dtype, tmp_path: Path) ->
 def test_a_head_of_a_file_is_found(target: Target, tmp_path: Path) -> None:
     folder = exported("eagle3", tmp_path / "out")
     (file,) = folder.glob("*.gguf")
-    assert locate(str(folder), None) == folder
-    assert locate(str(file), None) == file
+    assert locate_head(str(folder), None) == folder
+    assert locate_head(str(file), None) == file
     shutil.copy(file, folder / "eagle3-other.gguf")
     with pytest.raises(InputError, match=r"name one of \['eagle3-other.gguf', 'eagle3-toy-F32"):
         load_head(str(folder))

@@ -14,8 +14,8 @@ from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
 from heads.export import writer as export
-from heads.export.golden import golden
-from heads.export.writer import check_format, check_target
+from heads.export.golden import compute_reference_tensors
+from heads.export.writer import check_export_target, check_format
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
 from heads.target_model.model import Target
@@ -178,13 +178,13 @@ def test_a_head_that_an_engine_would_compute_otherwise_is_refused(
     target: Target, settings, engine: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=rf"format={engine}.*{message}"):
-        check_target(eagle(target, **settings), ExportFormat(engine))
+        check_export_target(eagle(target, **settings), ExportFormat(engine))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "trtllm", "tgi", "original"])
 def test_no_engine_loads_medusa_heads_with_fewer_ids(target: Target, engine: str) -> None:
     few = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
-    pruned = make(target, "medusa").pruned(few).attach(target)
+    pruned = make(target, "medusa").prune_vocab(few).attach(target)
     with pytest.raises(InputError, match=r"reduced draft vocabulary.*allowed for this head: none"):
         check_format(pruned, ExportFormat(engine))
 
@@ -237,7 +237,7 @@ def test_an_own_embedding_goes_where_it_is_read(target: Target, tmp_path: Path) 
     with pytest.raises(
         InputError, match=r"SGLang drafts with the target's embedding, but .*embed_to"
     ):
-        check_target(head, ExportFormat.sglang)
+        check_export_target(head, ExportFormat.sglang)
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -290,7 +290,7 @@ def test_the_readme_says_how_to_serve_and_verify(
     head = make(target, kind)
     if kind == "medusa":
         head.config = replace(head.config, target="me/toy")
-    assert head.export(ExportFormat(engine), "DIR").command == SERVED[engine, kind]
+    assert head.plan_export(ExportFormat(engine), "DIR").command == SERVED[engine, kind]
     text = (exported(head, target, engine, tmp_path / "out") / "README.md").read_text()
     assert f"```\n{SERVED[engine, kind]}\n```" in text
     assert "python scripts/verify_export.py DIR" in text
@@ -299,7 +299,7 @@ def test_the_readme_says_how_to_serve_and_verify(
 def test_golden_values_travel_with_the_head(target: Target, tmp_path: Path) -> None:
     head = make(target, "eagle3")
     folder = exported(head, target, "vllm", tmp_path / "out")
-    tensors, metadata = golden(head, target, num_rows=3, depth=2)
+    tensors, metadata = compute_reference_tensors(head, target, num_rows=3, depth=2)
     found = load_file(folder / "parity/parity.safetensors")
     assert found.keys() == tensors.keys()
     assert all(found[name].equal(tensor) for name, tensor in tensors.items())
@@ -339,6 +339,6 @@ def test_heads_of_targets_with_sinks_and_states_are_exported_as_well(
             ):
                 check_format(head, ExportFormat(engine))
             continue
-        check_target(head, ExportFormat(engine))
+        check_export_target(head, ExportFormat(engine))
         verdict = check_parity(exported(head, made, engine, tmp_path / f"{engine}-{kind}"))
         assert verdict.max_difference < 1e-4 * verdict.scale

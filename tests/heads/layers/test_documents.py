@@ -12,10 +12,10 @@ from toys import FAMILIES, random_target
 from conf.settings.medusa import AdapterConfig
 from heads.layers.documents import Documents
 from heads.target_model.adapter import Adapter
-from heads.target_model.attention import FLASH, FUSED, PLAIN, Scores, by_document
+from heads.target_model.attention import FLASH, FUSED, PLAIN, ScoreRule, by_document
 from heads.target_model.attention_pattern import AttentionPattern
-from heads.target_model.check import check_served
-from heads.target_model.model import Taps, Target
+from heads.target_model.check import check_target_support
+from heads.target_model.model import FeatureLayers, Target
 from scripts.bench.harness import peak_bytes
 from tests.heads.target_model.test_attention import in_order, textbook
 
@@ -36,8 +36,8 @@ def packed_ids() -> Tensor:
     return torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-def read(target: Target, taps: Taps | None = None) -> Any:
-    return target.read(packed_ids(), POSITIONS, Documents.of(NUMBERS), taps)
+def read(target: Target, taps: FeatureLayers | None = None) -> Any:
+    return target.encode_documents(packed_ids(), POSITIONS, Documents.from_ids(NUMBERS), taps)
 
 
 def alone(target: Target, row: int, place: slice) -> Tensor:
@@ -55,21 +55,21 @@ def assert_read_alone(target: Target) -> None:
 
 
 def test_documents_of_packed_sequences() -> None:
-    found = Documents.of(torch.tensor([[0, 0, 1, -1, -1], [0, 0, 0, 0, 0]]))
+    found = Documents.from_ids(torch.tensor([[0, 0, 1, -1, -1], [0, 0, 0, 0, 0]]))
     assert found.lengths == (2, 1, 2, 5)
-    assert (found.bounds.tolist(), found.bounds.dtype) == ([0, 2, 3, 5, 10], torch.int32)
+    assert (found.cu_seqlens.tolist(), found.cu_seqlens.dtype) == ([0, 2, 3, 5, 10], torch.int32)
     assert found.longest == 5
 
 
 def test_documents_are_cut_in_chunks_from_their_own_beginning() -> None:
-    found = Documents.of(torch.tensor([[0] * 7 + [1] * 2 + [2] * 3])).cut(3)
+    found = Documents.from_ids(torch.tensor([[0] * 7 + [1] * 2 + [2] * 3])).split_documents(3)
     assert found.lengths == (3, 3, 1, 2, 3)
-    assert (found.bounds.tolist(), found.bounds.dtype) == ([0, 3, 6, 7, 9, 12], torch.int32)
-    assert found.cut(3).lengths == found.lengths
+    assert (found.cu_seqlens.tolist(), found.cu_seqlens.dtype) == ([0, 3, 6, 7, 9, 12], torch.int32)
+    assert found.split_documents(3).lengths == found.lengths
 
 
 def test_a_document_is_longer_than_a_number_of_tokens_or_not() -> None:
-    found = Documents.of(torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]))
+    found = Documents.from_ids(torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]))
     longer = [[bool(each) for each in found.longer_than(n)] for n in (2, 3, 4)]
     assert longer[0] == [True] * 3 + [False] * 2 + [True] * 4 + [False]
     assert longer[1] == [False] * 5 + [True] * 4 + [False]
@@ -79,7 +79,7 @@ def test_a_document_is_longer_than_a_number_of_tokens_or_not() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_is_read_without_masks_and_each_document_alone(family: str) -> None:
     target = target_of(family)
-    check_served(target)
+    check_target_support(target)
     assert target.needs_masks == ""
     assert_read_alone(target)
     plain = [PLAIN if family in ("gemma2", "gpt_oss") else FUSED]
@@ -88,7 +88,7 @@ def test_every_family_is_read_without_masks_and_each_document_alone(family: str)
 
 def test_layers_are_tapped_in_a_read() -> None:
     target = random_target(num_key_value_heads=2)
-    output = read(target, Taps((0, 1)))
+    output = read(target, FeatureLayers((0, 1)))
     for row, place in TEXTS:
         ids = packed_ids()[row : row + 1, place]
         theirs = target.model(input_ids=ids, output_hidden_states=True).hidden_states
@@ -185,9 +185,9 @@ def test_an_attention_outside_the_interface_is_given_masks(monkeypatch) -> None:
     own = {"get_interface": lambda _self, _name, _default: usual}
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", type("Own", (), own)())
     target = random_target()
-    check_served(target)
+    check_target_support(target)
     assert "LlamaForCausalLM does not attend through transformers' interface" in target.needs_masks
-    assert "masks of tokens by tokens" in target.attention
+    assert "masks of tokens by tokens" in target.attention_description
     assert_read_alone(target)
 
 
@@ -199,7 +199,7 @@ def test_a_feature_that_nobody_knows_is_given_masks() -> None:
 
     for layer in target.decoder.layers:
         layer.self_attn.register_forward_pre_hook(add, with_kwargs=True)
-    check_served(target)
+    check_target_support(target)
     assert "LlamaAttention attends with ['more']" in target.needs_masks
     assert_read_alone(target)
 
@@ -207,7 +207,7 @@ def test_a_feature_that_nobody_knows_is_given_masks() -> None:
 def test_a_layer_that_asks_for_another_window_is_given_masks(monkeypatch) -> None:
     target = random_target("mistral")
     monkeypatch.setattr(AttentionPattern, "windows", [12, None])
-    check_served(target)
+    check_target_support(target)
     assert "does not attend through transformers' interface" in target.needs_masks
 
 
@@ -231,15 +231,15 @@ def test_nothing_is_allocated_of_tokens_by_tokens(family: str) -> None:
 
     @torch.no_grad()
     def run() -> None:
-        target.read(ids, positions, Documents.single(T, CPU))
+        target.encode_documents(ids, positions, Documents.from_length(T, CPU))
 
     assert largest_allocation(run) < T * T
 
 
-@pytest.mark.parametrize("scores", [Scores(), Scores(window=300), Scores(cap=5.0)])
-def test_nor_with_a_gradient(scores: Scores) -> None:
+@pytest.mark.parametrize("scores", [ScoreRule(), ScoreRule(window=300), ScoreRule(cap=5.0)])
+def test_nor_with_a_gradient(scores: ScoreRule) -> None:
     heads = [torch.randn(T // 2, number, 8, requires_grad=True) for number in (4, 2, 2)]
-    documents = Documents.single(T // 2, CPU)
+    documents = Documents.from_length(T // 2, CPU)
 
     def run() -> None:
         by_document(*heads, documents, scores).sum().backward()
@@ -256,14 +256,14 @@ SINKS = torch.tensor([-1.0, 0.0, 2.0, 5.0])
 @pytest.mark.parametrize(
     "scores",
     [
-        Scores(300), Scores(300, 0.5), Scores(None, None, 2.0), Scores(300, 0.5, 2.0),
-        Scores(sinks=SINKS), Scores(300, 0.5, None, SINKS), Scores(300, 0.5, 2.0, SINKS),
+        ScoreRule(300), ScoreRule(300, 0.5), ScoreRule(None, None, 2.0), ScoreRule(300, 0.5, 2.0),
+        ScoreRule(sinks=SINKS), ScoreRule(300, 0.5, None, SINKS), ScoreRule(300, 0.5, 2.0, SINKS),
     ],
 )  # fmt: skip
-def test_chunks_give_what_masks_give(scores: Scores) -> None:
+def test_chunks_give_what_masks_give(scores: ScoreRule) -> None:
     torch.manual_seed(0)
     query, keys, values = (torch.randn(700, number, 8) for number in (4, 2, 2))
-    documents = Documents.of(torch.tensor([[0] * 600 + [1] * 100]))
+    documents = Documents.from_ids(torch.tensor([[0] * 600 + [1] * 100]))
     found = by_document(query, keys, values, documents, scores)
     seen = in_order(700, scores.window)
     seen[600:, :600] = False

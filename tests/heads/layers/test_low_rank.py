@@ -17,14 +17,14 @@ from eval.measure.replay import ranked_drafts, steps_along
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.head import DraftHead
-from heads.layers.low_rank import LowRankHead, reduce_rank, with_low_rank_head
+from heads.layers.low_rank import LowRankOutputHead, make_low_rank_target, reduce_rank
 from heads.target_model.model import Target
 
 
 def test_logits_come_from_the_heaviest_direction_and_the_likeliest_is_exact() -> None:
     # W^T W is [[29, 18], [18, 29]], so its heaviest direction is (1, 1).
     weight = torch.tensor([[5.0, 2.0], [2.0, 4.0], [0.0, 3.0]])
-    head = LowRankHead(weight, 1)
+    head = LowRankOutputHead(weight, 1)
     head.num_candidates = 1
     # Along it (1, 0) is (0.5, 0.5): half of the sum of each row, and the best of them exactly.
     expected = torch.tensor([[5.0, 3.0, 1.5], [2.0, 3.0, 1.5]])
@@ -39,8 +39,8 @@ def test_a_matrix_of_that_rank_loses_nothing() -> None:
     weight = torch.randn(200, 6) @ torch.randn(6, 24)
     hidden = torch.randn(3, 5, 24)
     near = {"atol": 1e-3, "rtol": 0.0}
-    torch.testing.assert_close(LowRankHead(weight, 6)(hidden), hidden @ weight.T, **near)
-    one_less = LowRankHead(weight, 5)(hidden)
+    torch.testing.assert_close(LowRankOutputHead(weight, 6)(hidden), hidden @ weight.T, **near)
+    one_less = LowRankOutputHead(weight, 5)(hidden)
     best = (hidden @ weight.T).topk(3, dim=-1)
     torch.testing.assert_close(one_less.gather(-1, best.indices), best.values)
     assert not torch.allclose(one_less, hidden @ weight.T, **near)
@@ -63,7 +63,7 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
     prompt = texts(target, 1, 4)[0]
     plain = decode(target, NoDraft(), prompt, 24).token_ids
     chain = Tree.chain(3)
-    output = target.read_text(prompt + plain[:-1], head.taps)
+    output = target.encode_text(prompt + plain[:-1], head.taps)
     whole = ranked_drafts(head, chain, output, prompt, plain)
     made = reduce_rank(head, target, 2)
     assert len(made) == (3 if kind == "medusa" else 1)
@@ -71,7 +71,7 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
         each.num_candidates = 2
     ranked = ranked_drafts(head, chain, output, prompt, plain)
     assert ranked != whole
-    drafter = head.drafter(chain, GREEDY, [0])
+    drafter = head.make_drafter(chain, GREEDY, [0])
     drafted = decode(target, drafter, prompt, 24)
     assert drafted.token_ids == plain
     assert drafted.steps == steps_along(chain, ranked, plain)
@@ -81,7 +81,7 @@ def test_a_draft_model_and_the_target_itself_draft_through_a_head_of_low_rank() 
     target = random_target(num_hidden_layers=4)
     prompt = texts(target, 1, 4)[0]
     plain = decode(target, NoDraft(), prompt, 16)
-    lent = with_low_rank_head(target, 2)
+    lent = make_low_rank_target(target, 2)
     lent.output_head.num_candidates = 1
     for rank in (None, 2):
         model = random_target(num_hidden_layers=4)
@@ -106,4 +106,4 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(
         InputError, match=r"output_rank=8: the output head of target.path=.* quantis"
     ):
-        with_low_rank_head(target, 8)
+        make_low_rank_target(target, 8)

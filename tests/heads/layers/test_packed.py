@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from toys import random_model
 
 import heads.layers.packed
-from heads.layers.packed import SMALL, PackedLinear, pack
+from heads.layers.packed import SMALL, PackedLinear, pack_weights
 from heads.processor import this_processor
 
 HERE = this_processor()
@@ -45,7 +45,7 @@ def layers(dtype: torch.dtype, bias: bool, width: int = 48) -> tuple[nn.Linear, 
     torch.manual_seed(0)
     plain = nn.Linear(width, 32, bias).to(dtype).requires_grad_(False).eval()
     packed = deepcopy(plain)
-    pack(packed)
+    pack_weights(packed)
     return packed, plain
 
 
@@ -157,7 +157,7 @@ def test_what_is_compiled_calls_the_product_as_it_is(products: Products) -> None
 def test_a_layer_is_packed_once_and_let_go_with_its_weights() -> None:
     before = len(heads.layers.packed._packed)
     packed, _ = layers(torch.float32, bias=True)
-    pack(nn.Sequential(packed, nn.LayerNorm(32)), packed)
+    pack_weights(nn.Sequential(packed, nn.LayerNorm(32)), packed)
     assert len(heads.layers.packed._packed) == before + 1
     del packed
     gc.collect()
@@ -171,17 +171,17 @@ def test_models_that_are_large_for_the_machine_stay_as_they_are(
     linear = [each for each in model.modules() if isinstance(each, nn.Linear)]
     size = sum(each.weight.nbytes for each in linear)
     monkeypatch.setattr(heads.layers.packed, "_memory_bytes", lambda: 4 * size - 1)
-    pack(model)
+    pack_weights(model)
     assert not any(isinstance(each, PackedLinear) for each in linear)
     monkeypatch.setattr(heads.layers.packed, "_memory_bytes", lambda: 4 * size)
-    pack(model)
+    pack_weights(model)
     assert all(isinstance(each, PackedLinear) for each in linear)
 
 
 def test_a_model_gives_the_same_over_packed_weights() -> None:
     model, ids = random_model(num_hidden_layers=2), torch.tensor([[5, 17, 40, 8, 77]])
     packed = deepcopy(model)
-    pack(packed)
+    pack_weights(packed)
     with torch.inference_mode():
         torch.testing.assert_close(packed(ids).logits, model(ids).logits)
 
@@ -201,7 +201,7 @@ def test_dtypes_that_onednn_does_not_multiply_stay(dtype: torch.dtype) -> None:
 
 def test_weights_elsewhere_stay() -> None:
     layer = nn.Linear(8, 8, device="meta")
-    pack(layer)
+    pack_weights(layer)
     assert type(layer) is nn.Linear
 
 

@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_model(family: str) -> None:
     model.get_output_embeddings().weight.data.mul_(20.0)  # so that caps are felt
     target, ids = Target(model, None, family), torch.arange(3, 20)[None]
     states = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
-    torch.testing.assert_close(target.logits(states), model(input_ids=ids).logits)
+    torch.testing.assert_close(target.compute_logits(states), model(input_ids=ids).logits)
 
 
 def test_rows_that_pad_a_vocabulary_are_no_part_of_it() -> None:
@@ -72,5 +72,5 @@ def test_rows_that_pad_a_vocabulary_are_no_part_of_it() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     target = Target(model, None, "padded")
     assert target.vocab_size == 90
-    assert target.logits(torch.randn(3, 64)).shape == (3, 90)
+    assert target.compute_logits(torch.randn(3, 64)).shape == (3, 90)
     assert target.output_head.weight.data_ptr() == model.lm_head.weight.data_ptr()

@@ -18,14 +18,14 @@ from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import replay
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.kinds import load_head
 from heads.layers.documents import Documents
-from heads.mtp.checkpoint import fused, unfused
-from heads.mtp.config import layer_settings
+from heads.mtp.checkpoint import join_experts, split_experts
+from heads.mtp.config import build_layer_settings
 from heads.mtp.families import FAMILIES
-from heads.mtp.head import MtpHead, mtp_config
-from heads.target_model.model import Taps, Target
+from heads.mtp.head import MtpHead, build_mtp_config
+from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab
 from train.mtp import MtpObjective
 
@@ -37,8 +37,8 @@ HEAD = "shared_head.head"
 def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> list[int]:
     """Drafts by the table of families, each from all rows anew, under a causal mask."""
     row, layer = head.config, head.layer
-    read = target.read_text(ids, Taps((target.num_layers,)))
-    tokens = [*ids[1:], int(target.logits(read.hidden_states[0, -1]).argmax())]
+    read = target.encode_text(ids, FeatureLayers((target.num_layers,)))
+    tokens = [*ids[1:], int(target.compute_logits(read.hidden_states[0, -1]).argmax())]
     normed = read.hidden_states[0]
     states = list(read.layers[target.num_layers][0] if row.state_before_norm else normed)
     for _ in range(num_drafts):
@@ -57,7 +57,7 @@ def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> l
         config._attn_implementation = usual
         output = (found[0] if isinstance(found, tuple) else found)[0, -1]
         normed = output if head.norm is None else head.norm(output)
-        tokens.append(int(target.logits(normed).argmax()))
+        tokens.append(int(target.compute_logits(normed).argmax()))
         states.append(normed if row.feeds_back_normed else output)
     return tokens[len(ids) :]
 
@@ -66,7 +66,7 @@ def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> l
 def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
     target, head = target_with_layer(architecture)
     ids = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-    drafter, proposed = head.drafter(Tree.chain(NUM_STEPS), GREEDY, [0]), []
+    drafter, proposed = head.make_drafter(Tree.chain(NUM_STEPS), GREEDY, [0]), []
     propose = drafter.propose
     drafter.propose = lambda roots: proposed.append(propose(roots)) or proposed[-1]
     text = decode(target, drafter, ids, 12).token_ids
@@ -81,17 +81,17 @@ def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
 def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts(architecture: str) -> None:
     target, head = target_with_layer(architecture)
     ids = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(1))
-    output = target.read_text(ids.tolist(), head.taps)
-    states = head.features(output)[0]
-    next_id = target.logits(output.hidden_states[0, -1]).argmax(-1, keepdim=True)
+    output = target.encode_text(ids.tolist(), head.taps)
+    states = head.collect_features(output)[0]
+    next_id = target.compute_logits(output.hidden_states[0, -1]).argmax(-1, keepdim=True)
     known = torch.cat([ids, next_id])
     places, last = torch.arange(20), torch.tensor([19])
-    text = head.read(states, known[1:], places)
-    seen = causal_rows(Documents.single(20, ids.device), last)
-    branches = Branches(text.keys[None], text.values[None], seen)
+    text = head.encode_context(states, known[1:], places)
+    seen = build_causal_range(Documents.from_length(20, ids.device), last)
+    branches = BranchCache(text.keys[None], text.values[None], seen)
     with torch.no_grad():
         steps = head.unroll(text, known, last, branches, own_tokens=True)
-        found = [int(head.logits(next(steps)).argmax()) for _ in range(NUM_STEPS)]
+        found = [int(head.compute_logits(next(steps)).argmax()) for _ in range(NUM_STEPS)]
     assert found == replica(target, head, ids.tolist(), NUM_STEPS)
 
 
@@ -99,8 +99,8 @@ def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts(architecture
 def test_decoding_loses_nothing_and_replays(architecture: str) -> None:
     """Of a layer with a window and sinks, and of one in parts without rotation."""
     target, _ = target_with_layer(architecture)
-    shape = mtp_config(target.config, architecture, "toy", sparse=False)
-    head = MtpHead(shape, DraftVocab.everything(300)).begin(target, seed=0)
+    shape = build_mtp_config(target.config, architecture, "toy", sparse=False)
+    head = MtpHead(shape, DraftVocab.make_full(300)).initialise(target, seed=0)
     documents = texts(target, 2, 30)
     head = trained(MtpObjective(head, target, MtpConfig(num_steps=3)), documents, 40)
     prompt, text = documents[0][:4], documents[0][4:]
@@ -117,11 +117,13 @@ def test_a_layer_learns_under_autocast(architecture: str) -> None:
     """Norms of queries and keys leave them wider than values."""
     target, head = target_with_layer(architecture)
     ids, places = torch.arange(5, 25), torch.arange(19)
-    features = head.features(target.read_text(ids[:-1].tolist(), head.taps))[0]
+    features = head.collect_features(target.encode_text(ids[:-1].tolist(), head.taps))[0]
     with torch.autocast("cpu", torch.bfloat16):
-        text = head.read(features, ids[1:], places)
-        seen = causal_rows(Documents.single(len(places), ids.device), places)
-        steps = head.unroll(text, ids, places, Branches(text.keys[None], text.values[None], seen))
+        text = head.encode_context(features, ids[1:], places)
+        seen = build_causal_range(Documents.from_length(len(places), ids.device), places)
+        steps = head.unroll(
+            text, ids, places, BranchCache(text.keys[None], text.values[None], seen)
+        )
         loss = sum(next(steps).float().square().sum() for _ in range(2))
     loss.backward()
     assert head.fc.weight.grad.isfinite().all()
@@ -206,24 +208,24 @@ def test_the_layer_is_read_from_the_targets_own_files(architecture: str, tmp_pat
     found = load_head(str(folder))
     assert isinstance(found, MtpHead)
     assert found.config.layer == head.config.layer
-    expected = head.files().tensors
-    assert found.files().tensors.keys() == expected.keys()
-    assert all(torch.equal(found.files().tensors[name], t) for name, t in expected.items())
+    expected = head.build_files().tensors
+    assert found.build_files().tensors.keys() == expected.keys()
+    assert all(torch.equal(found.build_files().tensors[name], t) for name, t in expected.items())
     found.attach(target).save(tmp_path / "own")
     own = load_head(str(tmp_path / "own"))
-    assert all(torch.equal(own.files().tensors[name], t) for name, t in expected.items())
+    assert all(torch.equal(own.build_files().tensors[name], t) for name, t in expected.items())
 
 
 def test_a_head_knows_as_many_positions_as_its_indexer_takes(tmp_path: Path) -> None:
     """Further ones would see what the indexer chooses, which nothing here computes."""
     target, head = target_with_layer("GlmMoeDsaForCausalLM")
-    assert (head.window, target.window) == (64, 256)
-    assert load_head(str(saved(tmp_path / "model", "GlmMoeDsaForCausalLM"))).window == 64
+    assert (head.max_positions, target.max_positions) == (64, 256)
+    assert load_head(str(saved(tmp_path / "model", "GlmMoeDsaForCausalLM"))).max_positions == 64
     kept = [name for name, each in head.named_parameters() if not each.requires_grad]
     parts = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
     assert kept == [f"layer.self_attn.indexer.{name}" for name in parts]
     ids = list(range(5, 65))
-    text = decode(target, head.drafter(Tree.chain(3), GREEDY, [0]), ids, 12).token_ids
+    text = decode(target, head.make_drafter(Tree.chain(3), GREEDY, [0]), ids, 12).token_ids
     assert text == decode(target, NoDraft(), ids, 12).token_ids
 
 
@@ -241,7 +243,7 @@ EXAONE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
 )
 def test_exaones_window_is_that_of_the_mtp_layer_or_of_the_first(says, window: int) -> None:
     config = AutoConfig.for_model("exaone_moe", num_hidden_layers=2, **EXAONE, **says)
-    settings = layer_settings(config, FAMILIES["ExaoneMoeForCausalLM"], sparse=False)
+    settings = build_layer_settings(config, FAMILIES["ExaoneMoeForCausalLM"], sparse=False)
     assert (settings["layer_types"], settings["sliding_window"]) == (["sliding_attention"], window)
 
 
@@ -249,15 +251,15 @@ def test_exaones_window_is_that_of_the_mtp_layer_or_of_the_first(says, window: i
 def test_a_fresh_layer_of_a_family_of_dense_ones_is_dense(name: str) -> None:
     target, _ = target_with_layer(name)
     with patch.object(type(target), "architectures", [name]):
-        fresh = MtpHead.untrained(target, MtpConfig(), DraftVocab.everything(300), seed=0)
-    assert not [each for each in fresh.tensors() if "experts" in each]
+        fresh = MtpHead.from_settings(target, MtpConfig(), DraftVocab.make_full(300), seed=0)
+    assert not [each for each in fresh.collect_tensors() if "experts" in each]
 
 
 def test_copies_of_the_targets_ends_are_not_of_the_layer(tmp_path: Path) -> None:
     ends = {f"model.layers.2.{n}.weight": torch.ones(300, 64) for n in ("embed_tokens", HEAD)}
     folder = saved(tmp_path / "model", "DeepseekV3ForCausalLM", ends)
     _, head = target_with_layer("DeepseekV3ForCausalLM")
-    assert load_head(str(folder)).files().tensors.keys() == head.files().tensors.keys()
+    assert load_head(str(folder)).build_files().tensors.keys() == head.build_files().tensors.keys()
 
 
 def test_experts_may_be_joined_in_the_file(tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_experts_may_be_joined_in_the_file(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "Qwen3_5MoeForCausalLM", joined=True)
     stored = load_file(folder / "model-00002-of-00002.safetensors")
     assert stored["mtp.layers.0.mlp.experts.gate_up_proj"].shape == (4, 64, 64)
-    found, expected = load_head(str(folder)).files().tensors, head.files().tensors
+    found, expected = load_head(str(folder)).build_files().tensors, head.build_files().tensors
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -288,11 +290,11 @@ def test_experts_are_joined_as_transformers_has_them() -> None:
         for kind, tensor in (("gate", gate), ("up", up), ("down", down))
         for number in range(2)
     }
-    joined = fused(single)
+    joined = join_experts(single)
     assert set(joined) == {"layer.mlp.experts.gate_up_proj", "layer.mlp.experts.down_proj"}
     assert torch.equal(joined["layer.mlp.experts.gate_up_proj"], torch.cat([gate, up], 1))
     assert torch.equal(joined["layer.mlp.experts.down_proj"], down)
-    again = unfused(joined)
+    again = split_experts(joined)
     assert again.keys() == single.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in single.items())
 

@@ -17,7 +17,7 @@ from scripts import export
 
 def test_the_card_says_what_it_is_and_where_engines_read_it() -> None:
     _, head = target_with_layer("Qwen3NextForCausalLM")
-    facts = head.card({"config": {"head": {"num_steps": 3}}}, None)
+    facts = head.build_card_facts({"config": {"head": {"num_steps": 3}}}, None)
     assert (facts.tag, facts.num_draft_tokens, facts.vllm_method) == ("mtp", 3, None)
     assert "multi-token prediction of Qwen3NextForCausalLM (hidden size 64)" in facts.description
     assert "only from the target's own folder; write it there with" in facts.vllm_problem
@@ -25,16 +25,20 @@ def test_the_card_says_what_it_is_and_where_engines_read_it() -> None:
 
 def test_files_may_have_meant_the_other_order() -> None:
     target, head = target_with_layer("MiMoForCausalLM")
-    readings = dict(head.attach(target).readings())
+    readings = dict(head.attach(target).iter_config_variants())
     assert list(readings) == ["state_first=false", "feeds_back_normed=false", "zeroes_first=false"]
     ids = list(range(5, 25))
-    output = target.read_text(ids[:-1], head.taps)
+    output = target.encode_text(ids[:-1], head.taps)
 
     def drafts(reading: MtpHead) -> list[int]:
-        return reading.candidates(output, ids, 4, 3, 1).flatten().tolist()
+        return reading.compute_candidates(output, ids, 4, 3, 1).flatten().tolist()
 
     assert drafts(readings["state_first=false"]) != drafts(head)
-    (again,) = (r for told, r in readings["state_first=false"].readings() if "state_first" in told)
+    (again,) = (
+        r
+        for told, r in readings["state_first=false"].iter_config_variants()
+        if "state_first" in told
+    )
     assert drafts(again) == drafts(head)
 
 
@@ -58,8 +62,8 @@ def test_no_weight_of_a_fresh_layer_is_left_to_memory(
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        fresh = MtpHead(head.config, DraftVocab.everything(target.vocab_size))
+        fresh = MtpHead(head.config, DraftVocab.make_full(target.vocab_size))
     finally:
         torch.use_deterministic_algorithms(False)
-    for name, parameter in fresh.begin(target, seed=0).named_parameters():
+    for name, parameter in fresh.initialise(target, seed=0).named_parameters():
         assert parameter.isfinite().all(), name

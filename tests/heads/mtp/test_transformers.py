@@ -8,7 +8,7 @@ import torch
 from mtp_targets import saved, target_with_layer
 from transformers import AutoModelForCausalLM, modeling_layers
 
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.kinds import load_head
 from heads.layers.documents import Documents
 from heads.mtp.head import MtpHead
@@ -37,8 +37,8 @@ def test_logits_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
     assert head.config.zeroes_first
     head.config = replace(head.config, zeroes_first=False)
     last, places = torch.tensor([19]), torch.arange(20)
-    text = head.read(states[0], tokens, places)
-    seen = causal_rows(Documents.single(20, ids.device), last)
-    outputs = head.draft(text, last, Branches(text.keys[None], text.values[None], seen))
-    torch.testing.assert_close(head.logits(outputs), expected[0], rtol=1e-4, atol=1e-4)
+    text = head.encode_context(states[0], tokens, places)
+    seen = build_causal_range(Documents.from_length(20, ids.device), last)
+    outputs = head.draft(text, last, BranchCache(text.keys[None], text.values[None], seen))
+    torch.testing.assert_close(head.compute_logits(outputs), expected[0], rtol=1e-4, atol=1e-4)
     assert expected.std() > 0.1

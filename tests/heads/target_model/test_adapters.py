@@ -22,7 +22,7 @@ from conf.settings.target import TargetConfig
 from heads.layers.documents import Documents
 from heads.medusa.head import MedusaHead
 from heads.target_model.adapter import Adapter
-from heads.target_model.load import load_target, tokenizer_of
+from heads.target_model.load import load_target, load_target_tokenizer
 from heads.target_model.model import Target
 from scripts import merge_adapter
 from scripts.bench.harness import peak_bytes
@@ -96,7 +96,7 @@ def test_the_target_says_what_the_adapted_model_says(tmp_path: Path, kind: str, 
     # As losses, stores and exports have it: from the rows of two matrices.
     states = target.model.get_decoder()(inputs_embeds=target.embedding.weight[IDS])[0]
     torch.testing.assert_close(states @ target.output_head.weight.T, expected, **near)
-    torch.testing.assert_close(target.logits(states), expected, **near)
+    torch.testing.assert_close(target.compute_logits(states), expected, **near)
 
     out_dir = tmp_path / "merged"
     merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(out_dir)))
@@ -215,7 +215,7 @@ def test_without_a_template_of_its_own_a_tokenizer_takes_the_target_s(
     beside.chat_template = own
     beside.add_tokens(["<other>"])
     beside.save_pretrained(tmp_path / "adapter")
-    found = tokenizer_of(config)
+    found = load_target_tokenizer(config)
     assert found.chat_template == expected
     assert found.convert_tokens_to_ids("<other>") == len(beside) - 1
 
@@ -225,7 +225,7 @@ def test_a_broken_tokenizer_beside_an_adapter_is_the_adapter_s(tmp_path: Path) -
     adapted(tmp_path / "adapter", KINDS["lora"])
     (tmp_path / "adapter/tokenizer_config.json").write_text("{")
     with pytest.raises(InputError, match=r"^target\.adapter=.*adapter: cannot load it: "):
-        tokenizer_of(config)
+        load_target_tokenizer(config)
 
 
 # --- A LoRA that is trained.
@@ -263,7 +263,9 @@ class Trained:
         ids = torch.randint(3, 90, (1, sum(LENGTHS)))
         positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
         numbers = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
-        states = self.target.read(ids, positions, Documents.of(numbers)).hidden_states
+        states = self.target.encode_documents(
+            ids, positions, Documents.from_ids(numbers)
+        ).hidden_states
         found = torch.autograd.grad(states.square().mean(), [*self.adapter.parameters()])
         return list(found)
 

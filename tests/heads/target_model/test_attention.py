@@ -10,23 +10,28 @@ from conf.settings.target import TargetConfig
 from heads.decoding.cache import TreeCache
 from heads.target_model import kernels
 from heads.target_model.attention import CachedPass
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.kernels import Scores, causal, folded_mask, masked
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.kernels import (
+    ScoreRule,
+    build_folded_mask,
+    causal_attention,
+    masked_attention,
+)
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps, Target, prefill_parts
+from heads.target_model.model import FeatureLayers, Target, iter_prefill
 from heads.target_model.model import prefill as read_rows
 from scripts.bench.harness import peak_bytes
 from tests.toys import FAMILIES, random_target, save_target, texts
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
-PLAIN = Scores()
+PLAIN = ScoreRule()
 KINDS = {
     "plain": PLAIN,
-    "scale": Scores(scale=0.2),
-    "window": Scores(window=4),
-    "cap": Scores(cap=1.5),
-    "sinks": Scores(sinks=SINKS),
-    "all": Scores(window=5, scale=0.3, cap=2.0, sinks=SINKS),
+    "scale": ScoreRule(scale=0.2),
+    "window": ScoreRule(window=4),
+    "cap": ScoreRule(cap=1.5),
+    "sinks": ScoreRule(sinks=SINKS),
+    "all": ScoreRule(window=5, scale=0.3, cap=2.0, sinks=SINKS),
 }
 
 
@@ -41,7 +46,7 @@ def heads(num_texts: int, num_tokens: int, value_size: int = 8) -> tuple[Tensor,
 
 
 def textbook(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scores: Scores = PLAIN
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scores: ScoreRule = PLAIN
 ) -> Tensor:
     """Attention of queries [B, Q, n, d], by `seen` [n, m] or [B, 1, n, m] bool."""
     groups = query.shape[1] // keys.shape[1]
@@ -74,7 +79,7 @@ def test_the_last_tokens_see_what_comes_before(
     (query, *text), scores = heads(2, 9), KINDS[kind]
     expected = textbook(query, *text, in_order(9, scores.window), scores)
     with torch.no_grad():
-        found = causal(query[:, :, -num_new:], *text, scores)
+        found = causal_attention(query[:, :, -num_new:], *text, scores)
     torch.testing.assert_close(found, expected[:, :, -num_new:])
 
 
@@ -84,22 +89,25 @@ def test_nothing_before_its_own_chunk_is_seen(num_new: int, monkeypatch) -> None
     query, *text = heads(1, 9)
     expected = textbook(query, *text, in_order(9, None, chunk=4))
     torch.testing.assert_close(
-        causal(query[:, :, -num_new:], *text, Scores(), chunk=4), expected[:, :, -num_new:]
+        causal_attention(query[:, :, -num_new:], *text, ScoreRule(), chunk=4),
+        expected[:, :, -num_new:],
     )
 
 
 def test_values_may_have_another_size_than_keys() -> None:
     query, *text = heads(1, 6, value_size=5)
     expected = textbook(query, *text, in_order(6, None))
-    torch.testing.assert_close(causal(query[:, :, 2:], *text, Scores()), expected[:, :, 2:])
+    torch.testing.assert_close(
+        causal_attention(query[:, :, 2:], *text, ScoreRule()), expected[:, :, 2:]
+    )
 
 
 def test_tokens_behind_others_need_no_mask(monkeypatch) -> None:
     (query, *text), masks = heads(1, 300), []
-    usual = kernels.masked
+    usual = kernels.masked_attention
     monkeypatch.setattr(kernels, "masked", lambda *a: masks.append(1) or usual(*a))
     with torch.no_grad():
-        causal(query[:, :, -200:], *text, Scores())
+        causal_attention(query[:, :, -200:], *text, ScoreRule())
     assert masks == []
 
 
@@ -113,26 +121,26 @@ def test_each_text_has_a_mask_of_its_own(kind: str) -> None:
             [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0]],
         ]
     ).bool()
-    found = masked(query, *text, folded_mask(allowed, 2, torch.float32), scores)
+    found = masked_attention(query, *text, build_folded_mask(allowed, 2, torch.float32), scores)
     torch.testing.assert_close(found, textbook(query, *text, allowed.unsqueeze(1), scores))
 
 
 def test_a_mask_takes_no_memory_beside_itself() -> None:
     allowed = torch.ones(1, 3, 1 << 14, dtype=torch.bool)
-    taken = peak_bytes(lambda: folded_mask(allowed, 2, torch.float32), torch.device("cpu"))
+    taken = peak_bytes(lambda: build_folded_mask(allowed, 2, torch.float32), torch.device("cpu"))
     assert taken == 2 * 3 * (1 << 14) * 4
 
 
 def test_without_a_mask_everything_is_seen() -> None:
     query, *text = heads(2, 5)
-    found = masked(query[:, :, :1], *text, None, Scores())
+    found = masked_attention(query[:, :, :1], *text, None, ScoreRule())
     everything = torch.ones(1, 5, dtype=torch.bool)
     torch.testing.assert_close(found, textbook(query[:, :, :1], *text, everything))
 
 
 # --- Prompts in parts.
 
-LAYERS = Taps((0, 1))
+LAYERS = FeatureLayers((0, 1))
 
 
 def states(target: Target, rows: list[list[int]], behind: list[list[int]]) -> list[Tensor]:
@@ -152,7 +160,7 @@ def test_a_prompt_in_parts_is_read_as_in_one(family: str, monkeypatch) -> None:
     rows = [row[:length] for row, length in zip(texts(target, 3, 13), (13, 5, 8), strict=True)]
     behind = [[4, 7], [9], [11, 3]]
     expected = states(target, rows, behind)
-    monkeypatch.setattr(EmbeddingsAndHead, "prefill_chunk", 4)
+    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
     for found, own in zip(states(target, rows, behind), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-3, atol=1e-4)
 
@@ -160,14 +168,14 @@ def test_a_prompt_in_parts_is_read_as_in_one(family: str, monkeypatch) -> None:
 def test_parts_of_a_prompt_are_as_long_as_is_asked(tmp_path) -> None:
     config = TargetConfig(path=str(save_target(tmp_path)), prefill_chunk=3)
     target = load_target(config, torch.device("cpu"))
-    found = prefill_parts(target, target.new_cache(1), [[5, 6, 7, 8, 9, 10, 11]])
+    found = iter_prefill(target, target.new_cache(1), [[5, 6, 7, 8, 9, 10, 11]])
     assert [rows for rows, _ in found] == [[[5, 6, 7]], [[8, 9, 10]], [[11]]]
 
 
 def extension(cache: TreeCache, sure: list[int], num_new: int) -> CachedPass:
     if sure:
         cache.announce(sure, [])
-    cache.begin(num_new, num_new)
+    cache.start_pass(num_new, num_new)
     return CachedPass(None, cache, num_new, None, {})
 
 
@@ -186,15 +194,15 @@ def test_texts_that_end_at_the_same_slot_need_no_mask(
         cache.slots, "attention_mask", lambda *_: masks.append(1) or torch.ones(2, 2, 5).bool()
     )
     query, *text = heads(2, 5)
-    found.attend(0, query[:, :, :2], *text, Scores())
+    found.attend(0, query[:, :, :2], *text, ScoreRule())
     assert (masks == []) is even
-    assert isinstance(cache.to, int) is even
+    assert isinstance(cache.write_slots, int) is even
 
 
 def test_a_token_alone_needs_no_mask() -> None:
     cache = TreeCache(1, torch.device("cpu"), 1)
     cache.slots.commit([[0, 1, 2, 3]])
-    cache.begin(1, 1)
+    cache.start_pass(1, 1)
     one = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64)
     found = CachedPass(None, cache, 1, one, {})
     assert found._mask(None, None, 2, torch.device("cpu"), torch.float32) is None

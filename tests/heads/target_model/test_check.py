@@ -12,7 +12,7 @@ from conf.errors import InputError
 from conf.settings.target import Dtype, TargetConfig
 from heads.target_model import check as checking
 from heads.target_model import load
-from heads.target_model.check import check_served
+from heads.target_model.check import check_target_support
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 
@@ -26,7 +26,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def check(target: Target) -> None:
         found.append(target.config._attn_implementation)
-        check_served(target)
+        check_target_support(target)
 
     monkeypatch.setattr(checking, "check_served", check)
     monkeypatch.setattr(checking, "WORTH_S", 0.0)
@@ -50,7 +50,7 @@ def test_a_second_load_checks_nothing_and_knows_what_the_first_found(
         list(each) for each in second.attention_calls
     ]
     assert second.needs_masks == first.needs_masks == ""
-    assert second.attention == first.attention
+    assert second.attention_description == first.attention_description
     moved = (tmp_path / "t").rename(tmp_path / "elsewhere")
     load_target(settings(moved), CPU)
     assert checked == ["sdpa"]
@@ -177,9 +177,9 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 def test_the_attention_that_is_asked_for_is_taken(checked: list[str], tmp_path: Path) -> None:
     folder = save_target(tmp_path / "t")
     ids = [5, 17, 40, 8]
-    expected = load_target(settings(folder), CPU).read_text(ids).hidden_states
+    expected = load_target(settings(folder), CPU).encode_text(ids).hidden_states
     target = load_target(settings(folder, attention="eager"), CPU)
-    torch.testing.assert_close(target.read_text(ids).hidden_states, expected)
+    torch.testing.assert_close(target.encode_text(ids).hidden_states, expected)
     assert checked == ["sdpa", "eager"]
 
 
@@ -200,7 +200,7 @@ def test_eager_attention_is_taken_where_sdpa_differs(
         checked.append(target.config._attn_implementation)
         if checked[-1] == "sdpa":
             raise InputError("sdpa differs")
-        check_served(target)
+        check_target_support(target)
 
     monkeypatch.setattr(checking, "check_served", differs)
     assert load_target(settings(folder), CPU).config._attn_implementation == "eager"
@@ -212,7 +212,7 @@ def test_eager_attention_is_taken_where_sdpa_differs(
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
 def test_sinks_and_soft_caps_go_without_sdpa(family: str, checked: list, tmp_path: Path) -> None:
     folder = save_target(tmp_path / "t", family)
-    assert load.attentions_for(load_target(settings(folder), CPU).config) == ["eager"]
+    assert load.choose_attentions(load_target(settings(folder), CPU).config) == ["eager"]
     assert checked == ["eager"]
     load_target(settings(folder), CPU)
     assert checked == ["eager"]

@@ -16,12 +16,12 @@ from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import Quantization, TargetConfig
 from heads.export.gguf import Value, write_gguf
-from heads.export.llamacpp import interleaved
-from heads.folders import check_target
-from heads.gguf_target import find_gguf
+from heads.export.llamacpp import interleave_rows
+from heads.folders import check_target_files
+from heads.gguf_target import load_gguf_target
 from heads.target_model import dequantise
-from heads.target_model.identity import Identity, identify
-from heads.target_model.load import generation_config, load_target
+from heads.target_model.identity import TargetIdentity, identify_target
+from heads.target_model.load import load_generation_config, load_target
 from heads.target_model.model import Target
 from heads.target_model.remote import RemoteTarget
 
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(path: Path | str, **settings: Any) -> Target:
     config = TargetConfig(path=str(path), **settings)
-    check_target(config)
+    check_target_files(config)
     return load_target(config, CPU)
 
 
@@ -51,8 +51,8 @@ def put_config(folder: Path, model: Any) -> None:
     model.config.save_pretrained(folder)
 
 
-def identity(path: Path) -> Identity:
-    return identify(TargetConfig(path=str(path)), load(path).tokenizer, torch.float32)
+def identity(path: Path) -> TargetIdentity:
+    return identify_target(TargetConfig(path=str(path)), load(path).tokenizer, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
@@ -87,8 +87,8 @@ def test_weights_are_those_of_the_file_to_the_bit(tmp_path: Path, kind: str) -> 
 )  # fmt: skip
 def test_a_block_by_hand(tmp_path: Path, kind: str, block: bytes, values: dict[int, float]) -> None:
     save_gguf(tmp_path / "a.gguf", kind)
-    header = find_gguf(str(tmp_path / "a.gguf"))
-    begin = header.tensors["token_embd.weight"]["data_offsets"][0]
+    header = load_gguf_target(str(tmp_path / "a.gguf"))
+    begin = header.tensor_table["token_embd.weight"]["data_offsets"][0]
     content = bytearray((tmp_path / "a.gguf").read_bytes())
     content[begin : begin + len(block)] = block
     (tmp_path / "a.gguf").write_bytes(content)
@@ -115,7 +115,7 @@ def test_a_file_of_our_own_writer_is_read(tmp_path: Path) -> None:
     for ours, theirs, num_heads in names(model):
         weight = model.get_submodule(ours).weight.detach()
         tensors[f"{theirs}.weight"] = (
-            weight if num_heads is None else interleaved(weight, num_heads)
+            weight if num_heads is None else interleave_rows(weight, num_heads)
         )
     metadata = {"general.architecture": "llama"} | about(model, "F32")
     write_gguf(tmp_path / "a.gguf", {k: Value.of(v) for k, v in metadata.items()}, tensors)
@@ -146,7 +146,7 @@ def test_of_two_that_start_at_once_one_dequantises(
     save_gguf(tmp_path / "a.gguf")
     config = TargetConfig(path=str(tmp_path / "a.gguf"))
     with ThreadPoolExecutor(2) as pool:
-        folders = list(pool.map(dequantise.folder_of, [config, config]))
+        folders = list(pool.map(dequantise.resolve_target_folder, [config, config]))
     assert folders[0] == folders[1]
     assert capsys.readouterr().err.count("dequantising F32") == 1
 
@@ -194,7 +194,7 @@ def test_the_type_is_as_llama_cpp_calls_it_or_that_of_most_values(
     tmp_path: Path, stated: int | None, said: str
 ) -> None:
     save_gguf(tmp_path / "a.gguf", "Q4_1", {"general.file_type": stated})
-    assert find_gguf(str(tmp_path / "a.gguf")).quantization == said
+    assert load_gguf_target(str(tmp_path / "a.gguf")).quantization == said
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_what_lies_beside_it_comes_before_what_it_says(tmp_path: Path) -> None:
     assert torch.equal(target.model(IDS).logits, model(IDS).logits)
     assert target.stop_ids == [2, 7]
     assert target.tokenizer.chat_template == "{{ 'own' }}"
-    stored = generation_config(TargetConfig(path=str(file)))
+    stored = load_generation_config(TargetConfig(path=str(file)))
     assert stored is not None
     assert stored["eos_token_id"] == [2, 7]
 
@@ -266,7 +266,7 @@ def test_texts_end_where_they_end_in_llama_cpp(tmp_path: Path) -> None:
 
 def test_layers_may_run_in_an_engine(tmp_path: Path) -> None:
     model = save_gguf(tmp_path / "a.gguf", "Q4_0")
-    remote = RemoteTarget.of(TargetConfig(path=str(tmp_path / "a.gguf")), CPU)
+    remote = RemoteTarget.from_config(TargetConfig(path=str(tmp_path / "a.gguf")), CPU)
     assert torch.equal(remote.output_head.weight, model.lm_head.weight)
     assert torch.equal(remote.final_norm.weight, model.model.norm.weight)
 
@@ -355,7 +355,7 @@ def test_a_file_of_the_hub_is_that_of_a_commit(
     monkeypatch.setattr(f"{hub}list_repo_files", lambda *_, **__: ["README.md", "q4.gguf"])
     target = load("me/m", gguf_file="q4.gguf")
     assert target.name == "me/m/q4.gguf"
-    found = identify(TargetConfig(path="me/m/q4.gguf"), target.tokenizer, torch.float32)
+    found = identify_target(TargetConfig(path="me/m/q4.gguf"), target.tokenizer, torch.float32)
     assert (found.name, found.revision) == ("me/m/q4.gguf", commit)
     with pytest.raises(InputError, match=r"q8\.gguf: no such file; GGUF files there: q4\.gguf$"):
         load("me/m/q8.gguf")

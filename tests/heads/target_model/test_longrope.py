@@ -12,8 +12,8 @@ from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain
 from heads.layers.documents import Documents
 from heads.medusa.drafter import MedusaDrafter
-from heads.target_model.check import check_served
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.check import check_target_support
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.target_model.model import prefill as read_rows
 from tests.eval.decode.test_engine import Oracle
@@ -65,15 +65,15 @@ def texts() -> list[list[int]]:
 
 
 def test_the_switch_is_known_and_matters(target: Target) -> None:
-    assert target.rope.switch == SWITCH
-    assert random_target("llama").rope.switch is None
+    assert target.long_rope.switch == SWITCH
+    assert random_target("llama").long_rope.switch is None
     text = ids(SWITCH + 1)
-    short, long = (target.read_text(text[: SWITCH + n]).hidden_states[0, 5] for n in (0, 1))
+    short, long = (target.encode_text(text[: SWITCH + n]).hidden_states[0, 5] for n in (0, 1))
     assert (short - long).abs().max() > 0.1
 
 
 def test_its_own_check_passes_on_both_sides(target: Target) -> None:
-    check_served(target)
+    check_target_support(target)
     assert target.needs_masks == ""
 
 
@@ -83,7 +83,9 @@ def test_documents_of_both_kinds_are_read_as_each_alone(target: Target) -> None:
     numbers = torch.cat([torch.full((length,), n) for n, length in enumerate(lengths)])
     positions = torch.cat([torch.arange(length) for length in lengths])
     packed = torch.cat([torch.tensor(text) for text in texts])
-    found = target.read(packed[None], positions[None], Documents.of(numbers[None]))
+    found = target.encode_documents(
+        packed[None], positions[None], Documents.from_ids(numbers[None])
+    )
     own = random_model("phi3", **LONGROPE)
     for text, states in zip(texts, found.hidden_states[0].split(lengths), strict=True):
         expected = own(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
@@ -153,31 +155,31 @@ def test_replay_of_features_equals_decoding() -> None:
     for prompt in PROMPTS:
         found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)
         assert replay(target, head, Tree.chain(3), prompt, found.token_ids) == found.steps
-        found = decode(target, head.tree(head, DynamicShape(3, 3, 8)), prompt, NUM_NEW)
-        output = target.read_response(prompt, found.token_ids, head.taps)
-        tree = head.tree(head, DynamicShape(3, 3, 8))
+        found = decode(target, head.tree_drafter(head, DynamicShape(3, 3, 8)), prompt, NUM_NEW)
+        output = target.encode_response(prompt, found.token_ids, head.taps)
+        tree = head.tree_drafter(head, DynamicShape(3, 3, 8))
         assert replayed(tree, output, prompt, found.token_ids) == (found.steps, found.drafted)
 
 
 @torch.no_grad()
 def test_a_response_is_read_as_decoding_read_it(target: Target, texts: list[list[int]]) -> None:
     prompt, text = PROMPTS[0], texts[0]
-    whole = target.read_text(prompt + text[:-1]).hidden_states
-    found = target.read_response(prompt, text).hidden_states
-    short = target.read_text((prompt + text)[:SWITCH]).hidden_states
+    whole = target.encode_text(prompt + text[:-1]).hidden_states
+    found = target.encode_response(prompt, text).hidden_states
+    short = target.encode_text((prompt + text)[:SWITCH]).hidden_states
     assert torch.equal(found, torch.cat([short, whole[:, SWITCH:]], dim=1))
     assert (found - whole)[:, :SWITCH].abs().max() > 1e-2
     long = PROMPTS[-1]
     assert torch.equal(
-        target.read_response(long, texts[-1]).hidden_states,
-        target.read_text(long + texts[-1][:-1]).hidden_states,
+        target.encode_response(long, texts[-1]).hidden_states,
+        target.encode_text(long + texts[-1][:-1]).hidden_states,
     )
 
 
 def test_a_long_prompt_in_parts_is_long_from_its_first(target: Target, monkeypatch) -> None:
     rows = [PROMPTS[3], PROMPTS[0]]
     whole = read_rows(target, target.new_cache(2), rows).hidden_states
-    monkeypatch.setattr(EmbeddingsAndHead, "prefill_chunk", 8)
+    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 8)
     found = read_rows(target, target.new_cache(2), rows).hidden_states
     for one, other, row in zip(found, whole, rows, strict=True):
         torch.testing.assert_close(one[: len(row)], other[: len(row)], rtol=1e-3, atol=1e-4)

@@ -13,12 +13,12 @@ from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode
 from heads.layers.documents import Documents
-from heads.processor import Processor, tell_if_slow
+from heads.processor import Processor, warn_if_slow
 from heads.target_model.attention import CachedPass
-from heads.target_model.check import check_served
+from heads.target_model.check import check_target_support
 from heads.target_model.embeddings_and_head import on_embedding_device
-from heads.target_model.load import load_model, load_target, load_tokenizer
-from heads.target_model.model import Taps, Target
+from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
+from heads.target_model.model import FeatureLayers, Target
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_layers_follow_the_index_convention(family: str) -> None:
     ids = torch.randint(3, 90, (1, 9))
     positions = torch.arange(9)[None]
     causal = torch.ones(1, 9, 9, dtype=torch.bool).tril()
-    taps = Taps(layers=(0, 1, 2))
+    taps = FeatureLayers(layers=(0, 1, 2))
     output = target.forward(ids, positions, causal, positions, taps=taps)
     theirs = target.model(input_ids=ids, output_hidden_states=True).hidden_states
     torch.testing.assert_close(output.layers[1], theirs[1])
@@ -55,7 +55,7 @@ def test_a_layer_that_is_not_there_is_named() -> None:
     target = random_target()
     ids = torch.tensor([[5]])
     with pytest.raises(InputError, match=r"hidden state 3: llama has 0\.\.2"):
-        target.forward(ids, ids * 0, ids[None] > 0, ids * 0, taps=Taps(layers=(3,)))
+        target.forward(ids, ids * 0, ids[None] > 0, ids * 0, taps=FeatureLayers(layers=(3,)))
 
 
 def test_layers_of_a_type_that_is_not_served_are_refused_with_the_reason() -> None:
@@ -76,7 +76,7 @@ def test_an_unknown_output_scaling_is_refused() -> None:
 
     target.model.forward = scaled
     with pytest.raises(InputError, match="standard deviations"):
-        check_served(target)
+        check_target_support(target)
 
 
 def wrong(_found: CachedPass, _layer: Any, query: Tensor, *_others: Any) -> Tensor:
@@ -93,7 +93,7 @@ def refusing(*_given: Any) -> Tensor:
 def test_what_only_decodes_wrong_without_masks_is_given_them(attend, reason, monkeypatch) -> None:
     target = random_target()
     monkeypatch.setattr(CachedPass, "attend", attend)
-    check_served(target)
+    check_target_support(target)
     assert reason in target.needs_masks
 
 
@@ -112,7 +112,7 @@ def test_a_dtype_that_the_processor_imitates_is_told(
     dtype: Dtype, lines: int, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
-    tell_if_slow.cache_clear()
+    warn_if_slow.cache_clear()
     load_target(TargetConfig(str(save_target(tmp_path / "t")), dtype=dtype), CPU)
     found = capsys.readouterr().err.count(
         "target.dtype=float16: products of many rows will be slow, as a CPU, AVX2 emulates them; "
@@ -138,10 +138,10 @@ def test_a_quantised_target_is_served(tmp_path, kind: Quantization) -> None:
     folder = save_target(tmp_path / "t", intermediate_size=128)
     target = load_target(TargetConfig(path=str(folder), quantization=kind), CPU)
     ids = torch.arange(5, 12)[None]
-    document = Documents.single(7, CPU)
-    states = target.read(ids, torch.arange(7)[None], document).hidden_states
+    document = Documents.from_length(7, CPU)
+    states = target.encode_documents(ids, torch.arange(7)[None], document).hidden_states
     plain = load_target(TargetConfig(path=str(folder)), CPU)
-    exact = plain.read(ids, torch.arange(7)[None], document).hidden_states
+    exact = plain.encode_documents(ids, torch.arange(7)[None], document).hidden_states
     assert 1e-4 < (states - exact).norm() / exact.norm() < 0.5
 
 
@@ -174,11 +174,17 @@ def hooked_target(family: str) -> Target:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_hooks_that_move_inputs_change_nothing(family: str) -> None:
     hooked, plain = hooked_target(family), random_target(family)
-    check_served(hooked)
+    check_target_support(hooked)
     assert hooked.needs_masks == ""
-    ids, where = torch.randint(3, 90, (1, 40)), Documents.of(torch.tensor([[0] * 25 + [1] * 15]))
+    ids, where = (
+        torch.randint(3, 90, (1, 40)),
+        Documents.from_ids(torch.tensor([[0] * 25 + [1] * 15])),
+    )
     positions = torch.tensor([[*range(25), *range(15)]])
-    found, expected = (each.read(ids, positions, where, Taps((1,))) for each in (hooked, plain))
+    found, expected = (
+        each.encode_documents(ids, positions, where, FeatureLayers((1,)))
+        for each in (hooked, plain)
+    )
     assert torch.equal(found.hidden_states, expected.hidden_states)
     assert torch.equal(found.layers[1], expected.layers[1])
     texts = [decode(each, NoDraft(), [5, 7, 9], 12).token_ids for each in (hooked, plain)]
@@ -188,11 +194,13 @@ def test_hooks_that_move_inputs_change_nothing(family: str) -> None:
 def test_all_that_a_target_gives_lies_beside_its_embedding(monkeypatch) -> None:
     target = random_target()
     elsewhere = torch.device("meta")
-    states = target.read_text([5, 7, 9]).hidden_states
+    states = target.encode_text([5, 7, 9]).hidden_states
     ids, positions = torch.tensor([[5, 7, 9]]), torch.arange(3)[None]
     monkeypatch.setattr(Target, "device", property(lambda _self: elsewhere))
-    output = target.read(ids, positions, Documents.single(3, CPU), Taps((0, 2)))
-    each = [output.hidden_states, *output.layers.values(), target.logits(states)]
+    output = target.encode_documents(
+        ids, positions, Documents.from_length(3, CPU), FeatureLayers((0, 2))
+    )
+    each = [output.hidden_states, *output.layers.values(), target.compute_logits(states)]
     assert [tensor.device for tensor in each] == [elsewhere] * 4
 
 
@@ -214,7 +222,7 @@ def test_an_embedding_that_is_offloaded_is_refused() -> None:
 
     model = cpu_offload(random_model(), execution_device=CPU)
     with pytest.raises(InputError, match=r"target\.path=t: its embedding is offloaded"):
-        check_served(Target(model, None, "t"))
+        check_target_support(Target(model, None, "t"))
 
 
 def test_states_beyond_float16_are_said(tmp_path) -> None:
@@ -243,6 +251,6 @@ def test_a_target_goes_straight_to_its_device(tmp_path, monkeypatch) -> None:
         (TargetConfig(path=str(folder)), CPU),
         (TargetConfig(path=str(folder), device_map="auto"), gpu),
     ]:
-        model_config, _tokenizer = load_tokenizer(config)
+        model_config, _tokenizer = load_config_and_tokenizer(config)
         load_model(config, model_config, torch.float32, device)
     assert asked == [{"": gpu}, None, "auto"]

@@ -10,9 +10,9 @@ from toys import FAMILIES, random_model
 
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
-from heads.target_model.decoder import decoder_of
-from heads.target_model.model import Taps, Target
-from heads.target_model.remote import final_norm, load_remote
+from heads.target_model.decoder import find_decoder
+from heads.target_model.model import FeatureLayers, Target
+from heads.target_model.remote import find_final_norm, load_remote
 
 CPU = torch.device("cpu")
 
@@ -36,13 +36,15 @@ def test_it_is_the_target_with_the_layers_taken_out(family: str, tmp_path: Path)
         parameter.data.add_(0.1)  # norms of ones show nothing
     model.save_pretrained(tmp_path)
     bare = remote(tmp_path)
-    assert len(decoder_of(bare).layers) == 0
+    assert len(find_decoder(bare).layers) == 0
     assert bare.config.num_hidden_layers == model.config.num_hidden_layers
     for part in ("get_input_embeddings", "get_output_embeddings"):
         assert torch.equal(getattr(bare, part)().weight, getattr(model, part)().weight)
     target = Target(model, None, family)
-    output = target.read_text([5, 9, 7, 11], Taps((target.num_layers,)))
-    assert torch.equal(final_norm(bare)(output.layers[target.num_layers]), output.hidden_states)
+    output = target.encode_text([5, 9, 7, 11], FeatureLayers((target.num_layers,)))
+    assert torch.equal(
+        find_final_norm(bare)(output.layers[target.num_layers]), output.hidden_states
+    )
 
 
 def test_an_output_head_tied_to_the_embedding_is_there(tmp_path: Path) -> None:

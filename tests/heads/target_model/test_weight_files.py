@@ -16,7 +16,7 @@ from conf.errors import InputError
 from conf.settings.target import Quantization, TargetConfig
 from heads.target_model import load
 from heads.target_model.load import load_config, load_model
-from heads.target_model.weight_files import reads_codes
+from heads.target_model.weight_files import can_read_quantization
 from tests.eval.decode.test_engine import OWN
 
 Weights = dict[str, Tensor]
@@ -194,4 +194,4 @@ def test_codes_that_transformers_reads_are_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_quantisations_that_transformers_reads(quantization: Any, read: bool) -> None:
-    assert reads_codes(LlamaConfig(quantization_config=quantization)) is read
+    assert can_read_quantization(LlamaConfig(quantization_config=quantization)) is read

@@ -20,10 +20,15 @@ from conf.settings.target import TargetConfig
 from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.generate import hf_generate
 from heads.decoding.sampling import Sampling
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
-from heads.target_model.language import language_class
-from heads.target_model.load import load_config, load_target, load_tokenizer, tokenizer_of
-from heads.target_model.model import Taps, Target
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.language import find_language_class
+from heads.target_model.load import (
+    load_config,
+    load_config_and_tokenizer,
+    load_target,
+    load_target_tokenizer,
+)
+from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget
 from scripts import export, merge_adapter
 from tests.conf.command.test_entry import command
@@ -92,7 +97,7 @@ def test_text_is_that_of_the_whole_model(
 def test_towers_inside_a_decoder_are_dropped_too() -> None:
     config = AutoConfig.for_model("git", num_hidden_layers=2)
     with torch.device("meta"):
-        model = language_class(config)(config)
+        model = find_language_class(config)(config)
     assert not hasattr(model.get_decoder(), "image_encoder")
 
 
@@ -103,7 +108,7 @@ def test_an_output_head_may_lie_beside_the_layers() -> None:
     text = {"num_hidden_layers": 2, "layers_block_type": ["mamba", "attention"]}
     config = AutoConfig.for_model("nemotron_h_omni", text_config=text)
     with torch.device("meta"):
-        model = language_class(config)(config)
+        model = find_language_class(config)(config)
     assert model.get_output_embeddings() is model.language_model.lm_head
     assert model.get_decoder() is model.language_model.model
 
@@ -123,17 +128,17 @@ def test_stored_parts_and_engine_states_are_those_of_the_whole_model(
     folder: Path, tmp_path: Path
 ) -> None:
     target = loaded(folder)
-    states = target.read_text(PROMPTS[0], Taps((target.num_layers,)))
-    expected = target.logits(states.hidden_states)
+    states = target.encode_text(PROMPTS[0], FeatureLayers((target.num_layers,)))
+    expected = target.compute_logits(states.hidden_states)
 
-    remote = RemoteTarget.of(TargetConfig(path=str(folder)), CPU)
+    remote = RemoteTarget.from_config(TargetConfig(path=str(folder)), CPU)
     normed = remote.final_norm(states.layers[target.num_layers])
-    torch.testing.assert_close(remote.logits(normed), expected)
+    torch.testing.assert_close(remote.compute_logits(normed), expected)
     assert remote.num_layers == 4
 
     target.save(tmp_path / "stored")
-    stored = EmbeddingsAndHead.load(tmp_path / "stored", CPU)
-    torch.testing.assert_close(stored.logits(states.hidden_states), expected)
+    stored = EmbeddingsAndOutputHead.from_folder(tmp_path / "stored", CPU)
+    torch.testing.assert_close(stored.compute_logits(states.hidden_states), expected)
     for each in (target, remote, stored):
         assert each.architectures == ["Mistral3ForConditionalGeneration"]
         assert each.config.model_type == "mistral"
@@ -167,10 +172,10 @@ def test_an_adapter_is_merged_into_the_whole_model(folder: Path, tmp_path: Path)
     settings = TargetConfig(path=str(folder), adapter=str(tmp_path / "adapter"))
     merge_adapter.main(MergeAdapterRun(target=settings, out_dir=str(tmp_path / "merged")))
 
-    given = load_target(settings, CPU).read_text(PROMPTS[0]).hidden_states
-    merged = loaded(tmp_path / "merged").read_text(PROMPTS[0]).hidden_states
+    given = load_target(settings, CPU).encode_text(PROMPTS[0]).hidden_states
+    merged = loaded(tmp_path / "merged").encode_text(PROMPTS[0]).hidden_states
     torch.testing.assert_close(merged, given)
-    assert (given - loaded(folder).read_text(PROMPTS[0]).hidden_states).abs().max() > 0.1
+    assert (given - loaded(folder).encode_text(PROMPTS[0]).hidden_states).abs().max() > 0.1
     files = [load_file(each / "model.safetensors") for each in (folder, tmp_path / "merged")]
     assert set(files[0]) == set(files[1])
     assert any("vision_tower" in name for name in files[1])
@@ -178,9 +183,9 @@ def test_an_adapter_is_merged_into_the_whole_model(folder: Path, tmp_path: Path)
 
 def test_the_template_of_a_processor_is_the_tokenizer_s(folder: Path, tmp_path: Path) -> None:
     save_wrapper(tmp_path, "mistral3", template=None)
-    assert tokenizer_of(TargetConfig(path=str(tmp_path))).chat_template is None
+    assert load_target_tokenizer(TargetConfig(path=str(tmp_path))).chat_template is None
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
-    assert tokenizer_of(TargetConfig(path=str(tmp_path))).chat_template == CHATML
+    assert load_target_tokenizer(TargetConfig(path=str(tmp_path))).chat_template == CHATML
 
 
 def test_of_a_model_that_speaks_the_thinker_is_loaded(tmp_path: Path) -> None:
@@ -211,7 +216,7 @@ def test_what_writes_no_text_is_refused_in_a_line(tmp_path: Path, family: str, r
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(InputError) as caught:
-        load_tokenizer(TargetConfig(path=str(tmp_path)))
+        load_config_and_tokenizer(TargetConfig(path=str(tmp_path)))
     start = f"target.path={tmp_path}: cannot load it: {family} cannot be a target: {reason}"
     assert str(caught.value).startswith(start)
     assert "\n" not in str(caught.value)
@@ -220,7 +225,7 @@ def test_what_writes_no_text_is_refused_in_a_line(tmp_path: Path, family: str, r
 def test_a_config_that_nobody_knows_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
     with pytest.raises(InputError, match="model type `nobody`") as caught:
-        load_tokenizer(TargetConfig(path=str(tmp_path)))
+        load_config_and_tokenizer(TargetConfig(path=str(tmp_path)))
     assert len(str(caught.value)) < len(str(tmp_path)) + 350
     assert "\n" not in str(caught.value)
 
@@ -233,7 +238,7 @@ def test_every_config_of_transformers_has_a_class_or_a_reason(family: str) -> No
     except Exception as error:  # noqa: BLE001  a config without defaults
         pytest.skip(str(error))
     try:
-        assert language_class(config).__name__
+        assert find_language_class(config).__name__
     except ValueError as error:
         assert str(error).startswith(f"{config.model_type} cannot be a target: ")
         assert len(str(error)) < 300

@@ -40,7 +40,7 @@ def test_the_usual_rates_of_a_head(
     form: str, optimizer: Optimizer, rates: tuple[float, float]
 ) -> None:
     target = random_target(hidden_size=64, num_hidden_layers=4)
-    vocab = DraftVocab.everything(target.vocab_size)
+    vocab = DraftVocab.make_full(target.vocab_size)
     assert fresh_objective(form, target, vocab).usual_rates(optimizer) == rates
 
 

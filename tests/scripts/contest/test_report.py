@@ -218,7 +218,7 @@ def test_a_contest_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_pa
     finished(inputs, tmp_path / "whole")
     for head in WAYS:
         folders = (each / "heads" / head / "head" for each in (out_dir, tmp_path / "whole"))
-        ours, theirs = (load_head(str(each)).tensors() for each in folders)
+        ours, theirs = (load_head(str(each)).collect_tensors() for each in folders)
         for key, tensor in ours.items():
             assert tensor.equal(theirs[key]), key
     ours, theirs = (
@@ -226,7 +226,7 @@ def test_a_contest_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_pa
     )
     for name, row in ours["methods"].items():
         assert (row["tau"], row["label"]) == (theirs["methods"][name]["tau"], row["label"])
-    assert load_head(str(out_dir / "winner/head")).tensors()
+    assert load_head(str(out_dir / "winner/head")).collect_tensors()
     assert "then" not in finished(inputs, out_dir)  # nothing is left to do
 
 

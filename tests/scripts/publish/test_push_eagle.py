@@ -36,7 +36,7 @@ def make_head(
         form=form, llama=LLAMA, target="Qwen/Qwen3-8B", target_hidden_size=32,
         layers=(2, 18, 33) if eagle3 else (), **changes,
     )  # fmt: skip
-    vocab = DraftVocab(torch.arange(0, 64, 2), 64) if eagle3 else DraftVocab.everything(64)
+    vocab = DraftVocab(torch.arange(0, 64, 2), 64) if eagle3 else DraftVocab.make_full(64)
     head = EagleHead(config, vocab)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)

@@ -15,7 +15,7 @@ from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from conf.settings.export import ExportFormat, HubLayout, PushRun
 from eval.parity.gate import check_parity
 from heads.eagle.head import EagleHead
-from heads.export.golden import golden
+from heads.export.golden import compute_reference_tensors
 from heads.export.writer import export_head
 from heads.kinds import load_head
 from heads.target_model.model import Target
@@ -44,11 +44,17 @@ def target() -> Target:
 def make_head(target: Target, seed: int = 0) -> EagleHead:
     settings = EagleConfig(form=EagleForm.eagle3, output_head=OutputHead.copy)
     vocab = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
-    return EagleHead.untrained(target, settings, vocab, seed).eval()
+    return EagleHead.from_settings(target, settings, vocab, seed).eval()
 
 
 def export(head: EagleHead, engine: ExportFormat, folder: Path) -> None:
-    export_head(head, engine, golden(head, head.target, num_rows=4, depth=2), folder, PROVENANCE)
+    export_head(
+        head,
+        engine,
+        compute_reference_tensors(head, head.target, num_rows=4, depth=2),
+        folder,
+        PROVENANCE,
+    )
 
 
 @pytest.fixture
@@ -229,8 +235,8 @@ def test_copies_of_a_gated_targets_weights_are_told(hub: HubServer, tmp_path: Pa
     target.name = "me/gated"
     hub.repos["me/gated"] = Repo(private=False, gated="auto")
     hub.repos["me/gated"].commit({})
-    head = EagleHead.untrained(
-        target, EagleConfig(form=EagleForm.eagle1), DraftVocab.everything(target.vocab_size), 0
+    head = EagleHead.from_settings(
+        target, EagleConfig(form=EagleForm.eagle1), DraftVocab.make_full(target.vocab_size), 0
     )
     head.save(tmp_path / "head")
     export(head.eval(), ExportFormat.original, tmp_path / "original")

@@ -16,7 +16,7 @@ from conf.command.launch import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
-from heads.storage import save_head
+from heads.storage import write_head_folder
 from train import schedule
 from train.batch.supervision import NOISE_SEEDS, Batch
 from train.loop import command, evaluation, loop, refusals
@@ -39,7 +39,9 @@ class ToyHead(nn.Linear):
     embeddings = output_heads
 
     def save(self, folder: Path, provenance: dict) -> None:
-        save_head(folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance})
+        write_head_folder(
+            folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance}
+        )
 
 
 class ToyObjective(Objective):

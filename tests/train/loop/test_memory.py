@@ -49,7 +49,7 @@ def eagle(**sizes: int) -> EagleObjective:
     target, settings = random_target(num_hidden_layers=4, **sizes), EagleConfig(num_steps=3)
     settings.layers = [1, 2, 3]
     vocab = DraftVocab(torch.arange(target.vocab_size // 3), target.vocab_size)
-    return EagleObjective(EagleHead.untrained(target, settings, vocab, 0), target, settings)
+    return EagleObjective(EagleHead.from_settings(target, settings, vocab, 0), target, settings)
 
 
 def untrained(kind: str, num_anchors: int = 64) -> Callable[..., Any]:

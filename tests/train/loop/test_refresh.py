@@ -21,8 +21,8 @@ from conf.settings.medusa import MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance
-from heads.target_model.identity import identify, other_target_notice
-from heads.target_model.load import load_tokenizer
+from heads.target_model.identity import format_target_change, identify_target
+from heads.target_model.load import load_config_and_tokenizer
 from tests.train.parallel.test_launch import curve
 from train import medusa
 from train.loop.command import from_target
@@ -117,14 +117,14 @@ def test_a_head_from_a_store_knows_the_target_that_was_captured(
     found = tmp_path / "out/head"
     for name, told in (("target", False), ("changed", True)):
         where = TargetConfig(path=str(inputs / name))
-        identity = identify(where, load_tokenizer(where)[1], torch.float32)
-        assert (other_target_notice("head.path", str(found), None, identity) is not None) == told
+        identity = identify_target(where, load_config_and_tokenizer(where)[1], torch.float32)
+        assert (format_target_change("head.path", str(found), None, identity) is not None) == told
     noted = json.loads((found / "headsmith.json").read_text())
     del noted["target_identity"]
     (found / "headsmith.json").write_text(json.dumps(noted))
-    assert other_target_notice("head.path", str(found), None, identity) is None
+    assert format_target_change("head.path", str(found), None, identity) is None
     (found / "headsmith.json").unlink()
-    assert other_target_notice("head.path", str(found), None, identity) is None
+    assert format_target_change("head.path", str(found), None, identity) is None
 
 
 def other_target(run: MedusaRun, inputs: Path, _folder: Path) -> None:

@@ -41,8 +41,8 @@ EAGLE = EagleConfig(num_steps=2, draft_vocab_size=40)
 def eagle_job(out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: int = 0) -> Job:
     target = random_target(num_hidden_layers=6)
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(vocab_seed))
-    vocab = DraftVocab.choose(counts, head.draft_vocab_size, [0])
-    objective = EagleObjective(EagleHead.untrained(target, head, vocab, seed=0), target, head)
+    vocab = DraftVocab.from_counts(counts, head.draft_vocab_size, [0])
+    objective = EagleObjective(EagleHead.from_settings(target, head, vocab, seed=0), target, head)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 90, (24,), generator=generator).tolist() for _ in range(4)]
     data = [{name: each[0] for name, each in packed([text]).items()} for text in texts]

@@ -25,8 +25,8 @@ from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
 from data.servers import endpoint, files
 from eval.measure import engines
-from heads.target_model.identity import identify
-from heads.target_model.load import load_target, load_tokenizer
+from heads.target_model.identity import identify_target
+from heads.target_model.load import load_config_and_tokenizer, load_target
 from tests.servers import EngineServer, Fault, relaying, serving
 from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
@@ -239,7 +239,10 @@ def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> 
     with pytest.raises(InputError, match=r"names an adapter .*target\.engine is empty"):
         TargetConfig(path=str(inputs / "target"), adapter_name="tuned")
     target = TargetConfig(path=str(inputs / "target"), adapter_name="tuned", engine=target.engine)
-    assert identify(target, load_tokenizer(target)[1], torch.float32).adapter == "tuned"
+    assert (
+        identify_target(target, load_config_and_tokenizer(target)[1], torch.float32).adapter
+        == "tuned"
+    )
     run = AcceptanceRun(target=target, out_dir=str(tmp_path / "out"))
     run.head.path = str(inputs / "target")
     with pytest.raises(InputError, match="runs the target in its own process"):

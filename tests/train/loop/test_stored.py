@@ -26,9 +26,9 @@ from eval.measure.answers import OwnTexts
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndHead
+from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
-from heads.target_model.model import Taps
+from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab
 from tests.scripts.publish.test_push import hub_env
 from train import eagle, medusa
@@ -172,13 +172,13 @@ def test_heads_that_read_what_is_not_stored_are_refused(store: Path, top_k: Path
     hidden, without = (
         open_store(DataConfig(features=str(each)), TargetConfig()) for each in (store, top_k)
     )
-    for fits in (Taps(), Taps((1,)), Taps((3, 1))):
+    for fits in (FeatureLayers(), FeatureLayers((1,)), FeatureLayers((3, 1))):
         check_taps(hidden, fits)
-    check_taps(without, Taps((1, 2, 3)))
+    check_taps(without, FeatureLayers((1, 2, 3)))
     with pytest.raises(InputError, match=r"head\.layers=\[4\]: .* has \[1, 2, 3\]; .*=\[1,4\]"):
-        check_taps(hidden, Taps((4, 1)))
+        check_taps(hidden, FeatureLayers((4, 1)))
     with pytest.raises(InputError, match="teacher=top_k, without the last hidden states"):
-        check_taps(without, Taps())
+        check_taps(without, FeatureLayers())
 
 
 def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> Job:
@@ -236,10 +236,10 @@ def test_a_run_from_a_store_needs_neither_target_nor_data(
     assert fitted(config, monkeypatch).evaluate is None
 
 
-def eagle3(target: EmbeddingsAndHead) -> EagleHead:
+def eagle3(target: EmbeddingsAndOutputHead) -> EagleHead:
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     config = EagleConfig(form=EagleForm.eagle3, layers=[1, 2, 3])
-    return EagleHead.untrained(target, config, DraftVocab.choose(counts, 100, [0]), seed=0)
+    return EagleHead.from_settings(target, config, DraftVocab.from_counts(counts, 100, [0]), seed=0)
 
 
 @pytest.mark.parametrize("teacher", ["store", "top_k"])
@@ -259,7 +259,7 @@ def test_tau_from_a_store_is_that_of_the_target(
         assert len(stored.prompts) == 2
         assert [answer for answer, _ in stored.answers] == [answer for answer, _ in live.answers]
         assert stored(mine.eval()) == live(theirs.eval())
-    assert len(StoredReplay(ends, opened.replay, 1, 3, Taps((1,))).prompts) == 1
+    assert len(StoredReplay(ends, opened.replay, 1, 3, FeatureLayers((1,))).prompts) == 1
 
 
 def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
@@ -338,13 +338,15 @@ def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
         if name == "biased":
             target.output_head.bias = torch.nn.Parameter(torch.arange(300.0))
         target.save(tmp_path / f"{name}-ends")
-        ends = EmbeddingsAndHead.load(tmp_path / f"{name}-ends", CPU)
+        ends = EmbeddingsAndOutputHead.from_folder(tmp_path / f"{name}-ends", CPU)
         shared = ends.output_head.weight.data_ptr() == ends.embedding.weight.data_ptr()
         assert shared == (name == "tied")
         assert ends.has_plain_head == (name == "tied")
         states = torch.randn(2, 64)
-        assert torch.equal(ends.logits(states), target.logits(states))
-        assert torch.equal(ends.logits(states.bfloat16()), target.logits(states.bfloat16().float()))
+        assert torch.equal(ends.compute_logits(states), target.compute_logits(states))
+        assert torch.equal(
+            ends.compute_logits(states.bfloat16()), target.compute_logits(states.bfloat16().float())
+        )
 
 
 FROM_HUB = """

@@ -13,7 +13,7 @@ from conf.settings.eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
-from heads.eagle.branches import Branches, causal_rows
+from heads.eagle.branches import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
 from train.batch.supervision import DOCUMENTS, NOISE_SEEDS
@@ -115,7 +115,7 @@ def literal_sums(
     head, target, batch, config: EagleConfig, temperature: float = 1.0
 ) -> list[list[float]]:
     """The sums row by row: every token's chain is run on its own."""
-    where = Documents.of(batch["document_ids"])
+    where = Documents.from_ids(batch["document_ids"])
     output = target.read(batch["input_ids"], batch["position_ids"], where, head.taps)
     ids, mask = batch["input_ids"][0], batch["loss_mask"][0]
     documents = batch["document_ids"][0]
@@ -125,7 +125,7 @@ def literal_sums(
     sums = [[0.0] * 4 for _ in range(config.num_steps)]
     for t in range(len(ids)):
         row = torch.tensor([t])
-        branches = Branches(text.keys[None], text.values[None], causal_rows(where, row))
+        branches = BranchCache(text.keys[None], text.values[None], build_causal_range(where, row))
         outputs = head.unroll(text, ids, row, branches)
         for d in range(1, config.num_steps + 1):
             out = next(outputs)
@@ -205,7 +205,7 @@ def test_the_teacher_says_what_the_target_says(has_bias: bool, temperature: floa
     assert target.has_plain_head is not has_bias
     vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
     hidden = torch.randn(4, 64)
-    expected = (target.logits(hidden) / temperature).log_softmax(-1)
+    expected = (target.compute_logits(hidden) / temperature).log_softmax(-1)
     known = HiddenTeacher(target, vocab, hidden, temperature).chunk(1, 4)
     assert known.best.equal(expected[1:].argmax(-1))
     at = torch.tensor([2, 0, 2])
@@ -234,7 +234,7 @@ def test_noise_is_added_while_training_only(setting) -> None:
     objective = EagleObjective(head, target, EagleConfig(form=EagleForm.eagle1, noise=0.2))
 
     def noisy(*seeds: int, train: bool = True) -> torch.Tensor:
-        where = Documents.of(torch.tensor([[0] * 64 + [1] * 32] * len(seeds)))
+        where = Documents.from_ids(torch.tensor([[0] * 64 + [1] * 32] * len(seeds)))
         batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
         return objective.train(train)._noisy(torch.zeros(96 * len(seeds), 8), batch)
 

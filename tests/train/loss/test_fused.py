@@ -245,7 +245,7 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
         return usual(function, dynamic=True, backend="eager")
 
     monkeypatch.setattr(torch, "compile", cheap)
-    vocab, log_p = DraftVocab.everything(VOCAB), random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1)
+    vocab, log_p = DraftVocab.make_full(VOCAB), random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1)
     part = student(
         random(NUM_ROWS, WIDTH, seed=0), torch.nn.Parameter(random(VOCAB, WIDTH, seed=1))
     )
@@ -351,7 +351,7 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     hidden = random(NUM_ROWS, WIDTH, seed=0).requires_grad_()
     weight = random(VOCAB, WIDTH, seed=1).requires_grad_()
     kept = random(NUM_ROWS, VOCAB, seed=3).log_softmax(-1).topk(4)
-    vocab = DraftVocab.everything(VOCAB)
+    vocab = DraftVocab.make_full(VOCAB)
     # What was kept is float32, and so is the rest's mass.
     log_probs = kept.values.float()
     teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
@@ -397,7 +397,7 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
 
 
 def test_a_top_k_teacher_takes_its_rest_for_one_id_at_another_temperature() -> None:
-    vocab = DraftVocab.everything(4)
+    vocab = DraftVocab.make_full(4)
     log_probs = torch.tensor([[0.6, 0.2]]).log()
     known = TopKTeacher(vocab, torch.tensor([[2, 0]]), log_probs, temperature=0.5).chunk(0, 1)
     found = known.pair(torch.tensor([0]), Softmax.of(torch.tensor([[0.1, 0.3, 0.5, 0.1]]).log()))
@@ -453,7 +453,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
     num_rows, width, vocab_size = 512, 8, 1024
     monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 4 * vocab_size * 32)
     monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * vocab_size * 8)
-    vocab = DraftVocab.everything(vocab_size)
+    vocab = DraftVocab.make_full(vocab_size)
     hidden = random(num_rows, width, seed=0).float().requires_grad_()
     weight = random(vocab_size, width, seed=1).float().requires_grad_()
     with _Largest() as largest:

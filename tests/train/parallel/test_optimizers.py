@@ -11,7 +11,7 @@ import heads.processor
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, Schedule, TrainConfig
-from heads.processor import Processor, tell_if_slow
+from heads.processor import Processor, warn_if_slow
 from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
 from tests.train.loop.test_memory import eagle, medusa
 from tests.train.parallel.test_placement import MUON
@@ -187,7 +187,7 @@ def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
-    tell_if_slow.cache_clear()
+    warn_if_slow.cache_clear()
     processes.start(settings(dtype=Dtype.auto))
     assert capsys.readouterr().err == ""
     processes.start(settings(dtype=Dtype.bfloat16))
