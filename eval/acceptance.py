@@ -10,23 +10,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.measure import AcceptanceRun
-from eval.measure.under import CONDITIONS, runs_under
-from eval.refusals import check_inputs, check_measure
+from eval.measure.under import CONDITIONS_FILE, build_condition_runs
+from eval.refusals import check_inputs, check_measurement
 
 RESULT = "acceptance.json"
 
 
-def check(config: AcceptanceRun) -> None:
+def check_acceptance_run(config: AcceptanceRun) -> None:
     """Refuse, before heavy imports, settings that no head can use."""
     if not config.conditions:
-        check_measure(config, RESULT)
+        check_measurement(config, RESULT)
         return
-    check_measure(config, CONDITIONS)
-    for run in runs_under(config).values():
+    check_measurement(config, CONDITIONS_FILE)
+    for run in build_condition_runs(config).values():
         check_inputs(run)
 
 
-COMMAND = Command(__doc__, AcceptanceRun, "acceptance", check=check)
+COMMAND = Command(__doc__, AcceptanceRun, "acceptance", check=check_acceptance_run)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
@@ -45,39 +45,52 @@ from conf.settings.measure import Mode, SpeedupRun
 from data.embedded import fill_default_paths
 from eval.decode.engine import Step, decode
 from eval.measure import processes
-from eval.measure.answers import Answered
-from eval.measure.bench import Bench, open_bench, open_journal, seed_of, write_result
-from eval.measure.conditions import caption
-from eval.measure.handed_on import hand_on
-from eval.measure.lengths import show_lengths
-from eval.measure.prompts import Prompt, num_thinking
-from eval.measure.replay import agreements, ranked_drafts, replayed, steps_along
-from eval.measure.stats import PromptSteps, shown, summary, tree_figures
-from eval.report.by_condition import conditions_table, finished, write_conditions
+from eval.measure.answers import AnswerWithStates
+from eval.measure.bench import (
+    Measurement,
+    compute_prompt_seed,
+    open_jsonl_store,
+    open_measurement,
+    write_result,
+)
+from eval.measure.conditions import format_conditions
+from eval.measure.handed_on import export_results
+from eval.measure.lengths import print_acceptance_lengths
+from eval.measure.prompts import Prompt, count_thinking_tokens
+from eval.measure.replay import agreements, rank_candidates, replay_drafter, replay_tree
+from eval.measure.stats import (
+    PromptSteps,
+    format_interval,
+    select_tree_figures,
+    summarise_acceptance,
+)
+from eval.report.by_condition import conditions_table, load_finished_result, write_conditions
 from eval.report.figures import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
 
 
-def measure(bench: Bench, config: AcceptanceRun, journal: JsonlStore) -> dict[str, Any]:
+def measure_acceptance(
+    bench: Measurement, config: AcceptanceRun, journal: JsonlStore
+) -> dict[str, Any]:
     """Make the content of `acceptance.json`: the chain's figures, and the tree's under its key."""
     numbers = range(len(bench.prompts))
     with tqdm(total=len(numbers), desc=config.mode.value, unit="prompt") as bar:
-        size = bench.texts.num_together
+        size = bench.answer_source.preferred_batch_size
         for first in numbers[::size]:
             group = numbers[first : first + size]
             todo = [number for number in group if number not in journal.done_ids]
             bar.update(len(group) - len(todo))
-            answers: list[Answered | None] = [None for _ in group]
+            answers: list[AnswerWithStates | None] = [None for _ in group]
             if todo and config.mode is Mode.replay:
                 # The whole group: in rare ties an answer depends on those written beside it.
                 asked = [bench.prompts[number].token_ids for number in group]
-                taps, length = bench.head.head.taps, config.max_new_tokens
-                answers = [*bench.texts.answers(asked, length, taps)]
+                taps, length = bench.head.draft_head.taps, config.max_new_tokens
+                answers = [*bench.answer_source.answer_with_states(asked, length, taps)]
             for number in todo:
                 row = _measured(bench, config, bench.prompts[number], answers[number - first])
                 journal.append([{"id": number, **row}])
                 bar.update()
-    rows = processes.gathered(journal.load_rows())
+    rows = processes.gather_items(journal.load_rows())
     rows.sort(key=lambda row: (row["chain"]["turn"], row["chain"]["dialogue"]))
 
     def figures(name: str, depth: int) -> dict[str, object]:
@@ -85,7 +98,7 @@ def measure(bench: Bench, config: AcceptanceRun, journal: JsonlStore) -> dict[st
             PromptSteps(**row[name] | {"steps": [Step(**step) for step in row[name]["steps"]]})
             for row in rows
         ]
-        return summary(prompts, depth, config.seed)
+        return summarise_acceptance(prompts, depth, config.seed)
 
     chain, tree = figures("chain", bench.head.chain.depth), figures("tree", bench.head.tree.depth)
     result = {"mode": config.mode.value, **chain, bench.head.tree_name: tree}
@@ -97,7 +110,7 @@ def measure(bench: Bench, config: AcceptanceRun, journal: JsonlStore) -> dict[st
 
 
 def _measured(
-    bench: Bench, config: AcceptanceRun, prompt: Prompt, answered: Answered | None
+    bench: Measurement, config: AcceptanceRun, prompt: Prompt, answered: AnswerWithStates | None
 ) -> dict[str, Any]:
     """Steps of chain and tree, and for a replay also the chain's agreement per depth.
 
@@ -110,12 +123,14 @@ def _measured(
     head, length = bench.head, config.max_new_tokens
 
     def row(response: list[int], steps: list[Step], drafted: list[int]) -> dict[str, Any]:
-        thinking = num_thinking(prompt, response, bench.ends.tokenizer)
+        thinking = count_thinking_tokens(
+            prompt, response, bench.embeddings_and_output_head.tokenizer
+        )
         about = (prompt.dialogue, prompt.turn, thinking, len(prompt.token_ids))
         return asdict(PromptSteps(prompt.category, steps, drafted, *about))
 
     def decoded(name: str) -> dict[str, Any]:
-        seed = seed_of(prompt, config.seed)
+        seed = compute_prompt_seed(prompt, config.seed)
         drafter = head.make_drafter(name, bench.sampling, [seed])
         text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
         return row(text.token_ids, text.steps, text.drafted)
@@ -127,20 +142,20 @@ def _measured(
     for name, shape in (("chain", head.chain), ("tree", head.tree)):
         if not isinstance(shape, Tree):
             drafter = head.make_drafter(name, bench.sampling, [config.seed])
-            steps, drafted = replayed(drafter, output, prompt.token_ids, answer)
+            steps, drafted = replay_drafter(drafter, output, prompt.token_ids, answer)
             measured[name] = row(answer, steps, drafted)
             continue
-        ranked = ranked_drafts(head.head, shape, output, prompt.token_ids, answer)
-        steps = steps_along(shape, ranked, answer)
+        ranked = rank_candidates(head.draft_head, shape, output, prompt.token_ids, answer)
+        steps = replay_tree(shape, ranked, answer)
         measured[name] = row(answer, steps, [shape.num_nodes - 1] * len(steps))
         if name == "chain":
             measured["agreement"] = agreements(ranked, answer)
     return measured
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def print_acceptance(result: dict[str, Any], console: Console) -> None:
     """Print the figures as a table."""
-    tree = tree_figures(result)
+    tree = select_tree_figures(result)
     table = Table(title=f"Acceptance ({result['mode']}, {result['num_prompts']} prompts)")
     for column in ("category", "prompts", "tau chain", "95% interval", "tau tree", "alpha"):
         table.add_column(column, justify="left" if column == "category" else "right")
@@ -148,7 +163,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for name, row in rows.items():
         in_tree = tree if name == "all" else tree["by_category"][name]
         table.add_row(
-            name, str(row["num_prompts"]), f"{row['tau']:.3f}", shown(row["ci95"]),
+            name, str(row["num_prompts"]), f"{row['tau']:.3f}", format_interval(row["ci95"]),
             f"{in_tree['tau']:.3f}", " ".join(f"{rate:.2f}" for rate in row["alpha"]),
         )  # fmt: skip
     console.print(table)
@@ -158,26 +173,26 @@ def show(result: dict[str, Any], console: Console) -> None:
             console.print(
                 f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
             )
-    show_lengths(result["acceptance_length"], console)
+    print_acceptance_lengths(result["acceptance_length"], console)
 
 
-def report(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
+def measure_and_report(bench: Measurement, config: AcceptanceRun) -> dict[str, Any]:
     """Measure, print, and write `acceptance.json`, its picture and files for other tools.
 
     Returns:
         The contents of `acceptance.json`; empty in all processes but the first.
     """
-    with open_journal(config, RESULT, bench) as journal:
-        result = measure(bench, config, journal)
-    if not bench.main:
+    with open_jsonl_store(config, RESULT, bench) as journal:
+        result = measure_acceptance(bench, config, journal)
+    if not bench.is_main_process:
         return {}
     console = Console()
-    show(result, console)
+    print_acceptance(result, console)
     path = write_result(config, RESULT, result, bench)
     written: dict[str, Any] = json.loads(path.read_text())
     plot_acceptance(written, path.with_suffix(".png"))
-    console.print(caption(written), highlight=False, markup=False)
-    files = [path, path.with_suffix(".png"), *hand_on(written, path.parent)]
+    console.print(format_conditions(written), highlight=False, markup=False)
+    files = [path, path.with_suffix(".png"), *export_results(written, path.parent)]
     console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
     return written
 
@@ -185,33 +200,33 @@ def report(bench: Bench, config: AcceptanceRun) -> dict[str, Any]:
 def main(config: AcceptanceRun) -> None:
     """Measure a head, under each condition if there are several."""
     if not config.conditions:
-        with open_bench(config, RESULT, served=True) as bench:
-            if report(bench, config):
-                tell_speedup(config)
+        with open_measurement(config, RESULT, served=True) as bench:
+            if measure_and_report(bench, config):
+                print_speedup_command(config)
         return
     fill_default_paths(config, prompts=True)
     results: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        first: Bench | None = None
-        for name, run in runs_under(config).items():
-            if (found := finished(run)) is not None:
+        first: Measurement | None = None
+        for name, run in build_condition_runs(config).items():
+            if (found := load_finished_result(run)) is not None:
                 results[name] = found
                 continue
-            bench = stack.enter_context(open_bench(run, RESULT, served=True, like=first))
+            bench = stack.enter_context(open_measurement(run, RESULT, served=True, like=first))
             first = first or bench
-            if bench.main:
+            if bench.is_main_process:
                 Console().rule(name or "as given")
-            results[name] = report(bench, run)
-    if first is None or first.main:
+            results[name] = measure_and_report(bench, run)
+    if first is None or first.is_main_process:
         console = Console()
         console.print(conditions_table(results))
         files = write_conditions(config, results)
         plot_comparison(results, files[-1], "")
         console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
-        tell_speedup(config)
+        print_speedup_command(config)
 
 
-def tell_speedup(config: AcceptanceRun) -> None:
+def print_speedup_command(config: AcceptanceRun) -> None:
     """Name the command that measures the same drafts in seconds."""
     same = following.collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
     following.print_next_command("acceptance", same | {"out_dir": config.out_dir})

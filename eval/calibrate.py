@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import following
 from conf.command.entry import Command
 from conf.settings.measure import CalibrateRun
-from eval.refusals import check_measure
+from eval.refusals import check_measurement
 
-CHECK = partial(check_measure, result="calibrate.json")
+CHECK = partial(check_measurement, result="calibrate.json")
 COMMAND = Command(__doc__, CalibrateRun, "calibrate", check=CHECK)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
@@ -33,9 +33,9 @@ from tqdm import tqdm
 
 from conf.command.journal import JsonlStore
 from conf.errors import InputError
-from eval.compare.halves import decode_with, open_halves
+from eval.compare.halves import decode_with, open_split_measurement
 from eval.decode.engine import Step, decode
-from eval.measure.bench import Bench, open_journal, seed_of, write_result
+from eval.measure.bench import Measurement, compute_prompt_seed, open_jsonl_store, write_result
 from eval.measure.heads import CONFIDENCE_FILE, device_name, write_beside
 from eval.report.figures import plot_calibration
 from eval.tune.confidence import (
@@ -49,7 +49,7 @@ from eval.tune.confidence import (
     ece,
     fit,
 )
-from eval.tune.cost import CostCurve, time_steps, typical_context
+from eval.tune.cost import CostCurve, measure_step_costs, typical_context
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
@@ -85,13 +85,13 @@ class ConfidenceRecorder:
         self.drafter.insert_row(row, other.drafter)
 
 
-def record(bench: Bench, config: CalibrateRun, journal: JsonlStore) -> list[dict[str, Any]]:
+def record(bench: Measurement, config: CalibrateRun, journal: JsonlStore) -> list[dict[str, Any]]:
     """Decode with whole chains; return one row per prompt, with the confidence of every step."""
     whole = replace(bench.head, calibration=Calibration.none(bench.head.chain.depth))
     for number, prompt in enumerate(tqdm(bench.prompts, desc="whole chains", unit="prompt")):
         if number in journal.done_ids:
             continue
-        seed = seed_of(prompt, config.seed)
+        seed = compute_prompt_seed(prompt, config.seed)
         recorder = ConfidenceRecorder(whole.make_drafter(CUT, bench.sampling, [seed]))
         length = config.max_new_tokens
         text = decode(bench.target, recorder, prompt.token_ids, length, bench.sampling, seed)
@@ -117,7 +117,7 @@ def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
     return ChainSteps.of(logits, steps, drafted, depth)
 
 
-def measure_costs(bench: Bench, context: list[int], journal: JsonlStore) -> ChainCosts:
+def measure_costs(bench: Measurement, context: list[int], journal: JsonlStore) -> ChainCosts:
     """Time passes, whole chains of every length, and chains that end at every length."""
     if COSTS not in journal.done_ids:
         head, depth = bench.head, bench.head.chain.depth
@@ -132,7 +132,9 @@ def measure_costs(bench: Bench, context: list[int], journal: JsonlStore) -> Chai
             )
             for n in cut
         }
-        curve, drafts = time_steps(bench.target, drafters, context, sizes=range(2, depth + 2))
+        curve, drafts = measure_step_costs(
+            bench.target, drafters, context, sizes=range(2, depth + 2)
+        )
         costs = ChainCosts(curve, [drafts[WHOLE, n] for n in whole], [drafts[CUT, n] for n in cut])
         journal.append([{"id": COSTS, **asdict(costs)}])
     (row,) = (row for row in journal.load_rows() if row["id"] == COSTS)
@@ -214,8 +216,8 @@ def _cells(row: dict[str, Any], whole: dict[str, Any]) -> list[str]:
 
 def main(config: CalibrateRun) -> None:
     """Calibrate, check, and write the calibration, `calibrate.json` and a picture."""
-    bench, *halves = open_halves(config, "calibrate.json", "calibrating")
-    with open_journal(config, "calibrate.json", bench) as journal:
+    bench, *halves = open_split_measurement(config, "calibrate.json", "calibrating")
+    with open_jsonl_store(config, "calibrate.json", bench) as journal:
         rows = record(bench, config, journal)
         depth = bench.head.chain.depth
         fitted, checked = (chain_steps([rows[n] for n in half], depth) for half in halves)
@@ -250,7 +252,9 @@ def main(config: CalibrateRun) -> None:
     console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
     same = following.collect_changed_settings(config, "head", "target")
-    following.print_next_command("calibrate", same | following.prompts_for(bench.ends.name))
+    following.print_next_command(
+        "calibrate", same | following.prompts_for(bench.embeddings_and_output_head.name)
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def check_inputs(run: Any) -> None:
     check_out_dir(run.out_dir)
 
 
-def check_measure(run: MeasureRun, result: str) -> None:
+def check_measurement(run: MeasureRun, result: str) -> None:
     """Refuse a measurement without a head, or over an earlier one.
 
     Args:

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.measure import ServeRun
-from eval.refusals import check_measure
+from eval.refusals import check_measurement
 
 RESULT = "serve.json"
-CHECK = partial(check_measure, result=RESULT)
+CHECK = partial(check_measurement, result=RESULT)
 COMMAND = Command(__doc__, ServeRun, "serve", check=CHECK)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
@@ -42,22 +42,22 @@ from data.servers.counts import DraftCounts
 from data.servers.endpoint import Endpoint
 from data.servers.serving import ServingEngine
 from eval.compare.sizes import sizes_table
-from eval.measure.bench import Bench, open_bench, open_journal, write_result
-from eval.measure.conditions import caption
-from eval.measure.lengths import show_lengths
-from eval.measure.stats import shown
+from eval.measure.bench import Measurement, open_jsonl_store, open_measurement, write_result
+from eval.measure.conditions import format_conditions
+from eval.measure.lengths import print_acceptance_lengths
+from eval.measure.stats import format_interval
 from eval.report.figures import plot_concurrency
 from eval.served import causes, load
-from eval.served.check import Checked, checked, figures
+from eval.served.check import CheckedText, replay_server_text, summarise_counts
 
 
 @dataclass(frozen=True)
-class ServedAnswers:
+class ServerAnswerWriter:
     """Write earlier answers of a dialogue with the server itself."""
 
     server: ServingEngine
 
-    def written(
+    def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """See `Writer`."""
@@ -71,16 +71,16 @@ def main(config: ServeRun) -> None:
     with ExitStack() as stack:
         servers = {load.WITH: stack.enter_context(connected(config, config.endpoint, "endpoint"))}
         server = servers[load.WITH]
-        check_depth(config, server)
+        adopt_server_depth(config, server)
         if config.baseline is not None:
             servers[load.WITHOUT] = stack.enter_context(
                 connected(config, config.baseline, "baseline", drafts=False)
             )
-        writer = ServedAnswers(server)
-        bench = stack.enter_context(open_bench(config, RESULT, served=True, writer=writer))
-        check_room(config, bench, server)
+        writer = ServerAnswerWriter(server)
+        bench = stack.enter_context(open_measurement(config, RESULT, served=True, writer=writer))
+        check_context_window(config, bench, server)
         told = {name: [each.name, each.version, each.model] for name, each in servers.items()}
-        journal = stack.enter_context(open_journal(config, RESULT, bench, servers=told))
+        journal = stack.enter_context(open_jsonl_store(config, RESULT, bench, servers=told))
         result = {
             "servers": {
                 name: {"engine": each.name, "version": each.version, "model": each.model}
@@ -88,10 +88,10 @@ def main(config: ServeRun) -> None:
             },
             "draft_tokens": server.depth,
             "tolerance": config.tolerance,
-            **acceptance(bench, config, server, journal),
+            **measure_server_acceptance(bench, config, server, journal),
             "num_repeats": config.num_repeats,
             "concurrency": {
-                str(size): load.figures(
+                str(size): load.summarise_load(
                     load.run_passes(servers, bench.prompts, config, size, journal),
                     bench.prompts,
                     config.seed,
@@ -100,16 +100,16 @@ def main(config: ServeRun) -> None:
             },
         }
     console = Console()
-    show(result, console)
+    print_serve_result(result, console)
     path = write_result(config, RESULT, result, bench)
     written, files = json.loads(path.read_text()), [path]
     if result["concurrency"]:
         files.append(path.with_suffix(".png"))
         plot_concurrency(written, files[-1])
-    console.print(caption(written), highlight=False, markup=False)
+    console.print(format_conditions(written), highlight=False, markup=False)
     console.print("wrote " + ", ".join(map(str, files)))
     if result["problems"]:
-        tell(f"differs: {'; '.join(result['problems'])}")
+        print_notice(f"differs: {'; '.join(result['problems'])}")
         sys.exit(1)
 
 
@@ -120,7 +120,7 @@ def connected(config: ServeRun, url: str, setting: str, drafts: bool = True) -> 
     return ServingEngine(endpoint, max(config.concurrency, default=1), drafts)
 
 
-def check_depth(config: ServeRun, server: ServingEngine) -> None:
+def adopt_server_depth(config: ServeRun, server: ServingEngine) -> None:
     """Take the server's depth, or refuses another one.
 
     Raises:
@@ -134,7 +134,7 @@ def check_depth(config: ServeRun, server: ServingEngine) -> None:
         )
 
 
-def check_room(config: ServeRun, bench: Bench, server: ServingEngine) -> None:
+def check_context_window(config: ServeRun, bench: Measurement, server: ServingEngine) -> None:
     """Refuse texts near the end of the server's window, where it drafts less.
 
     Raises:
@@ -151,16 +151,16 @@ def check_room(config: ServeRun, bench: Bench, server: ServingEngine) -> None:
         )
 
 
-def sizes_of(config: ServeRun, bench: Bench) -> list[int]:
+def sizes_of(config: ServeRun, bench: Measurement) -> list[int]:
     """Return the numbers of requests in flight that do not exceed the number of prompts."""
     sizes, most = sorted(set(config.concurrency)), len(bench.prompts)
     if left_out := [size for size in sizes if size > most]:
-        tell(f"concurrency={left_out}: left out, as there are {most} prompts")
+        print_notice(f"concurrency={left_out}: left out, as there are {most} prompts")
     return [size for size in sizes if size <= most]
 
 
-def acceptance(
-    bench: Bench, config: ServeRun, server: ServingEngine, journal: JsonlStore
+def measure_server_acceptance(
+    bench: Measurement, config: ServeRun, server: ServingEngine, journal: JsonlStore
 ) -> dict[str, Any]:
     """Compare texts and counts of the server with the target and the replayed head.
 
@@ -168,21 +168,29 @@ def acceptance(
     """
     if not bench.heads or config.temperature:
         return {"served": None, "replayed": None, "texts": None, "problems": [], "prompts": []}
-    template, num_rendered = causes.other_template(server, bench.prompts)
-    texts = list(compared(bench, config, server, journal))
-    found = causes.problems(
-        server, bench.prompts, texts, bench.ends.name, config.max_new_tokens, config.tolerance
+    template, num_rendered = causes.compare_chat_template(server, bench.prompts)
+    texts = list(iter_checked_texts(bench, config, server, journal))
+    found = causes.diagnose_differences(
+        server,
+        bench.prompts,
+        texts,
+        bench.embeddings_and_output_head.name,
+        config.max_new_tokens,
+        config.tolerance,
     )
 
     def counted(side: str) -> dict[str, object]:
         counts = [getattr(text, side) for text in texts]
-        return figures(bench.prompts, counts, server.depth, server.within, config.seed)
+        return summarise_counts(bench.prompts, counts, server.depth, server.within, config.seed)
 
     rows = zip(bench.prompts, texts, strict=True)
     return {
         "served": counted("served"),
         "replayed": counted("replayed"),
-        "texts": {**causes.summary(texts), "num_rendered_alike": num_rendered - bool(template)},
+        "texts": {
+            **causes.summarise_checks(texts),
+            "num_rendered_alike": num_rendered - bool(template),
+        },
         "problems": [*([template] if template else []), *found],
         "prompts": [
             {
@@ -195,9 +203,9 @@ def acceptance(
     }
 
 
-def compared(
-    bench: Bench, config: ServeRun, server: ServingEngine, journal: JsonlStore
-) -> Iterator[Checked]:
+def iter_checked_texts(
+    bench: Measurement, config: ServeRun, server: ServingEngine, journal: JsonlStore
+) -> Iterator[CheckedText]:
     """Ask the server for all texts, then check each."""
     limit, depth = config.max_new_tokens, server.depth
     for number, prompt in enumerate(tqdm(bench.prompts, desc=server.name, unit="prompt")):
@@ -210,21 +218,23 @@ def compared(
     rows = journal.load_rows()[: len(bench.prompts)]
     for row in tqdm(rows, desc="replay along the server's text", unit="prompt"):
         served = DraftCounts(**row["served"])
-        yield checked(bench, row["id"], served, row["beyond"], limit, server.within)
+        yield replay_server_text(bench, row["id"], served, row["beyond"], limit, server.within)
 
 
-def tell(line: str) -> None:
+def print_notice(line: str) -> None:
     """Print a line to stderr."""
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def print_serve_result(result: dict[str, Any], console: Console) -> None:
     """Print acceptance by the server and by replay, then speed and waits."""
     served, replayed, texts = result["served"], result["replayed"], result["texts"]
     engine = result["servers"][load.WITH]["engine"]
     if texts is not None:
-        show_lengths(served["acceptance_length"], console, engine)
-        console.print(f"1 + accepted / drafts: 95% interval {shown(served['per_draft_ci95'], 3)}")
+        print_acceptance_lengths(served["acceptance_length"], console, engine)
+        console.print(
+            f"1 + accepted / drafts: 95% interval {format_interval(served['per_draft_ci95'], 3)}"
+        )
         ours = {count: means["pooled"] for count, means in replayed["acceptance_length"].items()}
         console.print(
             "replayed along the same texts, pooled: "

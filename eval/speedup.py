@@ -14,17 +14,17 @@ from conf.command.compiler import check_compile
 from conf.command.entry import Command
 from conf.settings.export import ExportFormat
 from conf.settings.measure import SpeedupRun
-from eval.compare.names import check_methods, check_words
-from eval.refusals import check_measure
+from eval.compare.names import check_method_words, check_methods
+from eval.refusals import check_measurement
 
 
-def check(run: SpeedupRun) -> None:
+def check_speedup_run(run: SpeedupRun) -> None:
     """Refuse, before heavy imports, settings that no head can use."""
-    check_words(run.methods)
-    check_measure(run, "speedup.json")
+    check_method_words(run.methods)
+    check_measurement(run, "speedup.json")
 
 
-COMMAND = Command(__doc__, SpeedupRun, "speedup", check=check)
+COMMAND = Command(__doc__, SpeedupRun, "speedup", check=check_speedup_run)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
@@ -33,16 +33,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.compare.figures import summarise
+from eval.compare.figures import summarise_speedup
 from eval.compare.methods import build_methods, choose_methods
-from eval.compare.sizes import at_size, show_sizes
-from eval.compare.timing import time_methods
-from eval.decode.captured import slots_for
+from eval.compare.sizes import print_concurrency, summarise_batch_size
+from eval.compare.timing import measure_methods
+from eval.decode.captured import compute_num_slots
 from eval.measure import processes
-from eval.measure.bench import checksums, open_bench, open_journal, write_result
-from eval.measure.conditions import caption
-from eval.measure.handed_on import hand_on
-from eval.measure.stats import shown
+from eval.measure.bench import checksums, open_jsonl_store, open_measurement, write_result
+from eval.measure.conditions import format_conditions
+from eval.measure.handed_on import export_results
+from eval.measure.stats import format_interval
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_report
 from heads.head import DraftHead
@@ -51,7 +51,7 @@ from heads.mtp.checkpoint import has_mtp_layer
 MAX_NODES = 256  # of any tree
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def print_speedup(result: dict[str, Any], console: Console) -> None:
     """Print the figures as a table."""
     table = Table(title=f"Speed-up over {result['baseline']} (medians)")
     columns = ("method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency")
@@ -60,7 +60,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for name, row in result["methods"].items():
         table.add_row(
             f"{name} (lossy)" if row["lossy"] else name, f"{row['tau']:.3f}",
-            f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}", shown(row["speedup_ci95"]),
+            f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}", format_interval(row["speedup_ci95"]),
             "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
         )  # fmt: skip
     console.print(table)
@@ -86,41 +86,43 @@ def own_layer(config: SpeedupRun) -> list[str]:
 def main(config: SpeedupRun) -> None:
     """Measure, print, and write `speedup.json`, pictures, page and files for other tools."""
     check_methods(config.methods)
-    check_compile("compile", config.compile, processes.start().device.type)
+    check_compile("compile", config.compile, processes.join_processes().device.type)
     heads = [*config.heads, *own_layer(config)]
-    bench = open_bench(config, "speedup.json", heads)
+    bench = open_measurement(config, "speedup.json", heads)
     chosen = choose_methods(bench, config)
     draft = checksums(config.draft.path) if config.draft.path else None
-    with open_journal(config, "speedup.json", bench, draft_weights=draft) as journal:
+    with open_jsonl_store(config, "speedup.json", bench, draft_weights=draft) as journal:
         methods = build_methods(bench, config, chosen, journal)
         if config.compile:
             longest = max(len(prompt.token_ids) for prompt in bench.prompts)
-            bench.target.compile(slots_for(longest + config.max_new_tokens, MAX_NODES))
+            bench.target.compile(compute_num_slots(longest + config.max_new_tokens, MAX_NODES))
         runs = {
-            size: time_methods(bench, config, methods, size, journal) for size in config.batch_sizes
+            size: measure_methods(bench, config, methods, size, journal)
+            for size in config.batch_sizes
         }
-    if not bench.main:
+    if not bench.is_main_process:
         return
-    result = summarise(bench, config, methods, runs[config.batch_size])
+    result = summarise_speedup(bench, config, methods, runs[config.batch_size])
     result["concurrency"] = {
-        str(size): at_size(methods, of_size, config.seed) for size, of_size in runs.items()
+        str(size): summarise_batch_size(methods, of_size, config.seed)
+        for size, of_size in runs.items()
     }
     console = Console()
-    show(result, console)
+    print_speedup(result, console)
     if config.concurrency:
-        show_sizes(result, console)
+        print_concurrency(result, console)
     path = write_result(config, "speedup.json", result, bench)
     written = json.loads(path.read_text())
     plot_speedup(written, path.with_suffix(".png"))
     if config.concurrency:
         plot_concurrency(written, path.with_name("concurrency.png"))
     write_report(written, path.with_suffix(".html"))
-    console.print(caption(written), highlight=False, markup=False)
+    console.print(format_conditions(written), highlight=False, markup=False)
     files = [path, path.with_suffix(".png"), path.with_suffix(".html")]
-    files += hand_on(written, path.parent)
+    files += export_results(written, path.parent)
     console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
     if config.head.path is not None:
-        tell_export(bench.head.head, config)
+        tell_export(bench.head.draft_head, config)
 
 
 def tell_export(head: DraftHead, config: SpeedupRun) -> None:

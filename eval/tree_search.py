@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import following
 from conf.command.entry import Command
 from conf.settings.measure import TreeSearchRun
-from eval.refusals import check_measure
+from eval.refusals import check_measurement
 
-CHECK = partial(check_measure, result="tree_search.json")
+CHECK = partial(check_measurement, result="tree_search.json")
 COMMAND = Command(__doc__, TreeSearchRun, "tree_search", check=CHECK)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.errors import InputError
-from eval.compare.halves import decode_with, open_halves
-from eval.measure.bench import Bench, write_result
+from eval.compare.halves import decode_with, open_split_measurement
+from eval.measure.bench import Measurement, write_result
 from eval.measure.heads import SHAPE_FILE, write_beside
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import plot_tree_search
-from eval.tune.advice import Advice, advise, measured_advice
-from eval.tune.cost import CostCurve, load_curve, time_steps, typical_context
-from eval.tune.trees import DynamicTexts, StaticTexts, best_trees, node_values, widest
+from eval.tune.advice import Advice, estimate_advice, measured_advice
+from eval.tune.cost import CostCurve, load_curve, measure_step_costs, typical_context
+from eval.tune.trees import DynamicTreeReplay, StaticTreeReplay, best_trees, node_values, widest
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import (
     DraftShape,
@@ -50,10 +50,10 @@ NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Numbers of draft tokens of the dynamic trees to try."""
 LONGEST = 8
 """Depth of the deepest trees to try, if the head drafts that deep."""
-Texts = StaticTexts | DynamicTexts
+TreeReplay = StaticTreeReplay | DynamicTreeReplay
 
 
-def num_tokens(shape: DraftShape) -> int:
+def count_draft_tokens(shape: DraftShape) -> int:
     """Number of draft tokens that a shape verifies."""
     return shape.num_nodes - 1 if isinstance(shape, Tree) else shape.num_tokens
 
@@ -99,7 +99,7 @@ class ShapeCosts:
 
     def step_s(self, shape: DraftShape) -> float:
         """Seconds of a draft and its verify pass."""
-        return self.draft_s(shape) + self.curve.at(num_tokens(shape) + 1)
+        return self.draft_s(shape) + self.curve.estimate_seconds(count_draft_tokens(shape) + 1)
 
 
 @dataclass(frozen=True)
@@ -121,65 +121,69 @@ class Candidate:
     speedup: float
 
     @classmethod
-    def of(cls, shape: DraftShape, texts: Texts, costs: ShapeCosts) -> "Candidate":
+    def from_replay(cls, shape: DraftShape, texts: TreeReplay, costs: ShapeCosts) -> "Candidate":
         """Make a candidate by an exact replay of the texts."""
-        texts_steps = texts.steps(shape)  # type: ignore[arg-type]
+        texts_steps = texts.replay_shape(shape)  # type: ignore[arg-type]
         expected = tau([PromptSteps("", steps) for steps in texts_steps])
         step_s = costs.step_s(shape)
-        speedup = expected / step_s * costs.curve.at(1)
+        speedup = expected / step_s * costs.curve.estimate_seconds(1)
         return cls(shape, expected, costs.draft_s(shape), step_s, speedup)
 
     def figures(self) -> dict[str, float]:
         """Figures for a results file."""
         return {
-            "num_tokens": num_tokens(self.shape),
+            "num_tokens": count_draft_tokens(self.shape),
             "tau": self.tau,
             "tokens_per_s": self.tau / self.step_s,
             "speedup": self.speedup,
         }
 
 
-def read_texts(bench: Bench, config: TreeSearchRun) -> Texts:
+def read_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay:
     """Read texts of the target, with the head's drafts along them."""
     head, length = bench.head, config.max_new_tokens
     if isinstance(head.tree, Tree):
-        tree = widest(head.longest)
-        return StaticTexts.read(bench.target, head.head, bench.prompts, length, tree)
+        tree = widest(head.max_useful_depth)
+        return StaticTreeReplay.from_prompts(
+            bench.target, head.draft_head, bench.prompts, length, tree
+        )
 
     def make(shape: DynamicShape) -> Any:
         return replace(head, tree=shape).make_drafter("tree", GREEDY, [0])
 
     top_ks = sorted({*config.top_ks, make_dynamic_shape(_gpu(config)).top_k})
-    longest = min(LONGEST, head.longest)
-    return DynamicTexts.read(bench.target, make, bench.prompts, length, longest, top_ks)
+    longest = min(LONGEST, head.max_useful_depth)
+    return DynamicTreeReplay.read(bench.target, make, bench.prompts, length, longest, top_ks)
 
 
-def measure_costs(
-    bench: Bench, texts: Texts, context: list[int], recorded: CostCurve | None
+def measure_shape_costs(
+    bench: Measurement, texts: TreeReplay, context: list[int], recorded: CostCurve | None
 ) -> ShapeCosts:
     """Time passes and drafts here, and convert to a recorded curve if given."""
     head, target = bench.head, bench.target
     probes: list[DraftShape] = (
-        [widest(depth) for depth in range(1, head.longest + 1)]
-        if isinstance(texts, StaticTexts)
+        [widest(depth) for depth in range(1, head.max_useful_depth + 1)]
+        if isinstance(texts, StaticTreeReplay)
         else [DynamicShape(depth, k, 1) for k in texts.top_ks for depth in {1, texts.depth}]
     )
     drafters = {
         shape: replace(head, tree=shape).make_drafter("tree", GREEDY, [0]) for shape in probes
     }
-    own, drafts = time_steps(target, drafters, context)
+    own, drafts = measure_step_costs(target, drafters, context)
     if recorded is None:
         return ShapeCosts(own, drafts)
-    return ShapeCosts(recorded, drafts, recorded.at(1) / own.at(1))
+    return ShapeCosts(recorded, drafts, recorded.estimate_seconds(1) / own.estimate_seconds(1))
 
 
-def shapes(texts: Texts, config: TreeSearchRun) -> tuple[DraftShape, list[DraftShape]]:
+def build_candidate_shapes(
+    texts: TreeReplay, config: TreeSearchRun
+) -> tuple[DraftShape, list[DraftShape]]:
     """Default shape, and all shapes to compare.
 
     Raises:
         InputError: no useful shape.
     """
-    if isinstance(texts, DynamicTexts):
+    if isinstance(texts, DynamicTreeReplay):
         usual = make_dynamic_shape(_gpu(config))
         return replace(usual, depth=min(usual.depth, texts.depth)), [
             DynamicShape(depth, top_k, size)
@@ -208,17 +212,17 @@ def _gpu(config: TreeSearchRun) -> bool | None:
 
 
 def search(
-    texts: Texts, costs: ShapeCosts, config: TreeSearchRun
+    texts: TreeReplay, costs: ShapeCosts, config: TreeSearchRun
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
     """Default shape, best shape, and all compared shapes."""
-    first, others = shapes(texts, config)
-    usual = Candidate.of(first, texts, costs)
-    candidates = [Candidate.of(shape, texts, costs) for shape in others]
+    first, others = build_candidate_shapes(texts, config)
+    usual = Candidate.from_replay(first, texts, costs)
+    candidates = [Candidate.from_replay(shape, texts, costs) for shape in others]
     best = max([usual, *candidates], key=lambda candidate: candidate.speedup)
     return usual, best, candidates
 
 
-def report(
+def build_report(
     predicted: dict[str, Candidate],
     simulated: dict[str, Candidate],
     measured: dict[str, Any] | None,
@@ -251,7 +255,7 @@ def report(
     return result
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def print_tree_search(result: dict[str, Any], console: Console) -> None:
     """Print the figures of the default and the found shape, and the gain."""
     table = Table(title=f"Speed-up over passes of one token, {result['curve']['device']}")
     columns = ("shape", "draft tokens", "tau", "predicted", "tau, other prompts", "simulated",
@@ -277,17 +281,19 @@ def _shown(figure: float | None) -> str:
 def main(config: TreeSearchRun) -> None:
     """Search, check, advise, and write the shape, `tree_search.json` and a picture."""
     recorded = None if config.curve is None else load_curve(config.curve)
-    bench, first_half, second_half = open_halves(config, "tree_search.json", "searching")
+    bench, first_half, second_half = open_split_measurement(config, "tree_search.json", "searching")
     searched, checked = (
         replace(bench, prompts=[bench.prompts[number] for number in half])
         for half in (first_half, second_half)
     )
     texts = read_texts(searched, config)
     context = typical_context([p.token_ids for p in searched.prompts], texts.responses)
-    costs = measure_costs(bench, texts, context, recorded)
+    costs = measure_shape_costs(bench, texts, context, recorded)
     usual, best, candidates = search(texts, costs, config)
     predicted, others = {"default": usual, "found": best}, read_texts(checked, config)
-    simulated = {name: Candidate.of(c.shape, others, costs) for name, c in predicted.items()}
+    simulated = {
+        name: Candidate.from_replay(c.shape, others, costs) for name, c in predicted.items()
+    }
     measured: dict[str, Any] | None = None
     advice: Advice | None = None
     if recorded is None:
@@ -299,16 +305,16 @@ def main(config: TreeSearchRun) -> None:
             for name, c in predicted.items()
         }
         measured = decode_with(checked, config, drafters)
-        advice = measured_advice(advise(searched, config, context), checked, config)
+        advice = measured_advice(estimate_advice(searched, config, context), checked, config)
     result = {
-        **report(predicted, simulated, measured),
+        **build_report(predicted, simulated, measured),
         "curve": asdict(costs.curve),
         "candidates": [candidate.figures() for candidate in candidates],
         "measured": measured,
         "advice": advice and advice.described(),
     }
     console = Console()
-    show(result, console)
+    print_tree_search(result, console)
     if advice is not None:
         advice.show(console)
     path = write_result(config, "tree_search.json", result, bench)
@@ -323,7 +329,9 @@ def main(config: TreeSearchRun) -> None:
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
     same = following.collect_changed_settings(config, "head", "target")
-    following.print_next_command("tree_search", same | following.prompts_for(bench.ends.name))
+    following.print_next_command(
+        "tree_search", same | following.prompts_for(bench.embeddings_and_output_head.name)
+    )
 
 
 if __name__ == "__main__":

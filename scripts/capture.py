@@ -45,9 +45,9 @@ from data.features.format import (
 )
 from data.features.manifest import Manifest, ShardEntry
 from data.features.writer import SHARD_BYTES, HostCopier, PlannedShard, ShardWriterPool, write_shard
-from eval.decode.generation_config import follow_or_tell
-from eval.measure.answers import Texts
-from eval.measure.processes import start
+from eval.decode.generation_config import try_generation_config
+from eval.measure.answers import AnswerSource
+from eval.measure.processes import join_processes
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_config_and_tokenizer, load_target
 from heads.target_model.remote import RemoteTarget
@@ -67,7 +67,7 @@ def main(config: CaptureRun) -> None:
 def capture(config: CaptureRun, shard_bytes: int) -> None:
     """Run `main` with shards of any size."""
     check_inputs(config)
-    state = start()
+    state = join_processes()
     fill_default_paths(config)
     work = prepared(config, state, shard_bytes)
     work.plan.check_folder(work.folder)
@@ -145,7 +145,7 @@ def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndOutputHe
         target = RemoteTarget.from_config(config.target, torch.device("cpu"))
     else:
         target = load_target(config.target, device)
-    told = follow_or_tell(target)
+    told = try_generation_config(target)
     if told is not None:
         print(told, file=sys.stderr)
     return target
@@ -205,11 +205,13 @@ def capture_shard(
     writers.submit(write)
 
 
-def batches(work: Work, shard: PlannedShard, texts: Texts) -> Iterator[list[dict[str, Tensor]]]:
+def batches(
+    work: Work, shard: PlannedShard, texts: AnswerSource
+) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the sequences of a shard, in batches that run together."""
     if shard.split == "replay":
         prompts = work.prompts[shard.first : shard.last]
-        answers = dict(texts.written(prompts, replay.MAX_NEW_TOKENS))
+        answers = dict(texts.stream_answers(prompts, replay.MAX_NEW_TOKENS))
         for number, prompt in enumerate(prompts):
             answer = answers[number]
             # A packed sequence of one document, without padding.

@@ -27,11 +27,19 @@ from typing import Any
 from conf.command.statement import find_changed_keys, format_changes, make_fingerprint
 from conf.errors import InputError
 from conf.files import write_atomically
-from eval.compare.reported import NAMES, Reported, check_comparable, find, read, read_own, table
-from eval.measure.conditions import caption
-from eval.measure.handed_on import GOLDEN, golden
-from eval.measure.lengths import COUNTS
-from eval.measure.stats import shown, tau_difference, tree_figures
+from eval.compare.reported import (
+    NAMES,
+    ReportedAcceptance,
+    build_comparison_rows,
+    check_comparable,
+    find,
+    load_acceptance_json,
+    load_reported_acceptance,
+)
+from eval.measure.conditions import format_conditions
+from eval.measure.handed_on import GOLDEN, format_golden_lengths
+from eval.measure.lengths import LENGTH_DEFINITIONS
+from eval.measure.stats import compare_tau, format_interval, select_tree_figures
 from eval.report.figures import plot_comparison, plot_reported
 
 # Facts that must agree before two rows can be compared.
@@ -76,7 +84,7 @@ def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     Raises:
         InputError: a missing or broken file, or measurements of different things.
     """
-    found = {name: read_own(path) for name, path in files.items()}
+    found = {name: load_acceptance_json(path) for name, path in files.items()}
     (first, reference), *others = found.items()
     before = _statement(reference)
     for name, result in others:
@@ -96,7 +104,7 @@ def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 def _texts(result: dict[str, Any]) -> list[tuple[int, int]]:
     """Dialogue and turn of each text of chain and tree."""
-    texts = [*result["prompts"], *tree_figures(result)["prompts"]]
+    texts = [*result["prompts"], *select_tree_figures(result)["prompts"]]
     return [(text["dialogue"], text["turn"]) for text in texts]
 
 
@@ -128,14 +136,14 @@ def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
     )  # fmt: skip
     lines: list[Sequence[str]] = [header]
     for name, result in results.items():
-        tree, reference = tree_figures(result), results[first]
+        tree, reference = select_tree_figures(result), results[first]
         cells = [
             name,
             f"{result['tau']:.3f}",
-            shown(result["tau_ci95"], 3, " to "),
+            format_interval(result["tau_ci95"], 3, " to "),
             "" if name == first else _difference(reference, result),
             f"{tree['tau']:.3f}",
-            "" if name == first else _difference(tree_figures(reference), tree),
+            "" if name == first else _difference(select_tree_figures(reference), tree),
             " ".join(f"{rate:.2f}" for rate in result["alpha"]),
         ]
         lines.append(cells)
@@ -153,7 +161,7 @@ def _about(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
-    figure, interval = tau_difference(first["prompts"], second["prompts"], seed=0)
+    figure, interval = compare_tau(first["prompts"], second["prompts"], seed=0)
     return (
         f"{figure:+.3f} ({'-' if interval is None else ' to '.join(f'{e:+.3f}' for e in interval)})"
     )
@@ -165,7 +173,7 @@ def curve(results: dict[str, dict[str, Any]]) -> str | None:
     heads = {result.get("head") for result in results.values()}
     if len(heads) > 1 or 0 in rows or len(rows) < len(results):
         return None
-    return golden(rows, next(iter(results.values())))
+    return format_golden_lengths(rows, next(iter(results.values())))
 
 
 def side_by_side(results: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Callable[..., None]]]:
@@ -179,17 +187,21 @@ def side_by_side(results: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Cal
 
 def with_others(files: Mapping[str, Path]) -> tuple[str, dict[str, Callable[..., None]]]:
     """Compare results of several tools: the text, and a writer for each file beside it."""
-    results: dict[str, Reported] = {name: read(file) for name, file in files.items()}
+    results: dict[str, ReportedAcceptance] = {
+        name: load_reported_acceptance(file) for name, file in files.items()
+    }
     ours = {name: files[name] for name, each in results.items() if each.tool == "Headsmith"}
     own = load_files(ours) if ours else {}
     shared = check_comparable(results)
-    under = caption(next(iter(own.values()))) if own else ""
-    text = "\n\n".join([*([f"{under}:"] if under else []), markdown(table(results, shared))])
+    under = format_conditions(next(iter(own.values()))) if own else ""
+    text = "\n\n".join(
+        [*([f"{under}:"] if under else []), markdown(build_comparison_rows(results, shared))]
+    )
     figures = {
         name: (each.lengths.get(shared[0]), each.per_position) for name, each in results.items()
     }
     count, mean = shared[0]
-    what = f"acceptance length: {COUNTS[count]} ({mean})"
+    what = f"acceptance length: {LENGTH_DEFINITIONS[count]} ({mean})"
     return text, {"comparison.png": partial(plot_reported, figures, what, under)}
 
 

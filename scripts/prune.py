@@ -34,15 +34,15 @@ from data.embedded import fill_default_paths
 from data.features.format import HIDDEN_STATES
 from data.prepared.pack import PackedDataset
 from data.prepared.prepare import prepare_datasets
-from eval.decode.generation_config import follow_or_tell
+from eval.decode.generation_config import try_generation_config
 from eval.measure import processes
-from eval.measure.answers import greedy_answers
-from eval.measure.heads import BenchHead, device_name
+from eval.measure.answers import generate_greedy_answers
+from eval.measure.heads import MeasuredHead, device_name
 from eval.measure.prompts import Prompt, check_prompt
-from eval.measure.replay import ranked_drafts, steps_along
-from eval.measure.stats import PromptSteps, alpha, shown, tau, tau_interval
+from eval.measure.replay import rank_candidates, replay_tree
+from eval.measure.stats import PromptSteps, alpha, format_interval, tau, tau_interval
 from eval.report.figures import plot_pruning
-from eval.tune.cost import time_steps
+from eval.tune.cost import measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.folders import PROVENANCE
@@ -75,7 +75,7 @@ def main(config: PruneRun) -> None:
     head = load_head(str(folder), layers=config.head.layers)
     depth = chain_depth(config, head)
     check_sizes(config.sizes, head.vocab, [])
-    state = processes.start()
+    state = processes.join_processes()
     if state.num_processes > 1:
         raise InputError(
             f"{state.num_processes} processes: pruning needs one; start it without accelerate "
@@ -83,7 +83,7 @@ def main(config: PruneRun) -> None:
         )
     fill_default_paths(config)
     target = load_target(config.target, state.device)
-    told = follow_or_tell(target)
+    told = try_generation_config(target)
     identity = identify_target(config.target, target.tokenizer, target.dtype)
     other = format_target_change("head.path", str(config.head.path), config.head.revision, identity)
     for line in filter(None, (told, other)):
@@ -174,9 +174,9 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Ans
             "data.eval_path"
         )
     for token_ids in chosen:
-        prompt = Prompt("heldout", token_ids, where="a held-out prompt")
+        prompt = Prompt("heldout", token_ids, location="a held-out prompt")
         check_prompt(target, prompt, config.max_new_tokens)
-    texts = greedy_answers(target, chosen, config.max_new_tokens)
+    texts = generate_greedy_answers(target, chosen, config.max_new_tokens)
     return list(zip(chosen, texts, strict=True))
 
 
@@ -220,17 +220,19 @@ def measure(
     chain = Tree.chain(depth)
     texts = sorted((prompt + text for prompt, text in answers), key=len)
     drafters = {
-        index: BenchHead("", head, chain, chain).make_drafter("chain", GREEDY, [0])
+        index: MeasuredHead("", head, chain, chain).make_drafter("chain", GREEDY, [0])
         for index, head in enumerate(heads)
     }
-    curve, seconds = time_steps(target, drafters, texts[len(texts) // 2], sizes=(depth + 1,))
+    curve, seconds = measure_step_costs(
+        target, drafters, texts[len(texts) // 2], sizes=(depth + 1,)
+    )
     passes: list[list[PromptSteps]] = [[] for _ in heads]
     for number, (prompt, text) in enumerate(tqdm(answers, desc="replay", unit="prompt")):
         # Once for all heads.
         output = target.encode_response(prompt, text, heads[0].taps)
         for head, prompts in zip(heads, passes, strict=True):
-            ranked = ranked_drafts(head, chain, output, prompt, text)
-            steps = steps_along(chain, ranked, text)
+            ranked = rank_candidates(head, chain, output, prompt, text)
+            steps = replay_tree(chain, ranked, text)
             prompts.append(PromptSteps("heldout", steps, dialogue=number))
     return [
         {
@@ -238,7 +240,9 @@ def measure(
             "tau_ci95": tau_interval(prompts, seed=0),
             "alpha": alpha(prompts, depth),
             "draft_s": seconds[index],
-            "speedup": tau(prompts) * curve.at(1) / (seconds[index] + curve.at(depth + 1)),
+            "speedup": tau(prompts)
+            * curve.estimate_seconds(1)
+            / (seconds[index] + curve.estimate_seconds(depth + 1)),
         }
         for index, prompts in enumerate(passes)
     ]
@@ -278,7 +282,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for row in (*result["pruned"], *result["low_rank"], result["before"]):
         table.add_row(
             f"{row['num_ids']:,}", f"{row['rank'] or ''}", f"{row['coverage']:.2%}",
-            f"{row['tau']:.3f}", shown(row["tau_ci95"]), f"{row['weight_bytes'] / 1e6:.1f}",
+            f"{row['tau']:.3f}", format_interval(row["tau_ci95"]), f"{row['weight_bytes'] / 1e6:.1f}",
             f"{1000 * row['draft_s']:.2f}", f"{row['speedup']:.2f}",
         )  # fmt: skip
     console.print(table)

@@ -46,8 +46,8 @@ from data.servers.endpoint import (
     iter_completed,
 )
 from data.templates.encoder import RecordEncoder
-from eval.decode.generation_config import follow
-from eval.measure.prompts import questions
+from eval.decode.generation_config import apply_generation_config
+from eval.measure.prompts import select_user_messages
 from heads.layers.packed import pack_weights
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
@@ -188,7 +188,7 @@ def load(config: RegenerateRun) -> LoadedRecords:
         f"data: {path}, form {records.form.value}, {len(records.records)} conversations, "
         f"{len(records.bad)} malformed rows skipped"
     )
-    silent = [record for record in records.records if not questions(record)]
+    silent = [record for record in records.records if not select_user_messages(record)]
     if len(silent) == len(records.records):
         raise InputError(
             f"data.path={path}: no row has a user message to answer, first {silent[0].where}; "
@@ -230,7 +230,7 @@ def in_process(
     bits, on its padding, and a resumed run must repeat those of an uninterrupted one.
     """
     target = load_target(config.target, device)
-    follow(target, plain=config.plain)
+    apply_generation_config(target, plain=config.plain)
     pack_weights(target.model, target.output_head)
     encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
     local = LocalAnswers(
@@ -265,10 +265,10 @@ def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[Dialogu
     while following:
         asked, following = following, []
         seeds = [dialogue.seed() for dialogue, _ in asked]
-        for number, ids in local.answers([prompt for _, prompt in asked], seeds):
+        for number, ids in local.answer_with_states([prompt for _, prompt in asked], seeds):
             dialogue, _ = asked[number]
             try:
-                dialogue.add(local.read(ids, dialogue))
+                dialogue.add(local.encode_response(ids, dialogue))
             except RowEmpty as error:
                 yield DialogueOutcome(dialogue, error)
             else:

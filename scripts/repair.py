@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.scripts import RepairRun
-from eval.refusals import check_measure
+from eval.refusals import check_measurement
 
-CHECK = partial(check_measure, result="repair.json")
+CHECK = partial(check_measurement, result="repair.json")
 COMMAND = Command(__doc__, RepairRun, "repair", check=CHECK)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
@@ -34,10 +34,10 @@ from tqdm import tqdm
 from conf.command.provenance import collect_provenance
 from conf.errors import InputError
 from eval.measure import processes
-from eval.measure.answers import greedy_answers
-from eval.measure.bench import Bench, open_bench, write_result
-from eval.measure.replay import ranked_drafts, steps_along
-from eval.measure.stats import PromptSteps, tau, tau_difference
+from eval.measure.answers import generate_greedy_answers
+from eval.measure.bench import Measurement, open_measurement, write_result
+from eval.measure.replay import rank_candidates, replay_tree
+from eval.measure.stats import PromptSteps, compare_tau, tau
 from heads.decoding.tree import Tree
 from heads.head import DraftHead
 from heads.kinds import load_head
@@ -69,7 +69,7 @@ class Interpretation:
     def than(self, other: "Interpretation") -> tuple[float, Any]:
         """Difference in tau from another variant, and its interval over dialogues."""
         first, second = ([p.row() for p in variant.prompts] for variant in (other, self))
-        return tau_difference(first, second, seed=0)
+        return compare_tau(first, second, seed=0)
 
     def beats(self, other: "Interpretation") -> bool:
         """True if it is significantly better, by a relevant amount."""
@@ -83,14 +83,16 @@ class Interpretation:
 
 
 @torch.no_grad()
-def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Interpretation | None]:
+def repaired(
+    bench: Measurement, config: RepairRun
+) -> tuple[list[dict[str, Any]], Interpretation | None]:
     """Return the rows of all variants tried, and the best unless it is the files' own.
 
     A better variant is varied in every way again, as files may have several faults.
     """
-    target, head = bench.target, bench.head.head
+    target, head = bench.target, bench.head.draft_head
     asked = [prompt.token_ids for prompt in bench.prompts]
-    responses = greedy_answers(target, asked, config.max_new_tokens)
+    responses = generate_greedy_answers(target, asked, config.max_new_tokens)
     texts = list(zip(bench.prompts, responses, strict=True))
     most = [other.max_draft_tokens for _, other in head.iter_config_variants()]
     depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
@@ -100,11 +102,11 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Int
         prompts, words = [], changes[-1] if changes else DECLARED
         for prompt, answer in tqdm(texts, desc=words, unit="prompt", leave=False):
             output = target.encode_response(prompt.token_ids, answer, head.taps)
-            ranked = ranked_drafts(head, chain, output, prompt.token_ids, answer)
-            steps = steps_along(chain, ranked, answer)
+            ranked = rank_candidates(head, chain, output, prompt.token_ids, answer)
+            steps = replay_tree(chain, ranked, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)
             prompts.append(PromptSteps(prompt.category, steps, drafted, *place))
-        return Interpretation(changes, head, processes.gathered(prompts))
+        return Interpretation(changes, head, processes.gather_items(prompts))
 
     best = declared = replayed((), head)
     rows = [declared.row(declared)]
@@ -121,7 +123,7 @@ def repaired(bench: Bench, config: RepairRun) -> tuple[list[dict[str, Any]], Int
         best = next(variant for variant in better if not leader.beats(variant))
 
 
-def save(variant: Interpretation, config: RepairRun, bench: Bench, folder: Path) -> None:
+def save(variant: Interpretation, config: RepairRun, bench: Measurement, folder: Path) -> None:
     """Write the head of a variant, with weights as exact as in the files."""
     ref = config.head
     assert ref.path is not None
@@ -146,15 +148,15 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main(config: RepairRun) -> None:
     """Measure, print, and write `repair.json`, and `out_dir/head` if a fault was found."""
-    bench = open_bench(config, "repair.json")
-    head = bench.head.head
+    bench = open_measurement(config, "repair.json")
+    head = bench.head.draft_head
     if next(head.iter_config_variants(), None) is None:
         raise InputError(
             f"head.path={config.head.path}: {head.name_with_article} has no settings with known silent "
             "faults; measure it with eval/acceptance.py"
         )
     rows, best = repaired(bench, config)
-    if not bench.main:
+    if not bench.is_main_process:
         return
     console = Console()
     show(rows, console)

@@ -14,11 +14,11 @@ from toys import eagle_head, endless_target, noisy_head, random_model, tokenizer
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import Ngram, PromptLookup
-from eval.decode.drafters.other_tokenizer import OtherTokenizer
-from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
+from eval.decode.drafters.lookup import NgramModel, PromptLookup
+from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter
+from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.head import BlockHead
@@ -125,9 +125,11 @@ EVERY_DRAFTER: dict[str, Make] = {
     "heuristic": drafting(Tree.chain(8), DraftLength(start=2)),
     "confidence": drafting(Tree.chain(8), DraftLength(confidence=0.2)),
     "both": drafting(Tree.chain(8), DraftLength(start=3, confidence=0.1)),
-    "other tokenizer": lambda *_: OtherTokenizer(small_models()[2], tokenizer(), 4, window=8),
+    "other tokenizer": lambda *_: CrossTokenizerDrafter(
+        small_models()[2], tokenizer(), 4, window=8
+    ),
     "prompt lookup": lambda *_: PromptLookup(),
-    "ngram": lambda *_: Ngram(),
+    "ngram": lambda *_: NgramModel(),
     "lookahead": lambda *_: Lookahead(),
     "self draft": lambda how, seeds: SelfDraft(small_target(), [1], 5, how, drafter_seeds(seeds)),
 }
@@ -135,11 +137,11 @@ EVERY_DRAFTER: dict[str, Make] = {
 
 WITHOUT_MODELS: dict[str, Callable[[], Drafter]] = {
     "prompt lookup": PromptLookup,
-    "ngram": Ngram,
+    "ngram": NgramModel,
     "lookahead": Lookahead,
     "small lookahead": lambda: Lookahead(1, 2, 1),
-    "suffix": lambda: Suffix(SuffixTree(24), 24, 3.0),
-    "recycling": lambda: Recycling(Successors(), recycling_tree(12)),
+    "suffix": lambda: SuffixDrafter(SuffixTree(24), 24, 3.0),
+    "recycling": lambda: Recycling(SuccessorTable(), recycling_tree(12)),
 }
 """For any target."""
 

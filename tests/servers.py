@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.settings.scripts import RelayRun
-from eval.measure.answers import greedy_answers
+from eval.measure.answers import generate_greedy_answers
 from heads.target_model.model import FeatureLayers
 from scripts.relay import RelayServer
 
@@ -330,7 +330,7 @@ def serving(
         if num_new == 1:
             return [0]  # nobody reads it
         with one_at_a_time:
-            return greedy_answers(target, [ids], num_new, shown=False)[0]
+            return generate_greedy_answers(target, [ids], num_new, shown=False)[0]
 
     def log_probs(ids: list[int]) -> list[float]:
         with one_at_a_time:

@@ -27,7 +27,7 @@ from conf.settings.scripts import PruneRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import Schedule, TrainConfig
 from eval import acceptance, calibrate, speedup
-from eval.compare.names import known_methods
+from eval.compare.names import list_methods
 from eval.decode.engine import Request, decode, decode_many
 from eval.parity import readers
 from eval.parity.gate import check_parity
@@ -192,7 +192,7 @@ def test_a_drafter_goes_on_with_some_texts() -> None:
 
 @pytest.mark.slow
 def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_path) -> None:
-    assert {"toy_chain", "toy_tree", "toy_typical"} <= known_methods().keys()
+    assert {"toy_chain", "toy_tree", "toy_typical"} <= list_methods().keys()
     speedup.main(SpeedupRun(**measuring(inputs, head, tmp_path), num_repeats=1, num_warmups=0))
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert {"toy_chain", "toy_tree", "prompt_lookup"} <= result["methods"].keys()

@@ -27,7 +27,7 @@ from data.rows.forms import (
 )
 from data.rows.messages import LEARNT, REASONING, ROLES
 from data.servers.hidden_states import ServerFeatureLayers
-from eval.compare.names import known_methods
+from eval.compare.names import list_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
@@ -270,7 +270,7 @@ def test_words_in_code_are_known() -> None:
     words = [
         each for each in in_code(r"[a-z][a-z0-9_]*") if each[0] not in (PYTHON, MEASURE, SERVED)
     ]
-    known = VALUES | RECIPES | {*known_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
+    known = VALUES | RECIPES | {*list_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
     known |= {name for spec in FORMS for name in spec.keys}
     known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels", "context", "history"}
     known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}

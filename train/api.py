@@ -23,7 +23,7 @@ from data.embedded import TARGET_PATH
 from data.features.format import HIDDEN_STATES, LAYER_PREFIX
 from data.templates.encoder import RecordEncoder
 from eval.decode.engine import NoDraft, decode
-from eval.decode.generation_config import follow
+from eval.decode.generation_config import apply_generation_config
 from eval.measure import replay, stats
 from heads import kinds
 from heads.decoding.sampling import Sampling
@@ -108,7 +108,7 @@ def load_target(path: str | None = None, dtype: str = "auto", device: str | None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = TargetConfig(path or TARGET_PATH, dtype=Dtype(dtype))
     target = load.load_target(config, torch.device(device))
-    follow(target)
+    apply_generation_config(target)
     return target
 
 
@@ -183,7 +183,7 @@ def acceptance(
     if isinstance(response, str):
         response = list(target.tokenizer(response, add_special_tokens=False)["input_ids"])
     tree = Tree.chain(depth or head.default_depth)
-    steps = replay.replay(target, head, tree, _prompt_ids(target, prompt), response)
+    steps = replay.replay_response(target, head, tree, _prompt_ids(target, prompt), response)
     text = [stats.PromptSteps("", steps)]
     return Acceptance(stats.tau(text), stats.alpha(text, tree.depth))
 

@@ -30,7 +30,7 @@ from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
 from data.features.format import HIDDEN_STATES
 from data.prepared.pack import PackedDataset
-from eval.measure.answers import OwnTexts
+from eval.measure.answers import LocalAnswerSource
 from heads.medusa.adapted import AdaptedMedusa
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
@@ -181,7 +181,7 @@ def measured(config: Medusa2Run, source: command.TrainingSource, objective: Obje
     def evaluate(head: AdaptedMedusa) -> dict[str, float]:
         if not prompts:
             return loss()
-        replay = HeldoutReplay(OwnTexts(target), prompts, objective.depth, head.taps)
+        replay = HeldoutReplay(LocalAnswerSource(target), prompts, objective.depth, head.taps)
         return loss() | replay(head)
 
     return evaluate

@@ -10,7 +10,7 @@ MOST = 1e15
 """Upper bound of every count; larger values are errors."""
 
 
-def number_of(value: object, name: str, least: float = 0, most: float = MOST) -> float:
+def parse_number(value: object, name: str, least: float = 0, most: float = MOST) -> float:
     """Check that a value is a number within limits."""
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
         limits = f"of at least {least:g}" if most == MOST else f"from {least:g} to {most:g}"
@@ -18,34 +18,34 @@ def number_of(value: object, name: str, least: float = 0, most: float = MOST) ->
     return float(value)  # type: ignore[arg-type]
 
 
-def whole_of(value: object, name: str, least: int = 0, most: float = MOST) -> int:
+def parse_whole_number(value: object, name: str, least: int = 0, most: float = MOST) -> int:
     """Check that a value is an integer, which counters may write as 12.0."""
-    number = number_of(value, name, least, most)
+    number = parse_number(value, name, least, most)
     if number != int(number):
         raise MalformedRowError(name, format_found_value(value), "a whole number")
     return int(number)
 
 
-def share_of(value: object, name: str) -> float:
+def parse_fraction(value: object, name: str) -> float:
     """Check that a value is a number from 0 to 1."""
-    return number_of(value, name, 0, 1)
+    return parse_number(value, name, 0, 1)
 
 
-def text_of(value: object, name: str) -> str:
+def parse_text(value: object, name: str) -> str:
     """Check that a value is a non-empty text."""
     if not isinstance(value, str) or not value.strip():
         raise MalformedRowError(name, format_found_value(value), "a text")
     return value
 
 
-def object_of(value: object, name: str, what: str = "an object") -> dict[str, Any]:
+def parse_object(value: object, name: str, what: str = "an object") -> dict[str, Any]:
     """Check that a value is a JSON object."""
     if not isinstance(value, dict):
         raise MalformedRowError(name, format_found_value(value), what)
     return value
 
 
-def items_of(value: object, name: str, check: Callable[[object, str], Any]) -> list[Any]:
+def parse_items(value: object, name: str, check: Callable[[object, str], Any]) -> list[Any]:
     """Check each item of a list."""
     if not isinstance(value, list):
         raise MalformedRowError(name, format_found_value(value), "a list")

@@ -13,10 +13,10 @@ from eval.compare.methods import Method
 from eval.compare.names import BASELINES, VANILLA
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, common_prefix
-from eval.measure.bench import Bench
+from eval.measure.bench import Measurement
 from eval.measure.lengths import length_name
-from eval.measure.prompts import Prompt, num_thinking
-from eval.measure.stats import Interval, PromptSteps, interval, summary, tau
+from eval.measure.prompts import Prompt, count_thinking_tokens
+from eval.measure.stats import Interval, PromptSteps, bootstrap_interval, summarise_acceptance, tau
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target
 
@@ -24,23 +24,34 @@ PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
 TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
 
 
-def summarise(
-    bench: Bench, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
+def summarise_speedup(
+    bench: Measurement, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
 ) -> dict[str, Any]:
     """Make the content of `speedup.json`."""
     baseline = baseline_of(methods, runs)
     return {
         "methods": {
-            name: _figures(name, method, runs, baseline, bench.ends.tokenizer, config.seed)
+            name: _figures(
+                name,
+                method,
+                runs,
+                baseline,
+                bench.embeddings_and_output_head.tokenizer,
+                config.seed,
+            )
             for name, method in methods.items()
         },
         "baseline": baseline,
         "baselines": [name for name in BASELINES if name in methods],
         # Sampled texts differ by chance; tests check their distribution.
-        "lossless": lossless(bench, methods, runs) if bench.sampling.is_greedy else None,
+        "lossless": compare_greedy_texts(bench, methods, runs)
+        if bench.sampling.is_greedy
+        else None,
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
-        "texts": texts_shown(bench.ends.tokenizer, methods, runs, config.num_texts),
+        "texts": texts_shown(
+            bench.embeddings_and_output_head.tokenizer, methods, runs, config.num_texts
+        ),
     }
 
 
@@ -57,19 +68,19 @@ def _figures(
     steps = [
         PromptSteps(
             run.prompt.category, text.steps, text.drafted, run.prompt.dialogue, run.prompt.turn,
-            num_thinking(run.prompt, text.token_ids, tokenizer), len(run.prompt.token_ids),
+            count_thinking_tokens(run.prompt, text.token_ids, tokenizer), len(run.prompt.token_ids),
         )
         for run, text in zip(runs, texts, strict=True)
     ]  # fmt: skip
     depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
-    measured: dict[str, Any] = summary(steps, depth, seed)
-    mean, decode_speedup = tau(steps), ratio(name, baseline, runs, "decode")
+    measured: dict[str, Any] = summarise_acceptance(steps, depth, seed)
+    mean, decode_speedup = tau(steps), compute_speedup(name, baseline, runs, "decode")
     figures: dict[str, Any] = {
         "draft_tokens": measured["draft_tokens"],
         "tau": mean,
         "tau_ci95": measured["tau_ci95"],
         "tokens_per_s": tokens_per_s(name, runs, "total"),
-        "speedup": ratio(name, baseline, runs, "total"),
+        "speedup": compute_speedup(name, baseline, runs, "total"),
         "speedup_ci95": speedup_interval(name, baseline, runs, seed),
         "decode_tokens_per_s": tokens_per_s(name, runs, "decode"),
         "decode_speedup": decode_speedup,
@@ -100,7 +111,7 @@ def _figures(
                 "tau": row["tau"],
                 "tau_ci95": row["ci95"],
                 "per_draft": row["per_draft"],
-                "speedup": ratio(name, baseline, members, "total"),
+                "speedup": compute_speedup(name, baseline, members, "total"),
                 "speedup_ci95": speedup_interval(name, baseline, members, seed),
                 "num_prompts": row["num_prompts"],
             }
@@ -111,7 +122,7 @@ def _figures(
         {
             **own.row(),
             "num_tokens": run.num_tokens(name),
-            "seconds": {part: run.seconds(name, part) for part in TIMES},
+            "seconds": {part: run.seconds_per_repeat(name, part) for part in TIMES},
         }
         for own, run in zip(steps, runs, strict=True)
     ]
@@ -120,10 +131,12 @@ def _figures(
 
 def _breakdown(name: str, runs: list[PromptRun]) -> dict[str, float]:
     """Seconds per part; idle time of a GPU inside a part counts as the host's."""
-    parts = {part: _median_total(run.seconds(name, part) for run in runs) for part in PARTS}
+    parts = {
+        part: _median_total(run.seconds_per_repeat(name, part) for run in runs) for part in PARTS
+    }
     for part in ("draft", "verify", "accept", "step"):
         profiled = [run for run in runs if name in run.busy]
-        lasted = _median_total(run.seconds(name, part) for run in profiled)
+        lasted = _median_total(run.seconds_per_repeat(name, part) for run in profiled)
         if lasted:
             worked = sum(run.busy[name].get(part, 0.0) for run in profiled)
             idle = parts[part] * max(0.0, 1 - worked / lasted)
@@ -148,10 +161,12 @@ def _median_total(seconds: Iterable[list[float]]) -> float:
 def tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
     """Tokens per second, in `total` or in `decode`, which excludes prompts and their tokens."""
     counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
-    return sum(counts) / max(_median_total(run.seconds(name, part) for run in runs), 1e-9)
+    return sum(counts) / max(
+        _median_total(run.seconds_per_repeat(name, part) for run in runs), 1e-9
+    )
 
 
-def ratio(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
+def compute_speedup(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
     """Speed divided by the baseline's; None if the baseline decoded nothing."""
     base = tokens_per_s(baseline, runs, part)
     return tokens_per_s(name, runs, part) / base if base else None
@@ -174,7 +189,9 @@ def speedup_interval(name: str, baseline: str, runs: list[PromptRun], seed: int)
                 for method in (name, baseline)
                 for total in (
                     sum(run.num_tokens(method) for run in dialogue),
-                    _median_total([run.seconds(method)[r] for r in repeats] for run in dialogue),
+                    _median_total(
+                        [run.seconds_per_repeat(method)[r] for r in repeats] for run in dialogue
+                    ),
                 )
             ]
             for dialogue in dialogues.values()
@@ -187,7 +204,7 @@ def speedup_interval(name: str, baseline: str, runs: list[PromptRun], seed: int)
         )
         return (tokens / time) / (base_tokens / base_time)
 
-    return interval(range(len(dialogues)), speedup, seed, len(runs[0].texts[name]))
+    return bootstrap_interval(range(len(dialogues)), speedup, seed, len(runs[0].texts[name]))
 
 
 def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
@@ -198,7 +215,9 @@ def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
     return {"parents": list(tree.parents), "ranks": list(tree.ranks), "acceptance": rates}
 
 
-def lossless(bench: Bench, methods: dict[str, Method], runs: list[PromptRun]) -> dict[str, Any]:
+def compare_greedy_texts(
+    bench: Measurement, methods: dict[str, Method], runs: list[PromptRun]
+) -> dict[str, Any]:
     """Count greedy texts that equal plain decoding under every method, and list the others."""
     divergences = []
     for index, run in enumerate(runs):

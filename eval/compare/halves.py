@@ -6,13 +6,13 @@ from typing import Any
 from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import CalibrateRun, SpeedupRun, TreeSearchRun
-from eval.compare.figures import summarise
+from eval.compare.figures import summarise_speedup
 from eval.compare.methods import Method
 from eval.compare.names import VANILLA
-from eval.compare.timing import time_methods
+from eval.compare.timing import measure_methods
 from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.measure import processes
-from eval.measure.bench import Bench, open_bench
+from eval.measure.bench import Measurement, open_measurement
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
 
@@ -20,9 +20,9 @@ DrafterFactory = Callable[[list[int]], Drafter]
 """Function that makes a drafter for texts with these seeds."""
 
 
-def open_halves(
+def open_split_measurement(
     config: CalibrateRun | TreeSearchRun, result: str, doing: str
-) -> tuple[Bench, list[int], list[int]]:
+) -> tuple[Measurement, list[int], list[int]]:
     """Open a measurement in one process, and divide its prompts.
 
     Dialogues are divided, not prompts, as a second turn includes the first.
@@ -38,12 +38,12 @@ def open_halves(
     Raises:
         InputError: several processes, or too few prompts.
     """
-    num_processes = processes.start().num_processes
+    num_processes = processes.join_processes().num_processes
     if num_processes > 1:
         raise InputError(
             f"{num_processes} processes: times are measured by one process; start a single one"
         )
-    bench = open_bench(config, result)
+    bench = open_measurement(config, result)
     tuned, checked = (
         [n for n, prompt in enumerate(bench.prompts) if prompt.dialogue % 2 == odd]
         for odd in (0, 1)
@@ -57,7 +57,7 @@ def open_halves(
 
 
 def decode_with(
-    bench: Bench,
+    bench: Measurement,
     config: CalibrateRun | TreeSearchRun,
     drafters: Mapping[str, tuple[DrafterFactory, Tree | None]],
     journal: JsonlStore | None = None,
@@ -86,5 +86,5 @@ def decode_with(
     methods = {VANILLA: method(lambda _: NoDraft(), None)}
     methods |= {name: method(*drafter) for name, drafter in drafters.items()}
     settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
-    runs = time_methods(bench, settings, methods, journal=journal)
-    return summarise(bench, settings, methods, runs)
+    runs = measure_methods(bench, settings, methods, journal=journal)
+    return summarise_speedup(bench, settings, methods, runs)

@@ -12,29 +12,29 @@ from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
-from eval.compare.names import BASELINES, VANILLA, known_methods, unnumbered
-from eval.decode.captured import Captured, CaptureError, obstacle
+from eval.compare.names import BASELINES, VANILLA, list_methods, unnumbered
+from eval.decode.captured import CaptureError, GraphDecoder, find_capture_obstacle
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
-from eval.decode.drafters.hybrid import Hybrid
+from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import Ngram, PromptLookup
-from eval.decode.drafters.other_tokenizer import OtherTokenizer
+from eval.decode.drafters.lookup import NgramModel, PromptLookup
+from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter
 from eval.decode.drafters.recycling import (
     CPU_NODES,
     GPU_NODES,
     Recycling,
-    Successors,
+    SuccessorTable,
     recycling_tree,
 )
-from eval.decode.drafters.self_speculation import SelfDraft, early_exit
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from eval.decode.generate import hf_generate
-from eval.decode.generation_config import follow
+from eval.decode.generation_config import apply_generation_config
 from eval.measure import processes
-from eval.measure.answers import greedy_answers
-from eval.measure.bench import Bench
-from eval.measure.heads import BenchHead
+from eval.measure.answers import generate_greedy_answers
+from eval.measure.bench import Measurement
+from eval.measure.heads import MeasuredHead
 from eval.tune.skip_search import search_layers
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
@@ -72,7 +72,7 @@ class Method:
     forget: Callable[[], None] | None = None
 
 
-class Decoding:
+class PromptDecoder:
     """Decodes prompts, in captured steps if possible.
 
     Args:
@@ -96,10 +96,10 @@ class Decoding:
     ) -> None:
         self.target, self.make, self.sampling = target, make, sampling
         self.max_new_tokens, self.settings = max_new_tokens, dict[str, Any]()
-        self._captured: Captured | None = None
+        self._captured: GraphDecoder | None = None
         if target.device.type == "cuda":
-            why = obstacle(target) if capture else "cuda_graphs=false"
-            self._captured = None if why else Captured(target, make, max_new_tokens, sampling)
+            why = find_capture_obstacle(target) if capture else "cuda_graphs=false"
+            self._captured = None if why else GraphDecoder(target, make, max_new_tokens, sampling)
             self.settings["captured"] = self._captured.what if self._captured else f"no: {why}"
 
     def __call__(
@@ -123,7 +123,7 @@ class Decoding:
         )
 
 
-def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
+def choose_methods(bench: Measurement, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
     """Makers of the chosen methods, baselines first.
 
     Raises:
@@ -131,7 +131,7 @@ def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., 
     """
     known = MethodBuilder(bench, config).available()
     if "all" in config.methods:
-        if "early_exit" in known and "skip_layers" not in known and bench.main:
+        if "early_exit" in known and "skip_layers" not in known and bench.is_main_process:
             Console(stderr=True).print(
                 "skip_layers is left out: it searches layers on prompts that are not measured, "
                 "but all are measured; lower data.num_prompts or set self_draft.skip"
@@ -139,14 +139,17 @@ def choose_methods(bench: Bench, config: SpeedupRun) -> dict[str, Callable[..., 
         return known
     missing = sorted(set(config.methods) - set(known))
     if missing:
-        needed = known_methods()
+        needed = list_methods()
         needs = ", ".join(f"{name} ({needed[unnumbered(name)]})" for name in missing)
         raise InputError(f"methods={missing}: needs {needs}; available here: {', '.join(known)}")
     return {name: known[name] for name in known if name in (*BASELINES, *config.methods)}
 
 
 def build_methods(
-    bench: Bench, config: SpeedupRun, chosen: dict[str, Callable[..., Method]], journal: JsonlStore
+    bench: Measurement,
+    config: SpeedupRun,
+    chosen: dict[str, Callable[..., Method]],
+    journal: JsonlStore,
 ) -> dict[str, Method]:
     """Make the chosen methods, with results of searches from the journal."""
     if "skip_layers" in chosen and config.self_draft.skip is None:
@@ -158,25 +161,25 @@ def build_methods(
     return {name: make() for name, make in chosen.items()}
 
 
-def _layers_to_skip(bench: Bench, config: SpeedupRun) -> dict[str, Any]:
+def _layers_to_skip(bench: Measurement, config: SpeedupRun) -> dict[str, Any]:
     """Layers to skip and number of draft tokens, predicted fastest on prompts not measured."""
     prompts = [prompt.token_ids for prompt in bench.spare]
-    answers = greedy_answers(bench.target, prompts, config.max_new_tokens)
+    answers = generate_greedy_answers(bench.target, prompts, config.max_new_tokens)
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
     best = search_layers(bench.target, texts, list(map(len, prompts))).choices[0]
-    if bench.main:
+    if bench.is_main_process:
         Console(stderr=True).print(
             f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens, "
             f"found on {len(prompts)} prompts that are not measured"
         )
     # Every process searched; all use the first one's result.
-    return processes.gathered([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
+    return processes.gather_items([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
 
 
 class MethodBuilder:
     """Makes methods from the settings of a run."""
 
-    def __init__(self, bench: Bench, config: SpeedupRun) -> None:
+    def __init__(self, bench: Measurement, config: SpeedupRun) -> None:
         self.bench, self.config = bench, config
         self.target, self.sampling = bench.target, bench.sampling
 
@@ -196,7 +199,7 @@ class MethodBuilder:
             )  # fmt: skip
         counts: Counter[str] = Counter()
         for head in self.bench.heads:
-            family = head.family
+            family = head.kind
             counts[family] += 1
             number = f"_{counts[family]}" if counts[family] > 1 else ""
             for shape in ("chain", "tree", *(["cut"] if head.calibration else [])):
@@ -207,7 +210,7 @@ class MethodBuilder:
         if self.config.draft.path is not None:
             makers |= self._with_draft_model(self.config.draft.path, single)
 
-        def with_lookup(drafter: type[PromptLookup | Ngram]) -> Method:
+        def with_lookup(drafter: type[PromptLookup | NgramModel]) -> Method:
             limits = (lookup.num_tokens, lookup.max_ngram, lookup.min_ngram)
             return self._engine(lambda _: drafter(*limits))
 
@@ -217,7 +220,7 @@ class MethodBuilder:
 
         makers |= {
             "prompt_lookup": partial(with_lookup, PromptLookup),
-            "ngram": partial(with_lookup, Ngram),
+            "ngram": partial(with_lookup, NgramModel),
             "suffix": self._suffix,
             "recycling": self._recycling,
             "lookahead": with_lookahead,
@@ -235,7 +238,7 @@ class MethodBuilder:
         sampling: Sampling | None = None,
     ) -> Method:
         how, length = sampling or self.sampling, self.config.max_new_tokens
-        run = Decoding(self.target, make, length, how, self.config.cuda_graphs)
+        run = PromptDecoder(self.target, make, length, how, self.config.cuda_graphs)
         return Method(run, tree, how.is_lossy, run.settings)
 
     def _remembering(
@@ -266,7 +269,7 @@ class MethodBuilder:
 
         return Method(run)
 
-    def _head(self, head: BenchHead, shape: str) -> Method:
+    def _head(self, head: MeasuredHead, shape: str) -> Method:
         tree = head.tree if shape == "tree" else head.chain
         made = self._engine(
             lambda seeds: head.make_drafter(shape, self.sampling, seeds),
@@ -277,7 +280,7 @@ class MethodBuilder:
         made.settings.update(asdict(head.calibration))
         return made
 
-    def _typical(self, head: BenchHead) -> Method:
+    def _typical(self, head: MeasuredHead) -> Method:
         rule = self.config.typical
         lossy = replace(self.sampling, typical=Typical(rule.threshold, rule.alpha))
         assert isinstance(head.tree, Tree)
@@ -299,13 +302,13 @@ class MethodBuilder:
         sizes = {self.target.config.vocab_size, model.config.vocab_size}
         if single and len(sizes) > 1:
             asked = {"all", "generate_assisted"} & {*self.config.methods}
-            if asked and self.bench.main:
+            if asked and self.bench.is_main_process:
                 Console(stderr=True).print(
                     "generate_assisted is left out: transformers' assisted generation refuses "
                     f"vocabularies of {sorted(sizes)} rows"
                 )
         elif single:
-            follow(model, plain=True)
+            apply_generation_config(model, plain=True)
             how = model.model.generation_config
             how.num_assistant_tokens = settings.num_tokens
             how.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"
@@ -344,30 +347,32 @@ class MethodBuilder:
 
     def _other_tokenizer(self, model: Target) -> Method:
         num_tokens = self.config.draft.num_tokens
-        return self._engine(lambda _: OtherTokenizer(model, self.target.tokenizer, num_tokens))
+        return self._engine(
+            lambda _: CrossTokenizerDrafter(model, self.target.tokenizer, num_tokens)
+        )
 
     def _suffix(self) -> Method:
         return self._remembering(self._answers, lambda _, answers: self._suffix_drafter(answers))
 
-    def _hybrid(self, head: BenchHead) -> Method:
+    def _hybrid(self, head: MeasuredHead) -> Method:
         def make(seeds: list[int], answers: SuffixTree) -> Drafter:
             # Greedy, as sampled candidates cannot stand beside a copied text.
             drafter = head.make_drafter("tree", GREEDY, seeds)
-            return Hybrid(drafter, self._suffix_drafter(answers), head.tree.depth / 2)
+            return HybridDrafter(drafter, self._suffix_drafter(answers), head.tree.depth / 2)
 
         return self._remembering(self._answers, make)
 
     def _answers(self) -> SuffixTree:
         return SuffixTree(self.config.suffix.max_ngram)
 
-    def _suffix_drafter(self, answers: SuffixTree) -> Suffix:
+    def _suffix_drafter(self, answers: SuffixTree) -> SuffixDrafter:
         how = self.config.suffix
-        return Suffix(answers, how.num_tokens, how.factor, how.min_prob)
+        return SuffixDrafter(answers, how.num_tokens, how.factor, how.min_prob)
 
     def _recycling(self) -> Method:
         usual = GPU_NODES if self.target.device.type == "cuda" else CPU_NODES
         tree = recycling_tree(self.config.recycling.num_tokens or usual)
-        return self._remembering(Successors, lambda _, store: Recycling(store, tree), tree)
+        return self._remembering(SuccessorTable, lambda _, store: Recycling(store, tree), tree)
 
     def _early_exit(self) -> Method:
         settings = self.config.self_draft
@@ -377,7 +382,7 @@ class MethodBuilder:
                 f"self_draft.num_layers={num_layers}: must be below {self.target.num_layers}, the "
                 "target's layers"
             )
-        return self._self_draft(early_exit(self.target, num_layers), settings.num_tokens)
+        return self._self_draft(list_skipped_layers(self.target, num_layers), settings.num_tokens)
 
     def _skip_layers(
         self, searched: list[int] | None = None, num_tokens: int | None = None

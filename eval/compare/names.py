@@ -28,7 +28,7 @@ OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
 """Ways of a head to draft, after the kind of head, as in `medusa_tree`."""
 
 
-def known_methods() -> dict[str, str]:
+def list_methods() -> dict[str, str]:
     """Every method, with a description or its needs.
 
     With several heads of a kind, later ones are called `eagle_tree_2` and so on, in the order of
@@ -47,7 +47,7 @@ def known_methods() -> dict[str, str]:
     return METHODS | of_heads
 
 
-def check_words(names: Sequence[str]) -> None:
+def check_method_words(names: Sequence[str]) -> None:
     """Refuse names that are no method of any head, before heavy imports.
 
     Raises:
@@ -69,7 +69,7 @@ def check_methods(names: Sequence[str]) -> None:
     Raises:
         InputError: naming the methods.
     """
-    known = known_methods()
+    known = list_methods()
     unknown = {name for name in names if unnumbered(name) not in ("all", *known)}
     if unknown:
         raise InputError(f"methods={sorted(unknown)}: unknown; allowed: all, {', '.join(known)}")

@@ -21,14 +21,14 @@ from data.rows.values import MalformedRowError, format_found_value
 from eval.compare.checks import (
     check_fits,
     if_there,
-    items_of,
-    number_of,
-    object_of,
-    share_of,
-    text_of,
-    whole_of,
+    parse_fraction,
+    parse_items,
+    parse_number,
+    parse_object,
+    parse_text,
+    parse_whole_number,
 )
-from eval.measure.lengths import COUNTS, MEANS
+from eval.measure.lengths import LENGTH_DEFINITIONS, MEANS
 
 Definition = tuple[str, str]
 """What is counted, and what the mean is over."""
@@ -45,7 +45,7 @@ CONDITIONS = (
 
 
 @dataclass(frozen=True)
-class Reported:
+class ReportedAcceptance:
     """Figures of a file.
 
     Attributes:
@@ -86,7 +86,7 @@ def find(path: str) -> tuple[str, Path]:
     return given.resolve().name, found[0]
 
 
-def read(file: Path) -> Reported:
+def load_reported_acceptance(file: Path) -> ReportedAcceptance:
     """Read the figures of a file.
 
     Raises:
@@ -99,7 +99,7 @@ def read(file: Path) -> Reported:
         if isinstance(content, list):
             beside = file.with_name("configuration.json")
             return _model_optimizer(content, _configured(beside))
-        whole = object_of(content, "(whole file)", "an object, or Model-Optimizer's list")
+        whole = parse_object(content, "(whole file)", "an object, or Model-Optimizer's list")
         return _ours(whole) if "prompts" in whole else _vllm(whole)
     except MalformedRowError as error:
         raise InputError(f"results: {file}: {error}") from None
@@ -107,7 +107,7 @@ def read(file: Path) -> Reported:
         raise InputError(f"results: cannot read {file}: {error}") from error
 
 
-def read_own(file: Path) -> dict[str, Any]:
+def load_acceptance_json(file: Path) -> dict[str, Any]:
     """Read an `acceptance.json`, and check everything that a comparison reads.
 
     Raises:
@@ -125,27 +125,27 @@ def read_own(file: Path) -> dict[str, Any]:
 
 def _check_own(row: dict[str, Any]) -> None:
     _check_figures(row, "")
-    items_of(row.get("alpha"), "alpha", share_of)
+    parse_items(row.get("alpha"), "alpha", parse_fraction)
     ends = row.get("tau_ci95", "nothing")
-    if ends is not None and len(items_of(ends, "tau_ci95", number_of)) != 2:
+    if ends is not None and len(parse_items(ends, "tau_ci95", parse_number)) != 2:
         raise MalformedRowError("tau_ci95", format_found_value(ends), "two ends, or null")
     tree = next((name for name in TREES if name in row), TREES[0])
-    _check_figures(object_of(row.get(tree), tree, "the tree's figures"), f"{tree}.")
-    whole_of(row.get("num_prompts"), "num_prompts", 1)
+    _check_figures(parse_object(row.get(tree), tree, "the tree's figures"), f"{tree}.")
+    parse_whole_number(row.get("num_prompts"), "num_prompts", 1)
     for name in ("data", "config", "config.data", "target_identity", "conditions"):
-        if_there(row, name, object_of, "an object")
-    if_there(row, "config.data.chat_template_kwargs", object_of, "an object")
+        if_there(row, name, parse_object, "an object")
+    if_there(row, "config.data.chat_template_kwargs", parse_object, "an object")
     for name in ("head", "data.path"):
-        if_there(row, name, text_of)
-    if_there(row, "temperature", number_of, 0)
-    if_there(row, "agreement", items_of, share_of)
+        if_there(row, name, parse_text)
+    if_there(row, "temperature", parse_number, 0)
+    if_there(row, "agreement", parse_items, parse_fraction)
     told = row.get("conditions") or dict.fromkeys(CONDITIONS)
     if missing := [name for name in CONDITIONS if name not in told]:
         raise MalformedRowError(f"conditions.{missing[0]}", "nothing", "words")
     if "draft_tokens" in row:  # present if a reference file may be made of it
-        length = whole_of(row["draft_tokens"], "draft_tokens", 1, LONGEST)
-        object_of(row.get("by_part"), "by_part", "figures by part")
-        items_of(row["prompts"], "prompts", _golden_row(length))
+        length = parse_whole_number(row["draft_tokens"], "draft_tokens", 1, LONGEST)
+        parse_object(row.get("by_part"), "by_part", "figures by part")
+        parse_items(row["prompts"], "prompts", _golden_row(length))
 
 
 def _json(file: Path) -> Any:
@@ -155,7 +155,7 @@ def _json(file: Path) -> Any:
         raise InputError(f"results: cannot read {file}: {error}") from error
 
 
-def check_comparable(results: Mapping[str, Reported]) -> list[Definition]:
+def check_comparable(results: Mapping[str, ReportedAcceptance]) -> list[Definition]:
     """Refuse results that cannot be compared.
 
     Args:
@@ -182,10 +182,12 @@ def check_comparable(results: Mapping[str, Reported]) -> list[Definition]:
     for result in results.values():
         for definition in result.lengths:
             counts[definition] = counts.get(definition, 0) + 1
-    shared = [(c, m) for c in COUNTS for m in MEANS if counts.get((c, m), 0) > 1]
+    shared = [(c, m) for c in LENGTH_DEFINITIONS for m in MEANS if counts.get((c, m), 0) > 1]
     for name, result in results.items():
         if not {*shared} & {*result.lengths}:
-            own = "; ".join(f"{COUNTS[count]} ({mean})" for count, mean in result.lengths)
+            own = "; ".join(
+                f"{LENGTH_DEFINITIONS[count]} ({mean})" for count, mean in result.lengths
+            )
             raise InputError(
                 f"results: {name} ({result.tool}) has an acceptance length that no other result "
                 f"has: {own}; add an acceptance.json of eval/acceptance.py, which has all of them"
@@ -195,16 +197,16 @@ def check_comparable(results: Mapping[str, Reported]) -> list[Definition]:
 
 def _check_figures(row: Mapping[str, Any], prefix: str) -> None:
     """Check a chain's or a tree's part of an `acceptance.json`."""
-    number_of(row.get("tau"), f"{prefix}tau")
-    if not items_of(row.get("prompts"), f"{prefix}prompts", _text_row):
+    parse_number(row.get("tau"), f"{prefix}tau")
+    if not parse_items(row.get("prompts"), f"{prefix}prompts", _text_row):
         raise MalformedRowError(f"{prefix}prompts", "no texts", "one at least")
 
 
 def _text_row(value: object, name: str) -> dict[str, Any]:
-    row = object_of(value, name, "a text")
-    whole_of(row.get("dialogue"), f"{name}.dialogue")
-    whole_of(row.get("turn"), f"{name}.turn", 1)
-    items_of(row.get("emitted"), f"{name}.emitted", whole_of)
+    row = parse_object(value, name, "a text")
+    parse_whole_number(row.get("dialogue"), f"{name}.dialogue")
+    parse_whole_number(row.get("turn"), f"{name}.turn", 1)
+    parse_items(row.get("emitted"), f"{name}.emitted", parse_whole_number)
     return row
 
 
@@ -214,7 +216,7 @@ def _golden_row(draft_tokens: int) -> Callable[[object, str], None]:
     def check(value: object, name: str) -> None:
         row = _text_row(value, name)
         lists = {
-            key: items_of(row.get(key), f"{name}.{key}", whole_of)
+            key: parse_items(row.get(key), f"{name}.{key}", parse_whole_number)
             for key in ("accepted", "drafted")
         }
         longest = max((n for values in lists.values() for n in values), default=0)
@@ -231,18 +233,18 @@ def _golden_row(draft_tokens: int) -> Callable[[object, str], None]:
 
 def _drafts(row: Mapping[str, Any], names: tuple[str, str, str]) -> tuple[int, int]:
     """Read drafts and accepted tokens, and check the tool's length against them."""
-    drafts = whole_of(row.get(names[0]), names[0], 1)
-    accepted = whole_of(row.get(names[1]), names[1])
-    length = number_of(row.get(names[2]), names[2], 1)
+    drafts = parse_whole_number(row.get(names[0]), names[0], 1)
+    accepted = parse_whole_number(row.get(names[1]), names[1])
+    length = parse_number(row.get(names[2]), names[2], 1)
     check_fits(length, 1 + accepted / drafts, names[2], f"{names[1]} and {names[0]}")
     return drafts, accepted
 
 
 def _target(value: object, name: str) -> str:
-    return text_of(value, name).rstrip("/").rsplit("/", 1)[-1].lower()
+    return parse_text(value, name).rstrip("/").rsplit("/", 1)[-1].lower()
 
 
-def _vllm(row: Mapping[str, Any]) -> Reported:
+def _vllm(row: Mapping[str, Any]) -> ReportedAcceptance:
     names = ("num_drafts", "accepted_tokens", "acceptance_length")
     prefixed = tuple(f"spec_decode_{name}" for name in names)
     if prefixed[2] not in row:
@@ -252,20 +254,20 @@ def _vllm(row: Mapping[str, Any]) -> Reported:
         )  # fmt: skip
     drafts, accepted = _drafts(row, (prefixed[0], prefixed[1], prefixed[2]))
     key = "spec_decode_per_position_acceptance_rates"
-    rates = items_of(row.get(key), key, share_of)
+    rates = parse_items(row.get(key), key, parse_fraction)
     check_fits(sum(rates), accepted / drafts, f"sum of {key}", f"{prefixed[1]} and {prefixed[0]}")
-    if failed := whole_of(row.get("failed", 0), "failed"):
+    if failed := parse_whole_number(row.get("failed", 0), "failed"):
         raise MalformedRowError("failed", f"{failed} requests", "0, as others answered them")
     stated = {
         "draft tokens": len(rates),
-        "texts": whole_of(row.get("completed"), "completed", 1),
+        "texts": parse_whole_number(row.get("completed"), "completed", 1),
         "turns": FIRST,
         "target": _target(row.get("model_id"), "model_id"),
     }
-    return Reported("vLLM", {("drafts", "pooled"): 1 + accepted / drafts}, rates, stated)
+    return ReportedAcceptance("vLLM", {("drafts", "pooled"): 1 + accepted / drafts}, rates, stated)
 
 
-def _speculators(text: str) -> Reported:
+def _speculators(text: str) -> ReportedAcceptance:
     reader = csv.DictReader(text.splitlines(), strict=True)
     header = reader.fieldnames or []
     if missing := [name for name in ("subset", *DRAFTED) if name not in header]:
@@ -281,7 +283,7 @@ def _speculators(text: str) -> Reported:
     if not rows:
         raise MalformedRowError("(whole file)", "no rows", "a row for every subset")
     drafts = sum(row[0] for row in rows)
-    return Reported(
+    return ReportedAcceptance(
         "speculators",
         {("drafts", "pooled"): 1 + sum(row[1] for row in rows) / drafts},
         [sum(row[0] * row[2][place] for row in rows) / drafts for place in range(len(positions))],
@@ -298,7 +300,7 @@ def _subset(cells: Mapping[str, Any], positions: list[str]) -> tuple[int, int, l
         raise MalformedRowError("(whole row)", "more cells than columns", "one for each")
     row = {name: _cell(cells[name], name) for name in (*DRAFTED, *positions)}
     drafts, kept = _drafts(row, DRAFTED)
-    rates = [share_of(row[name], name) for name in positions]
+    rates = [parse_fraction(row[name], name) for name in positions]
     check_fits(
         sum(rates), kept / drafts, "sum of acceptance_at_pos_", f"{DRAFTED[1]} and {DRAFTED[0]}"
     )
@@ -312,26 +314,28 @@ def _cell(value: object, name: str) -> float:
         raise MalformedRowError(name, format_found_value(value), "a number") from None
 
 
-def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> Reported:
+def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> ReportedAcceptance:
     if len(runs) != 1:
         allowed = "one: a folder of its own for every run (--save_dir)"
         raise MalformedRowError("(whole file)", f"{len(runs)} runs", allowed)
-    run = object_of(runs[0], "[0]", "Model-Optimizer's acceptance_rate.json")
-    own = object_of(run.get("Request_AL"), "Request_AL", "lengths by request")
+    run = parse_object(runs[0], "[0]", "Model-Optimizer's acceptance_rate.json")
+    own = parse_object(run.get("Request_AL"), "Request_AL", "lengths by request")
     by_turn = all(isinstance(value, dict) for value in own.values())
     turns = [
-        number_of(length, f"Request_AL.{request}", 0)
+        parse_number(length, f"Request_AL.{request}", 0)
         for request, value in own.items()
         for length in (value.values() if isinstance(value, dict) else [value])
     ]
     if not turns:
         raise MalformedRowError("Request_AL", "no requests", "lengths by request")
-    average = number_of(run.get("Average_AL"), "Average_AL", 0)
+    average = parse_number(run.get("Average_AL"), "Average_AL", 0)
     check_fits(average, sum(turns) / len(turns), "Average_AL", "Request_AL")
     key = "Acceptance_Length_Histogram"
     passes = {
-        whole_of(_cell(length, key), key, 0, LONGEST): whole_of(count, f"{key}.{length}")
-        for length, count in object_of(run.get(key), key, "passes by tokens").items()
+        parse_whole_number(_cell(length, key), key, 0, LONGEST): parse_whole_number(
+            count, f"{key}.{length}"
+        )
+        for length, count in parse_object(run.get(key), key, "passes by tokens").items()
     }
     if not (number := sum(passes.values())):
         raise MalformedRowError(key, "no passes", "passes by tokens")
@@ -355,7 +359,7 @@ def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> Reported:
                 sum(count for length, count in passes.items() if length > depth) / own_passes
                 for depth in range(1, max(passes))
             ]
-    return Reported("Model-Optimizer", lengths, rates, stated)
+    return ReportedAcceptance("Model-Optimizer", lengths, rates, stated)
 
 
 def _configured(file: Path) -> dict[str, Any]:
@@ -376,7 +380,7 @@ def _configured(file: Path) -> dict[str, Any]:
     return {**known, "target": _target(model, "model_dir")} if isinstance(model, str) else known
 
 
-def _ours(row: Mapping[str, Any]) -> Reported:
+def _ours(row: Mapping[str, Any]) -> ReportedAcceptance:
     if "served" in row:
         raise MalformedRowError(
             "served",
@@ -389,43 +393,51 @@ def _ours(row: Mapping[str, Any]) -> Reported:
             "nothing",
             "a result of the current eval/acceptance.py; measure again",
         )
-    table = object_of(row["acceptance_length"], "acceptance_length", "figures by definition")
+    table = parse_object(row["acceptance_length"], "acceptance_length", "figures by definition")
     lengths: dict[Definition, float] = {}
-    for count in COUNTS:
-        means = object_of(table.get(count), f"acceptance_length.{count}", "figures by mean")
+    for count in LENGTH_DEFINITIONS:
+        means = parse_object(table.get(count), f"acceptance_length.{count}", "figures by mean")
         for mean in MEANS:
             if means.get(mean) is not None:
                 name = f"acceptance_length.{count}.{mean}"
-                lengths[count, mean] = number_of(means[mean], name, 0)
-    texts = items_of(row["prompts"], "prompts", _dialogue)
-    data = object_of(row.get("data"), "data", "what was measured on")
-    asked, most = whole_of(row.get("num_turns"), "num_turns", 1), data.get("most_turns")
-    most = whole_of(most, "data.most_turns", 1)
-    identity = object_of(row.get("target_identity"), "target_identity", "the target")
+                lengths[count, mean] = parse_number(means[mean], name, 0)
+    texts = parse_items(row["prompts"], "prompts", _dialogue)
+    data = parse_object(row.get("data"), "data", "what was measured on")
+    asked, most = parse_whole_number(row.get("num_turns"), "num_turns", 1), data.get("most_turns")
+    most = parse_whole_number(most, "data.most_turns", 1)
+    identity = parse_object(row.get("target_identity"), "target_identity", "the target")
     stated = {
-        "draft tokens": whole_of(row.get("draft_tokens"), "draft_tokens", 1, LONGEST),
+        "draft tokens": parse_whole_number(row.get("draft_tokens"), "draft_tokens", 1, LONGEST),
         "texts": len(texts),
         "dialogues": len({*texts}),
         "turns": ALL if asked >= most else FIRST if asked == 1 else f"first {asked}",
         "target": _target(identity.get("name"), "target_identity.name"),
-        "temperature": number_of(row.get("temperature"), "temperature", 0),
-        "new tokens": whole_of(row.get("max_new_tokens"), "max_new_tokens", 1),
+        "temperature": parse_number(row.get("temperature"), "temperature", 0),
+        "new tokens": parse_whole_number(row.get("max_new_tokens"), "max_new_tokens", 1),
     }
     if most == 1:
         del stated["turns"]
-    rates = items_of(row.get("per_position"), "per_position", share_of)
-    return Reported("Headsmith", lengths, rates, stated)
+    rates = parse_items(row.get("per_position"), "per_position", parse_fraction)
+    return ReportedAcceptance("Headsmith", lengths, rates, stated)
 
 
 def _dialogue(text: object, name: str) -> int:
-    return whole_of(object_of(text, name, "a text").get("dialogue"), f"{name}.dialogue")
+    return parse_whole_number(
+        parse_object(text, name, "a text").get("dialogue"), f"{name}.dialogue"
+    )
 
 
-def table(results: Mapping[str, Reported], shared: Iterable[Definition]) -> list[list[str]]:
+def build_comparison_rows(
+    results: Mapping[str, ReportedAcceptance], shared: Iterable[Definition]
+) -> list[list[str]]:
     """Make a header and one row per result; figures that a tool omits stay empty."""
     shared = list(shared)
     header = ["result", "tool", "draft tokens", "texts"]
-    lines = [header + [f"{COUNTS[count]} ({mean})" for count, mean in shared] + ["per position"]]
+    lines = [
+        header
+        + [f"{LENGTH_DEFINITIONS[count]} ({mean})" for count, mean in shared]
+        + ["per position"]
+    ]
     for name, result in results.items():
         stated = (result.stated.get(key) for key in ("draft tokens", "texts"))
         figures = (result.lengths.get(definition) for definition in shared)

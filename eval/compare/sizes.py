@@ -7,14 +7,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.compare.figures import baseline_of, ratio, speedup_interval, tokens_per_s
+from eval.compare.figures import baseline_of, compute_speedup, speedup_interval, tokens_per_s
 from eval.compare.timing import PromptRun
-from eval.measure.stats import percentiles_ms, shown
+from eval.measure.stats import format_interval, percentiles_ms
 
 WAITS = ("first_token_ms", "between_tokens_ms")
 
 
-def at_size(methods: Iterable[str], runs: list[PromptRun], seed: int) -> dict[str, Any]:
+def summarise_batch_size(
+    methods: Iterable[str], runs: list[PromptRun], seed: int
+) -> dict[str, Any]:
     """Throughput and latency of texts of a batch size, by method.
 
     The time to the first token is from where a text gets its place to its first token; the time
@@ -31,7 +33,7 @@ def at_size(methods: Iterable[str], runs: list[PromptRun], seed: int) -> dict[st
         repeats = list(zip(*(run.texts[name] for run in runs), strict=True))
         rows[name] = {
             "tokens_per_s": tokens_per_s(name, runs, "total"),
-            "speedup": ratio(name, baseline, runs, "total"),
+            "speedup": compute_speedup(name, baseline, runs, "total"),
             "speedup_ci95": speedup_interval(name, baseline, runs, seed),
             "first_token_ms": percentiles_ms(
                 [[s for text in texts for s in text.arrivals[:1]] for texts in repeats]
@@ -46,7 +48,7 @@ def at_size(methods: Iterable[str], runs: list[PromptRun], seed: int) -> dict[st
     return {"baseline": baseline, "methods": rows}
 
 
-def stops_paying(sizes: dict[str, Any], method: str) -> int | None:
+def find_break_even_size(sizes: dict[str, Any], method: str) -> int | None:
     """Batch size from which a method is not faster than the baseline; None if it always is.
 
     Args:
@@ -73,19 +75,19 @@ def sizes_table(sizes: dict[str, Any]) -> Table:
             words = "-" if gain is None else f"{gain:.2f}"
             table.add_row(
                 size, name, f"{row['tokens_per_s']:.1f}",
-                words if bounds is None else f"{words} {shown(bounds)}",
+                words if bounds is None else f"{words} {format_interval(bounds)}",
                 *(_words(row[key]) for key in WAITS),
             )  # fmt: skip
         table.add_section()
     return table
 
 
-def show_sizes(result: dict[str, Any], console: Console) -> None:
+def print_concurrency(result: dict[str, Any], console: Console) -> None:
     """Print the table, and the size from which each method no longer helps."""
     console.print(sizes_table(result["concurrency"]))
     for name in result["methods"]:
         if name not in result["baselines"]:
-            size = stops_paying(result["concurrency"], name)
+            size = find_break_even_size(result["concurrency"], name)
             says = "pays at all of them" if size is None else f"no longer pays from {size} on"
             console.print(f"{name}: {says}", highlight=False)
 

@@ -14,7 +14,7 @@ from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.decode.engine import Generation, Step
 from eval.measure import processes
-from eval.measure.bench import Bench, seed_of
+from eval.measure.bench import Measurement, compute_prompt_seed
 from eval.measure.prompts import Prompt
 
 JOBS_PER_SIZE = 1 << 32
@@ -43,7 +43,7 @@ class PromptRun:
         """Number of tokens after the prompt's own pass."""
         return sum(step.num_emitted for step in self.texts[method][0].steps)
 
-    def seconds(self, method: str, part: str = "total") -> list[float]:
+    def seconds_per_repeat(self, method: str, part: str = "total") -> list[float]:
         """Share of its batches' seconds, per repeat."""
         return [getattr(text.times, part) for text in self.texts[method]]
 
@@ -58,8 +58,8 @@ class _Job:
     method: str
 
 
-def time_methods(
-    bench: Bench,
+def measure_methods(
+    bench: Measurement,
     config: SpeedupRun,
     methods: dict[str, Method],
     batch_size: int = 1,
@@ -91,7 +91,7 @@ def time_methods(
         for name in {name for name, _ in waiting}:
             _run(methods[name], prompts[:batch_size], config.seed, batch_size)
     words = "decoding" if batch_size == 1 else f"decoding, {batch_size} at a time"
-    progress = tqdm(jobs, desc=words, unit="job", disable=not bench.main)
+    progress = tqdm(jobs, desc=words, unit="job", disable=not bench.is_main_process)
     for job in progress:
         method = methods[job.method]
         if method.forget and job.group == 0:
@@ -109,10 +109,13 @@ def time_methods(
         first = job.group  # one prompt per job, or a single job
         for run, text in zip(runs[first:], kept[job.id], strict=False):
             run.texts[job.method].append(text)
-    if bench.ends is not None and bench.ends.device.type == "cuda":
+    if (
+        bench.embeddings_and_output_head is not None
+        and bench.embeddings_and_output_head.device.type == "cuda"
+    ):
         for name, method in methods.items():
             _profile(name, method, runs[: len(groups[0])], config.seed, batch_size)
-    gathered = processes.gathered(runs)
+    gathered = processes.gather_items(runs)
     return sorted(gathered, key=lambda run: (run.prompt.turn, run.prompt.dialogue))
 
 
@@ -138,7 +141,7 @@ def _jobs(start: int, num_repeats: int, num_groups: int, names: list[str], seed:
 
 def _run(method: Method, prompts: Sequence[Prompt], seed: int, batch_size: int) -> list[Generation]:
     ids = [prompt.token_ids for prompt in prompts]
-    return method.run(ids, [seed_of(prompt, seed) for prompt in prompts], batch_size)
+    return method.run(ids, [compute_prompt_seed(prompt, seed) for prompt in prompts], batch_size)
 
 
 def _text(row: dict[str, Any]) -> Generation:

@@ -20,7 +20,7 @@ from heads.decoding.tree import Tree
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedPaths:
     """Accepted path of each tree.
 
     Attributes:
@@ -36,7 +36,7 @@ class Accepted:
 
 def verify(
     draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, generators: Generators
-) -> Accepted:
+) -> AcceptedPaths:
     """Find the accepted path and the bonus token of each tree, without waiting for the device.
 
     Args:
@@ -48,18 +48,18 @@ def verify(
     """
     if tokens.shape[1] == 1 and sampling.is_greedy:
         root = torch.zeros_like(tokens)
-        return Accepted(root, root[:, 0], logits[:, 0].argmax(-1))
+        return AcceptedPaths(root, root[:, 0], logits[:, 0].argmax(-1))
     layout = draft.build_layout()
     if sampling.is_greedy:
         choices = logits.argmax(-1)
         passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
-        return Accepted(nodes, _at(layout.depths, end), _at(choices, end))
+        return AcceptedPaths(nodes, _at(layout.depths, end), _at(choices, end))
     probs = sampling.compute_probabilities(logits)
     if sampling.typical is not None:
         passes, log_probs = typical_acceptance(layout, tokens, probs, sampling.typical)
         nodes, end = _deepest_path(layout, passes, log_probs)
-        return Accepted(nodes, _at(layout.depths, end), generators.sample(_at(probs, end)))
+        return AcceptedPaths(nodes, _at(layout.depths, end), generators.sample(_at(probs, end)))
     uniforms = generators.draw_uniform(tokens.shape[1])
     if draft.draft_probs is None:
         passes = accept_ranked(layout, tokens, probs, uniforms)
@@ -69,7 +69,7 @@ def verify(
         passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
         rest = _at(probs, end)
-    return Accepted(nodes, _at(layout.depths, end), generators.sample(rest))
+    return AcceptedPaths(nodes, _at(layout.depths, end), generators.sample(rest))
 
 
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -21,8 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.decode.engine import Batch, Generation, Make, NewTokens, Prefilled, Request
-from eval.decode.verify_pass import ContextLimits, HostStep, Verified, read_trees
+from eval.decode.engine import (
+    DecodingBatch,
+    DrafterFactory,
+    Generation,
+    NewTokens,
+    Prefilled,
+    Request,
+)
+from eval.decode.verify_pass import ContextLimits, HostStep, VerifyResult, run_verify_pass
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.sampling import GREEDY, Sampling
@@ -34,7 +41,7 @@ WIDTH = 512
 """Step by which the number of slots grows."""
 FREE = -1
 """Text number of a row that has had no text yet."""
-SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+PADDED_DRAFT_SIZES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of draft tokens, and depths, to which drafts are padded."""
 
 
@@ -112,7 +119,7 @@ def _was_open(pool: Any, device: int) -> bool:
     return True
 
 
-def obstacle(target: Target) -> str:
+def find_capture_obstacle(target: Target) -> str:
     """Reason why passes of a target cannot be captured; empty if they can."""
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         return "the target's layers lie on several devices"
@@ -125,7 +132,7 @@ def obstacle(target: Target) -> str:
     return ""
 
 
-def slots_for(length: int, num_nodes: int) -> int:
+def compute_num_slots(length: int, num_nodes: int) -> int:
     """Slots for a pass whose longest text is known to have `length` tokens.
 
     The previous step and this one may each have added as many tokens as a tree has nodes, and those
@@ -134,7 +141,7 @@ def slots_for(length: int, num_nodes: int) -> int:
     return -(-(length + 3 * num_nodes) // WIDTH) * WIDTH
 
 
-class Captured:
+class GraphDecoder:
     """Decodes texts with one drafter; its graphs serve all later texts.
 
     Args:
@@ -150,7 +157,7 @@ class Captured:
     """
 
     def __init__(
-        self, target: Target, make: Make, max_new_tokens: int, sampling: Sampling = GREEDY
+        self, target: Target, make: DrafterFactory, max_new_tokens: int, sampling: Sampling = GREEDY
     ) -> None:
         self.target, self.make = target, make
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
@@ -172,7 +179,7 @@ class Captured:
         if batch_size == 1 or self.what == "step":
             batch.captured = self.kept
         self.kept = None
-        generations = batch.decoded()
+        generations = batch.decode_all()
         # Larger batches drop rows as texts end, and their graphs would keep a cache alive.
         self.kept = batch.captured if batch_size == 1 else None
         return generations
@@ -217,14 +224,14 @@ class _Rows:
         generators: generators of the target's draws.
     """
 
-    def __init__(self, batch: Batch, cache: TreeCache) -> None:
+    def __init__(self, batch: DecodingBatch, cache: TreeCache) -> None:
         self.target, self.taps, self.sampling = batch.target, batch.drafter.taps, batch.sampling
         self.roots, self.generators, self.cache = batch.roots, batch.generators, cache
         self.context_limits = ContextLimits(batch.target, [])
 
-    def _verify(self, draft: Draft) -> Verified:
+    def _verify(self, draft: Draft) -> VerifyResult:
         """Verify a draft without the host; cache, roots and generators are written in place."""
-        nodes = read_trees(self.context_limits, draft, self.roots, self.cache, self.taps)
+        nodes = run_verify_pass(self.context_limits, draft, self.roots, self.cache, self.taps)
         verified = nodes.accept(draft, self.sampling, self.generators)
         if draft.is_chain:
             self.cache.slots.advance(verified.counts, [])
@@ -251,11 +258,11 @@ class CapturedSteps(_Rows):
         CaptureError: a compiled target's cache is too small.
     """
 
-    def __init__(self, batch: Batch, cache: TreeCache) -> None:
+    def __init__(self, batch: DecodingBatch, cache: TreeCache) -> None:
         super().__init__(batch, cache)
         assert batch.drafter.num_static_nodes is not None
         self.drafter, self.num_nodes = batch.drafter, batch.drafter.num_static_nodes
-        self.capacity = self.target.capacity or slots_for(batch.longest, self.num_nodes)
+        self.capacity = self.target.capacity or compute_num_slots(batch.longest, self.num_nodes)
         if not self.fits(batch.longest):
             raise CaptureError(
                 f"{batch.longest} tokens in a compiled target's {self.capacity} slots"
@@ -267,11 +274,11 @@ class CapturedSteps(_Rows):
 
     def fits(self, longest: int) -> bool:
         """Tell whether a text of this length has room."""
-        return slots_for(longest, self.num_nodes) <= self.capacity
+        return compute_num_slots(longest, self.num_nodes) <= self.capacity
 
     def prepare(self, longest: int) -> bool:
         """Reserve slots for texts of a known length; True if the step must be captured."""
-        width, held = slots_for(longest, self.num_nodes), self.cache.slots.fixed_width
+        width, held = compute_num_slots(longest, self.num_nodes), self.cache.slots.fixed_width
         if self.target.capacity is not None:
             width = self.target.capacity
         elif held is not None and len(self.roots) > 1:
@@ -319,9 +326,9 @@ class CapturedSteps(_Rows):
             self.committed.copy_from(new)
         self.drafter.observe(replace(self.committed, logits=new.logits))
         if self.record is None:
-            self.record = verified.record
+            self.record = verified.host_record
         else:
-            self.record.copy_(verified.record)
+            self.record.copy_(verified.host_record)
 
 
 @dataclass(frozen=True)
@@ -339,7 +346,7 @@ class _Launched:
     done: torch.cuda.Event
 
 
-class StepBatch(Batch):
+class StepBatch(DecodingBatch):
     """Texts of a drafter with `static_nodes` on a GPU, in captured steps.
 
     Attributes:
@@ -360,18 +367,20 @@ class StepBatch(Batch):
         self.rows, self.running = [FREE] * size, []
         return rows.committed, {}
 
-    def _go_on(self, prefilled: list[Prefilled], committed: CommittedTokens) -> CommittedTokens:
+    def _observe_and_refill(
+        self, prefilled: list[Prefilled], committed: CommittedTokens
+    ) -> CommittedTokens:
         """Let new texts take the rows of finished ones; the drafter has observed its steps."""
         if self.captured is None:
-            committed = super()._go_on(prefilled, committed)
+            committed = super()._observe_and_refill(prefilled, committed)
             self.captured = CapturedSteps(self, committed.cache)
         elif 2 * (len(self.running) + len(prefilled)) <= len(self.rows):
             committed = self._drop(len(prefilled), committed)
-            self._seat(prefilled, committed.cache)
+            self._insert_texts(prefilled, committed.cache)
             self.captured = CapturedSteps(self, committed.cache)
             self.captured.committed = committed
         else:
-            self._seat(prefilled, committed.cache)
+            self._insert_texts(prefilled, committed.cache)
         return committed
 
     def _step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:  # noqa: ARG002
@@ -388,7 +397,7 @@ class StepBatch(Batch):
         if late is None:
             return rows.committed, {}
         late.done.synchronize()  # the only wait
-        steps = zip(late.texts, HostStep.all_of(late.record.tolist()), strict=True)
+        steps = zip(late.texts, HostStep.from_records(late.record.tolist()), strict=True)
         new = {text: self._note_one(text, step) for text, step in steps if text in self.running}
         return rows.committed, new
 
@@ -409,14 +418,14 @@ class PassShape(NamedTuple):
     num_inner: int = 0
 
     @classmethod
-    def of(cls, draft: Draft) -> "PassShape":
+    def from_draft(cls, draft: Draft) -> "PassShape":
         """Smallest shape that holds a draft."""
         tree, num_tokens = draft.tree, draft.tokens.shape[1]
         num_inner = 0 if draft.draft_probs is None else draft.draft_probs.shape[1]
         if isinstance(tree, Tree) and not draft.is_chain:
             return cls(tree, num_tokens, tree.depth, num_inner)
         size, depth = (
-            next((size for size in SIZES if size >= number), number)
+            next((size for size in PADDED_DRAFT_SIZES if size >= number), number)
             for number in (num_tokens, draft.depth)
         )
         if isinstance(tree, Tree):
@@ -450,20 +459,20 @@ class CapturedPasses(_Rows):
         key: key of the next pass: its shape and slots.
     """
 
-    def __init__(self, batch: Batch, cache: TreeCache) -> None:
+    def __init__(self, batch: DecodingBatch, cache: TreeCache) -> None:
         super().__init__(batch, cache)
         self.longest, self.most = batch.longest, 0
-        self.capacity = self.target.capacity or slots_for(self.longest, 1)
+        self.capacity = self.target.capacity or compute_num_slots(self.longest, 1)
         self.fixed = self.target.capacity is not None
         self.inputs: dict[PassShape, Draft] = {}
-        self.graphs = _Graphs[Verified]()
+        self.graphs = _Graphs[VerifyResult]()
         self.key = PassShape(None, 0, 0), 0
 
     def fits(self, longest: int) -> bool:
         """Tell whether a text of this length has room, with the largest draft so far."""
-        return slots_for(longest, 1 + self.most) <= self.capacity
+        return compute_num_slots(longest, 1 + self.most) <= self.capacity
 
-    def take(self, batch: Batch, committed: CommittedTokens) -> CommittedTokens:
+    def insert_text(self, batch: DecodingBatch, committed: CommittedTokens) -> CommittedTokens:
         """Continue the single text of another batch here, and return its prompt for the drafter."""
         self.longest = batch.longest
         self.cache.insert_row(0, committed.cache)
@@ -475,10 +484,10 @@ class CapturedPasses(_Rows):
 
     def prepare(self, draft: Draft, longest: int) -> bool:
         """Take a draft for texts of a known length; True if its pass must be captured."""
-        shape = PassShape.of(draft)
-        if shape.num_tokens > SIZES[-1]:
+        shape = PassShape.from_draft(draft)
+        if shape.num_tokens > PADDED_DRAFT_SIZES[-1]:
             raise CaptureError(
-                f"{shape.num_tokens} draft tokens, more than the largest graph of {SIZES[-1]}"
+                f"{shape.num_tokens} draft tokens, more than the largest graph of {PADDED_DRAFT_SIZES[-1]}"
             )
         self.most = max(self.most, shape.num_tokens)
         if not self.fits(self.longest):
@@ -488,7 +497,7 @@ class CapturedPasses(_Rows):
                     f"target's {self.capacity} slots"
                 )
             # Caches may move now, as all graphs are dropped.
-            self.capacity, self.graphs = slots_for(self.longest, 1 + self.most), _Graphs()
+            self.capacity, self.graphs = compute_num_slots(self.longest, 1 + self.most), _Graphs()
         self.key = shape, self._hold(longest, 1 + shape.num_tokens)
         self._write(shape, draft)
         return self.graphs.awaits(self.key)
@@ -497,13 +506,13 @@ class CapturedPasses(_Rows):
         """Capture the graph of a pass, without computing."""
         self.graphs.capture(self.key, self._pass)
 
-    def run(self) -> Verified:
+    def run(self) -> VerifyResult:
         """Run the pass over the draft; the next pass with the same key overwrites the result."""
         return self.graphs.run(self.key, self._pass)
 
     def _hold(self, longest: int, num_nodes: int) -> int:
         """Set the slots that passes read from now on."""
-        width = self.capacity if self.fixed else slots_for(longest, num_nodes)
+        width = self.capacity if self.fixed else compute_num_slots(longest, num_nodes)
         self.cache.hold(width, num_nodes, self.capacity)
         return width
 
@@ -514,7 +523,7 @@ class CapturedPasses(_Rows):
         for held, written in zip(_tensors(own), _tensors(new), strict=True):
             held.copy_(written)
 
-    def _pass(self) -> Verified:
+    def _pass(self) -> VerifyResult:
         return self._verify(self.inputs[self.key[0]])
 
 
@@ -523,7 +532,7 @@ def _tensors(draft: Draft) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-class PassBatch(Batch):
+class PassBatch(DecodingBatch):
     """Texts of any drafter on a GPU, in captured verify passes.
 
     Attributes:
@@ -538,15 +547,17 @@ class PassBatch(Batch):
         if self.captured is not None and not self.captured.fits(self.longest):
             self.captured = None
         if self.captured is not None:
-            committed = self.captured.take(self, committed)
+            committed = self.captured.insert_text(self, committed)
             self.roots, self.generators = self.captured.roots, self.captured.generators
         return committed, new
 
-    def _go_on(self, prefilled: list[Prefilled], committed: CommittedTokens) -> CommittedTokens:
+    def _observe_and_refill(
+        self, prefilled: list[Prefilled], committed: CommittedTokens
+    ) -> CommittedTokens:
         """Continue as usual; with fewer rows, capture anew."""
         if len(self.running) + len(prefilled) < len(self.rows):
             self.captured = None
-        committed = super()._go_on(prefilled, committed)
+        committed = super()._observe_and_refill(prefilled, committed)
         if self.captured is None:
             self.captured = CapturedPasses(self, committed.cache)
         return committed
@@ -563,7 +574,7 @@ class PassBatch(Batch):
         with self.clock.measure_part("verify", self.rows):
             verified = passes.run()
         with self.clock.measure_part("accept", self.rows):
-            steps = HostStep.all_of(verified.record.tolist())
+            steps = HostStep.from_records(verified.host_record.tolist())
             # A head that pauses drafting keeps these tokens.
             verified = replace(verified, on_path=verified.on_path.clone())
             return verified.committed(steps, committed.cache), self._note(steps)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from conf.command.clock import DecodingTimes, PartClock
-from eval.decode.generation_config import Processors, Stops
-from eval.decode.verify_pass import ContextLimits, HostStep, Nodes, read_trees
+from eval.decode.generation_config import Processors, StopRules
+from eval.decode.verify_pass import ContextLimits, HostStep, TreeOutputs, run_verify_pass
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens
@@ -25,7 +25,7 @@ from heads.target_model.model import FeatureLayers, Target, iter_prefill
 from heads.upload import to_device
 
 ROOT_ALONE = Tree.chain(0)
-Make = Callable[[list[int]], Drafter]
+DrafterFactory = Callable[[list[int]], Drafter]
 """Function that makes a drafter for texts with these seeds."""
 NewTokens = dict[int, list[int]]
 """New tokens by the index of their text."""
@@ -144,12 +144,12 @@ def decode_batch(
         sampling: how the target chooses; greedy by default.
         seeds: seeds of everything sampled, one per text; 0 by default.
     """
-    return _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).decoded()
+    return _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).decode_all()
 
 
 def decode_many(
     target: Target,
-    make: Make,
+    make: DrafterFactory,
     requests: Sequence[Request],
     max_new_tokens: int,
     batch_size: int,
@@ -165,10 +165,10 @@ def decode_many(
         batch_size: texts decoded together.
         sampling: as in `decode_batch`.
     """
-    return Batch(target, make, requests, max_new_tokens, batch_size, sampling).decoded()
+    return DecodingBatch(target, make, requests, max_new_tokens, batch_size, sampling).decode_all()
 
 
-def stream(
+def stream_tokens(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[list[int]],
@@ -177,7 +177,9 @@ def stream(
     seeds: Sequence[int] | None = None,
 ) -> Iterator[NewTokens]:
     """Run `decode_batch`, but yield tokens as they are accepted, per running text."""
-    yield from _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).run()
+    yield from _whole_batch(
+        target, drafter, prompts, max_new_tokens, sampling, seeds
+    ).stream_tokens()
 
 
 def _whole_batch(
@@ -187,9 +189,11 @@ def _whole_batch(
     max_new_tokens: int,
     sampling: Sampling,
     seeds: Sequence[int] | None,
-) -> "Batch":
+) -> "DecodingBatch":
     requests = list(map(Request, prompts, seeds or [0] * len(prompts)))
-    return Batch(target, lambda _: drafter, requests, max_new_tokens, len(prompts), sampling)
+    return DecodingBatch(
+        target, lambda _: drafter, requests, max_new_tokens, len(prompts), sampling
+    )
 
 
 @dataclass
@@ -211,7 +215,7 @@ class Prefilled:
     generators: Generators
 
 
-class Batch:
+class DecodingBatch:
     """Texts decoded together; used once.
 
     Args:
@@ -233,7 +237,7 @@ class Batch:
     def __init__(
         self,
         target: Target,
-        make: Make,
+        make: DrafterFactory,
         requests: Sequence[Request],
         max_new_tokens: int,
         batch_size: int,
@@ -245,7 +249,7 @@ class Batch:
         assert target.max_positions is None or self.longest <= target.max_positions
         self.target, self.make, self.sampling = target, make, sampling
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
-        self.stops = Stops.of(target)
+        self.stops = StopRules.from_target(target)
         self.processors = Processors(target.logits_processing, target.stop_ids)
         self.context_limits = ContextLimits(target, self.prompts)
         self.clock = PartClock(target.device, len(requests))
@@ -259,9 +263,9 @@ class Batch:
         self.roots = torch.empty(0, dtype=torch.int64)
         self.generators = NO_DRAWS
 
-    def decoded(self) -> list[Generation]:
+    def decode_all(self) -> list[Generation]:
         """Decode and return all texts."""
-        for _ in self.run():
+        for _ in self.stream_tokens():
             pass
         for generation in self.generations:
             # A text that ended early could have no further tokens.
@@ -272,7 +276,7 @@ class Batch:
         return self.generations
 
     @torch.inference_mode()
-    def run(self) -> Iterator[NewTokens]:
+    def stream_tokens(self) -> Iterator[NewTokens]:
         """Yield tokens by text, after the prompts and after every step."""
         committed, new = self._start()
         while True:
@@ -288,13 +292,13 @@ class Batch:
                 self.clock.stop(self.rows)
                 return
             with self.clock.measure_part("accept", self.running):
-                committed = self._go_on(prefilled, committed)
+                committed = self._observe_and_refill(prefilled, committed)
             committed, new = self._step(committed)
 
     def has_ended(self, text: int) -> bool:
         """Tell whether a text is finished."""
         ids = self.generations[text].token_ids
-        return len(ids) >= self.max_new_tokens or self.stops.ended(ids)
+        return len(ids) >= self.max_new_tokens or self.stops.has_ended(ids)
 
     def _start(self) -> tuple[CommittedTokens, NewTokens]:
         """Read the prompts of the first texts together; return their first tokens."""
@@ -313,7 +317,7 @@ class Batch:
             nodes = self._read(draft, cache)
         with self.clock.measure_part("accept", self.rows):
             verified = nodes.accept(draft, self.sampling, self.generators)
-            steps = HostStep.all_of(verified.record.tolist())
+            steps = HostStep.from_records(verified.host_record.tolist())
             kept = KeptNodes(verified.accepted.nodes, verified.counts)
             cache.commit([step.path for step in steps], kept)
             self.roots = verified.accepted.bonus
@@ -340,20 +344,20 @@ class Batch:
                 last = part
             assert last is not None
             logits = self.target.compute_logits(last.last_output.hidden_states[:, 0])
-            logits = self.processors.begin(logits, prompts)
+            logits = self.processors.process_first_logits(logits, prompts)
             roots = sample_tokens(logits, self.sampling, generators)
             new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
         return Prefilled(texts, drafter, last, roots, generators), new
 
-    def _read(self, draft: Draft, cache: TreeCache) -> Nodes:
+    def _read(self, draft: Draft, cache: TreeCache) -> TreeOutputs:
         """Run the target over the trees, with the logits changes of its generation config."""
-        nodes = read_trees(self.context_limits, draft, self.roots, cache, self.drafter.taps)
+        nodes = run_verify_pass(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         if not self.processors.always:
             return nodes
         texts = [self._whole(text)[:-1] for text in self.rows]
         longest = max(map(len, texts))
         padded = [ids + [0] * (longest - len(ids)) for ids in texts]
-        logits = self.processors.apply(
+        logits = self.processors.process_tree_logits(
             nodes.logits,
             history=to_device(padded, self.target.device),
             committed=cache.slots.committed,
@@ -371,7 +375,7 @@ class Batch:
         generation = self.generations[text]
         num_left = self.max_new_tokens - len(generation.token_ids)
         tokens = [*step.tokens[1:], step.bonus][:num_left]
-        new = self.stops.cut(generation.token_ids, tokens)
+        new = self.stops.cut_after_end(generation.token_ids, tokens)
         generation.steps.append(Step(min(len(step.path) - 1, len(new)), len(new), num_left))
         generation.paths.append(tuple(step.path[1:]))
         generation.drafted.append(step.num_drafted)
@@ -390,17 +394,21 @@ class Batch:
         self.running = [text for text in self.running if text not in ended]
         return not ended
 
-    def _go_on(self, prefilled: list[Prefilled], committed: CommittedTokens) -> CommittedTokens:
+    def _observe_and_refill(
+        self, prefilled: list[Prefilled], committed: CommittedTokens
+    ) -> CommittedTokens:
         """Let the drafter observe, and give the rows of finished texts to new ones."""
         if len(self.running) + len(prefilled) < len(self.rows):
             committed = self._drop(len(prefilled), committed)
         if self.context_limits.switch is not None:
-            self.context_limits.cross(committed.cache, self.rows, list(map(self._whole, self.rows)))
+            self.context_limits.recompute_long_keys(
+                committed.cache, self.rows, list(map(self._whole, self.rows))
+            )
         self.drafter.observe(committed)
-        self._seat(prefilled, committed.cache)
+        self._insert_texts(prefilled, committed.cache)
         return committed
 
-    def _seat(self, prefilled: list[Prefilled], cache: TreeCache) -> None:
+    def _insert_texts(self, prefilled: list[Prefilled], cache: TreeCache) -> None:
         """Give rows of finished texts to texts whose prompts were read alone."""
         free = [row for row, text in enumerate(self.rows) if text not in self.running]
         for row, begun in zip(free, prefilled, strict=False):

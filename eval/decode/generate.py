@@ -15,7 +15,7 @@ from transformers import (
 
 from conf.command.clock import PartClock
 from eval.decode.engine import Generation, Step
-from eval.decode.generation_config import Stops
+from eval.decode.generation_config import StopRules
 from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target
 
@@ -89,7 +89,7 @@ class StopTexts(StoppingCriteria):
     """
 
     def __init__(self, target: Target, num_prompt: int, num_texts: int) -> None:
-        self.stops = Stops((), target.stop_strings, target.tokenizer)
+        self.stops = StopRules((), target.stop_strings, target.tokenizer)
         self.num_prompt = num_prompt
         self.seen, self.done = num_prompt, [False] * num_texts
 
@@ -98,8 +98,8 @@ class StopTexts(StoppingCriteria):
         begin = max(self.num_prompt, self.seen - self.stops.reach)
         first = self.seen - begin
         for row, ids in enumerate(input_ids[:, begin:].tolist()):
-            new = self.stops.cut(ids[:first], ids[first:])
-            self.done[row] |= len(new) < len(ids) - first or self.stops.ended(ids)
+            new = self.stops.cut_after_end(ids[:first], ids[first:])
+            self.done[row] |= len(new) < len(ids) - first or self.stops.has_ended(ids)
         self.seen = input_ids.shape[1]
         return torch.tensor(self.done, device=input_ids.device)
 
@@ -158,8 +158,8 @@ def hf_generate(
             stopping_criteria=ends,
         )  # fmt: skip
     # Padding of a finished text in a batch comes after its stop token.
-    stops = Stops.of(target)
-    texts = [stops.cut([], row) for row in output[:, longest:].tolist()]
+    stops = StopRules.from_target(target)
+    texts = [stops.cut_after_end([], row) for row in output[:, longest:].tolist()]
     passes.arrive()
     clock.stop(passes.texts)
     if assistance:

@@ -60,7 +60,7 @@ class Processors:
         first = [SuppressTokensLogitsProcessor(asked[FIRST])] if FIRST in asked else []
         self.first: list[Processor] = [*self.always, *first]
 
-    def begin(self, logits: Tensor, prompts: list[list[int]]) -> Tensor:
+    def process_first_logits(self, logits: Tensor, prompts: list[list[int]]) -> Tensor:
         """[B, V] scores of the first tokens after prompts, from logits [B, V]."""
         if not self.first:
             return logits
@@ -73,7 +73,7 @@ class Processors:
         rows = node_rows(history, committed, last, build_tree_layout(Tree.chain(0), device), none)
         return _processed(logits.unsqueeze(1), rows, self.first)[:, 0]
 
-    def apply(
+    def process_tree_logits(
         self,
         logits: Tensor,
         history: Tensor,
@@ -132,7 +132,7 @@ def node_rows(
     return source.gather(2, at.clamp_min(0)).masked_fill(position < 0, none)
 
 
-class Stops:
+class StopRules:
     """Ends of an answer: a stop token, or a token that completes a stop text.
 
     Args:
@@ -149,12 +149,12 @@ class Stops:
         self.reach = max((len(text.encode()) + 1 for text in strings), default=1)
 
     @classmethod
-    def of(cls, target: EmbeddingsAndOutputHead) -> "Stops":
+    def from_target(cls, target: EmbeddingsAndOutputHead) -> "StopRules":
         """Make the ends of a target's answers."""
         ids = [] if target.ignores_stops else target.stop_ids
         return cls(ids, target.stop_strings, target.tokenizer)
 
-    def ended(self, tokens: list[int]) -> bool:
+    def has_ended(self, tokens: list[int]) -> bool:
         """Tell whether an answer ends with its last token, not having ended before."""
         if not self.strings or tokens[-1] in self.ids:
             return tokens[-1] in self.ids
@@ -163,17 +163,17 @@ class Stops:
         )
         return any(text in tail for text in self.strings)
 
-    def cut(self, before: list[int], tokens: list[int]) -> list[int]:
+    def cut_after_end(self, before: list[int], tokens: list[int]) -> list[int]:
         """Cut new tokens of an answer after the one that ends it."""
         text = [*before[-self.reach :], *tokens]
         first = len(text) - len(tokens)
         for end in range(first + 1, len(text) + 1):
-            if self.ended(text[:end]):
+            if self.has_ended(text[:end]):
                 return text[first:end]
         return tokens
 
 
-NOTHING = {
+NEUTRAL_VALUES = {
     **dict.fromkeys(APPLIED), "repetition_penalty": 1, "no_repeat_ngram_size": 0,
     "num_beams": 1, "num_beam_groups": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1,
     "encoder_no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "typical_p": 1,
@@ -186,7 +186,7 @@ NOTHING = {
 """Settings that change the text of `generate`, with the value (besides None) that does nothing."""
 
 
-def follow(
+def apply_generation_config(
     target: EmbeddingsAndOutputHead,
     *,
     stop: Sequence[str] = (),
@@ -205,7 +205,7 @@ def follow(
         InputError: the config has settings that drafts cannot be verified with, or invalid values.
     """
     ours = target.generation_config
-    target.logits_processing = {} if plain else asked_of(target)
+    target.logits_processing = {} if plain else parse_logits_settings(target)
     theirs = [ours.stop_strings] if isinstance(ours.stop_strings, str) else ours.stop_strings
     target.stop_strings = tuple(stop or ([] if plain else theirs or []))
     target.ignores_stops = ignore_eos
@@ -218,25 +218,25 @@ def follow(
         )
 
 
-def follow_or_tell(target: EmbeddingsAndOutputHead) -> str | None:
+def try_generation_config(target: EmbeddingsAndOutputHead) -> str | None:
     """Run `follow`; if only a figure depends on it, use plain answers and return a line."""
     try:
-        follow(target)
+        apply_generation_config(target)
     except InputError as error:
-        follow(target, plain=True)
+        apply_generation_config(target, plain=True)
         return f"tau is measured on plain greedy answers: {error}"
     return None
 
 
-def asked_of(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
+def parse_logits_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
     """Changes of logits in a target's generation config, by setting.
 
     Raises:
         InputError: the config has settings that drafts cannot be verified with, or invalid values.
     """
     config = target.generation_config
-    values = {name: getattr(config, name, None) for name in NOTHING}
-    asked = {name: v for name, v in values.items() if v not in (None, [], NOTHING[name])}
+    values = {name: getattr(config, name, None) for name in NEUTRAL_VALUES}
+    asked = {name: v for name, v in values.items() if v not in (None, [], NEUTRAL_VALUES[name])}
     refused = {name: v for name, v in asked.items() if name not in APPLIED}
     source = f"target.path={target.name}: its generation config asks for"
     if refused:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.decode.accept import Accepted, verify
+from eval.decode.accept import AcceptedPaths, verify
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Draft
 from heads.decoding.sampling import Generators, Sampling
@@ -38,7 +38,9 @@ class ContextLimits:
         switch = self.switch
         self.long = {n for n, ids in enumerate(prompts) if switch is not None and len(ids) > switch}
 
-    def cross(self, cache: TreeCache, numbers: list[int], texts: list[list[int]]) -> None:
+    def recompute_long_keys(
+        self, cache: TreeCache, numbers: list[int], texts: list[list[int]]
+    ) -> None:
         """Recompute the keys of texts that are long from now on.
 
         Args:
@@ -55,7 +57,7 @@ class ContextLimits:
                 prefill_last_states(self.target, anew, [texts[row][: length + 1]])
                 cache.overwrite_row(row, anew)
 
-    def cut(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
+    def mask_beyond_limits(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
         """Replace tokens [B, N] of trees beyond the window or a short text's switch by PAD.
 
         Args:
@@ -89,7 +91,7 @@ class HostStep(NamedTuple):
     num_drafted: int
 
     @classmethod
-    def all_of(cls, record: list[list[int]]) -> "list[HostStep]":
+    def from_records(cls, record: list[list[int]]) -> "list[HostStep]":
         """Read the steps of the rows of a `Verified.record`."""
         steps = []
         for num_accepted, bonus, num_drafted, *rest in record:
@@ -99,7 +101,7 @@ class HostStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """Trees of which the target has accepted a path.
 
     Attributes:
@@ -109,10 +111,10 @@ class Verified:
         record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
     """
 
-    nodes: "Nodes"
-    accepted: Accepted
+    nodes: "TreeOutputs"
+    accepted: AcceptedPaths
     on_path: Tensor
-    record: Tensor
+    host_record: Tensor
 
     @property
     def counts(self) -> Tensor:
@@ -136,7 +138,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class TreeOutputs:
     """Draft trees that the target has read.
 
     Attributes:
@@ -149,19 +151,19 @@ class Nodes:
     output: TargetOutput
     logits: Tensor
 
-    def accept(self, draft: Draft, sampling: Sampling, generators: Generators) -> Verified:
+    def accept(self, draft: Draft, sampling: Sampling, generators: Generators) -> VerifyResult:
         """Accept a path of each tree, without waiting for the device."""
         accepted = verify(draft, self.tokens, self.logits, sampling, generators)
         on_path = self.tokens.gather(1, accepted.nodes)
         num_drafted = (draft.tokens != PAD).sum(1)
         numbers = torch.stack([accepted.num_accepted, accepted.bonus, num_drafted], dim=1)
         record = torch.cat([numbers, accepted.nodes, on_path], dim=1)
-        return Verified(self, accepted, on_path, record)
+        return VerifyResult(self, accepted, on_path, record)
 
 
-def read_trees(
+def run_verify_pass(
     limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: FeatureLayers
-) -> Nodes:
+) -> TreeOutputs:
     """Run the target once over all trees.
 
     Args:
@@ -173,7 +175,7 @@ def read_trees(
     """
     layout, target = draft.build_layout(), limits.target
     tokens = torch.cat([roots.unsqueeze(1), draft.tokens], dim=1)
-    tokens = limits.cut(tokens, layout.depths, cache)
+    tokens = limits.mask_beyond_limits(tokens, layout.depths, cache)
     mask = None if draft.is_chain else layout.mask
     output = target.run_pending(cache, tokens.clamp_min(0), mask, layout.depths, taps)
-    return Nodes(tokens, output, target.compute_logits(output.hidden_states))
+    return TreeOutputs(tokens, output, target.compute_logits(output.hidden_states))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from eval.decode.engine import Batch, NoDraft, Request
+from eval.decode.engine import DecodingBatch, NoDraft, Request
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 
@@ -14,7 +14,7 @@ NUM_TOGETHER = 16
 """Texts at a time, as a pass over 16 tokens takes little longer than a pass over one."""
 
 
-def answers(
+def stream_answers(
     target: Target,
     requests: Sequence[Request],
     max_new_tokens: int,
@@ -35,18 +35,20 @@ def answers(
     """
     if not requests:
         return
-    batch = Batch(target, lambda _: NoDraft(), requests, max_new_tokens, batch_size, sampling)
-    for new in batch.run():
+    batch = DecodingBatch(
+        target, lambda _: NoDraft(), requests, max_new_tokens, batch_size, sampling
+    )
+    for new in batch.stream_tokens():
         for text in filter(batch.has_ended, new):
             yield text, batch.generations[text].token_ids
 
 
-def greedy_answers(
+def generate_greedy_answers(
     target: Target, prompts: Sequence[list[int]], max_new_tokens: int, shown: bool = True
 ) -> list[list[int]]:
     """Make greedy answers to prompts of token ids, with a progress bar if `shown`."""
     texts: list[list[int]] = [[] for _ in prompts]
-    ended = answers(target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
+    ended = stream_answers(target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
     for number, ids in tqdm(
         ended, "target's own text", len(prompts), disable=not shown, unit="prompt"
     ):
@@ -54,20 +56,20 @@ def greedy_answers(
     return texts
 
 
-Answered = tuple[list[int], TargetOutput]
+AnswerWithStates = tuple[list[int], TargetOutput]
 """An answer, and the target's states [1, S, D] of prompt and answer without its last token."""
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """Writes the target's own greedy texts."""
 
-    def written(
+    def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield numbers and answers of prompts of token ids, as the answers end."""
 
 
-class Texts(Writer, Protocol):
+class AnswerSource(AnswerWriter, Protocol):
     """Writes the target's own greedy texts and reads them, with a target here or in engines.
 
     Attributes:
@@ -75,41 +77,47 @@ class Texts(Writer, Protocol):
     """
 
     @property
-    def num_together(self) -> int:
+    def preferred_batch_size(self) -> int:
         """See the class."""
 
-    def answers(
+    def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
-    ) -> list[Answered]:
+    ) -> list[AnswerWithStates]:
         """Answers to prompts of token ids, with the states that `taps` name."""
 
-    def read(self, prompt: list[int], response: list[int], taps: FeatureLayers) -> TargetOutput:
+    def encode_response(
+        self, prompt: list[int], response: list[int], taps: FeatureLayers
+    ) -> TargetOutput:
         """States [1, S, D] of a prompt and a given response without its last token."""
 
 
 @dataclass(frozen=True)
-class OwnTexts:
+class LocalAnswerSource:
     """Texts of a target in this process."""
 
     target: Target
-    num_together = NUM_TOGETHER
+    preferred_batch_size = NUM_TOGETHER
 
-    def written(
+    def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """See `Writer`."""
-        return answers(self.target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
+        return stream_answers(
+            self.target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER
+        )
 
-    def answers(
+    def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
-    ) -> list[Answered]:
+    ) -> list[AnswerWithStates]:
         """See `Texts`."""
-        texts = greedy_answers(self.target, prompts, max_new_tokens, shown=False)
+        texts = generate_greedy_answers(self.target, prompts, max_new_tokens, shown=False)
         return [
             (ids, self.target.encode_response(prompt, ids, taps))
             for prompt, ids in zip(prompts, texts, strict=True)
         ]
 
-    def read(self, prompt: list[int], response: list[int], taps: FeatureLayers) -> TargetOutput:
+    def encode_response(
+        self, prompt: list[int], response: list[int], taps: FeatureLayers
+    ) -> TargetOutput:
         """See `Texts`."""
         return self.target.encode_response(prompt, response, taps)

@@ -26,14 +26,21 @@ from data.rows.records import LoadedRecords, Record, load_records
 from data.rows.version import find_dataset_revision
 from data.servers.pool import HiddenStatesPool
 from data.templates.encoder import RecordEncoder
-from eval.decode.generation_config import follow
+from eval.decode.generation_config import apply_generation_config
 from eval.measure import processes
-from eval.measure.answers import OwnTexts, Texts, Writer
-from eval.measure.conditions import conditions
-from eval.measure.engines import ServedTexts, opened
-from eval.measure.heads import BenchHead, device_name, open_head
-from eval.measure.prompts import Prompt, check_prompt, first_turns, next_turns, questions, share
-from eval.refusals import check_measure
+from eval.measure.answers import AnswerSource, AnswerWriter, LocalAnswerSource
+from eval.measure.conditions import describe_conditions
+from eval.measure.engines import EngineAnswerSource, open_states_pool
+from eval.measure.heads import MeasuredHead, device_name, load_measured_head
+from eval.measure.prompts import (
+    Prompt,
+    check_prompt,
+    render_first_turns,
+    render_next_turns,
+    select_process_prompts,
+    select_user_messages,
+)
+from eval.refusals import check_measurement
 from heads.decoding.sampling import Sampling
 from heads.layers.low_rank import reduce_rank
 from heads.layers.packed import pack_weights
@@ -52,7 +59,7 @@ NUM_SPARE = 8
 
 
 @dataclass(frozen=True)
-class Bench:
+class Measurement:
     """A target with heads and prompts to measure, in one of several processes.
 
     A context manager, as its end closes engines that run the target's layers.
@@ -70,15 +77,15 @@ class Bench:
         main: whether this process prints and writes.
     """
 
-    ends: EmbeddingsAndOutputHead
-    heads: list[BenchHead]
+    embeddings_and_output_head: EmbeddingsAndOutputHead
+    heads: list[MeasuredHead]
     prompts: list[Prompt]
     sampling: Sampling
     data: dict[str, Any]
-    main: bool
+    is_main_process: bool
     spare: list[Prompt] = field(default_factory=list)
     engines: HiddenStatesPool | None = None
-    writer: Writer | None = None
+    writer: AnswerWriter | None = None
     held: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
@@ -88,33 +95,33 @@ class Bench:
         self.held.close()
 
     @property
-    def texts(self) -> Texts:
+    def answer_source(self) -> AnswerSource:
         """Writer of the target's own texts."""
         if self.engines is None:
-            return OwnTexts(self.target)
-        assert isinstance(self.ends, RemoteTarget)
-        return ServedTexts(self.engines, self.ends)
+            return LocalAnswerSource(self.target)
+        assert isinstance(self.embeddings_and_output_head, RemoteTarget)
+        return EngineAnswerSource(self.engines, self.embeddings_and_output_head)
 
     @property
     def target(self) -> Target:
         """The target with its layers, for measurements that run them."""
-        assert isinstance(self.ends, Target)
-        return self.ends
+        assert isinstance(self.embeddings_and_output_head, Target)
+        return self.embeddings_and_output_head
 
     @property
-    def head(self) -> BenchHead:
+    def head(self) -> MeasuredHead:
         """The only head of a measurement that needs one."""
         return self.heads[0]
 
 
-def open_bench(
+def open_measurement(
     run: MeasureRun,
     result_name: str,
     more_heads: Sequence[str] = (),
     served: bool = False,
-    writer: Writer | None = None,
-    like: Bench | None = None,
-) -> Bench:
+    writer: AnswerWriter | None = None,
+    like: Measurement | None = None,
+) -> Measurement:
     """Make cheap checks first, then load everything.
 
     Args:
@@ -129,8 +136,8 @@ def open_bench(
     Raises:
         InputError: before anything is written.
     """
-    check_measure(run, result_name)
-    state = processes.start()
+    check_measurement(run, result_name)
+    state = processes.join_processes()
     with state.main_process_first():
         fill_default_paths(run, prompts=True)
     assert run.data.path is not None
@@ -138,20 +145,20 @@ def open_bench(
     _tell(*records.format_lines())
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
-    heads = like.heads if like else [open_head(run, ref) for ref in refs]
-    target = like.ends if like else _open_target(run, heads, served)
+    heads = like.heads if like else [load_measured_head(run, ref) for ref in refs]
+    target = like.embeddings_and_output_head if like else _open_target(run, heads, served)
     for head in heads:
         _tell(*_flattered(head, records))
     chosen = records.records[: run.data.num_prompts]
     encoder = RecordEncoder(target.tokenizer, run.data.chat_template_kwargs)
-    prompts, left_out = fitting(run, target, first_turns(chosen, encoder))
+    prompts, left_out = select_fitting_prompts(run, target, render_first_turns(chosen, encoder))
     if not prompts:
         raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
     if state.is_main_process:
         _tell(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
         for head in heads:
-            window = head.head.max_positions or max(lengths)
+            window = head.draft_head.max_positions or max(lengths)
             if beyond := sum(length > window for length in lengths):
                 _tell(
                     f"{head.path}: knows {window} positions (max_position_embeddings), but "
@@ -160,7 +167,10 @@ def open_bench(
         identity = identify_target(run.target, target.tokenizer, target.dtype)
         for ref in refs:
             _tell(format_target_change("head.path", str(ref.path), ref.revision, identity))
-    mine = [prompts[i] for i in share(prompts, state.process_index, state.num_processes)]
+    mine = [
+        prompts[i]
+        for i in select_process_prompts(prompts, state.process_index, state.num_processes)
+    ]
     if not mine:
         raise InputError(
             f"data.num_prompts={len(prompts)}: fewer dialogues than the {state.num_processes} "
@@ -174,7 +184,7 @@ def open_bench(
         "sha256": records.sha256,
         "num_prompts": 0,
         "num_bad": len(records.bad) + len(left_out),
-        "most_turns": max(len(questions(record)) for record in chosen),
+        "most_turns": max(len(select_user_messages(record)) for record in chosen),
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     spare = _spare(run, records.records, target, encoder)
@@ -182,45 +192,47 @@ def open_bench(
     engines = like.engines if like else None
     if served and run.target.engine and like is None:
         engines = held.enter_context(_engines(run, target, heads, mine))
-    bench = Bench(target, heads, mine, sampling, data, main, spare, engines, writer, held)
+    bench = Measurement(target, heads, mine, sampling, data, main, spare, engines, writer, held)
     with ExitStack() as if_it_fails:
         if_it_fails.push(bench)
         prompts = _later_turns(run, chosen, mine, bench, encoder)
-        data["num_prompts"] = len(processes.gathered(prompts))
+        data["num_prompts"] = len(processes.gather_items(prompts))
         if_it_fails.pop_all()
     return replace(bench, prompts=prompts)
 
 
 def _open_target(
-    run: MeasureRun, heads: Sequence[BenchHead], served: bool
+    run: MeasureRun, heads: Sequence[MeasuredHead], served: bool
 ) -> EmbeddingsAndOutputHead:
     """Open the target, or its parts if engines or nothing runs its layers; prepare heads."""
     bare = served and (bool(run.target.engine) or not heads)
     load: Callable[..., EmbeddingsAndOutputHead] = RemoteTarget.from_config if bare else load_target
-    target = load(run.target, processes.start().device)
-    follow(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
+    target = load(run.target, processes.join_processes().device)
+    apply_generation_config(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
     for head in heads:
-        head.head.attach(target, target.dtype).eval()
+        head.draft_head.attach(target, target.dtype).eval()
         if run.output_rank is not None:
-            reduce_rank(head.head, target, run.output_rank)
+            reduce_rank(head.draft_head, target, run.output_rank)
     whole = [target.model] if isinstance(target, Target) else []
-    pack_weights(*whole, target.output_head, *(head.head for head in heads))
+    pack_weights(*whole, target.output_head, *(head.draft_head for head in heads))
     return target
 
 
 def _engines(
-    run: MeasureRun, target: Any, heads: Sequence[BenchHead], prompts: Sequence[Prompt]
+    run: MeasureRun, target: Any, heads: Sequence[MeasuredHead], prompts: Sequence[Prompt]
 ) -> AbstractContextManager[HiddenStatesPool]:
     """Open the engines that give the hidden states that heads read."""
-    layers = {index for head in heads for index in head.head.taps.layers} | {target.num_layers}
+    layers = {index for head in heads for index in head.draft_head.taps.layers} | {
+        target.num_layers
+    }
     text = max((prompt.token_ids for prompt in prompts), key=len)
-    return opened(run.target, target, sorted(layers), text)
+    return open_states_pool(run.target, target, sorted(layers), text)
 
 
-def _flattered(head: BenchHead, records: LoadedRecords) -> Iterator[str]:
+def _flattered(head: MeasuredHead, records: LoadedRecords) -> Iterator[str]:
     """Make lines about drafts that were fitted to the same prompts."""
     for data, words, fitted in (
-        (head.searched_on, "its draft tree was searched", "tree"),
+        (head.tree_data_sha256, "its draft tree was searched", "tree"),
         (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
     ):
         if data and data == records.sha256:
@@ -247,7 +259,7 @@ def _spare(
     spare: list[Prompt] = []
     for record in records[measured : measured + NUM_SPARE]:
         try:
-            [prompt] = first_turns([record], encoder)
+            [prompt] = render_first_turns([record], encoder)
             check_prompt(target, prompt, run.max_new_tokens)
         except InputError:  # this prompt is optional
             continue
@@ -259,7 +271,7 @@ def _later_turns(
     run: MeasureRun,
     records: Sequence[Record],
     prompts: list[Prompt],
-    bench: Bench,
+    bench: Measurement,
     encoder: RecordEncoder,
 ) -> list[Prompt]:
     """Make the prompts of all turns; all methods get the same answers in them.
@@ -274,19 +286,19 @@ def _later_turns(
         following: list[Prompt] = []
         for prompt in least:
             with suppress(InputError):
-                following += next_turns(records, [prompt], [[]], encoder)
-        least, _ = fitting(run, bench.ends, following)
+                following += render_next_turns(records, [prompt], [[]], encoder)
+        least, _ = select_fitting_prompts(run, bench.embeddings_and_output_head, following)
     turns, latest = list(prompts), prompts
     for turn in range(1, run.num_turns):
-        going_on = [p for p in latest if len(questions(records[p.dialogue])) > turn]
+        going_on = [p for p in latest if len(select_user_messages(records[p.dialogue])) > turn]
         latest = []
         # The longest first, so that prompts without room fail early.
         going_on.sort(key=lambda p: -len(p.token_ids))
         asked = [prompt.token_ids for prompt in going_on]
-        texts = (bench.writer or bench.texts).written(asked, run.max_new_tokens)
+        texts = (bench.writer or bench.answer_source).stream_answers(asked, run.max_new_tokens)
         for number, ids in tqdm(texts, "the target answers", len(asked), unit="prompt"):
-            following = next_turns(records, [going_on[number]], [ids], encoder)
-            fit, left_out = fitting(run, bench.ends, following)
+            following = render_next_turns(records, [going_on[number]], [ids], encoder)
+            fit, left_out = select_fitting_prompts(run, bench.embeddings_and_output_head, following)
             _tell(*(f"left out: {why}" for why in left_out))
             latest += fit
         latest.sort(key=lambda p: p.dialogue)
@@ -294,7 +306,7 @@ def _later_turns(
     return turns
 
 
-def fitting(
+def select_fitting_prompts(
     run: MeasureRun, target: EmbeddingsAndOutputHead, prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[str]]:
     """Find the prompts that a target can answer, and the reasons against the others.
@@ -315,12 +327,12 @@ def fitting(
     return fit, left_out
 
 
-def seed_of(prompt: Prompt, seed: int) -> int:
+def compute_prompt_seed(prompt: Prompt, seed: int) -> int:
     """Seed of a prompt's text; it does not depend on processes or on other prompts."""
     return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
 
 
-def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> JsonlStore:
+def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: object) -> JsonlStore:
     """Open the journal of a measurement, which an earlier start may have begun.
 
     Args:
@@ -332,16 +344,25 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Js
     Raises:
         InputError: an earlier start measured with other settings, or the journal cannot be written.
     """
-    state = processes.start()
+    state = processes.join_processes()
     settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
-    made = collect_provenance(settings, bench.ends.name, bench.data)
+    made = collect_provenance(settings, bench.embeddings_and_output_head.name, bench.data)
     manifest: dict[str, object] = flatten_settings(
         {
             **{key: made[key] for key in ("config", "data", "versions", "git")},
-            "target": to_json(identify_target(run.target, bench.ends.tokenizer, bench.ends.dtype)),
+            "target": to_json(
+                identify_target(
+                    run.target,
+                    bench.embeddings_and_output_head.tokenizer,
+                    bench.embeddings_and_output_head.dtype,
+                )
+            ),
             "heads": [checksums(head.path) for head in bench.heads],
-            "generation_config": bench.ends.logits_processing,
-            "stop": [*bench.ends.stop_ids, *bench.ends.stop_strings],
+            "generation_config": bench.embeddings_and_output_head.logits_processing,
+            "stop": [
+                *bench.embeddings_and_output_head.stop_ids,
+                *bench.embeddings_and_output_head.stop_strings,
+            ],
             "device": device_name(),
             "torch_threads": torch.get_num_threads(),
             "num_processes": state.num_processes,
@@ -353,12 +374,12 @@ def open_journal(run: MeasureRun, name: str, bench: Bench, **more: object) -> Js
         journal = JsonlStore(folder, manifest, "runs.jsonl")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
-    if bench.main:
+    if bench.is_main_process:
         _tell(
             f"{len(bench.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
             f"writing results to {Path(run.out_dir) / name}"
         )
-    if journal.done_ids and bench.main:
+    if journal.done_ids and bench.is_main_process:
         Console(stderr=True).print(
             f"continuing with {len(journal.done_ids)} runs of an earlier start in {folder}"
         )
@@ -376,15 +397,19 @@ def partial_folder(run: MeasureRun, name: str) -> Path:
     return (Path(run.out_dir) / name).with_suffix(PARTIAL)
 
 
-def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Bench) -> Path:
+def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Measurement) -> Path:
     """Write `out_dir/name` completely or not at all, with the settings that produced it."""
     result = {
         **result,
         "head": run.head.path,
         "target_identity": to_json(
-            identify_target(run.target, bench.ends.tokenizer, bench.ends.dtype)
+            identify_target(
+                run.target,
+                bench.embeddings_and_output_head.tokenizer,
+                bench.embeddings_and_output_head.dtype,
+            )
         ),
-        "target_dtype": str(bench.ends.dtype).removeprefix("torch."),
+        "target_dtype": str(bench.embeddings_and_output_head.dtype).removeprefix("torch."),
         **_how_run(bench),
         "device": device_name(),
         "torch_threads": torch.get_num_threads(),
@@ -393,19 +418,19 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
         "top_p": run.top_p,
         "top_k": run.top_k,
         "min_p": run.min_p,
-        "stop": list(bench.ends.stop_strings),
+        "stop": list(bench.embeddings_and_output_head.stop_strings),
         "ignore_eos": run.ignore_eos,
-        "generation_config": bench.ends.logits_processing,
+        "generation_config": bench.embeddings_and_output_head.logits_processing,
         "num_turns": run.num_turns,
         "seed": run.seed,
         "tree": bench.heads[0].described() if bench.heads else None,
         **collect_provenance(
             run,
-            bench.ends.name,
+            bench.embeddings_and_output_head.name,
             {**bench.data, "version": find_dataset_revision(bench.data["path"])},
         ),
     }
-    result["conditions"] = conditions(result)
+    result["conditions"] = describe_conditions(result)
     path = Path(run.out_dir) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -416,9 +441,9 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Benc
     return path
 
 
-def _how_run(bench: Bench) -> dict[str, Any]:
+def _how_run(bench: Measurement) -> dict[str, Any]:
     """Facts of the target's layers that affect figures."""
-    target = bench.ends
+    target = bench.embeddings_and_output_head
     if not isinstance(target, Target):
         return {"engines": bench.engines.server_lines if bench.engines else []}
     return {

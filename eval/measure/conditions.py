@@ -8,7 +8,7 @@ SHORT = 8
 """Digits of a checksum to show."""
 
 
-def conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
+def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
     """Collect the conditions that figures of acceptance depend on, besides target and head.
 
     Args:
@@ -34,7 +34,7 @@ def conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
     }
 
 
-def caption(result: Mapping[str, Any]) -> str:
+def format_conditions(result: Mapping[str, Any]) -> str:
     """Show a result's conditions on one line; empty for old results."""
     found = result.get("conditions")
     if not found:

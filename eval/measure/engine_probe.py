@@ -138,7 +138,7 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> flo
     return torch.stack(apart).max().item()
 
 
-def told(figures: Mapping[str, float]) -> str:
+def format_probe(figures: Mapping[str, float]) -> str:
     """Show the figures of a probe on one line."""
     early = figures.get("early")
     compared = "" if early is None else f"; an early state {early:.2%} from the target's own"

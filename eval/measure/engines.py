@@ -19,9 +19,9 @@ from data.servers.files import StateFiles
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from data.servers.pool import HiddenStatesPool
 from data.servers.relay import RelayFiles
-from eval.decode.generation_config import Stops
-from eval.measure.answers import Answered
-from eval.measure.engine_probe import EarlyState, EngineProbe, told
+from eval.decode.generation_config import StopRules
+from eval.measure.answers import AnswerWithStates
+from eval.measure.engine_probe import EarlyState, EngineProbe, format_probe
 from heads.target_model.attention_pattern import AttentionPattern
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput
@@ -38,7 +38,7 @@ PENALTY = "repetition_penalty"
 
 
 @contextmanager
-def opened(
+def open_states_pool(
     config: TargetConfig,
     target: RemoteTarget,
     layers: Iterable[int],
@@ -80,7 +80,7 @@ def opened(
         main = PartialState().is_main_process
         first = replace(probe, early=_early(config, taps)) if main else probe
         for server in servers:
-            pool.server_lines.append(f"{server.endpoint}: {told(first(server))}")
+            pool.server_lines.append(f"{server.endpoint}: {format_probe(first(server))}")
         if main:
             print(*pool.server_lines, sep="\n")  # noqa: T201
         yield pool
@@ -93,7 +93,7 @@ def _early(config: TargetConfig, taps: ServerFeatureLayers) -> tuple[int, EarlyS
     return None if own is None else (min(between), own)
 
 
-def told_of(
+def build_request_settings(
     target: EmbeddingsAndOutputHead, who: str = "target.engine", temperature: float = 0.0
 ) -> dict[str, Any]:
     """Request settings that apply the target's generation config.
@@ -112,7 +112,7 @@ def told_of(
 
 
 @dataclass(frozen=True)
-class ServedTexts:
+class EngineAnswerSource:
     """Texts of a target whose layers run in engines.
 
     Attributes:
@@ -124,32 +124,34 @@ class ServedTexts:
     target: RemoteTarget
 
     @property
-    def num_together(self) -> int:
+    def preferred_batch_size(self) -> int:
         """See `Texts`."""
         return self.pool.concurrency
 
-    def written(
+    def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """See `Texts`."""
-        told = [told_of(self.target)] * len(prompts)
+        told = [build_request_settings(self.target)] * len(prompts)
         for number, ids in self.pool.stream_answers(prompts, max_new_tokens, told):
-            yield number, Stops.of(self.target).cut([], ids)
+            yield number, StopRules.from_target(self.target).cut_after_end([], ids)
 
-    def answers(
+    def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
-    ) -> list[Answered]:
+    ) -> list[AnswerWithStates]:
         """See `Texts`."""
         found = []
         answers = self.pool.request_answers_with_states(
-            prompts, max_new_tokens, told_of(self.target)
+            prompts, max_new_tokens, build_request_settings(self.target)
         )
         for prompt, (whole, states) in zip(prompts, answers, strict=True):
-            ids = Stops.of(self.target).cut([], whole)
+            ids = StopRules.from_target(self.target).cut_after_end([], whole)
             found.append((ids, self._output(states, len(prompt) + len(ids) - 1, taps)))
         return found
 
-    def read(self, prompt: list[int], response: list[int], taps: FeatureLayers) -> TargetOutput:
+    def encode_response(
+        self, prompt: list[int], response: list[int], taps: FeatureLayers
+    ) -> TargetOutput:
         """See `Texts`."""
         ids = [*prompt, *response[:-1]]
         return self._output(self.pool.request_states(ids), len(ids), taps)

@@ -13,9 +13,9 @@ from typing import Any
 
 from conf.errors import InputError
 from conf.files import write_atomically
-from eval.measure.conditions import caption
-from eval.measure.lengths import histogram, per_draft
-from eval.measure.stats import tree_figures
+from eval.measure.conditions import format_conditions
+from eval.measure.lengths import compute_mean_acceptance_length, histogram
+from eval.measure.stats import select_tree_figures
 
 GOLDEN = "golden.yaml"
 PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
@@ -24,7 +24,7 @@ SIMULATED = (
 )
 
 
-def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
+def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write files for other tools beside a result.
 
     Args:
@@ -40,13 +40,15 @@ def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
         InputError: they cannot be written.
     """
     methods = figures_of(result)
-    lines = [json.dumps(row) for name, row in methods.items() for row in requests(name, row)]
+    lines = [
+        json.dumps(row) for name, row in methods.items() for row in iter_request_metrics(name, row)
+    ]
     of_texts = "requests.jsonl" if "methods" not in result else "requests_speedup.jsonl"
     files = {folder / of_texts: "".join(line + "\n" for line in lines)}
     for name, row in methods.items():
         if is_chain(name, row):
             own = GOLDEN if "methods" not in result else f"golden_{name}.yaml"
-            files[folder / own] = golden({row["draft_tokens"]: row}, result)
+            files[folder / own] = format_golden_lengths({row["draft_tokens"]: row}, result)
     try:
         for path, text in files.items():
             write_atomically(path, text)
@@ -58,7 +60,7 @@ def hand_on(result: Mapping[str, Any], folder: Path) -> list[Path]:
 def figures_of(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Figures of each drafting method, by name."""
     if "methods" not in result:
-        return {"chain": result, "tree": tree_figures(dict(result))}
+        return {"chain": result, "tree": select_tree_figures(dict(result))}
     return {name: row for name, row in result["methods"].items() if row["num_drafted"]}
 
 
@@ -70,7 +72,7 @@ def is_chain(name: str, row: Mapping[str, Any]) -> bool:
     return chain and sizes <= {row["draft_tokens"]}
 
 
-def requests(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def iter_request_metrics(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Make parts of answers about acceptance, as `--per-request-spec-decode-metrics detailed` does.
 
     Args:
@@ -85,11 +87,11 @@ def requests(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "method": method,
             "category": text["category"],
             "usage": usage | {"total_tokens": sum(usage.values())},
-            "metrics": {"speculative_decoding": speculative_decoding(text, row["draft_tokens"])},
+            "metrics": {"speculative_decoding": build_vllm_metrics(text, row["draft_tokens"])},
         }
 
 
-def speculative_decoding(text: Mapping[str, Any], draft_tokens: int) -> dict[str, Any]:
+def build_vllm_metrics(text: Mapping[str, Any], draft_tokens: int) -> dict[str, Any]:
     """vLLM's object for a text; it covers only passes with drafts.
 
     Args:
@@ -101,7 +103,7 @@ def speculative_decoding(text: Mapping[str, Any], draft_tokens: int) -> dict[str
     accepted, drafted = [kept for kept, _ in steps], [size for _, size in steps]
     proposed = sum(drafted)
     return {
-        "mean_acceptance_length": per_draft([text]) or 1.0,
+        "mean_acceptance_length": compute_mean_acceptance_length([text]) or 1.0,
         "draft_acceptance_rate": sum(accepted) / proposed if proposed else 0.0,
         "acceptance_histogram": histogram([{"accepted": accepted}], draft_tokens),
         "num_spec_steps": len(steps),
@@ -113,14 +115,17 @@ def speculative_decoding(text: Mapping[str, Any], draft_tokens: int) -> dict[str
     }
 
 
-def golden(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> str:
+def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> str:
     """Make a golden file: acceptance lengths by draft tokens, and settings to simulate them.
 
     Args:
         rows: figures of chains, by length.
         result: result that contains one of them.
     """
-    lengths = {size: per_draft(row["prompts"]) or 1.0 for size, row in sorted(rows.items())}
+    lengths = {
+        size: compute_mean_acceptance_length(row["prompts"]) or 1.0
+        for size, row in sorted(rows.items())
+    }
     target = str((result.get("target_identity") or {}).get("name") or result.get("target"))
     thinking = "thinking_on" if any(row["by_part"] for row in rows.values()) else "thinking_off"
     kwargs = ((result.get("config") or {}).get("data") or {}).get("chat_template_kwargs") or {}
@@ -131,7 +136,7 @@ def golden(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> 
         f"Acceptance lengths, 1 + accepted / drafts, of {result.get('head') or 'drafts'} on "
         f"{target}, measured by Headsmith {result.get('git') or ''}".rstrip()
         + ".",
-        f"{caption(result)}",
+        f"{format_conditions(result)}",
         f"{thinking} chat_template_kwargs: {json.dumps(kwargs)}",
         "To make an engine accept the same share of any draft, use",
         f'vLLM: "num_speculative_tokens": {last}, "rejection_sample_method": "synthetic", '
@@ -152,7 +157,7 @@ def golden(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> 
 
 def _rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
     """Share of drafts accepted to each depth; never rising, as vLLM requires."""
-    whole = [speculative_decoding(text, depth) for text in texts]
+    whole = [build_vllm_metrics(text, depth) for text in texts]
     drafts = sum(text["num_spec_steps"] for text in whole) or 1
     columns = zip(*(text["acceptance_histogram"] for text in whole), strict=True)
     counts = [sum(column) for column in columns]

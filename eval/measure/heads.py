@@ -26,7 +26,7 @@ CONFIDENCE_FILE = "draft_confidence.json"
 
 
 @dataclass(frozen=True)
-class BenchHead:
+class MeasuredHead:
     """A head that is attached to its target.
 
     Attributes:
@@ -41,17 +41,17 @@ class BenchHead:
     """
 
     path: str
-    head: DraftHead
+    draft_head: DraftHead
     tree: DraftShape
     chain: Tree
-    searched_on: str | None = None
+    tree_data_sha256: str | None = None
     calibration: Calibration | None = None
     calibrated_on: str | None = None
 
     @property
-    def family(self) -> str:
+    def kind(self) -> str:
         """Name of the head's kind in the names of its methods."""
-        return find_kind_name(self.head)
+        return find_kind_name(self.draft_head)
 
     @property
     def tree_name(self) -> str:
@@ -64,24 +64,24 @@ class BenchHead:
         return max(self.tree.depth, self.chain.depth)
 
     @property
-    def longest(self) -> int:
+    def max_useful_depth(self) -> int:
         """Draft tokens of the longest useful chain."""
-        return self.head.max_chain_depth
+        return self.draft_head.max_chain_depth
 
     def make_drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
         """Make a new drafter, `chain`, `cut` or `tree`, for texts with these seeds."""
         if shape == "cut":
             assert self.calibration is not None
-            return self.head.make_drafter(self.chain, sampling, seeds, self.calibration)
+            return self.draft_head.make_drafter(self.chain, sampling, seeds, self.calibration)
         chosen = self.tree if shape == "tree" else self.chain
-        return self.head.make_drafter(chosen, sampling, seeds)
+        return self.draft_head.make_drafter(chosen, sampling, seeds)
 
     def described(self) -> list[int] | dict[str, int]:
         """The tree for a results file: parents of a static tree, limits of dynamic trees."""
         return list(self.tree.parents) if isinstance(self.tree, Tree) else asdict(self.tree)
 
 
-def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
+def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
     """Load a head and choose its shapes; `attach` follows once there is a target.
 
     Raises:
@@ -112,7 +112,7 @@ def open_head(run: MeasureRun, ref: HeadRef) -> BenchHead:
     chain = Tree.chain(run.depth or head.default_depth)
     calibration = _calibration(ref, chain.depth)
     searched_on = None if run.tree else stored.get("data")
-    return BenchHead(ref.path, head, shape, chain, searched_on, *calibration)
+    return MeasuredHead(ref.path, head, shape, chain, searched_on, *calibration)
 
 
 def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | No
     return calibration, stored.get("data")
 
 
-def write_beside(head: BenchHead, name: str, content: dict[str, Any], out_dir: Path) -> Path:
+def write_beside(head: MeasuredHead, name: str, content: dict[str, Any], out_dir: Path) -> Path:
     """Write JSON beside a head, or into `out_dir` if the head is on the Hub.
 
     Raises:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 Ratio = tuple[int, int]
-COUNTS = {
+LENGTH_DEFINITIONS = {
     "passes": "tau: tokens per pass",
     "drafts": "1 + accepted / drafts, as vLLM",
     "first_token": "with the prompt's token, as SGLang",
@@ -38,7 +38,7 @@ used."""
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassCounts:
     """Sums of a text, from which its acceptance lengths follow.
 
     Attributes:
@@ -56,7 +56,7 @@ class Passes:
     num_emitted: int
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Passes":
+    def from_row(cls, row: Mapping[str, Any]) -> "PassCounts":
         """Make the sums of a row of `PromptSteps.row`."""
         n = len(row["emitted"])
         # Passes without draft tokens are no drafts; if these were not counted, all passes are.
@@ -75,17 +75,17 @@ class Passes:
         }
 
 
-def acceptance_lengths(texts: Sequence[Passes]) -> dict[str, dict[str, float | None]]:
+def acceptance_lengths(texts: Sequence[PassCounts]) -> dict[str, dict[str, float | None]]:
     """All counts under all means; None if nothing was counted."""
-    return {count: _means(count, texts) for count in COUNTS}
+    return {count: _means(count, texts) for count in LENGTH_DEFINITIONS}
 
 
-def per_draft(rows: Sequence[Mapping[str, Any]]) -> float | None:
+def compute_mean_acceptance_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """1 + accepted / drafts, as vLLM prints it."""
-    return _means("drafts", list(map(Passes.of, rows)))["pooled"]
+    return _means("drafts", list(map(PassCounts.from_row, rows)))["pooled"]
 
 
-def show_lengths(
+def print_acceptance_lengths(
     lengths: dict[str, dict[str, float | None]], console: Console, whose: str = "the chain"
 ) -> None:
     """Print a row per count and a column per mean."""
@@ -95,11 +95,13 @@ def show_lengths(
         table.add_column(name, justify="right")
     for count, means in lengths.items():
         row = (means[mean] for mean in MEANS)
-        table.add_row(COUNTS[count], *("-" if each is None else f"{each:.3f}" for each in row))
+        table.add_row(
+            LENGTH_DEFINITIONS[count], *("-" if each is None else f"{each:.3f}" for each in row)
+        )
     console.print(table)
 
 
-def _means(count: str, texts: Sequence[Passes]) -> dict[str, float | None]:
+def _means(count: str, texts: Sequence[PassCounts]) -> dict[str, float | None]:
     turns = [text.ratios[count] for text in texts]
     dialogues: dict[int, list[Ratio]] = {}
     for text, ratio in zip(texts, turns, strict=True):

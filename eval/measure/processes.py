@@ -13,7 +13,7 @@ from conf.command.launch import check_launch
 Item = TypeVar("Item")
 
 
-def start() -> PartialState:
+def join_processes() -> PartialState:
     """Join the processes of this launch; without a launch there is one.
 
     Raises:
@@ -26,6 +26,6 @@ def start() -> PartialState:
     return state
 
 
-def gathered(items: list[Item]) -> list[Item]:
+def gather_items(items: list[Item]) -> list[Item]:
     """Collect the items of all processes, in process order, on every process."""
     return gather_object(items) if PartialState().num_processes > 1 else items

@@ -30,7 +30,7 @@ class Prompt:
     """Rendered messages; the last is the user's."""
     thinking: tuple[tuple[str, str], ...] = ()
     """Pairs of tags around thinking in the response, in all their spellings."""
-    where: str = ""
+    location: str = ""
     """File and line of the record, and the turn."""
     tools: Tools = None
     """Function schemas that the prompt shows."""
@@ -43,7 +43,7 @@ class Prompt:
         return self.messages[-1]["content"] if self.messages else ""
 
 
-def first_turns(records: Sequence[Record], encoder: RecordEncoder) -> list[Prompt]:
+def render_first_turns(records: Sequence[Record], encoder: RecordEncoder) -> list[Prompt]:
     """Render every dialogue up to its first question.
 
     Raises:
@@ -51,7 +51,7 @@ def first_turns(records: Sequence[Record], encoder: RecordEncoder) -> list[Promp
     """
     prompts = []
     for index, record in enumerate(records):
-        messages, users = record.messages or [], questions(record)
+        messages, users = record.messages or [], select_user_messages(record)
         if not users:
             raise InputError(
                 f"{record.where}: has no user message to answer, but measuring needs prompts; "
@@ -62,7 +62,7 @@ def first_turns(records: Sequence[Record], encoder: RecordEncoder) -> list[Promp
     return prompts
 
 
-def next_turns(
+def render_next_turns(
     records: Sequence[Record],
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
@@ -87,7 +87,7 @@ def next_turns(
     following = []
     for prompt, answer in zip(prompts, answers, strict=True):
         index, turn = prompt.dialogue, prompt.turn
-        users = questions(records[index])
+        users = select_user_messages(records[index])
         if turn < len(users):
             tools = records[index].tools
             written = encoder.tokenizer.decode(answer, clean_up_tokenization_spaces=False)
@@ -98,7 +98,7 @@ def next_turns(
     return following
 
 
-def questions(record: Record) -> Messages:
+def select_user_messages(record: Record) -> Messages:
     """The user's messages."""
     return [message for message in record.messages or [] if message["role"] == "user"]
 
@@ -126,17 +126,17 @@ def check_prompt(target: EmbeddingsAndOutputHead, prompt: Prompt, max_new_tokens
     Raises:
         InputError: the prompt does not fit; names its place.
     """
-    check_token_ids(prompt.token_ids, target, lambda: prompt.where)
+    check_token_ids(prompt.token_ids, target, lambda: prompt.location)
     length = len(prompt.token_ids)
     if target.max_positions is not None and length + max_new_tokens > target.max_positions:
         raise InputError(
-            f"{prompt.where}: {length} prompt tokens and max_new_tokens={max_new_tokens} are "
+            f"{prompt.location}: {length} prompt tokens and max_new_tokens={max_new_tokens} are "
             f"{length + max_new_tokens}, above the target's window of {target.max_positions}; lower "
             "max_new_tokens or num_turns, or set data.on_bad_row=skip to skip such turns"
         )
 
 
-def num_thinking(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:
+def count_thinking_tokens(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:
     """Count thinking tokens of a response, including the end tag; all tokens if it has none."""
 
     def text(ids: list[int]) -> str:
@@ -155,7 +155,9 @@ def num_thinking(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:
     return 0
 
 
-def share(prompts: Sequence[Prompt], process_index: int, num_processes: int) -> list[int]:
+def select_process_prompts(
+    prompts: Sequence[Prompt], process_index: int, num_processes: int
+) -> list[int]:
     """Return the indices of the prompts that a process answers.
 
     Dialogues are dealt in turn, so that each category is spread, and all turns of a dialogue stay

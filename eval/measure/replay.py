@@ -30,7 +30,7 @@ class Replayable(Protocol):
 
 
 @torch.no_grad()
-def replay(
+def replay_response(
     target: Target, head: Replayable, tree: Tree, prompt_ids: list[int], response_ids: list[int]
 ) -> list[Step]:
     """Compute the verify passes that decoding this response would have taken.
@@ -43,16 +43,16 @@ def replay(
         response_ids: [n] the target's greedy continuation, including the stop token.
     """
     output = target.encode_response(prompt_ids, response_ids, head.taps)
-    ranked = ranked_drafts(head, tree, output, prompt_ids, response_ids)
-    return steps_along(tree, ranked, response_ids)
+    ranked = rank_candidates(head, tree, output, prompt_ids, response_ids)
+    return replay_tree(tree, ranked, response_ids)
 
 
-def steps_along(tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]) -> list[Step]:
+def replay_tree(tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]) -> list[Step]:
     """Verify passes over a response [n], by its `ranked_drafts`."""
-    return verify_steps(accepted_lengths(tree, ranked, response_ids), len(response_ids))
+    return build_steps(compute_accepted_lengths(tree, ranked, response_ids), len(response_ids))
 
 
-def ranked_drafts(
+def rank_candidates(
     head: Replayable,
     tree: Tree,
     output: TargetOutput,
@@ -82,7 +82,7 @@ def ranked_drafts(
 
 
 @torch.inference_mode()
-def replayed(
+def replay_drafter(
     drafter: Drafter, output: TargetOutput, prompt_ids: list[int], response_ids: list[int]
 ) -> tuple[list[Step], list[int]]:
     """Replay, step by step, a drafter whose drafts depend on its earlier samples.
@@ -116,7 +116,7 @@ def replayed(
         accepted[root - len(prompt_ids)] = length
         drafted.append(int((draft.tokens != PAD).sum()))
         seen, root = root, root + length + 1
-    return verify_steps(accepted, len(response_ids)), drafted
+    return build_steps(accepted, len(response_ids)), drafted
 
 
 def _accepted(draft: Draft, following: list[int]) -> int:
@@ -132,7 +132,7 @@ def _accepted(draft: Draft, following: list[int]) -> int:
     return length
 
 
-def accepted_lengths(
+def compute_accepted_lengths(
     tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]
 ) -> list[int]:
     """[n] draft tokens accepted if a pass had token i as its root, ignoring the text's end."""
@@ -165,7 +165,7 @@ def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[l
     ]
 
 
-def verify_steps(accepted: list[int], num_tokens: int) -> list[Step]:
+def build_steps(accepted: list[int], num_tokens: int) -> list[Step]:
     """Make steps from accepted lengths per root; the first token comes from the prefill.
 
     Example: `verify_steps([2, 0, 0, 1], 4)`: root 0 accepts tokens 1 and 2,

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eval.decode.engine import Step
-from eval.measure.lengths import Passes, acceptance_lengths, histogram, length_name, per_draft
+from eval.measure.lengths import (
+    PassCounts,
+    acceptance_lengths,
+    compute_mean_acceptance_length,
+    histogram,
+    length_name,
+)
 
 Item = TypeVar("Item")
 Interval = tuple[float, float] | None
@@ -101,7 +107,7 @@ def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, A
     return {
         name: {
             "tau": tau(text),
-            "per_draft": per_draft([text[0].row()]),
+            "per_draft": compute_mean_acceptance_length([text[0].row()]),
             "alpha": alpha(text, depth),
             "num_tokens": sum(step.num_emitted for step in text[0].steps),
         }
@@ -109,7 +115,7 @@ def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, A
     }
 
 
-def interval(
+def bootstrap_interval(
     groups: Sequence[Item],
     figure: Callable[[Sequence[Item], Sequence[int]], float],
     seed: int,
@@ -153,7 +159,7 @@ def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
         (sum(s.num_emitted for p in group for s in p.steps), sum(len(p.steps) for p in group))
         for group in by_dialogue(prompts)
     ]
-    return interval(sums, lambda drawn, _: _ratio(drawn), seed)
+    return bootstrap_interval(sums, lambda drawn, _: _ratio(drawn), seed)
 
 
 def _ratio(sums: Sequence[tuple[int, int]]) -> float:
@@ -161,7 +167,7 @@ def _ratio(sums: Sequence[tuple[int, int]]) -> float:
     return num_emitted / num_steps if num_steps else 1.0
 
 
-def tau_difference(
+def compare_tau(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], seed: int
 ) -> tuple[float, Interval]:
     """Difference in tau, second minus first, and its 95% interval over paired dialogues.
@@ -183,7 +189,7 @@ def tau_difference(
         return _ratio([(c, d) for _, _, c, d in drawn]) - _ratio([(a, b) for a, b, _, _ in drawn])
 
     groups = list(pairs.values())
-    return difference(groups), interval(groups, lambda drawn, _: difference(drawn), seed)
+    return difference(groups), bootstrap_interval(groups, lambda drawn, _: difference(drawn), seed)
 
 
 def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:
@@ -197,17 +203,19 @@ def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | Non
     }
 
 
-def shown(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
+def format_interval(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
     """An interval as text; a dash if there is none."""
     return "-" if bounds is None else between.join(f"{bound:.{digits}f}" for bound in bounds)
 
 
-def tree_figures(result: dict[str, Any]) -> dict[str, Any]:
+def select_tree_figures(result: dict[str, Any]) -> dict[str, Any]:
     """The tree's part of an `acceptance.json`."""
     return result["static_tree"] if "static_tree" in result else result["dynamic_tree"]
 
 
-def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, object]:
+def summarise_acceptance(
+    prompts: Sequence[PromptSteps], depth: int, seed: int
+) -> dict[str, object]:
     """Figures of `acceptance.json` that only need the steps."""
     rows = [prompt.row() for prompt in prompts]
 
@@ -220,7 +228,7 @@ def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, 
             name: {
                 "tau": tau(members),
                 "ci95": tau_interval(members, seed),
-                "per_draft": per_draft([member.row() for member in members]),
+                "per_draft": compute_mean_acceptance_length([member.row() for member in members]),
                 "alpha": alpha(members, depth),
                 "num_prompts": len(members),
             }
@@ -232,7 +240,7 @@ def summary(prompts: Sequence[PromptSteps], depth: int, seed: int) -> dict[str, 
         "draft_tokens": max((size for p in prompts for size in p.drafted), default=depth),
         "tau": tau(prompts),
         "tau_ci95": tau_interval(prompts, seed),
-        "acceptance_length": acceptance_lengths(list(map(Passes.of, rows))),
+        "acceptance_length": acceptance_lengths(list(map(PassCounts.from_row, rows))),
         "alpha": alpha(prompts, depth),
         "per_position": per_position(prompts, depth),
         "histogram": histogram(rows, depth),

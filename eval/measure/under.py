@@ -11,7 +11,7 @@ from conf.command.help import check_setting_exists
 from conf.errors import InputError
 from conf.settings.measure import AcceptanceRun
 
-CONDITIONS = "conditions.json"
+CONDITIONS_FILE = "conditions.json"
 
 CHANGEABLE = (
     *("data", "num_turns", "max_new_tokens", "seed"),
@@ -20,7 +20,7 @@ CHANGEABLE = (
 """Settings and groups of settings that a condition may change."""
 
 
-def runs_under(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
+def build_condition_runs(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
     """Make the settings of each condition.
 
     Args:

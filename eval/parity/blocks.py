@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from eval.parity.config import Settings
-from eval.parity.files import Export, Golden
+from eval.parity.config import EngineConfig
+from eval.parity.files import Export, ReferenceLogits
 from eval.parity.rope import RopeKeys, read_rope
 from eval.parity.served import EMBEDDING, OUTPUT, HeadShape, ServedLayers, Shapes
 
@@ -42,7 +42,7 @@ class BlockShape(HeadShape):
 
     num_layers: int
     block_size: int
-    anchored: bool
+    drafts_next_token: bool
     causal: bool
     window: int | None
     full: tuple[int, ...]
@@ -50,7 +50,7 @@ class BlockShape(HeadShape):
     @property
     def slots(self) -> slice:
         """Rows that draft."""
-        return slice(0 if self.anchored else 1, None)
+        return slice(0 if self.drafts_next_token else 1, None)
 
     def tensors(self) -> Shapes:
         """Shapes of the tensors that every block drafter has."""
@@ -75,14 +75,18 @@ class BlockConfigReader:
         architectures: class names by engine's format, with `speculators` if it has a class.
     """
 
-    def __init__(self, export: Export, golden: Golden, architectures: dict[str, str]) -> None:
+    def __init__(
+        self, export: Export, golden: ReferenceLogits, architectures: dict[str, str]
+    ) -> None:
         self.export, self.golden, self.architectures = export, golden, architectures
-        self.nested = export.format == "speculators"
+        self.is_speculators = export.format == "speculators"
         file, title = export.folder / "config.json", TITLES[export.format]
-        self.root = Settings(export.config, file, title)
-        self.layer = self.root.part("transformer_layer_config") if self.nested else self.root
+        self.root = EngineConfig(export.config, file, title)
+        self.layer = (
+            self.root.get_section("transformer_layer_config") if self.is_speculators else self.root
+        )
 
-    def shape(self, block: Settings, anchored: bool, causal: bool) -> BlockShape:
+    def shape(self, block: EngineConfig, anchored: bool, causal: bool) -> BlockShape:
         """Read the shape that is built.
 
         Args:
@@ -96,23 +100,23 @@ class BlockConfigReader:
         """
         layer, golden, root = self.layer, self.golden, self.root
         self._check_constants()
-        mask = int(golden.need("mask_token_id", (1,)))
-        block.equal("mask_token_id", mask, "as it was trained", "has no mask")
-        head_dim = layer.need("head_dim", int, "takes 128")
+        mask = int(golden.require_tensor("mask_token_id", (1,)))
+        block.check_equal("mask_token_id", mask, "as it was trained", "has no mask")
+        head_dim = layer.require_key("head_dim", int, "takes 128")
         return BlockShape(
-            hidden_size=layer.need("hidden_size", int, "takes 4096"),
-            intermediate_size=layer.need("intermediate_size", int, "takes 22016"),
-            num_heads=layer.need("num_attention_heads", int, "takes 32"),
-            num_kv_heads=layer.need("num_key_value_heads", int, "takes num_attention_heads"),
+            hidden_size=layer.require_key("hidden_size", int, "takes 4096"),
+            intermediate_size=layer.require_key("intermediate_size", int, "takes 22016"),
+            num_heads=layer.require_key("num_attention_heads", int, "takes 32"),
+            num_kv_heads=layer.require_key("num_key_value_heads", int, "takes num_attention_heads"),
             head_dim=head_dim,
-            num_layers=layer.need("num_hidden_layers", int, "builds 32 layers"),
-            target_hidden_size=root.need("target_hidden_size", int, "takes the head's own"),
+            num_layers=layer.require_key("num_hidden_layers", int, "builds 32 layers"),
+            target_hidden_size=root.require_key("target_hidden_size", int, "takes the head's own"),
             vocab_size=golden.vocab_size,
-            draft_vocab_size=root.need("draft_vocab_size", int, "takes all ids"),
-            eps=float(layer.need("rms_norm_eps", float, "takes 1e-6")),
+            draft_vocab_size=root.require_key("draft_vocab_size", int, "takes all ids"),
+            eps=float(layer.require_key("rms_norm_eps", float, "takes 1e-6")),
             layers=self._layers(block),
-            block_size=root.need("block_size", int, "takes 8 or 16"),
-            anchored=anchored,
+            block_size=root.require_key("block_size", int, "takes 8 or 16"),
+            drafts_next_token=anchored,
             causal=causal,
             window=self._window(),
             full=self._full(),
@@ -123,32 +127,34 @@ class BlockConfigReader:
     def _check_constants(self) -> None:
         layer, golden, root = self.layer, self.golden, self.root
         named = self.architectures[self.export.format]
-        root.equal("architectures", [named], "its class", "finds no class")
-        layer.equal("model_type", "qwen3", "its class", "finds no class")
-        layer.equal("vocab_size", golden.vocab_size, "the target's", "takes 151936")
-        layer.only("hidden_act", "silu")
-        layer.only("attention_bias", False)
-        layer.only("tie_word_embeddings", False)
+        root.check_equal("architectures", [named], "its class", "finds no class")
+        layer.check_equal("model_type", "qwen3", "its class", "finds no class")
+        layer.check_equal("vocab_size", golden.vocab_size, "the target's", "takes 151936")
+        layer.check_allowed("hidden_act", "silu")
+        layer.check_allowed("attention_bias", False)
+        layer.check_allowed("tie_word_embeddings", False)
         longest = golden.max_position_embeddings
-        if layer.need("max_position_embeddings", int, "stops at 32768 positions") < longest:
-            raise layer.wrong("max_position_embeddings", f"the target's {longest} or more")
-        if self.nested:
+        if layer.require_key("max_position_embeddings", int, "stops at 32768 positions") < longest:
+            raise layer.make_error("max_position_embeddings", f"the target's {longest} or more")
+        if self.is_speculators:
             kind, refused = self.export.kind, "refuses the folder"
-            root.equal("speculators_model_type", kind, "the kind of the head", refused)
-            plan = root.part("speculators_config")
-            plan.equal("algorithm", kind, "the kind of the head", refused)
-            plan.part("verifier").need("name_or_path", str, refused)
+            root.check_equal("speculators_model_type", kind, "the kind of the head", refused)
+            plan = root.get_section("speculators_config")
+            plan.check_equal("algorithm", kind, "the kind of the head", refused)
+            plan.get_section("verifier").require_key("name_or_path", str, refused)
 
-    def _layers(self, block: Settings) -> tuple[int, ...]:
+    def _layers(self, block: EngineConfig) -> tuple[int, ...]:
         """Indices of `output_hidden_states`, translated from the engine's own."""
-        if self.nested:
+        if self.is_speculators:
             key, place, offset = "aux_hidden_state_layer_ids", self.root, 0
         else:
             key, place, offset = "target_layer_ids", block, 1
-        ids = [index + offset for index in place.need(key, list, "guesses layers")]
+        ids = [index + offset for index in place.require_key(key, list, "guesses layers")]
         known, trained = range(self.golden.num_layers), self.export.layers
         if ids != sorted(set(ids)) or not set(ids) <= set(known):
-            raise place.wrong(key, f"each of {list(known)} (less {offset}) once, in rising order")
+            raise place.make_error(
+                key, f"each of {list(known)} (less {offset}) once, in rising order"
+            )
         if trained is not None and trained != ids:
             raise InputError(
                 f"{place.file}: {place.engine} would read hidden states {ids}, but the head was "
@@ -159,40 +165,40 @@ class BlockConfigReader:
 
     def _window(self) -> int | None:
         layer, number = self.layer, self.layer.get("num_hidden_layers")
-        kinds = layer.need("layer_types", list, "guesses by other keys")
+        kinds = layer.require_key("layer_types", list, "guesses by other keys")
         if len(kinds) != number or not set(kinds) <= {FULL, SLIDING}:
-            raise layer.wrong("layer_types", f"{number} of {FULL} and {SLIDING}")
+            raise layer.make_error("layer_types", f"{number} of {FULL} and {SLIDING}")
         if SLIDING not in kinds:
-            layer.only("use_sliding_window", False)
+            layer.check_allowed("use_sliding_window", False)
             return None
-        layer.equal("use_sliding_window", True, "as layer_types says", "sees all of the text")
-        return layer.need("sliding_window", int, "takes 4096")
+        layer.check_equal("use_sliding_window", True, "as layer_types says", "sees all of the text")
+        return layer.require_key("sliding_window", int, "takes 4096")
 
     def _full(self) -> tuple[int, ...]:
         """Layers without a window, if other layers have one."""
         if self._window() is None:
             return ()
-        kinds = self.layer.need("layer_types", list, "guesses by other keys")
+        kinds = self.layer.require_key("layer_types", list, "guesses by other keys")
         return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
 
-    def causal(self, place: Settings, key: str) -> bool:
+    def causal(self, place: EngineConfig, key: str) -> bool:
         """Tell whether rows see no later rows of their block, at least in layers with a window.
 
         Raises:
             InputError: the key is missing, or concerns layers that see all of the text.
         """
         if not self._full():
-            return place.need(key, bool, "takes it from layer_types")
-        place.only(key, False)
+            return place.require_key(key, bool, "takes it from layer_types")
+        place.check_allowed(key, False)
         # Without the key, engines read layer_types.
         return not place.has(key)
 
-    def non_causal(self) -> bool:
+    def parse_speculators_causal(self) -> bool:
         """`causal` in speculators' layout, where only layers with a window can be causal."""
         key = "sliding_window_non_causal"
-        free = self.root.need(key, bool, "guesses, and vLLM not as speculators does")
+        free = self.root.require_key(key, bool, "guesses, and vLLM not as speculators does")
         if not free and (self._window() is None or self._full()):
-            raise self.root.wrong(key, "true, as some of its layers see all of the text")
+            raise self.root.make_error(key, "true, as some of its layers see all of the text")
         return not free
 
 
@@ -207,7 +213,9 @@ class ServedBlocks(ServedLayers):
 
     shape: BlockShape
 
-    def __init__(self, export: Export, golden: Golden, shape: BlockShape, more: Shapes) -> None:
+    def __init__(
+        self, export: Export, golden: ReferenceLogits, shape: BlockShape, more: Shapes
+    ) -> None:
         super().__init__(export, golden, TITLES[export.format], shape)
         # The known rows of the target's output head do not give all logits.
         self._knows_all = "output_head" not in golden.tensors
@@ -232,11 +240,11 @@ class ServedBlocks(ServedLayers):
             self.vocabulary_line(OUTPUT in self.export.tensors),
         ]
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """[S, r] logits of the reference ids, and [S] logsumexp over all ids, of each slot."""
         golden = self.golden
         position_ids, tokens = (
-            golden.need(name, (None,)) for name in ("position_ids", "token_ids")
+            golden.require_tensor(name, (None,)) for name in ("position_ids", "token_ids")
         )
         num_rows = len(position_ids)
         outputs = torch.stack([self._block(row, position_ids) for row in range(num_rows)])
@@ -251,8 +259,8 @@ class ServedBlocks(ServedLayers):
     def _base(self, outputs: Tensor) -> Tensor:
         if OUTPUT in self.weights:
             return self.linear(outputs, "lm_head")
-        ids = self.golden.need("ids", (None,))
-        rows = self.golden.need("output_head", (len(ids), self.shape.hidden_size))
+        ids = self.golden.require_tensor("ids", (None,))
+        rows = self.golden.require_tensor("output_head", (len(ids), self.shape.hidden_size))
         # Logits of other ids are unknown.
         logits = torch.full((len(outputs), self.shape.vocab_size), -torch.inf)
         logits[:, ids] = outputs @ rows.T
@@ -269,7 +277,9 @@ class ServedBlocks(ServedLayers):
         """[D, H] inputs of the output head, for the slots of the block after a row."""
         golden, shape = self.golden, self.shape
         wanted = (None, shape.target_hidden_size)
-        features = [golden.need(f"hidden_states.{i}", wanted)[: row + 1] for i in shape.layers]
+        features = [
+            golden.require_tensor(f"hidden_states.{i}", wanted)[: row + 1] for i in shape.layers
+        ]
         context = self.norm(self.linear(torch.cat(features, -1), "fc"), "hidden_norm")
         places = position_ids[row] + 1 + torch.arange(shape.block_size)
         states = self.embeds(row)
@@ -281,11 +291,11 @@ class ServedBlocks(ServedLayers):
         """[R, H] embeddings of the block after a row, by the head's own embedding if it has one."""
         golden, hidden, num_masks = self.golden, self.shape.hidden_size, self.shape.block_size - 1
         if EMBEDDING in self.export.tensors:
-            token = int(golden.need("token_ids", (None,))[row])
-            mask_id = int(golden.need("mask_token_id", (1,)))
+            token = int(golden.require_tensor("token_ids", (None,))[row])
+            mask_id = int(golden.require_tensor("mask_token_id", (1,)))
             return self.export.tensors[EMBEDDING][[token] + [mask_id] * num_masks].float()
-        token_embeddings = golden.need("token_embeddings", (None, hidden))
-        mask = golden.need("mask_embedding", (1, hidden))
+        token_embeddings = golden.require_tensor("token_embeddings", (None, hidden))
+        mask = golden.require_tensor("mask_embedding", (1, hidden))
         return torch.cat([token_embeddings[row : row + 1], mask.expand(num_masks, -1)])
 
     def _layer(

@@ -8,7 +8,7 @@ from conf.errors import InputError
 MISSING = object()
 
 
-class Settings:
+class EngineConfig:
     """JSON object of `config.json`.
 
     Args:
@@ -33,7 +33,7 @@ class Settings:
         """All keys."""
         return list(self._values)
 
-    def need(self, key: str, kind: type, otherwise: str) -> Any:
+    def require_key(self, key: str, kind: type, otherwise: str) -> Any:
         """Value of a required key.
 
         Args:
@@ -52,10 +52,10 @@ class Settings:
                 f"{otherwise}; must be a value of type {kind.__name__}"
             )
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise self.wrong(key, f"a value of type {kind.__name__}")
+            raise self.make_error(key, f"a value of type {kind.__name__}")
         return value
 
-    def part(self, key: str) -> "Settings":
+    def get_section(self, key: str) -> "EngineConfig":
         """Nested object; empty if missing or null.
 
         InputError: the value is no object.
@@ -63,19 +63,19 @@ class Settings:
         """
         value = self._values.get(key) or {}
         if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return Settings(value, self.file, self.engine, f"{self._prefix}{key}.")
+            raise self.make_error(key, "an object")
+        return EngineConfig(value, self.file, self.engine, f"{self._prefix}{key}.")
 
-    def only(self, key: str, *allowed: object) -> None:
+    def check_allowed(self, key: str, *allowed: object) -> None:
         """Check an optional key.
 
         InputError: the value is not allowed.
             InputError: it has a value that is not allowed.
         """
         if key in self._values and self._values[key] not in allowed:
-            raise self.wrong(key, " or ".join(map(repr, allowed)))
+            raise self.make_error(key, " or ".join(map(repr, allowed)))
 
-    def equal(self, key: str, expected: object, why: str, otherwise: str) -> None:
+    def check_equal(self, key: str, expected: object, why: str, otherwise: str) -> None:
         """Check a key that must have one value.
 
         Args:
@@ -87,10 +87,10 @@ class Settings:
         InputError: the key is missing, or has another value.
             InputError: absent or another value.
         """
-        if self.need(key, type(expected), otherwise) != expected:
-            raise self.wrong(key, f"{expected!r}, {why}")
+        if self.require_key(key, type(expected), otherwise) != expected:
+            raise self.make_error(key, f"{expected!r}, {why}")
 
-    def wrong(self, key: str, allowed: str) -> InputError:
+    def make_error(self, key: str, allowed: str) -> InputError:
         """Make an error about the value of a key."""
         found = repr(self._values[key]) if key in self._values else "absent"
         return InputError(
@@ -98,15 +98,15 @@ class Settings:
         )
 
 
-def one_value(key: str, kind: type, otherwise: str, *places: Settings) -> Any:
+def require_same_value(key: str, kind: type, otherwise: str, *places: EngineConfig) -> Any:
     """Value of a key that may occur in several places, but must be equal in all.
 
     Raises:
         InputError: the key is missing, of another type, or has two values.
     """
     having = [place for place in places if place.has(key)] or [places[0]]
-    first = having[0].need(key, kind, otherwise)
+    first = having[0].require_key(key, kind, otherwise)
     for place in having[1:]:
-        if place.need(key, kind, otherwise) != first:
-            raise place.wrong(key, f"{first!r}, as at the other place in the file")
+        if place.require_key(key, kind, otherwise) != first:
+            raise place.make_error(key, f"{first!r}, as at the other place in the file")
     return first

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from conf.errors import InputError
-from eval.parity.config import Settings, one_value
-from eval.parity.files import Export, Golden
+from eval.parity.config import EngineConfig, require_same_value
+from eval.parity.files import Export, ReferenceLogits
 from eval.parity.rope import RopeKeys, read_rope
 from eval.parity.served import OUTPUT, HeadShape, Shapes
 
@@ -55,7 +55,7 @@ class Presence(Enum):
 
 
 @dataclass(frozen=True)
-class Conventions:
+class EngineConventions:
     """Conventions of a serving engine for a kind of EAGLE head.
 
     Attributes:
@@ -98,14 +98,14 @@ class Conventions:
 
 BIASES = ("attention_bias", "mlp_bias")
 # fmt: off
-VLLM_EAGLE3 = Conventions(
+VLLM_EAGLE3 = EngineConventions(
     "vLLM",
     ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM",
      "Eagle3Qwen3ForCausalLM"),
     flags=FLAGS, layers=LayerIds.hidden_states, always_fuses=True, biases=BIASES, qwen3=True,
 )
 CONVENTIONS = {
-    ("vllm", "eagle1"): Conventions(
+    ("vllm", "eagle1"): EngineConventions(
         "vLLM", ("LlamaForCausalLM", "EagleLlamaForCausalLM"), ("layers.0.",), biases=BIASES,
     ),
     ("vllm", "eagle3"): VLLM_EAGLE3,
@@ -113,27 +113,27 @@ CONVENTIONS = {
         VLLM_EAGLE3, architectures=("Eagle3Speculator", "Eagle3DraftModel"),
         prefixes=("layers.0.",), random_head=True, t2d=Presence.must,
     ),
-    ("sglang", "eagle1"): Conventions(
+    ("sglang", "eagle1"): EngineConventions(
         "SGLang", ("LlamaForCausalLMEagle",), ("layers.0.",),
         fc_bias=FusionBias.always, embedding=Presence.no,
     ),
     # `fc` follows the key `bias`, but so does a bias of the attention's output.
-    ("sglang", "eagle3"): Conventions(
+    ("sglang", "eagle3"): EngineConventions(
         "SGLang", ("LlamaForCausalLMEagle3",), flags=("norm_output", "fc_norm"),
         layers=LayerIds.outputs, random_head=True, embedding=Presence.no,
     ),
     # `EAGLE3` is put before the name, without an `Eagle3` at its end.
-    ("trtllm", "eagle3"): Conventions(
+    ("trtllm", "eagle3"): EngineConventions(
         "TensorRT-LLM", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"),
         flags=("norm_output", "fc_norm", "norm_before_fc"), nested=("norm_before_fc",),
         layers=LayerIds.launch, fc_bias=FusionBias.key, biases=("mlp_bias",),
         rope=RopeKeys.old, embedding=Presence.no, t2d=Presence.no,
     ),
-    ("original", "eagle1"): Conventions(
+    ("original", "eagle1"): EngineConventions(
         "EAGLE", ("LlamaForCausalLM",), ("layers.0.",),
         fc_bias=FusionBias.key, rope=RopeKeys.two_keys, embedding=Presence.must,
     ),
-    ("original", "eagle3"): Conventions(
+    ("original", "eagle3"): EngineConventions(
         "EAGLE", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"), ("midlayer.",), written=False,
         rope=RopeKeys.two_keys, random_head=True, embedding=Presence.must, t2d=Presence.must,
     ),
@@ -195,17 +195,23 @@ class EagleConfigReader:
     """
 
     def __init__(
-        self, export: Export, golden: Golden, conventions: Conventions, num_layers: int
+        self,
+        export: Export,
+        golden: ReferenceLogits,
+        conventions: EngineConventions,
+        num_layers: int,
     ) -> None:
         self._export, self._golden, self._engine = export, golden, conventions
         self._num_layers = num_layers
         self._eagle3, self._nested = export.kind != "eagle1", export.format == "speculators"
-        self._root = Settings(export.config, export.folder / "config.json", conventions.title)
-        self._eagle = self._root.part("eagle_config")
+        self._root = EngineConfig(export.config, export.folder / "config.json", conventions.title)
+        self._eagle = self._root.get_section("eagle_config")
         # In speculators' format, Llama's keys lie in a section.
-        self._layer = self._root.part("transformer_layer_config") if self._nested else self._root
+        self._layer = (
+            self._root.get_section("transformer_layer_config") if self._nested else self._root
+        )
 
-    def shape(self, own_head: bool) -> EagleShape:
+    def parse_shape(self, own_head: bool) -> EagleShape:
         """Read what is built from a file with or without an output head.
 
         Raises:
@@ -215,34 +221,34 @@ class EagleConfigReader:
         layer, vocab_size = self._layer, self._golden.vocab_size
         self._check_class()
         self._check_constants()
-        hidden = layer.need("hidden_size", int, "takes 4096")
-        heads = layer.need("num_attention_heads", int, "takes 32")
-        head_dim = layer.need("head_dim", int, "divides hidden_size by num_attention_heads")
+        hidden = layer.require_key("hidden_size", int, "takes 4096")
+        heads = layer.require_key("num_attention_heads", int, "takes 32")
+        head_dim = layer.require_key("head_dim", int, "divides hidden_size by num_attention_heads")
         if self._engine.rope is RopeKeys.two_keys and head_dim * heads != hidden:
-            raise layer.wrong("head_dim", f"{hidden} / {heads}: it always divides")
+            raise layer.make_error("head_dim", f"{hidden} / {heads}: it always divides")
         width = hidden
         if self._nested:
             # speculators itself builds `fc` for features as wide as the head.
-            self._root.only("target_hidden_size", None, hidden)
+            self._root.check_allowed("target_hidden_size", None, hidden)
         elif self._root.has("target_hidden_size"):
-            width = self._root.need("target_hidden_size", int, "multiplies null")
+            width = self._root.require_key("target_hidden_size", int, "multiplies null")
         fc_bias = self._engine.fc_bias is FusionBias.always
         if self._engine.fc_bias is FusionBias.key:
-            fc_bias = self._root.need("bias", bool, "guesses, and not as others do")
+            fc_bias = self._root.require_key("bias", bool, "guesses, and not as others do")
         else:
             # vLLM and SGLang give other projections a bias for this key.
-            self._root.only("bias", False)
+            self._root.check_allowed("bias", False)
         return EagleShape(
             eagle3=self._eagle3,
             hidden_size=hidden,
-            intermediate_size=layer.need("intermediate_size", int, "takes 11008"),
+            intermediate_size=layer.require_key("intermediate_size", int, "takes 11008"),
             num_heads=heads,
-            num_kv_heads=layer.need("num_key_value_heads", int, "takes num_attention_heads"),
+            num_kv_heads=layer.require_key("num_key_value_heads", int, "takes num_attention_heads"),
             head_dim=head_dim,
             target_hidden_size=width,
             vocab_size=vocab_size,
             draft_vocab_size=self._draft_size(own_head) if self._eagle3 else vocab_size,
-            eps=float(layer.need("rms_norm_eps", float, "takes 1e-6")),
+            eps=float(layer.require_key("rms_norm_eps", float, "takes 1e-6")),
             layers=self._layers(width == hidden) if self._eagle3 else (),
             flags=self._flags() if self._eagle3 else frozenset(),
             fc_bias=fc_bias,
@@ -255,43 +261,43 @@ class EagleConfigReader:
 
     def _check_class(self) -> None:
         root, layer, engine = self._root, self._layer, self._engine
-        named = root.need("architectures", list, "finds no class")
+        named = root.require_key("architectures", list, "finds no class")
         if len(named) != 1 or named[0] not in engine.architectures:
-            raise root.wrong("architectures", f"one of {list(engine.architectures)}")
-        kind = layer.need("model_type", str, "finds no class")
-        layer.only("model_type", *("llama", "qwen3")[: 1 + engine.qwen3])
+            raise root.make_error("architectures", f"one of {list(engine.architectures)}")
+        kind = layer.require_key("model_type", str, "finds no class")
+        layer.check_allowed("model_type", *("llama", "qwen3")[: 1 + engine.qwen3])
         if self._nested:
             # Without these keys, speculators and vLLM refuse the folder.
             method, why, refused = engine.method, "the kind of the head", "refuses the folder"
-            root.equal("speculators_model_type", method, why, refused)
-            plan = root.part("speculators_config")
-            plan.equal("algorithm", method, why, refused)
-            methods = plan.need("proposal_methods", list, refused)
+            root.check_equal("speculators_model_type", method, why, refused)
+            plan = root.get_section("speculators_config")
+            plan.check_equal("algorithm", method, why, refused)
+            methods = plan.require_key("proposal_methods", list, refused)
             if not methods or type(methods[0].get("speculative_tokens")) is not int:
-                raise plan.wrong("proposal_methods", "speculative_tokens in its first entry")
-            plan.part("verifier").need("name_or_path", str, refused)
+                raise plan.make_error("proposal_methods", "speculative_tokens in its first entry")
+            plan.get_section("verifier").require_key("name_or_path", str, refused)
         elif (kind == "qwen3") != ("Qwen3" in named[0]):
-            raise root.wrong("model_type", f"the one of the architecture {named[0]}")
+            raise root.make_error("model_type", f"the one of the architecture {named[0]}")
 
     def _check_constants(self) -> None:
         layer, golden, number = self._layer, self._golden, self._num_layers
-        layer.equal("num_hidden_layers", number, "the layers in the file", "builds 32 layers")
-        layer.equal("vocab_size", golden.vocab_size, "the target's", "takes 32000")
-        layer.only("hidden_act", "silu")
-        layer.only("tie_word_embeddings", False)
-        layer.only("layer_types", None, ["full_attention"])
-        layer.only("qkv_bias", False)
+        layer.check_equal("num_hidden_layers", number, "the layers in the file", "builds 32 layers")
+        layer.check_equal("vocab_size", golden.vocab_size, "the target's", "takes 32000")
+        layer.check_allowed("hidden_act", "silu")
+        layer.check_allowed("tie_word_embeddings", False)
+        layer.check_allowed("layer_types", None, ["full_attention"])
+        layer.check_allowed("qkv_bias", False)
         longest = golden.max_position_embeddings
-        if layer.need("max_position_embeddings", int, "stops at 2048 positions") < longest:
-            raise layer.wrong("max_position_embeddings", f"the target's {longest} or more")
+        if layer.require_key("max_position_embeddings", int, "stops at 2048 positions") < longest:
+            raise layer.make_error("max_position_embeddings", f"the target's {longest} or more")
 
     def _draft_size(self, own_head: bool) -> int:
         root, key = self._root, "draft_vocab_size"
         if self._export.format == "sglang" and root.has(key) and root.get(key) is None:
             if own_head:
-                raise root.wrong(key, "a number, as null makes it drop lm_head.weight")
+                raise root.make_error(key, "a number, as null makes it drop lm_head.weight")
             return self._golden.vocab_size
-        size = root.need(key, int, "takes the target's vocabulary or fails")
+        size = root.require_key(key, int, "takes the target's vocabulary or fails")
         if self._engine.random_head and not own_head:
             raise InputError(
                 f"{self._export.weights}: lm_head.weight is missing: with {key}={size} "
@@ -302,17 +308,19 @@ class EagleConfigReader:
     def _layers(self, same_width: bool) -> tuple[int, ...]:
         """Indices of `output_hidden_states` that the serving engine gives to the head."""
         count, where, title = self._golden.num_layers, self._engine.layers, self._engine.title
-        self._eagle.only("use_aux_hidden_state", True)
+        self._eagle.check_allowed("use_aux_hidden_state", True)
         first = 0
         if where is LayerIds.hidden_states:
-            ids = one_value(IDS, list, "takes layers 2, L / 2 and L - 3", self._root, self._eagle)
+            ids = require_same_value(
+                IDS, list, "takes layers 2, L / 2 and L - 3", self._root, self._eagle
+            )
             self._check_count(len(ids))
         elif where is LayerIds.fixed:
             ids = [2, count // 2, count - 3]
         elif where is LayerIds.outputs:
             otherwise = "takes layers 2, L / 2 and L - 3 as others count them"
-            outputs = self._eagle.need(IDS, list, otherwise)
-            self._root.only(IDS, outputs)
+            outputs = self._eagle.require_key(IDS, list, otherwise)
+            self._root.check_allowed(IDS, outputs)
             self._check_count(len(outputs))
             ids, first = [i + 1 for i in outputs], 1
         else:
@@ -326,7 +334,7 @@ class EagleConfigReader:
                 )
             ids, first = [int(number) + 1 for number in launched[1].split(",")], 1
         if not self._engine.always_fuses and same_width and len(ids) == 1:
-            raise self._root.wrong(IDS, "two or more: it leaves fc out where the widths agree")
+            raise self._root.make_error(IDS, "two or more: it leaves fc out where the widths agree")
         if ids != sorted(set(ids)) or not all(first <= i < count for i in ids):
             raise InputError(
                 f"{self._root.file}: {title} would read hidden states {ids}, but can only give "
@@ -348,7 +356,9 @@ class EagleConfigReader:
         places = (self._root, self._eagle) if qwen3 else (self._eagle,)
         counted = next((len(place.get(IDS)) for place in places if place.has(IDS)), 3)
         if (self._layer.get("num_aux_hidden_states") or counted) != num_ids:
-            raise self._layer.wrong("num_aux_hidden_states", f"{num_ids}, or it counts {counted}")
+            raise self._layer.make_error(
+                "num_aux_hidden_states", f"{num_ids}, or it counts {counted}"
+            )
 
     def _flags(self) -> frozenset[str]:
         root, engine = self._root, self._engine
@@ -356,17 +366,17 @@ class EagleConfigReader:
         for flag in FLAGS:
             if flag not in engine.flags:
                 if engine.written or root.has(flag):
-                    root.equal(flag, False, "as it has none", "is right, but others guess")
+                    root.check_equal(flag, False, "as it has none", "is right, but others guess")
                 continue
             places = (self._eagle,) if flag in engine.nested else (root, self._eagle)
-            value = one_value(flag, bool, "guesses, and not as others do", *places)
+            value = require_same_value(flag, bool, "guesses, and not as others do", *places)
             if flag in engine.nested:
-                root.only(flag, value)
+                root.check_allowed(flag, value)
             if value:
                 on.add(flag)
-        self._eagle.only("return_hidden_post_norm", "norm_output" in on)
+        self._eagle.check_allowed("return_hidden_post_norm", "norm_output" in on)
         if {"fc_norm", "norm_before_fc"} <= on and self._export.format != "vllm":
-            raise root.wrong("fc_norm", "one of fc_norm and norm_before_fc, not both")
+            raise root.make_error("fc_norm", "one of fc_norm and norm_before_fc, not both")
         return frozenset(on)
 
     def _biased(self) -> frozenset[str]:
@@ -377,7 +387,7 @@ class EagleConfigReader:
         }
         for key, projections in parts.items():
             if key not in self._engine.biases or layer.get("model_type") == "qwen3":
-                layer.only(key, False)
+                layer.check_allowed(key, False)
             elif layer.get(key):
                 biased |= projections
         return frozenset(biased)

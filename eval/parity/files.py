@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.errors import InputError
-from eval.parity.gguf import parse
+from eval.parity.gguf import load_gguf
 
 GGUF = ".gguf"
 FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}
@@ -58,7 +58,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Golden:
+class ReferenceLogits:
     """Hidden states and reference logits of the trained head.
 
     Attributes:
@@ -77,7 +77,7 @@ class Golden:
     vocab_size: int
     tensors: dict[str, Tensor]
 
-    def need(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
+    def require_tensor(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
         """Required tensor, with floats as float32.
 
         Args:
@@ -102,7 +102,7 @@ class Golden:
         return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
+def load_export(folder: Path, engine: str | None, golden: ReferenceLogits) -> Export:
     """Read the serving engine's files of an export.
 
     Args:
@@ -130,7 +130,7 @@ def read_export(folder: Path, engine: str | None, golden: Golden) -> Export:
             "engines load each as weights"
         )
     weights = files[0]
-    tensors, _ = read_tensors(weights)
+    tensors, _ = load_tensors(weights)
     noted = [note.get("dtype"), config.get("dtype"), config.get("torch_dtype")]
     return Export(
         folder, note["format"], golden.kind, note.get("layers"), config, weights, tensors,
@@ -147,7 +147,7 @@ def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
     files = sorted(folder.glob(f"*{GGUF}"))
     if len(files) != 1:
         raise InputError(f"{folder}: has GGUF files {[p.name for p in files]}; must be exactly one")
-    entries, tensors = parse(files[0])
+    entries, tensors = load_gguf(files[0])
     matrices = {n: t for n, t in tensors.items() if t.ndim > 1 and n.endswith(".weight")}
     stated = entries.get("general.file_type")
     noted = [note.get("dtype"), None if stated is None else FILE_TYPES.get(stated.value, "other")]
@@ -156,7 +156,7 @@ def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
     return Export(folder, note["format"], kind, layers, entries, files[0], tensors, dtype)
 
 
-def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
+def load_reference_logits(folder: Path, kinds: Sequence[str]) -> ReferenceLogits:
     """Read the reference values of an export of one of these kinds of head.
 
     Raises:
@@ -167,7 +167,7 @@ def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
     file = folder / GOLDEN
     if not file.is_file():
         raise InputError(f"{file}: no such file, so the export cannot be checked; export again")
-    tensors, metadata = read_tensors(file)
+    tensors, metadata = load_tensors(file)
     numbers = ("num_layers", "max_position_embeddings", "vocab_size")
     bad = [name for name in numbers if not metadata.get(name, "").isdecimal()]
     if metadata.get("headsmith_parity") != "1" or bad or metadata.get("kind") not in kinds:
@@ -176,7 +176,7 @@ def read_golden(folder: Path, kinds: Sequence[str]) -> Golden:
             f"{list(kinds)} and the numbers {list(numbers)}; export again"
         )
     layers, positions, vocab = (int(metadata[name]) for name in numbers)
-    return Golden(file, metadata["kind"], layers, positions, vocab, tensors)
+    return ReferenceLogits(file, metadata["kind"], layers, positions, vocab, tensors)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read all tensors of a safetensors file to the CPU, and its metadata.
 
     Raises:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conf.errors import InputError
 from eval.parity import readers
-from eval.parity.files import Export, Golden, read_export, read_golden
+from eval.parity.files import Export, ReferenceLogits, load_export, load_reference_logits
 
 FORMATS = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original", "llamacpp")
 TOLERANCE = 1e-4
@@ -42,13 +42,13 @@ class Verdict:
     scale: float
 
 
-class Served(Protocol):
+class EngineHead(Protocol):
     """Head as a serving engine reads it."""
 
-    lines: list[str]
+    report_lines: list[str]
     """Lines about the checks."""
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """[S, R] logits of the reference ids at each depth, and [S] logsumexp over all ids."""
 
 
@@ -58,7 +58,7 @@ class Reader(Protocol):
     FORMATS: dict[str, tuple[str, ...]]
     """Formats that it reads, by kind of head."""
 
-    def read(self, export: Export, golden: Golden) -> Served:
+    def build_head(self, export: Export, golden: ReferenceLogits) -> EngineHead:
         """Read the head of an export.
 
         Raises:
@@ -89,24 +89,26 @@ def check_parity(folder: Path, engine: str | None = None) -> Verdict:
             names the file and the tensor or key.
     """
     by_kind = readers_by_kind()
-    golden = read_golden(folder, list(by_kind))
-    export = read_export(folder, engine, golden)
+    golden = load_reference_logits(folder, list(by_kind))
+    export = load_export(folder, engine, golden)
     reader = by_kind[export.kind].get(export.format)
     if reader is None:
         raise InputError(
             f"{folder}: format {export.format} has no heads of kind {export.kind}; allowed: "
             f"{sorted(by_kind[export.kind])}"
         )
-    served = reader.read(export, golden)
-    difference, scale = _compare(golden, list(served.logits()))
+    served = reader.build_head(export, golden)
+    difference, scale = _compare(golden, list(served.iter_logits()))
     read = f"{folder}: format {export.format}, head {export.kind}"
-    return Verdict([read, *served.lines], difference, scale)
+    return Verdict([read, *served.report_lines], difference, scale)
 
 
-def _compare(golden: Golden, served: list[tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
+def _compare(
+    golden: ReferenceLogits, served: list[tuple[Tensor, Tensor | None]]
+) -> tuple[float, float]:
     """Largest difference of logits, and largest |logit|."""
-    all_ids = golden.need("ids", (None,))
-    trained = golden.need("logits", (len(served), None, len(all_ids)))
+    all_ids = golden.require_tensor("ids", (None,))
+    trained = golden.require_tensor("logits", (len(served), None, len(all_ids)))
     logits = torch.stack([of_depth for of_depth, _ in served])
     finite = trained.isfinite()
     other = (finite != logits.isfinite()).flatten(0, 1).any(dim=0)
@@ -124,14 +126,14 @@ def _compare(golden: Golden, served: list[tuple[Tensor, Tensor | None]]) -> tupl
     sums = [of_depth for _, of_depth in served if of_depth is not None]
     # Absent if the trained head used the target's output head, whose rows are incomplete.
     if sums and "output_head" not in golden.tensors:
-        trained_sums = golden.need("logsumexp", tuple(trained.shape[:2]))
+        trained_sums = golden.require_tensor("logsumexp", tuple(trained.shape[:2]))
         _check_difference(
             golden, "logsumexp", (torch.stack(sums) - trained_sums).abs()[..., None], scale
         )
     return difference.max().item(), scale
 
 
-def _check_difference(golden: Golden, name: str, difference: Tensor, scale: float) -> None:
+def _check_difference(golden: ReferenceLogits, name: str, difference: Tensor, scale: float) -> None:
     """Raise an error with the worst depth and row of [D, S, R] if a difference is too large."""
     worst = difference.max().item()
     if worst <= TOLERANCE * scale:

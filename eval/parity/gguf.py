@@ -69,7 +69,7 @@ class _Bytes:
         return list(self.take(f"{count}{SCALARS[number]}"))
 
 
-def parse(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
+def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
     """Read metadata, and tensors in torch's order of dimensions.
 
     Raises:
@@ -115,7 +115,7 @@ def _entries(reader: _Bytes, count: int) -> Iterator[tuple[str, Entry]]:
         yield key, Entry(number, reader.values(number, size))
 
 
-class Keys:
+class GgufMetadata:
     """Metadata of a head. A value that llama.cpp would guess is an error.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from eval.parity.config import Settings
+from eval.parity.config import EngineConfig
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -51,7 +51,7 @@ class Rope:
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
+def read_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
     """RoPE that a serving engine makes of a config.
 
     Args:
@@ -65,9 +65,9 @@ def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
     settings = _agreed(config, keys)
     kind, theta = settings["rope_type"], float(settings["rope_theta"])
     if keys is RopeKeys.two_keys and kind != "default" and (kind != "linear" or theta != 10000):
-        raise config.wrong("rope_scaling", "none, or a linear one with a rope_theta of 10000")
+        raise config.make_error("rope_scaling", "none, or a linear one with a rope_theta of 10000")
     if kind not in KINDS:
-        raise config.wrong("rope_scaling", f"a rope_type of {list(KINDS)}")
+        raise config.make_error("rope_scaling", f"a rope_type of {list(KINDS)}")
     width = int(head_dim * settings.get("partial_rotary_factor", 1.0))
     powers = theta ** (torch.arange(0, width, 2).float() / width)
     try:
@@ -77,20 +77,20 @@ def read_rope(config: Settings, head_dim: int, keys: RopeKeys) -> Rope:
             return _yarn(powers, settings)
         return Rope(1.0 / powers / (settings["factor"] if kind == "linear" else 1.0), 1.0)
     except KeyError as error:
-        raise config.wrong("rope_scaling", f"the key {error} for {kind}") from error
+        raise config.make_error("rope_scaling", f"the key {error} for {kind}") from error
 
 
-def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
+def _agreed(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
     """Settings in the form of `rope_parameters`, from both spellings."""
-    new = config.part("rope_parameters")
+    new = config.get_section("rope_parameters")
     if keys is not RopeKeys.both or not new.has("rope_theta"):
-        config.need("rope_theta", float, "turns with a theta of 10000")
+        config.require_key("rope_theta", float, "turns with a theta of 10000")
     theta, part = config.get("rope_theta"), config.get("partial_rotary_factor")
     outer = {"rope_theta": theta, "partial_rotary_factor": part}
-    old = _normalised(config.part("rope_scaling"), outer)
+    old = _normalised(config.get_section("rope_scaling"), outer)
     if keys is RopeKeys.old:
         for key in ("attention_factor", "truncate", "partial_rotary_factor"):
-            config.part("rope_scaling").only(key, None, outer.get(key))
+            config.get_section("rope_scaling").check_allowed(key, None, outer.get(key))
     spelled = [_normalised(new, outer)] if new.keys() else []
     if config.has("rope_theta") or config.get("rope_scaling"):
         spelled.append(old)
@@ -103,11 +103,11 @@ def _agreed(config: Settings, keys: RopeKeys) -> dict[str, Any]:
     return spelled[-1]
 
 
-def _normalised(spelling: Settings, outer: dict[str, Any]) -> dict[str, Any]:
+def _normalised(spelling: EngineConfig, outer: dict[str, Any]) -> dict[str, Any]:
     """One spelling with the outer values, and one key for the type."""
     settings = {key: spelling.get(key) for key in spelling.keys() if key != "type"}  # noqa: SIM118
     settings.setdefault("rope_type", spelling.get("type") or "default")
-    spelling.only("type", None, settings["rope_type"])
+    spelling.check_allowed("type", None, settings["rope_type"])
     for key, value in outer.items():
         if value is not None:
             settings.setdefault(key, value)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conf.errors import InputError
-from eval.parity.files import Export, Golden
+from eval.parity.files import Export, ReferenceLogits
 from eval.parity.rope import Rope
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -95,7 +95,7 @@ class ServedHead:
         weights: tensors by the names of the computation; set by each head after its checks.
     """
 
-    def __init__(self, export: Export, golden: Golden, title: str) -> None:
+    def __init__(self, export: Export, golden: ReferenceLogits, title: str) -> None:
         self.export, self.golden, self.title = export, golden, title
         self.weights: dict[str, Tensor] = {}
 
@@ -104,7 +104,7 @@ class ServedHead:
         """Lines about the checks."""
         raise NotImplementedError
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """[N, R] logits of the reference ids, and [N] logsumexp over all ids, at each depth."""
         raise NotImplementedError
 
@@ -176,7 +176,9 @@ class ServedLayers(ServedHead):
         shape: sizes that the serving engine builds.
     """
 
-    def __init__(self, export: Export, golden: Golden, title: str, shape: HeadShape) -> None:
+    def __init__(
+        self, export: Export, golden: ReferenceLogits, title: str, shape: HeadShape
+    ) -> None:
         super().__init__(export, golden, title)
         self.shape = shape
 
@@ -217,7 +219,7 @@ class ServedLayers(ServedHead):
         """[N, R] logits of the reference ids; -inf outside the draft vocabulary."""
         every = torch.full((len(drafted), self.shape.vocab_size), -torch.inf)
         every[:, target_ids] = drafted
-        return every[:, self.golden.need("ids", (None,))]
+        return every[:, self.golden.require_tensor("ids", (None,))]
 
     def norm(self, states: Tensor, name: str) -> Tensor:
         """Apply an RMS norm."""

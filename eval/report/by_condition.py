@@ -12,11 +12,11 @@ from conf.command.statement import to_json
 from conf.errors import InputError
 from conf.files import write_atomically
 from conf.settings.measure import AcceptanceRun
-from eval.measure.stats import shown, tree_figures
-from eval.measure.under import CONDITIONS
+from eval.measure.stats import format_interval, select_tree_figures
+from eval.measure.under import CONDITIONS_FILE
 
 
-def finished(run: AcceptanceRun) -> dict[str, Any] | None:
+def load_finished_result(run: AcceptanceRun) -> dict[str, Any] | None:
     """Read the result of a condition that an earlier start measured; None if there is none.
 
     Raises:
@@ -42,7 +42,7 @@ def conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
     for column in ("prompts", "tokens", "tau, 95%", "as vLLM", "tree", *parts):
         table.add_column(column, justify="right", no_wrap=True)
     for name, row in rows.items():
-        bounds = "" if row["tau_ci95"] is None else f" {shown(row['tau_ci95'])}"
+        bounds = "" if row["tau_ci95"] is None else f" {format_interval(row['tau_ci95'])}"
         keys = ("per_draft", "tau_tree", *(f"tau_{part}" for part in parts))
         figures = (row[key] for key in keys)
         table.add_row(
@@ -62,7 +62,7 @@ def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]
     Raises:
         InputError: it cannot be written.
     """
-    path = Path(config.out_dir) / CONDITIONS
+    path = Path(config.out_dir) / CONDITIONS_FILE
     rows = _rows(results)
     content = {"head": config.head.path, "target": config.target.path, "conditions": rows}
     try:
@@ -83,7 +83,7 @@ def _rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "tau": result["tau"],
             "tau_ci95": result["tau_ci95"],
             "per_draft": result["acceptance_length"]["drafts"]["pooled"],
-            "tau_tree": tree_figures(result)["tau"],
+            "tau_tree": select_tree_figures(result)["tau"],
             "tau_thinking": parts.get("thinking"),
             "tau_answer": parts.get("answer"),
             "alpha": result["alpha"],

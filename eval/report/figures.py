@@ -13,8 +13,8 @@ mpl.use("Agg")
 from cycler import cycler
 from matplotlib import pyplot as plt
 
-from eval.measure.conditions import caption
-from eval.measure.stats import tree_figures
+from eval.measure.conditions import format_conditions
+from eval.measure.stats import select_tree_figures
 
 BLUE, ORANGE, GREEN, RED, PINK, SKY, BLACK = INKS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#222222"),
@@ -49,7 +49,7 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     names, height = _named(rows)
     size = (12, max(4.2, 1 + height))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
-    tree = tree_figures(result)
+    tree = select_tree_figures(result)
     trees = {**tree["by_category"], "all": tree}
     for place, (name, row) in enumerate(rows.items()):
         is_whole = name == "all"
@@ -62,7 +62,7 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     right.set(xlabel="depth", ylabel="alpha, acceptance per depth", ylim=(0, 1))
     right.set_xticks(range(1, len(result["alpha"]) + 1))
     _legend(figure, right)
-    _save(figure, path, caption(result))
+    _save(figure, path, format_conditions(result))
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
@@ -100,7 +100,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         lines = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         if lines:
             axis.legend(lines.values(), lines.keys(), fontsize="small")
-    _save(figure, path, caption(result))
+    _save(figure, path, format_conditions(result))
 
 
 def plot_concurrency(result: dict[str, Any], path: Path) -> None:
@@ -127,7 +127,7 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
         axis.minorticks_off()
         axis.set(xlabel="texts at a time", ylim=(0, None))
     _legend(figure, speed)
-    _save(figure, path, caption(result))
+    _save(figure, path, format_conditions(result))
 
 
 def step_ms(row: dict[str, Any]) -> dict[str, float]:
@@ -213,7 +213,7 @@ def plot_comparison(
     size = (15, max(4.2, 1 + height))
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=size, layout="constrained")
     for place, result in enumerate(results.values()):
-        tree_tau = tree_figures(result)["tau"]
+        tree_tau = select_tree_figures(result)["tau"]
         _tau(left, place, result["tau"], result["tau_ci95"], tree_tau, BLUE)
         for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
             _curve(axis, place, names[place], rates)
@@ -225,7 +225,7 @@ def plot_comparison(
     for axis in (middle, right):
         axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
     _legend(figure, middle)
-    _save(figure, path, caption(next(iter(results.values()))) if under is None else under)
+    _save(figure, path, format_conditions(next(iter(results.values()))) if under is None else under)
 
 
 def plot_reported(

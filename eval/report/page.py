@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from conf.command.statement import flatten_settings
 from conf.files import write_atomically
-from eval.measure.stats import shown
+from eval.measure.stats import format_interval
 from eval.report.figures import STEP_PARTS, step_ms
 
 DEEPEST = 8
@@ -83,7 +83,11 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"verbatim": _verbatim, "breakable": _breakable, "shown": shown}
+    environment.filters |= {
+        "verbatim": _verbatim,
+        "breakable": _breakable,
+        "shown": format_interval,
+    }
     page = environment.get_template("page.html.j2").render(_view(result))
     write_atomically(path, page.encode(errors="replace"))
 

@@ -7,7 +7,12 @@ from conf.errors import InputError
 from data.servers.serving import ServingEngine
 from eval.decode.engine import common_prefix
 from eval.measure.prompts import Prompt
-from eval.served.check import Checked, OtherToken, differences, first_difference
+from eval.served.check import (
+    CheckedText,
+    OtherToken,
+    find_first_difference,
+    format_count_differences,
+)
 
 NUM_RENDERED = 3
 """Prompts that the server renders for comparison."""
@@ -15,7 +20,9 @@ ENOUGH = 8
 """Differing tokens from which on a repetition penalty may be named as the cause."""
 
 
-def other_template(server: ServingEngine, prompts: Sequence[Prompt]) -> tuple[str | None, int]:
+def compare_chat_template(
+    server: ServingEngine, prompts: Sequence[Prompt]
+) -> tuple[str | None, int]:
     """Compare a few prompts with the server's own rendering of their conversations.
 
     Returns:
@@ -32,22 +39,22 @@ def other_template(server: ServingEngine, prompts: Sequence[Prompt]) -> tuple[st
         if isinstance(theirs, int):
             if theirs != len(ours):
                 found = f"{theirs} tokens by the server, {len(ours)} here"
-                return f"{_TEMPLATE}: {prompt.where} has {found}", number + 1
+                return f"{_TEMPLATE}: {prompt.location} has {found}", number + 1
         elif theirs != ours:
             place = common_prefix(theirs, ours)
             ids = [str(text[place]) if place < len(text) else "the end" for text in (theirs, ours)]
             found = f"token {place} is {ids[0]} by the server, {ids[1]} here"
-            return f"{_TEMPLATE}: in {prompt.where} {found}", number + 1
+            return f"{_TEMPLATE}: in {prompt.location} {found}", number + 1
     return None, len(some)
 
 
 _TEMPLATE = "chat template: the server renders conversations in another way"
 
 
-def problems(
+def diagnose_differences(
     server: ServingEngine,
     prompts: Sequence[Prompt],
-    texts: Sequence[Checked],
+    texts: Sequence[CheckedText],
     target: str,
     max_new_tokens: int,
     tolerance: float,
@@ -73,8 +80,8 @@ def problems(
         again = server.request_answer(asked, max_new_tokens).text
         drawn = again != texts[first.prompt].served.text
         return [_other_texts(server, others, num_tokens, target, drawn)]
-    if lines := differences(texts, server.depth, tolerance):
-        number = first_difference(texts)
+    if lines := format_count_differences(texts, server.depth, tolerance):
+        number = find_first_difference(texts)
         return [
             "drafts: the texts are the target's, the drafts are not those of head.path: another "
             "head, or another version of it, is served, or the server computes it otherwise; "
@@ -107,7 +114,7 @@ def _other_texts(
     )
 
 
-def summary(texts: Sequence[Checked]) -> dict[str, Any]:
+def summarise_checks(texts: Sequence[CheckedText]) -> dict[str, Any]:
     """Count texts, tokens and differences, for the results file."""
     others = [other for text in texts for other in text.others]
     return {
@@ -117,5 +124,5 @@ def summary(texts: Sequence[Checked]) -> dict[str, Any]:
         "num_near_ties": sum(text.near_ties for text in texts),
         "first_other_tokens": [vars(other) for other in others[:5]],
         "num_equal_counts": sum(text.served == text.replayed for text in texts),
-        "first_difference": first_difference(texts),
+        "first_difference": find_first_difference(texts),
     }

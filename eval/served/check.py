@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from data.servers.counts import DraftCounts
-from eval.measure.bench import Bench
-from eval.measure.lengths import COUNTS, Passes, acceptance_lengths
+from eval.measure.bench import Measurement
+from eval.measure.lengths import LENGTH_DEFINITIONS, PassCounts, acceptance_lengths
 from eval.measure.prompts import Prompt
-from eval.measure.replay import accepted_lengths, ranked_drafts
-from eval.measure.stats import interval
+from eval.measure.replay import compute_accepted_lengths, rank_candidates
+from eval.measure.stats import bootstrap_interval
 
 NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Distance in nats within which rounding may swap two logits."""
@@ -43,7 +43,7 @@ class OtherToken:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedText:
     """A text of a server, checked.
 
     Attributes:
@@ -60,14 +60,14 @@ class Checked:
 
 
 @torch.no_grad()
-def checked(
-    bench: Bench,
+def replay_server_text(
+    bench: Measurement,
     number: int,
     served: DraftCounts,
     beyond: list[int],
     max_new_tokens: int,
     within: bool,
-) -> Checked:
+) -> CheckedText:
     """Read a server's text with the target, and replay the head's chain along it.
 
     Args:
@@ -78,11 +78,15 @@ def checked(
         max_new_tokens: tokens that the text may have.
         within: the server's drafts end with the text (see `DraftCounts.within`).
     """
-    target, head, prompt = bench.ends, bench.head, bench.prompts[number].token_ids
+    target, head, prompt = (
+        bench.embeddings_and_output_head,
+        bench.head,
+        bench.prompts[number].token_ids,
+    )
     text, whole = served.text, [*served.text, *beyond]
-    output = bench.texts.read(prompt, whole, head.head.taps)
-    ranked = ranked_drafts(head.head, head.chain, output, prompt, whole)
-    accepted, lengths, root = accepted_lengths(head.chain, ranked, whole), list[int](), 0
+    output = bench.answer_source.encode_response(prompt, whole, head.draft_head.taps)
+    ranked = rank_candidates(head.draft_head, head.chain, output, prompt, whole)
+    accepted, lengths, root = compute_accepted_lengths(head.chain, ranked, whole), list[int](), 0
     while root < len(text) - 1:
         lengths.append(accepted[root])
         root += accepted[root] + 1
@@ -106,10 +110,10 @@ def checked(
             others.append(OtherToken(number, place, ours, theirs, gap, avoids))
         seen.add(theirs)
     near_ties = sum(0 < gap <= near for gap in gaps)
-    return Checked(served, replayed, others, near_ties)
+    return CheckedText(served, replayed, others, near_ties)
 
 
-def figures(
+def summarise_counts(
     prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
 ) -> dict[str, object]:
     """Compute acceptance from a server's counts, under every definition that the counts allow.
@@ -118,18 +122,20 @@ def figures(
     lengths per pass.
     """
     passes = [
-        Passes(prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1)
+        PassCounts(
+            prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1
+        )
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     lengths, total = acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
-    dialogues: dict[int, list[Passes]] = {}
+    dialogues: dict[int, list[PassCounts]] = {}
     for each in passes:
         dialogues.setdefault(each.dialogue, []).append(each)
     return {
         "acceptance_length": {
-            count: lengths[count] for count in COUNTS if count == "drafts" or not within
+            count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within
         },
-        "per_draft_ci95": interval(list(dialogues.values()), _per_draft, seed),
+        "per_draft_ci95": bootstrap_interval(list(dialogues.values()), _per_draft, seed),
         "per_position": [count / max(1, total.drafts) for count in total.accepted],
         "num_drafts": total.drafts,
         "num_drafted": total.proposed,
@@ -139,14 +145,16 @@ def figures(
     }
 
 
-def _per_draft(dialogues: Sequence[Sequence[Passes]], _runs: object) -> float:
+def _per_draft(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
     """1 + accepted / drafts, of dialogues that were drawn."""
     drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
     accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)
     return 1 + accepted / max(1, drafts)
 
 
-def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[str]:
+def format_count_differences(
+    texts: Sequence[CheckedText], depth: int, tolerance: float
+) -> list[str]:
     """List the counts that differ from the replay, a line each.
 
     Args:
@@ -169,7 +177,7 @@ def differences(texts: Sequence[Checked], depth: int, tolerance: float) -> list[
     ]
 
 
-def first_difference(texts: Sequence[Checked]) -> int | None:
+def find_first_difference(texts: Sequence[CheckedText]) -> int | None:
     """Index of the first prompt whose counts differ from the replay's; None if all agree."""
     differ = (number for number, text in enumerate(texts) if text.served != text.replayed)
     return next(differ, None)

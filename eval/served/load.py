@@ -16,14 +16,14 @@ from conf.settings.measure import ServeRun
 from data.servers.counts import DraftCounts
 from data.servers.protocols import StreamedText, TextRequest
 from data.servers.serving import LoadMeasurement, ServingEngine
-from eval.measure.bench import seed_of
+from eval.measure.bench import compute_prompt_seed
 from eval.measure.prompts import Prompt
-from eval.measure.stats import Interval, interval, percentiles_ms
+from eval.measure.stats import Interval, bootstrap_interval, percentiles_ms
 
 WITH, WITHOUT = "with drafts", "without"
 IDS_PER_SIZE = 1 << 20
 """Ids of passes that the journal reserves for each number of requests in flight."""
-Passes = dict[str, list[LoadMeasurement]]
+PassesByServer = dict[str, list[LoadMeasurement]]
 """By server, one per repeat; texts in the order of the prompts."""
 
 
@@ -33,7 +33,7 @@ def run_passes(
     config: ServeRun,
     size: int,
     journal: JsonlStore,
-) -> Passes:
+) -> PassesByServer:
     """Time all prompts on every server, after warm-ups.
 
     Each repeat draws the order of prompts and of servers. Within a pass, the prompts of a dialogue
@@ -47,7 +47,7 @@ def run_passes(
         journal: keeps finished passes, which a second start does not repeat.
     """
     kept = {row["id"]: _pass(row["pass"]) for row in journal.load_rows() if "pass" in row}
-    found: Passes = {name: [] for name in servers}
+    found: PassesByServer = {name: [] for name in servers}
     warm = False
     for repeat in range(config.num_repeats):
         rng = random.Random(f"{config.seed} {size} {repeat}")
@@ -81,7 +81,11 @@ def _timed(
     jobs = []
     for number in order:
         prompt = prompts[number]
-        drawn = asked | {"seed": seed_of(prompt, config.seed)} if config.temperature else asked
+        drawn = (
+            asked | {"seed": compute_prompt_seed(prompt, config.seed)}
+            if config.temperature
+            else asked
+        )
         salt = f"{nonce}-{prompt.dialogue}"
         jobs.append((prompt.token_ids, TextRequest(config.max_new_tokens, drawn, salt=salt)))
     with tqdm(total=len(jobs), desc=words, unit="text", disable=words is None) as bar:
@@ -99,7 +103,7 @@ def sampling_of(config: ServeRun) -> dict[str, float | int]:
     return told | ({"min_p": config.min_p} if config.min_p else {})
 
 
-def figures(passes: Passes, prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
+def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
     """Compute throughput, waits and drafts of every server.
 
     Speed-up: seconds per token of all requests without drafts, divided by seconds per token of all
@@ -184,7 +188,9 @@ def _speedup(
         return (base_seconds / base_tokens) / (seconds / tokens)
 
     everything = range(len(dialogues))
-    return speedup(everything, range(len(ours))), interval(everything, speedup, seed, len(ours))
+    return speedup(everything, range(len(ours))), bootstrap_interval(
+        everything, speedup, seed, len(ours)
+    )
 
 
 def _seconds(text: StreamedText) -> float:

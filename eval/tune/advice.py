@@ -11,13 +11,13 @@ from rich.table import Table
 
 from conf.command.clock import Stopwatch
 from conf.settings.measure import TreeSearchRun
-from eval.decode.engine import NoDraft, stream
-from eval.measure.bench import Bench
-from eval.measure.heads import BenchHead
+from eval.decode.engine import NoDraft, stream_tokens
+from eval.measure.bench import Measurement
+from eval.measure.heads import MeasuredHead
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
-from eval.tune.cost import CostCurve, time_steps
-from eval.tune.trees import StaticTexts
+from eval.tune.cost import CostCurve, measure_step_costs
+from eval.tune.trees import StaticTreeReplay
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -92,7 +92,7 @@ class Advice:
         )
 
 
-def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
+def estimate_advice(bench: Measurement, config: TreeSearchRun, context: list[int]) -> Advice:
     """Predict from the acceptance of chains and the measured cost of passes.
 
     Args:
@@ -104,20 +104,24 @@ def advise(bench: Bench, config: TreeSearchRun, context: list[int]) -> Advice:
     taus = chain_taus(target, head, bench.prompts, config.max_new_tokens)
     points = []
     for size in config.batch_sizes:
-        drafters = {length: chain(head, length, size) for length in (1, head.longest)}
-        curve, drafts = time_steps(target, drafters, context, size, SIZES)
+        drafters = {
+            length: make_chain_drafter(head, length, size) for length in (1, head.max_useful_depth)
+        }
+        curve, drafts = measure_step_costs(target, drafters, context, size, SIZES)
         points.append(BatchSizeAdvice(size, speedups(taus, curve, drafts)))
     return Advice(points)
 
 
 def chain_taus(
-    target: Target, head: BenchHead, prompts: Sequence[Prompt], max_new_tokens: int
+    target: Target, head: MeasuredHead, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[float]:
     """Tokens per verify pass of chains by length, from 1, with one replay of the longest."""
-    texts = StaticTexts.read(target, head.head, prompts, max_new_tokens, Tree.chain(head.longest))
+    texts = StaticTreeReplay.from_prompts(
+        target, head.draft_head, prompts, max_new_tokens, Tree.chain(head.max_useful_depth)
+    )
     return [
-        tau([PromptSteps("", steps) for steps in texts.steps(Tree.chain(length))])
-        for length in range(1, head.longest + 1)
+        tau([PromptSteps("", steps) for steps in texts.replay_shape(Tree.chain(length))])
+        for length in range(1, head.max_useful_depth + 1)
     ]
 
 
@@ -133,17 +137,19 @@ def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> l
     (first, start), (last, end) = min(drafts.items()), max(drafts.items())
     slope = (end - start) / max(1, last - first)
     return [
-        tokens * curve.at(1) / (curve.at(length + 1) + start + slope * (length - first))
+        tokens
+        * curve.estimate_seconds(1)
+        / (curve.estimate_seconds(length + 1) + start + slope * (length - first))
         for length, tokens in enumerate(taus, start=1)
     ]
 
 
-def chain(head: BenchHead, length: int, num_texts: int) -> Drafter:
+def make_chain_drafter(head: MeasuredHead, length: int, num_texts: int) -> Drafter:
     """Make a drafter of greedy chains."""
     return replace(head, chain=Tree.chain(length)).make_drafter("chain", GREEDY, [0] * num_texts)
 
 
-def measured_advice(advice: Advice, bench: Bench, config: TreeSearchRun) -> Advice:
+def measured_advice(advice: Advice, bench: Measurement, config: TreeSearchRun) -> Advice:
     """Measure the best chain at the smallest, the middle and the largest batch size.
 
     Args:
@@ -167,16 +173,16 @@ def measured_advice(advice: Advice, bench: Bench, config: TreeSearchRun) -> Advi
 
 
 def _speedup(
-    bench: Bench, config: TreeSearchRun, batches: list[list[list[int]]], length: int
+    bench: Measurement, config: TreeSearchRun, batches: list[list[list[int]]], length: int
 ) -> float | None:
     """Median speed-up of interleaved repeats; None if no batch got beyond its prompts."""
     ratios = []
     for _ in range(config.num_repeats + 1):
         speeds = []
-        for make in (NoDraft, partial(chain, bench.head, length, len(batches[0]))):
+        for make in (NoDraft, partial(make_chain_drafter, bench.head, length, len(batches[0]))):
             num_tokens, seconds = 0, 0.0
             for batch in batches:
-                done, took = full_batch(bench.target, make(), batch, config.max_new_tokens)
+                done, took = measure_full_batch(bench.target, make(), batch, config.max_new_tokens)
                 num_tokens, seconds = num_tokens + done, seconds + took
             speeds.append(num_tokens / seconds if seconds else 0.0)
         plain, drafted = speeds
@@ -186,14 +192,14 @@ def _speedup(
     return statistics.median(ratios[1:])  # the first is a warm-up
 
 
-def full_batch(
+def measure_full_batch(
     target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int
 ) -> tuple[int, float]:
     """Tokens and seconds after the prompts, until the first text ends.
 
     A server would then start another text; here the others continue in a smaller batch.
     """
-    passes = stream(target, drafter, prompts, max_new_tokens)
+    passes = stream_tokens(target, drafter, prompts, max_new_tokens)
     next(passes)  # reads the prompts
     num_tokens, seconds, watch = 0, 0.0, Stopwatch(target.device)
     for new in passes:

@@ -183,7 +183,9 @@ class ChainForecast:
         cls, steps: ChainSteps, lengths: NDArray[np.int64], drafts: Floats, curve: CostCurve
     ) -> "ChainForecast":
         """Replay steps, given the seconds of drafts per length."""
-        passes = np.array([curve.at(length + 1) for length in range(steps.logits.shape[1] + 1)])
+        passes = np.array(
+            [curve.estimate_seconds(length + 1) for length in range(steps.logits.shape[1] + 1)]
+        )
         accepted = np.minimum(steps.accepted, lengths)
         emitted = np.minimum(steps.emitted, accepted + 1)
         return cls(

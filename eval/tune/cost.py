@@ -17,7 +17,7 @@ from tqdm import tqdm
 from conf.command.clock import measure_seconds
 from conf.errors import InputError
 from eval.decode.accept import verify
-from eval.decode.captured import CaptureError, Graph, obstacle, slots_for
+from eval.decode.captured import CaptureError, Graph, compute_num_slots, find_capture_obstacle
 from eval.measure.heads import device_name
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
@@ -26,7 +26,7 @@ from heads.decoding.tree import Tree
 from heads.target_model.model import FeatureLayers, Target, prefill
 from heads.upload import to_device
 
-SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
+PASS_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Numbers of tokens, besides 1, of the passes to time; others are interpolated."""
 NUM_ROUNDS = 6
 """Timed passes and drafts per size and drafter; with more samples the minimum would be smaller."""
@@ -57,7 +57,7 @@ class CostCurve:
     draft_seconds: float | None = None
     source: str = "measured"
 
-    def at(self, num_tokens: int) -> float:
+    def estimate_seconds(self, num_tokens: int) -> float:
         """Seconds for any number of tokens, extrapolated linearly beyond the last size."""
         if num_tokens <= self.sizes[-1] or len(self.sizes) == 1:
             return float(np.interp(num_tokens, self.sizes, self.seconds))
@@ -96,12 +96,12 @@ def load_curve(path: str) -> CostCurve:
 
 
 @torch.no_grad()
-def time_steps(
+def measure_step_costs(
     target: Target,
     drafters: Mapping[Key, Drafter],
     context: list[int],
     batch_size: int = 1,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] = PASS_SIZES,
 ) -> tuple[CostCurve, dict[Key, float]]:
     """Time passes over drafts of every size, and drafts of every drafter.
 
@@ -134,9 +134,9 @@ def time_steps(
         seen = CommittedTokens(tokens, output, cache, logits=logits, on_device=on_device)
         for drafter in drafters.values():
             _draft(drafter, seen, roots).tolist()
-    captures = target.device.type == "cuda" and not obstacle(target)
+    captures = target.device.type == "cuda" and not find_capture_obstacle(target)
     if captures:
-        width = target.capacity or slots_for(len(context) + 1, sizes[-1])
+        width = target.capacity or compute_num_slots(len(context) + 1, sizes[-1])
         cache.hold(width, sizes[-1], width)
     verify = partial(_verify, target, cache, roots)
     checks = {size: _TimedStep(partial(verify, taps, size), captures) for size in sizes}

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from conf.command.clock import measure_seconds
 from conf.errors import InputError
-from eval.decode.drafters.self_speculation import OwnText, early_exit
-from eval.measure.replay import accepted_lengths, verify_steps
+from eval.decode.drafters.self_speculation import ReplayText, list_skipped_layers
+from eval.measure.replay import build_steps, compute_accepted_lengths
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target, prefill
@@ -117,7 +117,7 @@ def search_layers(
             f"target.path={target.name}: has a single layer, which cannot be left out; leave out "
             "skip_layers"
         )
-    costs = costs or measure_costs(target, max(texts, key=len), MAX_DRAFT_TOKENS)
+    costs = costs or measure_pass_costs(target, max(texts, key=len), MAX_DRAFT_TOKENS)
     with tqdm(desc="layers left out", unit="set") as bar:
         replays = _Replays(target, texts, prompt_lengths, costs, bar)
         tried = {choice.skip: choice for choice in _tried(replays, target)}
@@ -129,7 +129,7 @@ def search_layers(
 def _tried(replays: "_Replays", target: Target) -> list[SkipChoice]:
     """All sets tried, judged by their first draft tokens."""
     num_layers = target.num_layers
-    tried = [replays.estimate(early_exit(target, n)) for n in range(1, num_layers)]
+    tried = [replays.estimate(list_skipped_layers(target, n)) for n in range(1, num_layers)]
     skip: tuple[int, ...] = ()
     fastest, idle = 0.0, 0
     for _ in range(num_layers - 1):
@@ -158,7 +158,7 @@ class _Replays:
     ) -> None:
         self.target, self.costs, self.bar = target, costs, bar
         pairs = list(zip(texts, prompt_lengths, strict=True))
-        self.own = [OwnText(target, text, first) for text, first in pairs]
+        self.own = [ReplayText(target, text, first) for text, first in pairs]
         self.responses = [text[first:] for text, first in pairs]
 
     def estimate(self, skip: tuple[int, ...]) -> SkipChoice:
@@ -180,7 +180,10 @@ class _Replays:
         self.bar.update()
         tree = Tree.chain(depth)
         drafts = [own.drafts(skip, depth).transpose(0, 1).tolist() for own in self.own]
-        return [accepted_lengths(tree, *pair) for pair in zip(drafts, self.responses, strict=True)]
+        return [
+            compute_accepted_lengths(tree, *pair)
+            for pair in zip(drafts, self.responses, strict=True)
+        ]
 
     def _best(self, skip: tuple[int, ...], accepted: list[list[int]]) -> SkipChoice:
         # The last token of an answer has no next token to agree with.
@@ -190,13 +193,13 @@ class _Replays:
         choices = []
         for length in range(1, MAX_DRAFT_TOKENS + 1):
             kept = [[min(number, length) for number in row] for row in accepted]
-            per_step = tau([PromptSteps("", verify_steps(row, len(row))) for row in kept])
+            per_step = tau([PromptSteps("", build_steps(row, len(row))) for row in kept])
             speedup = self.costs.speedup(per_step, length, share)
             choices.append(SkipChoice(skip, length, agreement, per_step, speedup))
         return max(choices, key=lambda choice: choice.speedup)
 
 
-def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> PassCosts:
+def measure_pass_costs(target: Target, token_ids: list[int], num_tokens: int) -> PassCosts:
     """Time interleaved passes after a text, and take the fastest, as other work only adds time.
 
     Args:
@@ -222,7 +225,7 @@ def measure_costs(target: Target, token_ids: list[int], num_tokens: int) -> Pass
     bare: list[float] = []
     verify: list[list[float]] = [[] for _ in range(num_tokens + 1)]
     for _ in range(NUM_REPEATS):
-        bare.append(seconds(1, skip=early_exit(target, 0)))
+        bare.append(seconds(1, skip=list_skipped_layers(target, 0)))
         for length, samples in enumerate(verify, start=1):
             samples.append(seconds(length))
     return PassCosts(min(bare), tuple(map(min, verify)))

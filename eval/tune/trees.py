@@ -14,9 +14,9 @@ import torch
 from tqdm import tqdm
 
 from eval.decode.engine import NoDraft, Step, decode
-from eval.measure.answers import greedy_answers
+from eval.measure.answers import generate_greedy_answers
 from eval.measure.prompts import Prompt
-from eval.measure.replay import Replayable, ranked_drafts, steps_along, verify_steps
+from eval.measure.replay import Replayable, build_steps, rank_candidates, replay_tree
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.dynamic_trees import DynamicDrafter
 from heads.decoding.tree import DynamicShape, Tree
@@ -33,7 +33,7 @@ def widest(depth: int) -> Tree:
 
 
 @dataclass(frozen=True)
-class StaticTexts:
+class StaticTreeReplay:
     """The target's own texts, with candidates of a head whose drafts depend only on the text.
 
     Attributes:
@@ -45,31 +45,31 @@ class StaticTexts:
     ranked: list[list[list[list[int]]]]
 
     @classmethod
-    def read(
+    def from_prompts(
         cls,
         target: Target,
         head: Replayable,
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         tree: Tree,
-    ) -> "StaticTexts":
+    ) -> "StaticTreeReplay":
         """Read texts after some prompts, with enough candidates for a tree."""
         asked = [prompt.token_ids for prompt in prompts]
-        responses, ranked = greedy_answers(target, asked, max_new_tokens), []
+        responses, ranked = generate_greedy_answers(target, asked, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
             output = target.encode_response(prompt.token_ids, response, head.taps)
-            ranked.append(ranked_drafts(head, tree, output, prompt.token_ids, response))
+            ranked.append(rank_candidates(head, tree, output, prompt.token_ids, response))
         return cls(responses, ranked)
 
-    def steps(self, tree: Tree) -> list[list[Step]]:
+    def replay_shape(self, tree: Tree) -> list[list[Step]]:
         """Verify passes that decoding each text with a tree would take, exactly."""
         return [
-            steps_along(tree, ranked, response)
+            replay_tree(tree, ranked, response)
             for ranked, response in zip(self.ranked, self.responses, strict=True)
         ]
 
 
-def node_values(texts: StaticTexts) -> dict[Path, float]:
+def node_values(texts: StaticTreeReplay) -> dict[Path, float]:
     """Value of every path of candidate ranks that was right at least once."""
     counts: Counter[Path] = Counter()
     num_places = 0
@@ -174,7 +174,7 @@ class TreeRecorder:
 
 
 @dataclass(frozen=True)
-class DynamicTexts:
+class DynamicTreeReplay:
     """The target's own texts, with a head's dynamic trees at each of their tokens.
 
     Attributes:
@@ -197,7 +197,7 @@ class DynamicTexts:
         max_new_tokens: int,
         depth: int,
         top_ks: Sequence[int],
-    ) -> "DynamicTexts":
+    ) -> "DynamicTreeReplay":
         """Read texts after some prompts, with trees up to `depth` from `make`'s drafters."""
         nested = make(DynamicShape(1, 1, 1)).has_nested_trees
         depths = [depth] if nested else range(1, depth + 1)
@@ -231,7 +231,7 @@ class DynamicTexts:
         """Verify passes that decoding each text with a shape would take, exactly."""
         drawn = self.drawn[self.depth if self.has_nested_trees else shape.depth, shape.top_k]
         return [
-            verify_steps(
+            build_steps(
                 [tree.accepted(shape.depth, shape.num_tokens) for tree in places], len(response)
             )
             for places, response in zip(drawn, self.responses, strict=True)

@@ -10,7 +10,7 @@ from data.servers.endpoint import Answer, RequestRefusedError
 from data.templates.encoder import RecordEncoder
 from data.templates.replies import parse_reply
 from eval.decode.engine import Request
-from eval.measure.answers import answers
+from eval.measure.answers import stream_answers
 from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target
 from scripts.answers.dialogue import Dialogue
@@ -61,7 +61,7 @@ class LocalAnswers:
             )
         return ids
 
-    def answers(
+    def answer_with_states(
         self, prompts: list[list[int]], seeds: list[int]
     ) -> Iterator[tuple[int, list[int]]]:
         """Answer `batch_size` prompts at a time; when one answer ends, the next prompt starts.
@@ -80,14 +80,14 @@ class LocalAnswers:
         requests = list(map(Request, prompts, seeds))
         limits = self.max_new_tokens, self.batch_size
         try:
-            yield from answers(self.target, requests, *limits, self.sampling)
+            yield from stream_answers(self.target, requests, *limits, self.sampling)
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"batch_size={self.batch_size}: out of device memory; lower batch_size and start "
                 "again (finished rows are kept)"
             ) from error
 
-    def read(self, ids: list[int], dialogue: Dialogue) -> Answer:
+    def encode_response(self, ids: list[int], dialogue: Dialogue) -> Answer:
         """Split an answer into thinking, text and tool calls.
 
         Args:

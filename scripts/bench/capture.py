@@ -34,7 +34,7 @@ from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
 from data.features.format import HIDDEN_STATES, StoreContents
 from data.features.writer import SHARD_BYTES, PlannedShard, ShardWriterPool
-from eval.measure.processes import start
+from eval.measure.processes import join_processes
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from scripts.capture import batches, capture_shard
@@ -150,7 +150,7 @@ def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
         micro_batch_size=options.micro_batch_size,
         num_replay_prompts=0,
     )
-    state = start()
+    state = join_processes()
     work = prepared(config, state, SHARD_BYTES)
     target = load_target(config.target, state.device)
     lengths = work.sets["train"].parse_accepted_lengths[: options.sequences]

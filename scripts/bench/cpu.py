@@ -34,7 +34,7 @@ from tqdm import tqdm
 from conf.command.clock import Stopwatch
 from conf.errors import InputError
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generate import hf_generate
 from heads.decoding.drafting import Drafter
@@ -139,7 +139,7 @@ def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
     ways: dict[str, Callable[[], Drafter]] = {
         "vanilla": NoDraft,
         "prompt_lookup": PromptLookup,
-        "suffix": lambda: Suffix(SuffixTree(max_ngram=24)),
+        "suffix": lambda: SuffixDrafter(SuffixTree(max_ngram=24)),
     }
     for name in DRAFTING:
         variant = next(reversed(HEADS[name].variants))

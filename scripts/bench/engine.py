@@ -26,7 +26,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.compare.methods import Decoding
+from eval.compare.methods import PromptDecoder
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, NoDraft, decode
@@ -135,8 +135,8 @@ def measure(
     """Texts of every drafter, interleaved, after a warm-up; on a GPU as captured steps."""
     texts: dict[str, list[Generation]] = {name: [] for name in makes}
 
-    def decoding(make: Callable[[], Drafter]) -> Decoding:
-        return Decoding(target, lambda _: make(), NUM_TOKENS, GREEDY, capture=True)
+    def decoding(make: Callable[[], Drafter]) -> PromptDecoder:
+        return PromptDecoder(target, lambda _: make(), NUM_TOKENS, GREEDY, capture=True)
 
     runs = {name: decoding(make) for name, make in makes.items()}
     for repeat in tqdm(range(NUM_REPEATS + 1), unit="repeat"):

@@ -207,14 +207,14 @@ def _captured(
     target: Any, make: Any, prompt: list[int], num_tokens: int, temperature: float = 0.0
 ) -> Any:
     """The faster of two texts of captured steps, after a first one; on a CPU, a text."""
-    from eval.decode.captured import Captured
+    from eval.decode.captured import GraphDecoder
     from eval.decode.engine import Request, decode_many
     from heads.decoding.sampling import Sampling
 
     sampling, requests = Sampling(temperature=temperature), [Request(prompt)]
     if target.device.type != "cuda":
         return decode_many(target, make, requests, num_tokens, 1, sampling)[0]
-    way = Captured(target, make, num_tokens, sampling)
+    way = GraphDecoder(target, make, num_tokens, sampling)
     way.decode(requests, 1)
     texts = [way.decode(requests, 1)[0] for _ in range(2)]
     return min(texts, key=lambda text: text.times.decode)

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from conf.command.clock import measure_seconds
-from eval.measure.answers import greedy_answers
-from eval.measure.bench import Bench, open_bench, write_result
-from eval.tune.cost import time_steps, typical_context
+from eval.measure.answers import generate_greedy_answers
+from eval.measure.bench import Measurement, open_measurement, write_result
+from eval.tune.cost import measure_step_costs, typical_context
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.target_model.model import prefill
 
 
-def steps_at(bench: Bench, context: list[int], size: int) -> dict[str, Any]:
+def steps_at(bench: Measurement, context: list[int], size: int) -> dict[str, Any]:
     """Seconds of a draft and its pass over `size` texts, per method, and of a plain pass."""
     plain, heads = [], []
     for head in bench.heads:
@@ -38,20 +38,22 @@ def steps_at(bench: Bench, context: list[int], size: int) -> dict[str, Any]:
             "tree": tree.num_nodes if isinstance(tree, Tree) else tree.num_tokens + 1,
         }
         drafters = {way: head.make_drafter(way, GREEDY, [0] * size) for way in widths}
-        curve, drafts = time_steps(
+        curve, drafts = measure_step_costs(
             bench.target, drafters, context, size, sorted(set(widths.values()))
         )
-        plain.append(curve.at(1))
-        heads.append({way: drafts[way] + curve.at(width) for way, width in widths.items()})
+        plain.append(curve.estimate_seconds(1))
+        heads.append(
+            {way: drafts[way] + curve.estimate_seconds(width) for way, width in widths.items()}
+        )
     return {"plain": min(plain), "heads": heads}
 
 
 @torch.no_grad()
 def main(config: SpeedupRun) -> None:
     """Time the steps."""
-    bench = open_bench(config, "costs.json", config.heads)
+    bench = open_measurement(config, "costs.json", config.heads)
     prompt = sorted(bench.prompts, key=lambda each: len(each.token_ids))[len(bench.prompts) // 2]
-    (answer,) = greedy_answers(bench.target, [prompt.token_ids], config.max_new_tokens)
+    (answer,) = generate_greedy_answers(bench.target, [prompt.token_ids], config.max_new_tokens)
     context = typical_context([prompt.token_ids], [answer])
 
     def read() -> None:

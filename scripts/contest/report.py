@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from conf.command.statement import check_unchanged
 from conf.errors import InputError
 from conf.files import write_atomically
-from eval.measure.stats import shown, tau_difference, tree_figures
+from eval.measure.stats import compare_tau, format_interval, select_tree_figures
 from eval.report.page import Axis
 from heads.folders import PROVENANCE
 from heads.storage import write_folder
@@ -147,7 +147,7 @@ def methods(
     reference, figures = speed["methods"][first]["prompts"], {}
     for name in sorted(speed["methods"], key=partial(score, speed), reverse=True):
         row = speed["methods"][name]
-        more, interval = tau_difference(reference, row["prompts"], seed=0)
+        more, interval = compare_tau(reference, row["prompts"], seed=0)
         sizes = {}
         for size, at_size in speed["concurrency"].items():
             measured = at_size["methods"][name]
@@ -184,7 +184,7 @@ def predicted(
     sizes = costs["sizes"].items()
     rates = {"vanilla": {size: rate(cost["plain"], size, 1.0) for size, cost in sizes}}
     for number, (label, names) in enumerate(ways.items()):
-        taus = {"chain": results[label]["tau"], "tree": tree_figures(results[label])["tau"]}
+        taus = {"chain": results[label]["tau"], "tree": select_tree_figures(results[label])["tau"]}
         for way, name in names.items():
             rates[name] = {
                 size: rate(cost["heads"][number][way], size, taus[way]) for size, cost in sizes
@@ -204,7 +204,11 @@ def speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
         cells = []
         for cell in row["sizes"].values():
             guess = "" if cell["predicted"] is None else f" [{cell['predicted']:.0f}]"
-            bounds = "" if cell["speedup_ci95"] is None else f" ({shown(cell['speedup_ci95'])})"
+            bounds = (
+                ""
+                if cell["speedup_ci95"] is None
+                else f" ({format_interval(cell['speedup_ci95'])})"
+            )
             cells.append(f"{cell['measured']:.0f}{guess}, {cell['speedup']:.2f}x{bounds}")
         tau, more = f"{row['tau']:.3f}", f"{row['more']:+.3f} ({words})"
         lines.append((row["label"] or "-", name, tau, more, *cells))

@@ -10,8 +10,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from conf.errors import InputError
 from conf.files import find_local_path, split_gguf_path
 from data.rows.files import DATA_ENDINGS
-from eval.measure.conditions import caption
-from eval.measure.stats import shown
+from eval.measure.conditions import format_conditions
+from eval.measure.stats import format_interval
 from heads.export.engines import format_template_note, format_vllm_command
 from heads.head import HeadFacts, get_head_settings
 
@@ -216,7 +216,12 @@ def _acceptance(acceptance: dict[str, Any]) -> list[str]:
     header = ["category", "prompts", "tau", "95% interval", *(["tau, tree"] if by_category else [])]
     rows = []
     for name, row in acceptance["by_category"].items():
-        cells = [name, row["num_prompts"], f"{row['tau']:.3f}", shown(row["ci95"], 3, " to ")]
+        cells = [
+            name,
+            row["num_prompts"],
+            f"{row['tau']:.3f}",
+            format_interval(row["ci95"], 3, " to "),
+        ]
         if by_category:
             cells.append(f"{by_category[name]['tau']:.3f}" if name in by_category else "")
         rows.append(cells)
@@ -226,7 +231,7 @@ def _acceptance(acceptance: dict[str, Any]) -> list[str]:
         for depth, (alpha, cumulative) in enumerate(rates, 1)
     ]
     by_depth = ["depth", "accepted when reached (alpha)", "accepted of all passes"]
-    held = caption(acceptance)
+    held = format_conditions(acceptance)
     under = [f"Measured under: {held}."] if held else []
     return [words, *under, _table(header, rows), _table(by_depth, depths)]
 

@@ -21,8 +21,8 @@ from data.features.format import (
     StoreContents,
     quantize_states,
 )
-from eval.measure.answers import OwnTexts, Texts
-from eval.measure.engines import ServedTexts, opened
+from eval.measure.answers import AnswerSource, LocalAnswerSource
+from eval.measure.engines import EngineAnswerSource, open_states_pool
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target
@@ -59,12 +59,12 @@ class Source:
     """The target's states of texts, and its own texts."""
 
     states_of: StatesOf
-    texts: Texts
+    texts: AnswerSource
 
     @classmethod
     def of(cls, target: Target, layers: tuple[int, ...]) -> "Source":
         """Source from a target in this process, and its layers."""
-        return cls(states_from_target(target, layers), OwnTexts(target))
+        return cls(states_from_target(target, layers), LocalAnswerSource(target))
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def source_of(
         yield Source.of(target, layers)
         return
     assert isinstance(target, RemoteTarget)
-    with opened(config, target, layers, text, target.final_norm) as pool:
+    with open_states_pool(config, target, layers, text, target.final_norm) as pool:
 
         def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             names, columns = batch.keys(), batch.values()
@@ -94,7 +94,7 @@ def source_of(
             read = list(pool.stream_sequence_states(rows))
             return {name: torch.stack([states[name] for states in read]) for name in read[0]}
 
-        yield Source(states_of, ServedTexts(pool, target))
+        yield Source(states_of, EngineAnswerSource(pool, target))
 
 
 @torch.no_grad()

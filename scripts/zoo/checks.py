@@ -21,8 +21,8 @@ from data.templates.encoder import Sample
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, common_prefix, decode_batch
 from eval.decode.generate import hf_generate
-from eval.decode.generation_config import Stops
-from eval.measure.replay import replay
+from eval.decode.generation_config import StopRules
+from eval.measure.replay import replay_response
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
@@ -198,7 +198,9 @@ class _Checks:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False,
             eos_token_id=self.target.stop_ids or None, pad_token_id=PAD,
         )  # fmt: skip
-        whole = Stops.of(self.target).cut([], text[0, ids.shape[1] :].tolist())
+        whole = StopRules.from_target(self.target).cut_after_end(
+            [], text[0, ids.shape[1] :].tolist()
+        )
         self._same_texts([Generation(whole)])
 
     def _generated(self) -> list[list[int]]:
@@ -217,10 +219,10 @@ class _Checks:
         return decode_batch(self.target, drafter, self.prompts[:num_texts], NUM_NEW)
 
     def _same_texts(self, texts: list[Generation]) -> None:
-        stops = Stops.of(self.target)
+        stops = StopRules.from_target(self.target)
         wrong = []
         for prompt, whole, one in zip(self.prompts, self.texts, texts, strict=False):
-            expected = stops.cut([], whole)
+            expected = stops.cut_after_end([], whole)
             if one.token_ids == expected:
                 continue
             place = common_prefix(one.token_ids, expected)
@@ -265,7 +267,7 @@ class _Checks:
         decoded = self._decoded(drafter)
         self._same_texts(decoded)
         with self.findings.column("replay"):
-            told = replay(self.target, head, tree, self.prompts[0], self.texts[0])
+            told = replay_response(self.target, head, tree, self.prompts[0], self.texts[0])
             self.findings.tau.setdefault(name, round(tau([PromptSteps("all", told)]), 3))
             if told != decoded[0].steps:
                 lengths = [

@@ -22,13 +22,13 @@ import eval.decode.captured
 from conf.command import entry
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import Medusa2Run
-from eval.decode.captured import Captured
+from eval.decode.captured import GraphDecoder
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import Ngram, PromptLookup
-from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
+from eval.decode.drafters.lookup import NgramModel, PromptLookup
+from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, Request
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
@@ -72,7 +72,7 @@ def decoded(job: dict[str, Any]) -> Row:
         make = _drafter(job, target)
         for length in (SHORTER, SHORTER, LONGER):  # the first makes what lasts
             with metered() as meter, counted() as counts, Whole.launched_by(meter):
-                texts = Captured(target, make, length).decode([Request([5] * job["length"])], 1)
+                texts = GraphDecoder(target, make, length).decode([Request([5] * job["length"])], 1)
             # The clock looks at events that have long happened.
             waits = [n for (_, line), n in counts.waits.items() if "command/clock" not in line]
             found.append((meter, sum(waits), len(texts[0].steps)))
@@ -135,9 +135,9 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
         others: dict[str, Callable[[list[int]], Drafter]] = {
             "none": lambda _: NoDraft(),
             "prompt_lookup": lambda _: PromptLookup(depth),
-            "ngram": lambda _: Ngram(depth),
-            "suffix": lambda _: Suffix(SuffixTree(8)),
-            "recycling": lambda _: Recycling(Successors(), recycling_tree(60)),
+            "ngram": lambda _: NgramModel(depth),
+            "suffix": lambda _: SuffixDrafter(SuffixTree(8)),
+            "recycling": lambda _: Recycling(SuccessorTable(), recycling_tree(60)),
             "lookahead": lambda _: Lookahead(),
             "early_exit": lambda seeds: SelfDraft(target, behind, depth, seeds=seeds),
             "skip_layers": lambda seeds: SelfDraft(target, other, depth, seeds=seeds),

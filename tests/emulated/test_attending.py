@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eval.decode import captured
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import Batch, Request
+from eval.decode.engine import DecodingBatch, Request
 from eval.tune import cost
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
@@ -67,9 +67,9 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
     target.model.generation_config.eos_token_id = []
     requests = list(map(Request, prompts()[:2]))
     texts = []
-    for kind in (captured.StepBatch, Batch):
+    for kind in (captured.StepBatch, DecodingBatch):
         batch = kind(target, lambda seeds: KINDS[name].make(target, GREEDY, seeds), requests, 40, 2)
-        steps = batch.run()
+        steps = batch.stream_tokens()
         for _ in range(3):
             next(steps)
         shapes.found.clear()
@@ -90,7 +90,7 @@ def test_what_is_timed_is_launched_as_decoding_launches_it(monkeypatch: pytest.M
     target, make = prepared("cuda", "medusa_chain")
     drafters: dict[str, Drafter] = {"head": make([7]), "host": PromptLookup(4)}
     with counted() as counts:
-        curve, drafts = cost.time_steps(target, drafters, prompts()[0], 1, (2, 4))
+        curve, drafts = cost.measure_step_costs(target, drafters, prompts()[0], 1, (2, 4))
     # Of a round, passes over one token in a row, and over each size; drafts of the head alone.
     of_round = 2 * (cost.NUM_PLAIN + 2) + 2
     assert counts.operations["graph"] == 2 * of_round

@@ -15,12 +15,12 @@ from feature_heads import feature_head, fresh, settings_of
 from torch import Tensor
 from toys import texts
 
-from eval.compare.methods import Decoding
+from eval.compare.methods import PromptDecoder
 from eval.decode import captured
-from eval.decode.captured import Captured, CaptureError, Graph, PassBatch, obstacle
-from eval.decode.drafters.hybrid import Hybrid
+from eval.decode.captured import CaptureError, Graph, GraphDecoder, PassBatch, find_capture_obstacle
+from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from heads.decoding import cache as tree_cache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
@@ -114,7 +114,7 @@ def decoded(
     requests = [Request(ids, 3 + number) for number, ids in enumerate(prompts())]
     if device == "cpu":
         return decode_many(target, make, requests, NUM_TOKENS, batch_size, how)
-    captured = Captured(target, make, NUM_TOKENS, how)
+    captured = GraphDecoder(target, make, NUM_TOKENS, how)
     if batch_size > 1:
         return captured.decode(requests, batch_size)
     return [text for each in requests for text in captured.decode([each], 1)]
@@ -223,7 +223,7 @@ def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(
     requests = list(map(Request, prompts()[:2]))
     batch = captured.StepBatch(target, make, requests, 60, 2, how)
     found: list[Counts] = []
-    steps = batch.run()
+    steps = batch.stream_tokens()
     # Of the first step the host learns when the second is under way.
     assert [len(next(steps)) for _ in range(3)] == [2, 0, 2]
     while True:
@@ -248,7 +248,7 @@ def test_rows_of_texts_that_have_ended_stay_within_their_slots_until_half_are_fr
     def rows_at_end(stops: list[int]) -> int:
         target.model.generation_config.eos_token_id = stops
         batch = captured.StepBatch(target, lambda _: NoDraft(), requests, 40, 3)
-        found = batch.decoded()
+        found = batch.decode_all()
         ends = [[place for place, token in enumerate(ids) if token in stops] for ids in whole]
         cut = [ids[: 1 + min(end, default=40)] for ids, end in zip(whole, ends, strict=True)]
         assert [each.token_ids for each in found] == cut
@@ -269,11 +269,11 @@ def test_rows_of_texts_that_have_ended_stay_within_their_slots_until_half_are_fr
 
 def test_what_cannot_be_captured_says_why() -> None:
     target = random_target("cuda")
-    assert obstacle(target) == ""
+    assert find_capture_obstacle(target) == ""
     target.logits_processing = {"repetition_penalty": 1.1}
-    assert "generation config" in obstacle(target)
+    assert "generation config" in find_capture_obstacle(target)
     target.model.lm_head.to("cuda:1")
-    assert "several devices" in obstacle(target)
+    assert "several devices" in find_capture_obstacle(target)
 
 
 class Asking(NoDraft):
@@ -287,12 +287,12 @@ class Asking(NoDraft):
 def test_a_step_that_waits_is_not_captured_and_leaves_nothing_behind() -> None:
     target, before = random_target("cuda"), torch.cuda.current_stream()
     with pytest.raises(CaptureError, match=r"not permitted .*: device to host") as failed:
-        Captured(target, lambda _: Asking(), 9).decode([Request([5, 17])], 1)
+        GraphDecoder(target, lambda _: Asking(), 9).decode([Request([5, 17])], 1)
     assert "not permitted" in str(failed.value.__cause__)
     assert torch.cuda.current_stream() is before
     assert not graphs.open_pools
     assert not torch.cuda.default_generators[0].state.capturing
-    [text] = Captured(target, lambda _: NoDraft(), 9).decode([Request([5, 17])], 1)
+    [text] = GraphDecoder(target, lambda _: NoDraft(), 9).decode([Request([5, 17])], 1)
     assert text.times.step > 0
 
 
@@ -316,7 +316,7 @@ def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixt
         (NoDraft, True, "step"), (NoDraft, False, "no: cuda_graphs=false"),
         (Asking, True, "permitted"), (lambda: PromptLookup(4), True, "verify pass"),
     ):  # fmt: skip
-        run = Decoding(target, lambda _, make=make: make(), 9, GREEDY, capture)
+        run = PromptDecoder(target, lambda _, make=make: make(), 9, GREEDY, capture)
         for _ in range(2):
             [found] = run([[5, 17]], [0], 1)
             assert found.token_ids == expected.token_ids
@@ -330,7 +330,7 @@ def test_a_method_that_samples_is_captured() -> None:
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
     [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17], 3)], 9, 1, SAMPLED)
-    [found] = Decoding(target, lambda _: NoDraft(), 9, SAMPLED, True)([[5, 17]], [3], 1)
+    [found] = PromptDecoder(target, lambda _: NoDraft(), 9, SAMPLED, True)([[5, 17]], [3], 1)
     assert found.token_ids == expected.token_ids
     assert found.times.step > 0
 
@@ -350,7 +350,7 @@ def test_what_capturing_takes_is_counted_and_in_no_other_figure(
     monkeypatch.setattr(captured, "Graph", Slow)
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
-    way = Captured(target, lambda _: make(), NUM_TOKENS)
+    way = GraphDecoder(target, lambda _: make(), NUM_TOKENS)
     [text] = way.decode([Request(prompts()[0])], 1)
     assert late[0] > 0
     assert text.times.num_captures == late[0] / 1000 == text.times.capture // 1000
@@ -369,7 +369,7 @@ def of_host(name: str, device: str) -> tuple[Target, Callable[[list[int]], Draft
     if name != "eagle_suffix":
         return prepared(device, name)
     target, make = prepared(device, "eagle_tree, EAGLE-3")
-    return target, lambda seeds: Hybrid(make(seeds), Suffix(SuffixTree(8)), 0.5)
+    return target, lambda seeds: HybridDrafter(make(seeds), SuffixDrafter(SuffixTree(8)), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_captured_passes_over_drafts_of_the_host_are_those_of_the_cpu(
         target.model.generation_config.eos_token_id = stops
         if device == "cpu":
             return decode_many(target, make, requests, length, how)
-        way = Captured(target, make, length)
+        way = GraphDecoder(target, make, length)
         assert way.what == "verify pass"
         if how > 1:
             return way.decode(requests, how)
@@ -422,12 +422,12 @@ def test_a_text_longer_than_the_one_before_it_is_drafted_for_as_if_it_were_the_f
 
         def make(seeds: list[int]) -> Drafter:
             # Of which the head drafts first.
-            mixed = Hybrid(head(seeds), Suffix(SuffixTree(8)), 50.0)
+            mixed = HybridDrafter(head(seeds), SuffixDrafter(SuffixTree(8)), 50.0)
             return mixed if what == "verify pass" else head(seeds)
 
         if device == "cpu":
             return decode_many(target, make, [short, long], NUM_TOKENS, 1)
-        way = Captured(target, make, NUM_TOKENS)
+        way = GraphDecoder(target, make, NUM_TOKENS)
         assert way.what == what
         # The longest first, so that what lasts has room for it.
         return [way.decode([each], 1)[0] for each in (long, short, long)][1:]
@@ -442,7 +442,7 @@ def test_a_captured_pass_is_one_launch_beside_what_the_host_drafts() -> None:
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
     batch = PassBatch(target, lambda _: PromptLookup(4), [Request(prompts()[0] * 2)], 60, 1)
-    steps, found = batch.run(), []
+    steps, found = batch.stream_tokens(), []
     while True:
         with counted() as counts:
             if next(steps, None) is None:
@@ -470,7 +470,7 @@ class Keeping(PromptLookup):
 def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
     target, drafter = random_target("cuda"), Keeping()
     target.model.generation_config.eos_token_id = []
-    PassBatch(target, lambda _: drafter, [Request(prompts()[0] * 2)], 40, 1).decoded()
+    PassBatch(target, lambda _: drafter, [Request(prompts()[0] * 2)], 40, 1).decode_all()
     assert len(drafter.kept) > 10
     for tensors, values in drafter.kept:
         assert [each.tolist() for each in tensors] == values

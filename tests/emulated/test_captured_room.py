@@ -8,7 +8,7 @@ from emulated.device import off
 from emulated.test_captured import LENGTHS, NUM_TOKENS, prompts, random_target, told
 
 from eval.decode import captured
-from eval.decode.captured import Captured, CapturedPasses, CaptureError, PassShape
+from eval.decode.captured import CapturedPasses, CaptureError, GraphDecoder, PassShape
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import Generation, Request, decode_many
 from heads.decoding import cache as tree_cache
@@ -29,7 +29,7 @@ class Growing(PromptLookup):
         return Draft(Tree.chain(self.size), tokens, self.size)
 
 
-def in_turn(way: Captured) -> list[Generation]:
+def in_turn(way: GraphDecoder) -> list[Generation]:
     """Texts one after the other, the longest first."""
     way.target.model.generation_config.eos_token_id = []
     return [text for ids in prompts()[:2] for text in way.decode([Request(ids)], 1)]
@@ -43,21 +43,21 @@ def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -
         target.model.generation_config.eos_token_id = []
         requests = [[Request(ids)] for ids in prompts()[:2]]
         texts = [decode_many(target, lambda _: Growing(), each, NUM_TOKENS, 1) for each in requests]
-    way = Captured(random_target("cuda"), lambda _: Growing(), NUM_TOKENS)
+    way = GraphDecoder(random_target("cuda"), lambda _: Growing(), NUM_TOKENS)
     assert told(in_turn(way)) == told([text for [text] in texts])
     assert way.kept is not None
-    assert way.kept.capacity == captured.slots_for(LENGTHS[0] + NUM_TOKENS, 13)
+    assert way.kept.capacity == captured.compute_num_slots(LENGTHS[0] + NUM_TOKENS, 13)
     assert way.kept.graphs.captured
 
 
 def test_drawn_chains_of_one_size_share_a_graph() -> None:
     tokens, probs = torch.tensor([[5, 6, 7]]), torch.rand(1, 3, 9)
     draft = Draft.from_tree(Tree.chain(3), tokens, probs)
-    shape = PassShape.of(draft)
-    assert shape == PassShape.of(
+    shape = PassShape.from_draft(draft)
+    assert shape == PassShape.from_draft(
         Draft.from_tree(Tree.chain(4), tokens[:, [0, 1, 2, 2]], probs[:, [0] * 4])
     )
-    assert shape != PassShape.of(Draft.from_tree(Tree.chain(3), tokens))
+    assert shape != PassShape.from_draft(Draft.from_tree(Tree.chain(3), tokens))
     padded = shape.padded(draft)
     assert padded.tokens.tolist() == [[5, 6, 7, PAD]]
     assert padded.draft_probs is not None
@@ -77,8 +77,8 @@ def test_a_compiled_target_needs_room_for_what_is_drafted(
         usual(passes, *given)
 
     monkeypatch.setattr(CapturedPasses, "__init__", noted)
-    target.capacity = captured.slots_for(LENGTHS[0] + NUM_TOKENS, num_nodes)
-    way = Captured(target, lambda _: Growing(), NUM_TOKENS)
+    target.capacity = captured.compute_num_slots(LENGTHS[0] + NUM_TOKENS, num_nodes)
+    way = GraphDecoder(target, lambda _: Growing(), NUM_TOKENS)
     if num_nodes == 13:
         in_turn(way)
         assert len(made) == 1  # whose graphs serve the second text too

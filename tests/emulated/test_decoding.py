@@ -11,16 +11,16 @@ from emulated.device import Counts, counted, off
 from feature_heads import fresh, settings_of
 from toys import noisy_head, random_model, tokenizer
 
-from eval.compare.names import known_methods
+from eval.compare.names import list_methods
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
-from eval.decode.drafters.hybrid import Hybrid
+from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import Ngram, PromptLookup
-from eval.decode.drafters.other_tokenizer import OtherTokenizer
-from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
+from eval.decode.drafters.lookup import NgramModel, PromptLookup
+from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter
+from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
 from eval.decode.drafters.self_speculation import SelfDraft
-from eval.decode.drafters.suffix import Suffix, SuffixTree
-from eval.decode.engine import NoDraft, stream
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
+from eval.decode.engine import NoDraft, stream_tokens
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical
@@ -95,10 +95,10 @@ def random_target(device: torch.device | str, **changes: int) -> Target:
     return Target(random_model(**sizes).to(device), TOKENIZER, "toy")
 
 
-def other_tokenizer(target: Target, *_: Any) -> OtherTokenizer:
+def other_tokenizer(target: Target, *_: Any) -> CrossTokenizerDrafter:
     other = permuted(random_target("cpu"))
     model = Target(other.model.to(target.device), other.tokenizer, other.name)
-    return OtherTokenizer(model, target.tokenizer, 3)
+    return CrossTokenizerDrafter(model, target.tokenizer, 3)
 
 
 def self_draft(skip: tuple[int, ...]) -> Callable[..., Drafter]:
@@ -110,7 +110,7 @@ def medusa(tree: Tree) -> Callable[..., Drafter]:
 
 
 def hybrid(make: Callable[..., Drafter]) -> Callable[..., Drafter]:
-    return lambda *given: Hybrid(make(*given), Suffix(SuffixTree(8)), 0.5)
+    return lambda *given: HybridDrafter(make(*given), SuffixDrafter(SuffixTree(8)), 0.5)
 
 
 CHAIN, BUSHY = Tree.chain(3), make_static_tree(3, 16)
@@ -157,9 +157,9 @@ KINDS = {
     "draft_chain, other tokenizer": Kind(other_tokenizer, 3, 2),
     "draft_tree": Kind(draft_model(make_static_tree(3, 8)), 1),
     "prompt_lookup": Kind(lambda *_: PromptLookup(4), 1),
-    "ngram": Kind(lambda *_: Ngram(4), 1),
-    "suffix": Kind(lambda *_: Suffix(SuffixTree(8)), 1),
-    "recycling": Kind(lambda *_: Recycling(Successors(), recycling_tree(6)), 0),
+    "ngram": Kind(lambda *_: NgramModel(4), 1),
+    "suffix": Kind(lambda *_: SuffixDrafter(SuffixTree(8)), 1),
+    "recycling": Kind(lambda *_: Recycling(SuccessorTable(), recycling_tree(6)), 0),
     # The target's answers below the window come down too.
     "lookahead": Kind(lambda *_: Lookahead(3, 3, 3), 1, 2),
     "early_exit": Kind(self_draft((1,)), 0),
@@ -178,7 +178,9 @@ def decoded(
     target.model.generation_config.eos_token_id = stops
     how = replace(how, typical=kind.typical)
     texts: list[list[int]] = [[] for _ in PROMPTS]
-    steps = stream(target, kind.make(target, how, [7, 8, 9]), PROMPTS, NUM_TOKENS, how, SEEDS)
+    steps = stream_tokens(
+        target, kind.make(target, how, [7, 8, 9]), PROMPTS, NUM_TOKENS, how, SEEDS
+    )
     counts, num_alive = [], [len(PROMPTS)]
     while True:
         with counted() as of_step:
@@ -229,5 +231,5 @@ def test_texts_are_those_of_the_cpu_and_a_step_copies_so_much(kind: Kind, how: S
 
 
 def test_every_method_of_the_engine_is_counted() -> None:
-    ours = {name for name in known_methods() if not name.startswith("generate")}
+    ours = {name for name in list_methods() if not name.startswith("generate")}
     assert {name.split(",")[0] for name in KINDS} == ours

@@ -13,9 +13,9 @@ from toys import random_model, tree_of
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from eval.decode import captured
-from eval.decode.captured import Captured
-from eval.decode.drafters.recycling import Recycling, Successors
-from eval.decode.engine import NoDraft, Request, decode_many, stream
+from eval.decode.captured import GraphDecoder
+from eval.decode.drafters.recycling import Recycling, SuccessorTable
+from eval.decode.engine import NoDraft, Request, decode_many, stream_tokens
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.layers.documents import Documents
@@ -81,7 +81,7 @@ def decoded(device: str, drafter: Drafter) -> tuple[list[list[int]], list[Counts
     target.model.generation_config.eos_token_id = []
     texts: list[list[int]] = [[] for _ in PROMPTS]
     prompts = [[token % 90 for token in ids] for ids in PROMPTS]
-    steps, found = stream(target, drafter, prompts, 8, GREEDY, [3, 4, 5]), []
+    steps, found = stream_tokens(target, drafter, prompts, 8, GREEDY, [3, 4, 5]), []
     while True:
         with counted() as counts:
             new = next(steps, None)
@@ -95,7 +95,7 @@ def decoded(device: str, drafter: Drafter) -> tuple[list[list[int]], list[Counts
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_step_waits_for_its_tree_and_for_what_is_kept(tree: bool) -> None:
     def drafter() -> Any:
-        return Recycling(Successors(), tree_of([0, 0, 1, 1])) if tree else NoDraft()
+        return Recycling(SuccessorTable(), tree_of([0, 0, 1, 1])) if tree else NoDraft()
 
     with off():
         expected, _ = decoded("cpu", drafter())
@@ -112,7 +112,7 @@ def test_captured_trees_in_sliding_layers_are_those_of_the_cpu(
     requests = [Request([token % 90 for token in ids] * 3) for ids in PROMPTS[:2]]
 
     def make(_seeds: list[int]) -> Drafter:
-        return Recycling(Successors(), tree_of([0, 0, 1, 1]))
+        return Recycling(SuccessorTable(), tree_of([0, 0, 1, 1]))
 
     def texts(device: str) -> list[list[int]]:
         target = Target(random_model("mistral").to(device), None, "mistral")
@@ -120,7 +120,7 @@ def test_captured_trees_in_sliding_layers_are_those_of_the_cpu(
         if device == "cpu":
             found = decode_many(target, make, requests, 30, 2)
         else:
-            found = Captured(target, make, 30).decode(requests, 2)
+            found = GraphDecoder(target, make, 30).decode(requests, 2)
         return [each.token_ids for each in found]
 
     with off():

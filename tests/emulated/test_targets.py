@@ -27,7 +27,7 @@ from conf.settings.data import DataConfig, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype, TargetConfig
 from data.features.reader import FeatureStore
-from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import DynamicShape, make_static_tree
@@ -132,7 +132,7 @@ def drafters_of(target: Target) -> list[Drafter]:
         NoDraft(),
         MedusaDrafter(noisy_head(target), make_static_tree(3, 16)),
         EagleTree(eagle, DynamicShape(3, 3, 8)),
-        SelfDraft(target, early_exit(target, 2), 3, seeds=[1, 2, 3]),
+        SelfDraft(target, list_skipped_layers(target, 2), 3, seeds=[1, 2, 3]),
     ]
 
 

@@ -25,7 +25,7 @@ from conf.settings.target import TargetConfig
 from data.embedded import PROMPTS, TARGET_PATH
 from data.rows.records import load_records
 from data.templates.encoder import RecordEncoder
-from eval.measure.prompts import first_turns
+from eval.measure.prompts import render_first_turns
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -91,7 +91,7 @@ def target() -> Target:
 def prompts() -> list[list[int]]:
     _, tokenizer = load_config_and_tokenizer(TargetConfig(path=TARGET_PATH))
     records = load_records(PROMPTS).records[:8]
-    return [prompt.token_ids for prompt in first_turns(records, RecordEncoder(tokenizer))]
+    return [prompt.token_ids for prompt in render_first_turns(records, RecordEncoder(tokenizer))]
 
 
 @needs(VLLM)

@@ -31,7 +31,7 @@ from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from data.servers.pool import HiddenStatesPool
 from data.servers.versions import WRITINGS
 from eval import serve
-from eval.measure.answers import greedy_answers
+from eval.measure.answers import generate_greedy_answers
 from heads.target_model.model import FeatureLayers
 from heads.target_model.remote import find_final_norm, load_remote
 from tests.train.loop.test_served import LAYERS
@@ -145,7 +145,7 @@ def test_vllm_hands_out_the_states_that_we_compute(
         for name, tensor in wanted.items():
             torch.testing.assert_close(states[name], tensor, rtol=0, atol=1e-5, msg=name)
     for prompt, (answer, states) in zip((ids[:20], ids[:5]), answered, strict=True):
-        assert answer == greedy_answers(target, [prompt], 12, shown=False)[0]
+        assert answer == generate_greedy_answers(target, [prompt], 12, shown=False)[0]
         assert states["hidden_states"].shape == (len(prompt) + 11, target.hidden_size)
 
 

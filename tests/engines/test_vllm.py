@@ -19,8 +19,8 @@ from data.servers.counts import DraftCounts
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode
-from eval.measure.handed_on import hand_on
-from eval.measure.replay import accepted_lengths, ranked_drafts
+from eval.measure.handed_on import export_results
+from eval.measure.replay import compute_accepted_lengths, rank_candidates
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
@@ -63,7 +63,9 @@ def accepted_per_pass(
     text = decode(target, NoDraft(), prompt, num_tokens + DEPTH).token_ids
     output = target.encode_text(prompt + text[:-1], head.taps)
     chain = Tree.chain(DEPTH)
-    lengths = accepted_lengths(chain, ranked_drafts(head, chain, output, prompt, text), text)
+    lengths = compute_accepted_lengths(
+        chain, rank_candidates(head, chain, output, prompt, text), text
+    )
     found, root = [], 0
     while root < num_tokens - 1:
         found.append(lengths[root])
@@ -120,7 +122,7 @@ def counted_here(target: Target, head: EagleHead, prompt: list[int]) -> dict[str
 def test_vllm_accepts_what_a_golden_file_says(tmp_path: Path) -> None:
     """Its own kernel under the settings that the file gives, by length and by depth."""
     measured = result(text(0, [3, 1, 0, 2]), text(1, [1, 3, 3]))
-    hand_on(measured, tmp_path)
+    export_results(measured, tmp_path)
     written = (tmp_path / "golden.yaml").read_text()
     golden = yaml.safe_load(written)["qwen3-8b"]["thinking_off"]
     settings = [

@@ -18,7 +18,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import CalibrateRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from eval import calibrate, speedup
-from eval.compare.names import known_methods
+from eval.compare.names import list_methods
 from eval.decode.engine import Step
 from eval.tune import cost
 from eval.tune.confidence import (
@@ -230,7 +230,7 @@ def test_an_eagle_head_is_calibrated_for_the_way_it_decodes(setting, tmp_path, t
 
 
 def test_every_kind_has_a_cut_chain_which_needs_calibrating(setting, tmp_path) -> None:
-    assert {f"{name}_cut" for name in HEADS} <= known_methods().keys()
+    assert {f"{name}_cut" for name in HEADS} <= list_methods().keys()
     head = Path(shutil.copytree(setting["head"], tmp_path / "head"))
     with pytest.raises(
         InputError, match=r"needs medusa_cut \(a Medusa head calibrated by eval/calibrate\.py"

@@ -19,8 +19,8 @@ from data.rows.records import load_records
 from data.templates.encoder import RecordEncoder
 from eval import acceptance, speedup, tree_search
 from eval.decode.engine import decode
-from eval.measure.bench import seed_of
-from eval.measure.prompts import first_turns
+from eval.measure.bench import compute_prompt_seed
+from eval.measure.prompts import render_first_turns
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.eagle.drafter import EagleChain
@@ -192,10 +192,10 @@ def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path) -> None:
     target = load_target(TargetConfig(path=eagles["target"]), torch.device("cpu"))
     head = load_head(str(eagles["folder"] / "eagle3")).attach(target).eval()
     steps = []
-    for prompt in first_turns(
+    for prompt in render_first_turns(
         load_records(eagles["data"]).records, RecordEncoder(target.tokenizer)
     ):
-        seed, warm = seed_of(prompt, 0), Sampling(0.8, 0.9, 20)
+        seed, warm = compute_prompt_seed(prompt, 0), Sampling(0.8, 0.9, 20)
         drafter = EagleChain(head, 3, warm, drafter_seeds([seed]))
         found = decode(target, drafter, prompt.token_ids, 24, warm, seed)
         steps.append(PromptSteps("", found.steps))

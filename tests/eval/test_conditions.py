@@ -11,7 +11,7 @@ from conf.errors import InputError
 from conf.settings.measure import AcceptanceRun, Mode
 from eval import acceptance
 from eval.measure import bench
-from eval.measure.under import runs_under
+from eval.measure.under import build_condition_runs
 from eval.report.by_condition import conditions_table
 from tests.eval.test_commands import made, settings
 
@@ -31,8 +31,8 @@ def test_a_condition_changes_what_it_names() -> None:
             "data.path=a/long.jsonl data.chat_template_kwargs.enable_thinking=false",
         ],
     )
-    given, drawn, long = runs_under(config).values()
-    assert list(runs_under(config))[1] == "mode=decode temperature=1 top_p=0.9"
+    given, drawn, long = build_condition_runs(config).values()
+    assert list(build_condition_runs(config))[1] == "mode=decode temperature=1 top_p=0.9"
     assert (given.mode, given.temperature, given.out_dir) == (Mode.replay, 0.0, "out/as_given")
     assert (drawn.mode, drawn.temperature, drawn.top_p) == (Mode.decode, 1.0, 0.9)
     assert drawn.out_dir == "out/mode=decode_temperature=1_top_p=0.9"
@@ -59,7 +59,7 @@ def test_what_is_no_condition_is_refused_before_anything_is_loaded(
 ) -> None:
     own = settings(setting, tmp_path)
     with pytest.raises(InputError, match=message):
-        acceptance.check(AcceptanceRun(**own, conditions=conditions))
+        acceptance.check_acceptance_run(AcceptanceRun(**own, conditions=conditions))
 
 
 def test_all_conditions_stand_in_one_table(setting, tmp_path, capsys, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from conf.settings.target import Dtype, TargetConfig
 from data.servers import endpoint as endpoint_module
 from eval import serve
 from eval.decode.engine import NoDraft, decode
-from eval.measure.replay import accepted_lengths, ranked_drafts
+from eval.measure.replay import compute_accepted_lengths, rank_candidates
 from eval.served import check
 from heads.decoding.tree import Tree
 from heads.target_model.load import load_target
@@ -52,8 +52,8 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         text = decode(target, NoDraft(), list(prompt), num_tokens + DEPTH).token_ids
         assert len(text) == num_tokens + DEPTH
         output = target.encode_text([*prompt, *text[:-1]], head.taps)
-        accepted = accepted_lengths(
-            chain, ranked_drafts(head, chain, output, list(prompt), text), text
+        accepted = compute_accepted_lengths(
+            chain, rank_candidates(head, chain, output, list(prompt), text), text
         )
         lengths, root = [], 0
         while root < num_tokens - 1:

@@ -18,9 +18,9 @@ from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
 from data.templates.encoder import RecordEncoder
 from eval import acceptance
-from eval.measure.answers import greedy_answers
-from eval.measure.bench import open_bench
-from eval.measure.prompts import first_turns
+from eval.measure.answers import generate_greedy_answers
+from eval.measure.bench import open_measurement
+from eval.measure.prompts import render_first_turns
 from heads.eagle.head import EagleHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -51,8 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     records = load_records(str(prompts), DataConfig()).records
-    asked = [each.token_ids for each in first_turns(records, RecordEncoder(target.tokenizer))]
-    own = greedy_answers(target, asked, 24, shown=False)
+    asked = [
+        each.token_ids for each in render_first_turns(records, RecordEncoder(target.tokenizer))
+    ]
+    own = generate_greedy_answers(target, asked, 24, shown=False)
     texts = [prompt + answer for prompt, answer in zip(asked, own, strict=True)]
     config = EagleConfig(form=EagleForm.eagle3, num_steps=3)
     head = EagleHead.from_settings(target, config, DraftVocab.make_full(target.vocab_size), seed=0)
@@ -102,10 +104,14 @@ def test_an_answer_ends_at_a_text_that_the_engine_does_not_know(
     (prompt,) = [[5, 17, 40]]
     with serving(target, tmp_path, [NUM_LAYERS]) as server:
         config = run(folder, tmp_path / "out", "medusa", [server.url], num_turns=1)
-        with open_bench(config, "acceptance.json", served=True) as bench:
-            ((whole, _),) = bench.texts.answers([prompt], 8, bench.head.head.taps)
-            bench.ends.stop_strings = (target.tokenizer.decode(whole[:3]),)
-            ((ids, output),) = bench.texts.answers([prompt], 8, bench.head.head.taps)
+        with open_measurement(config, "acceptance.json", served=True) as bench:
+            ((whole, _),) = bench.answer_source.answer_with_states(
+                [prompt], 8, bench.head.draft_head.taps
+            )
+            bench.embeddings_and_output_head.stop_strings = (target.tokenizer.decode(whole[:3]),)
+            ((ids, output),) = bench.answer_source.answer_with_states(
+                [prompt], 8, bench.head.draft_head.taps
+            )
     assert 0 < len(ids) <= 3
     assert ids == whole[: len(ids)]
     assert output.hidden_states.shape[1] == len(prompt) + len(ids) - 1
@@ -116,4 +122,4 @@ def test_what_runs_the_target_s_layers_refuses_engines(folder: Path, tmp_path: P
     with pytest.raises(InputError, match=r"mode=decode: .*leave target\.engine unset"):
         run(folder, tmp_path / "out", "medusa", urls, mode=Mode.decode)
     with pytest.raises(InputError, match="runs the target in its own process"):
-        open_bench(run(folder, tmp_path / "out", "medusa", urls), "other.json")
+        open_measurement(run(folder, tmp_path / "out", "medusa", urls), "other.json")

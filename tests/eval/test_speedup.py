@@ -9,11 +9,11 @@ from toys import endless_target, tokenizer
 
 from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
-from eval.compare.figures import summarise
+from eval.compare.figures import summarise_speedup
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, NoDraft, Step, decode
-from eval.measure.bench import Bench
+from eval.measure.bench import Measurement
 from eval.measure.prompts import Prompt
 from eval.report.figures import step_ms
 from heads.decoding.sampling import GREEDY, Sampling
@@ -53,14 +53,14 @@ def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> No
     ]
     target = SimpleNamespace(tokenizer=tokenizer())
     methods = {name: Method(lambda *_: []) for name in texts}
-    bench = Bench(target, [], [], Sampling(1.0), {}, True)  # the text of each is its own
+    bench = Measurement(target, [], [], Sampling(1.0), {}, True)  # the text of each is its own
     # The bytes of a character are shown where it is whole.
     pieces = ["z", "", "\N{LATIN SMALL LETTER E WITH ACUTE}", "", "", "", "\N{GRINNING FACE}"]
     tree = list(zip(pieces, [0, 1, 2, 0, 0, 1, 2], strict=True))
     lookup = list(zip(pieces, [1, 2, 3, 0, 0, 1, 2], strict=True))
     # Of every category in turn; a loop that drafts nothing writes what vanilla does.
     shown = {"methods": {"vanilla": [("z", 0), ("z", 0)], "tree": tree, "lookup": lookup}}
-    result = summarise(bench, SpeedupRun(num_texts=3), methods, found)
+    result = summarise_speedup(bench, SpeedupRun(num_texts=3), methods, found)
     assert result["lossless"] is None  # chance alone makes sampled texts differ
     assert result["texts"] == [
         {"prompt": 0, "category": "a", "turn": 1, "question": "question 0", **shown},
@@ -76,7 +76,7 @@ def test_where_texts_part_and_how_sure_the_target_was() -> None:
     texts = {"vanilla": [own, own], "tree": [own, other], "chain": [own, own[:4]]}
     seconds = DecodingTimes(total=1.0)
     methods = {name: Method(lambda *_: []) for name in texts}
-    bench = Bench(target, [], [], GREEDY, {}, True)
+    bench = Measurement(target, [], [], GREEDY, {}, True)
     found = [
         PromptRun(
             prompt("a", place),
@@ -84,7 +84,7 @@ def test_where_texts_part_and_how_sure_the_target_was() -> None:
         )
         for place in range(2)
     ]
-    result = summarise(bench, SpeedupRun(num_texts=0), methods, found)["lossless"]
+    result = summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)["lossless"]
     margins = []
     for ids in ([5, 6, *own[:3]], [5, 6, *own[:4]]):
         logits = target.model(torch.tensor([ids])).logits[0, -1].sort().values
@@ -102,8 +102,10 @@ def test_where_texts_part_and_how_sure_the_target_was() -> None:
 def compared(found: list[PromptRun], **settings) -> dict:
     """The row of `tree`."""
     methods = {name: Method(lambda *_: []) for name in found[0].texts}
-    bench = Bench(TARGET, [], [], GREEDY, {}, True)
-    return summarise(bench, SpeedupRun(num_texts=0, **settings), methods, found)["methods"]["tree"]
+    bench = Measurement(TARGET, [], [], GREEDY, {}, True)
+    return summarise_speedup(bench, SpeedupRun(num_texts=0, **settings), methods, found)["methods"][
+        "tree"
+    ]
 
 
 def alone(number: int, plain: list[float], drafted: list[float], turn: int = 1) -> PromptRun:
@@ -142,9 +144,9 @@ def test_speedups_are_over_the_faster_of_what_drafts_nothing() -> None:
         runs = {n: [text(10, s, 0.5, steps=steps)] for n, s in seconds.items()}
         runs["tree"] = [text(10, 1.0, 0.5, steps=drafted)]
         methods = {name: Method(lambda *_: []) for name in runs}
-        bench = Bench(TARGET, [], [], GREEDY, {}, True)
+        bench = Measurement(TARGET, [], [], GREEDY, {}, True)
         found = [PromptRun(prompt("a"), runs)]
-        return summarise(bench, SpeedupRun(num_texts=0), methods, found)
+        return summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)
 
     result = measured(vanilla=4.0, generate=2.0)
     assert (result["baseline"], result["baselines"]) == ("generate", ["vanilla", "generate"])
@@ -165,8 +167,8 @@ def test_what_a_gpu_stood_still_is_the_hosts() -> None:
     busy = {"vanilla": {"draft": 1.0, "verify": 3.0, "accept": 1.5}}
     found = [PromptRun(prompt("a", 0), runs, busy), PromptRun(prompt("a", 1), runs)]
     methods = {"vanilla": Method(lambda *_: [])}
-    bench = Bench(TARGET, [], [], GREEDY, {}, True)
-    result = summarise(bench, SpeedupRun(num_texts=0), methods, found)
+    bench = Measurement(TARGET, [], [], GREEDY, {}, True)
+    result = summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)
     parts = {"prefill": 2.0, "draft": 2.0, "verify": 6.0, "accept": 2.0, "host": 6.0}
     assert result["methods"]["vanilla"]["breakdown"] == approx(parts)
 
@@ -176,8 +178,8 @@ def test_a_captured_step_is_a_part_of_its_own() -> None:
     runs = {"vanilla": [Generation([5], times=times)] * 4}
     found = [PromptRun(prompt("a", 0), runs, {"vanilla": {"step": 4.5}})]
     methods = {"vanilla": Method(lambda *_: [], settings={"captured": True})}
-    bench = Bench(TARGET, [], [], GREEDY, {}, True)
-    row = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"]["vanilla"]
+    bench = Measurement(TARGET, [], [], GREEDY, {}, True)
+    row = summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)["methods"]["vanilla"]
     parts = {"prefill": 1.0, "draft": 0, "verify": 0, "accept": 0, "step": 4.5, "host": 3.5}
     assert row["breakdown"] == approx(parts)
     assert row["captured"] is True
@@ -190,8 +192,8 @@ def test_every_pass_of_every_prompt_is_in_the_result() -> None:
     texts = [text(5, s, 0.5, steps=steps, drafted=[4, 2]) for s in (1.0, 2.0)]
     found = [PromptRun(prompt("a", 7, 2), {"vanilla": texts})]
     methods = {"vanilla": Method(lambda *_: [], settings={"skip": [1]})}
-    bench = Bench(TARGET, [], [], GREEDY, {}, True)
-    [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
+    bench = Measurement(TARGET, [], [], GREEDY, {}, True)
+    [row] = summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["prompts"] == [
         {
             "dialogue": 7, "turn": 2, "category": "a", "prompt_tokens": 2, "drafted": [4, 2],
@@ -213,12 +215,12 @@ def test_all_intervals_are_those_of_the_seed() -> None:
         quick = text(10, 1.0 + number**2, 0.5, steps=steps)
         plain = text(10, 5.0, 0.5, steps=steps)
         found.append(PromptRun(prompt("a", number), {"vanilla": [plain], "tree": [quick]}))
-    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    bench = Measurement(TARGET, [], [], GREEDY, {}, True)
     methods = {name: Method(lambda *_: []) for name in ("vanilla", "tree")}
 
     def intervals(seed: int) -> list[list[float]]:
         config = SpeedupRun(num_texts=0, seed=seed)
-        own = summarise(bench, config, methods, found)["methods"]["tree"]
+        own = summarise_speedup(bench, config, methods, found)["methods"]["tree"]
         rows = (own, own["by_category"]["a"])
         return [list(row[name]) for row in rows for name in ("speedup_ci95", "tau_ci95")]
 
@@ -251,9 +253,9 @@ def test_figures_by_hand() -> None:
         "root": Method(lambda *_: [], Tree.chain(0)),
         "silent": Method(lambda *_: []),
     }
-    bench = Bench(TARGET, [], [], GREEDY, {}, True)
+    bench = Measurement(TARGET, [], [], GREEDY, {}, True)
     config = SpeedupRun(num_texts=0, batch_size=4, num_repeats=3)
-    result = summarise(bench, config, methods, found)
+    result = summarise_speedup(bench, config, methods, found)
     assert (result["baseline"], result["batch_size"], result["num_repeats"]) == ("vanilla", 4, 3)
     assert result["texts"] == []
     own = result["methods"]["tree"]

@@ -21,13 +21,20 @@ from conf.settings.measure import AcceptanceRun, Mode, TreeSearchRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
-from eval.measure.bench import Bench
-from eval.measure.heads import SHAPE_FILE, BenchHead, write_beside
+from eval.measure.bench import Measurement
+from eval.measure.heads import SHAPE_FILE, MeasuredHead, write_beside
 from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, ShapeCosts
 from eval.tune import advice, cost
 from eval.tune.cost import CostCurve
-from eval.tune.trees import DrawnTree, DynamicTexts, StaticTexts, best_trees, node_values, widest
+from eval.tune.trees import (
+    DrawnTree,
+    DynamicTreeReplay,
+    StaticTreeReplay,
+    best_trees,
+    node_values,
+    widest,
+)
 from heads.blocks.drafter import BlockTree
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
@@ -47,13 +54,13 @@ RESPONSE = [1, 4, 5, 9]
 
 
 def test_values_by_hand() -> None:
-    texts = StaticTexts([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], PAD]])
+    texts = StaticTreeReplay([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], PAD]])
     # Four places: three of the first text, one of the second, followed by 4: rank 0.
     assert node_values(texts) == {(1,): 2 / 4, (1, 0): 1 / 4, (0,): 1 / 4}
 
 
 def test_a_text_of_one_token_has_no_values() -> None:
-    assert node_values(StaticTexts([[1]], [[PAD]])) == {}
+    assert node_values(StaticTreeReplay([[1]], [[PAD]])) == {}
 
 
 def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
@@ -61,7 +68,7 @@ def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
     draw = torch.Generator().manual_seed(seed)
     response = torch.randint(3, (60,), generator=draw).tolist()
     orders = torch.rand(60, 3, 3, generator=draw).argsort(-1).tolist()
-    return node_values(StaticTexts([response], [orders]))
+    return node_values(StaticTreeReplay([response], [orders]))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -101,13 +108,13 @@ def eagle(target):
 
 def test_static_steps_are_those_of_decoding(target) -> None:
     head = noisy_head(target)
-    texts = StaticTexts.read(target, head, PROMPTS, 30, widest(3))
+    texts = StaticTreeReplay.from_prompts(target, head, PROMPTS, 30, widest(3))
     for paths in ([[0]], [[1], [3], [3, 0]], [[0], [1], [0, 0], [1, 2], [0, 0, 0], [0, 0, 9]]):
         tree = Tree.from_paths(paths)
         found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 30) for p in PROMPTS]
-        assert texts.steps(tree) == [each.steps for each in found]
+        assert texts.replay_shape(tree) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.num_accepted for text in texts.steps(widest(3)) for step in text)
+    assert any(step.num_accepted for text in texts.replay_shape(widest(3)) for step in text)
 
 
 def test_what_was_drawn_is_followed_by_hand() -> None:
@@ -141,7 +148,7 @@ def make(request, target, eagle):
 @pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
     """Blocks are checked too: they draft other tokens where fewer are asked for."""
-    texts = DynamicTexts.read(target, make, PROMPTS, 24, 4, [top_k])
+    texts = DynamicTreeReplay.read(target, make, PROMPTS, 24, 4, [top_k])
     for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
         found = [decode(target, make(shape), p.token_ids, 24) for p in PROMPTS]
@@ -153,8 +160,8 @@ def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
 def test_trees_are_drawn_no_deeper_than_a_head_drafts(target) -> None:
     """A block of five has four slots to draft in."""
     head, chain = fresh(target, settings_of("dflash")), Tree.chain(4)
-    opened = BenchHead("", head.attach(target).eval(), DynamicShape(4, 4, 8), chain)
-    bench = Bench(target, [opened], PROMPTS[:1], GREEDY, {}, main=True)
+    opened = MeasuredHead("", head.attach(target).eval(), DynamicShape(4, 4, 8), chain)
+    bench = Measurement(target, [opened], PROMPTS[:1], GREEDY, {}, is_main_process=True)
     config = TreeSearchRun(max_new_tokens=3, top_ks=[1])
     texts = tree_search.read_texts(bench, config)
     assert (texts.depth, texts.top_ks) == (4, [1, 4])
@@ -186,35 +193,39 @@ DEAR = CostCurve("gpu", [1, 2], [1.0, 3.0], draft_seconds=0.0)
 def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passes(
     target, eagle
 ) -> None:
-    static = StaticTexts.read(target, noisy_head(target), PROMPTS, 30, widest(3))
-    dynamic = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
+    static = StaticTreeReplay.from_prompts(target, noisy_head(target), PROMPTS, 30, widest(3))
+    dynamic = DynamicTreeReplay.read(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
     config = TreeSearchRun(max_nodes=24, top_ks=[4])
     for texts in (static, dynamic):
         usual, best, found = tree_search.search(texts, ShapeCosts(FREE, {}), config)
         assert best.tau == max(each.tau for each in (usual, *found))
-        assert tree_search.num_tokens(best.shape) > 8
+        assert tree_search.count_draft_tokens(best.shape) > 8
         assert best.speedup == best.tau
         usual, best, found = tree_search.search(texts, ShapeCosts(DEAR, {}), config)
-        assert tree_search.num_tokens(best.shape) == 1
+        assert tree_search.count_draft_tokens(best.shape) == 1
         assert best.speedup == best.tau / 3
 
 
 def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
-    texts = DynamicTexts.read(target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4])
-    usual, found = tree_search.shapes(texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4]))
+    texts = DynamicTreeReplay.read(target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4])
+    usual, found = tree_search.build_candidate_shapes(
+        texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4])
+    )
     assert usual == DynamicShape(2, 4, 5)
     assert [shape.num_tokens for shape in found if shape.top_k == 1] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert max(shape.num_tokens for shape in found) == 20
     assert DynamicShape(1, 4, 5) not in found  # four are drawn
-    shallow = DynamicTexts(texts.responses, {(1, 4): texts.drawn[8, 4]}, has_nested_trees=True)
-    usual, found = tree_search.shapes(shallow, TreeSearchRun(max_nodes=20, top_ks=[4]))
+    shallow = DynamicTreeReplay(texts.responses, {(1, 4): texts.drawn[8, 4]}, has_nested_trees=True)
+    usual, found = tree_search.build_candidate_shapes(
+        shallow, TreeSearchRun(max_nodes=20, top_ks=[4])
+    )
     assert usual == DynamicShape(1, 4, 5)
     assert max(shape.depth for shape in found) == 1
 
 
 def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
-    texts = StaticTexts([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
-    usual = Candidate.of(Tree.chain(2), texts, ShapeCosts(FREE, {}))
+    texts = StaticTreeReplay([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
+    usual = Candidate.from_replay(Tree.chain(2), texts, ShapeCosts(FREE, {}))
     assert (usual.tau, usual.speedup, usual.step_s) == (2.0, 2.0, 1.0)
 
 
@@ -222,7 +233,9 @@ def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
 def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
     monkeypatch.setattr(cost, "NUM_PLAIN", 1)
-    monkeypatch.setattr(tree_search, "time_steps", partial(cost.time_steps, sizes=(2, 4, 12)))
+    monkeypatch.setattr(
+        tree_search, "time_steps", partial(cost.measure_step_costs, sizes=(2, 4, 12))
+    )
     monkeypatch.setattr(advice, "SIZES", (2, 4))
 
 
@@ -337,7 +350,7 @@ def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> Non
 
 def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
     chain = Tree.chain(1)
-    head = BenchHead("somebody/head", noisy_head(random_target()), chain, chain)
+    head = MeasuredHead("somebody/head", noisy_head(random_target()), chain, chain)
     content = {**tree_search.described(DynamicShape(3, 2, 4)), "device": "cpu"}
     path = write_beside(head, SHAPE_FILE, content, tmp_path)
     assert path == tmp_path / "draft_tree.json"

@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig
 from data.features.writer import HostCopier
-from eval.decode.captured import Captured, CaptureError, Graph, slots_for
+from eval.decode.captured import CaptureError, Graph, GraphDecoder, compute_num_slots
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream
-from eval.measure.replay import replay
+from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream_tokens
+from eval.measure.replay import replay_response
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
@@ -50,7 +50,7 @@ def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
     for tree in (Tree.chain(3), make_static_tree(3, 32)):
         drafted = decode(target, MedusaDrafter(head, tree), PROMPT, 40)
         assert drafted.token_ids == expected
-        assert replay(target, head, tree, PROMPT, expected) == drafted.steps
+        assert replay_response(target, head, tree, PROMPT, expected) == drafted.steps
 
 
 @on_cuda
@@ -65,7 +65,7 @@ def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
     expected = decode(target, NoDraft(), PROMPT, 40).token_ids
     chain = decode(target, head.chain(head, 4), PROMPT, 40)
     assert chain.token_ids == expected
-    assert replay(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    assert replay_response(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
     tree = head.tree(head, DynamicShape(4, 4, 16))
     assert decode(target, tree, PROMPT, 40).token_ids == expected
     sampling = Sampling(temperature=1.0, top_k=1)
@@ -163,9 +163,9 @@ def test_captured_steps_are_those_that_are_not_and_write_the_text_of_the_cpu(
     )
     record_property("accepted", sum(step.num_accepted for g in expected for step in g.steps))
     if compiled:
-        target.compile(slots_for(60, 64))
+        target.compile(compute_num_slots(60, 64))
     for batch_size in (1, 2, 3):
-        way = Captured(target, make, 40, how) if DEVICE == "cuda" else None
+        way = GraphDecoder(target, make, 40, how) if DEVICE == "cuda" else None
         for _ in range(2):
             if way is None:
                 found = decode_many(target, make, REQUESTS, 40, batch_size, how)
@@ -203,7 +203,7 @@ def test_a_step_on_cuda_waits_once() -> None:
     head = EagleHead.from_settings(
         target, EagleConfig(), DraftVocab.make_full(target.vocab_size), seed=0
     )
-    steps = stream(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
+    steps = stream_tokens(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
     next(steps), next(steps)
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -17,7 +17,7 @@ from feature_heads import (
 )
 
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.measure.replay import replay, replayed
+from eval.measure.replay import replay_drafter, replay_response
 from heads.decoding.drafting import PAD, CommittedTokens, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree
@@ -42,7 +42,7 @@ def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
     for prompt, text in zip(prompts(), answers(), strict=True):
         decoded = decode(target, head.chain(head, depth), prompt, 40)
         assert decoded.token_ids == text
-        assert replay(target, head, Tree.chain(depth), prompt, text) == decoded.steps
+        assert replay_response(target, head, Tree.chain(depth), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
     assert num_accepted > 20
 
@@ -55,7 +55,7 @@ def test_trees_are_lossless_and_replayed_along_a_text(name: str, shape: DynamicS
         decoded = decode(target, head.tree(head, shape), prompt, 20)
         assert decoded.token_ids == text[:20]
         output = target.encode_response(prompt, text[:20], head.taps)
-        found = replayed(head.tree(head, shape), output, prompt, text[:20])
+        found = replay_drafter(head.tree(head, shape), output, prompt, text[:20])
         assert found == (decoded.steps, decoded.drafted)
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts()[-1]
 

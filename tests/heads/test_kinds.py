@@ -31,7 +31,7 @@ from conf.settings.scripts import CompareRun, PruneRun
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance
-from eval.measure.heads import open_head
+from eval.measure.heads import load_measured_head
 from heads.head import DraftHead
 from heads.kinds import load_head
 from heads.target_model.load import load_target
@@ -313,6 +313,6 @@ def test_trees_deeper_than_a_block_are_refused(target: Target, name: str, tmp_pa
     head_of(target, name).save(tmp_path / "head")
     ref = HeadRef(path=str(tmp_path / "head"))
     deep, deeper = (AcceptanceRun(head=ref, dynamic_tree=DynamicTreeConfig(n)) for n in (4, 5))
-    assert open_head(deep, ref).depth == 4
+    assert load_measured_head(deep, ref).depth == 4
     with pytest.raises(InputError, match=r"dynamic_tree\.depth=5: this head drafts at most 4 tok"):
-        open_head(deeper, ref)
+        load_measured_head(deeper, ref)

@@ -26,7 +26,7 @@ from conf.settings.target import Dtype
 from data.features import writer
 from data.features.reader import FeatureStore, dequantize_batch
 from data.features.writer import HostCopier
-from eval.measure.answers import greedy_answers
+from eval.measure.answers import generate_greedy_answers
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
@@ -81,7 +81,7 @@ def test_states_of_a_bfloat16_target_are_its_own_to_the_bit(inputs: Path, tmp_pa
 
 
 def test_rows_are_those_that_training_without_a_store_packs(whole: Path, inputs: Path) -> None:
-    work = script.prepared(settings(inputs, whole), script.start(), SHARD_BYTES)
+    work = script.prepared(settings(inputs, whole), script.join_processes(), SHARD_BYTES)
     store = FeatureStore(whole)
     for packed, stored in (
         (work.sets["train"], store.train),
@@ -154,7 +154,7 @@ def test_answers_of_held_out_prompts_are_the_targets_own(whole: Path, inputs: Pa
         row = store.replay.load_sequence(index)
         ids, answer = row["input_ids"], row["loss_mask"]
         prompt = ids[~answer].tolist()
-        [alone] = greedy_answers(target, [prompt], replay.MAX_NEW_TOKENS, shown=False)
+        [alone] = generate_greedy_answers(target, [prompt], replay.MAX_NEW_TOKENS, shown=False)
         assert ids[answer].tolist() == alone
         output = target.encode_text(ids[:-1].tolist(), FeatureLayers((2,)))
         expected = output.layers[2][0].bfloat16().float()
@@ -264,7 +264,7 @@ def test_copies_of_a_batch_do_not_wait_for_each_other(monkeypatch: pytest.Monkey
 
 def in_turn(processes: int, config: CaptureRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture by several processes, one after the other, the first one last."""
-    real = script.start()
+    real = script.join_processes()
     for index in reversed(range(processes)):
         state = SimpleNamespace(
             process_index=index, num_processes=processes, is_main_process=index == 0,

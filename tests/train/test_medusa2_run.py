@@ -19,7 +19,7 @@ from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig
 from data.prepared.prepare import prepare_datasets
 from eval import acceptance
-from eval.measure.answers import OwnTexts
+from eval.measure.answers import LocalAnswerSource
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from scripts import merge_adapter
@@ -72,7 +72,7 @@ def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path, in
     target, config = load_target(adapted, CPU), settings(inputs, straight)
     heldout = prepare_datasets(config.data, target.tokenizer, seed=0)[1]
     head = load_head(str(straight / "head")).attach(target).eval()
-    live = HeldoutReplay(OwnTexts(target), heldout_prompts(heldout, 2), 2, head.taps)
+    live = HeldoutReplay(LocalAnswerSource(target), heldout_prompts(heldout, 2), 2, head.taps)
     assert last["eval/tau"] == pytest.approx(live(head)["tau"])
     origin = json.loads((straight / "head/headsmith.json").read_text())
     assert origin["adapter"]["path"] == str(straight / "adapter")

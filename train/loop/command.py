@@ -24,9 +24,9 @@ from data.features.reader import FeatureStore, TrainingData
 from data.prepared.pack import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
 from data.servers.endpoint import Endpoint
-from eval.decode.generation_config import follow
-from eval.measure.answers import OwnTexts
-from eval.measure.engines import ServedTexts, opened, told_of
+from eval.decode.generation_config import apply_generation_config
+from eval.measure.answers import LocalAnswerSource
+from eval.measure.engines import EngineAnswerSource, build_request_settings, open_states_pool
 from heads.head import DraftHead
 from heads.kinds import find_kind_name, load_head
 from heads.target_model.dequantise import resolve_target_folder
@@ -107,8 +107,8 @@ class TrainingSource:
         assert isinstance(self.heldout, PackedDataset)
         layers = sorted({*taps.layers, target.num_layers})
         text = longest_document(self.train)
-        with opened(self.served_by, target, layers, text) as pool:
-            replay = partial(HeldoutReplay, ServedTexts(pool, target), list(self.prompts))
+        with open_states_pool(self.served_by, target, layers, text) as pool:
+            replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
             train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
             yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.server_lines)
 
@@ -364,7 +364,7 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     lines = [*told, *report.format_lines()]
     replay = None
     if isinstance(target, Target):
-        replay = partial(HeldoutReplay, OwnTexts(target), prompts)
+        replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
         lines.append(f"attention of the target: {target.attention_description}")
     identity = identify_target(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
@@ -384,13 +384,13 @@ def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndOutp
     target = (RemoteTarget.from_config if urls else load_target)(config.target, device)
     lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
     try:
-        follow(target)
+        apply_generation_config(target)
         if urls:
-            told_of(target)
+            build_request_settings(target)
     except InputError as error:
         if config.rollout.steps is not None:
             raise
-        follow(target, plain=True)
+        apply_generation_config(target, plain=True)
         lines.append(f"tau is measured on plain greedy answers: {error}")
     return target, lines
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from data.features.format import HIDDEN_STATES
 from data.features.reader import StoredDataset, dequantize_batch
 from data.prepared.pack import PackedDataset
-from eval.measure.answers import Texts
-from eval.measure.replay import Replayable, ranked_drafts, steps_along
+from eval.measure.answers import AnswerSource
+from eval.measure.replay import Replayable, rank_candidates, replay_tree
 from eval.measure.stats import PromptSteps, alpha, tau
 from heads.decoding.tree import Tree
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
@@ -50,8 +50,8 @@ class Replay(ABC):
         chain = Tree.chain(self.depth)
         steps = []
         for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
-            ranked = ranked_drafts(head, chain, output, prompt, answer)
-            steps.append(PromptSteps("heldout", steps_along(chain, ranked, answer)))
+            ranked = rank_candidates(head, chain, output, prompt, answer)
+            steps.append(PromptSteps("heldout", replay_tree(chain, ranked, answer)))
         rates = alpha(steps, chain.depth)
         return {"tau": tau(steps)} | {
             f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)
@@ -62,7 +62,7 @@ class HeldoutReplay(Replay):
     """Replay over answers that the target writes at the first use."""
 
     def __init__(
-        self, texts: Texts, prompts: list[list[int]], depth: int, taps: FeatureLayers
+        self, texts: AnswerSource, prompts: list[list[int]], depth: int, taps: FeatureLayers
     ) -> None:
         super().__init__(prompts, depth, taps)
         self.texts = texts
@@ -70,7 +70,7 @@ class HeldoutReplay(Replay):
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
         """Answers and hidden states, from one decoding of each prompt."""
-        return self.texts.answers(self.prompts, MAX_NEW_TOKENS, self.taps)
+        return self.texts.answer_with_states(self.prompts, MAX_NEW_TOKENS, self.taps)
 
 
 class StoredReplay(Replay):

@@ -27,9 +27,9 @@ from data.prepared.pack import PackedDataset
 from data.servers.endpoint import Endpoint, request_continuations
 from data.templates.encoder import Sample
 from eval.decode.engine import Generation, Request, decode_many
-from eval.decode.generation_config import Stops
-from eval.measure.engines import told_of
-from eval.measure.processes import gathered
+from eval.decode.generation_config import StopRules
+from eval.measure.engines import build_request_settings
+from eval.measure.processes import gather_items
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
@@ -224,7 +224,7 @@ class Rollouts:
         for group in bar:
             own += zip(group, self._answers(number, group, prompts, head), strict=True)
         processes.wait()
-        answers = [answer for _, answer in sorted(gathered(own), key=lambda pair: pair[0])]
+        answers = [answer for _, answer in sorted(gather_items(own), key=lambda pair: pair[0])]
         whole = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
         texts = AnsweredPrompts(
             token_ids=torch.tensor([token for text in whole for token in text]),
@@ -264,7 +264,7 @@ class Rollouts:
     def _served(self, requests: list[Request]) -> list[Generation]:
         """Answers of a server or of engines, without figures of their drafts."""
         who = "target.engine" if self.server is None else str(self.server)
-        told = told_of(self.target, who, self.config.temperature)
+        told = build_request_settings(self.target, who, self.config.temperature)
         seeds = [{"seed": each.seed} if self.config.temperature > 0 else {} for each in requests]
         asked = (
             [request.prompt_ids for request in requests],
@@ -282,5 +282,5 @@ class Rollouts:
                 f"{who}: answers with token {highest}, but {self.target.name} has {vocab_size} "
                 "tokens, so another model is served; serve the target"
             )
-        stops = Stops.of(self.target)
-        return [Generation(stops.cut([], answer)) for answer in answers]
+        stops = StopRules.from_target(self.target)
+        return [Generation(stops.cut_after_end([], answer)) for answer in answers]

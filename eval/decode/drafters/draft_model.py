@@ -118,11 +118,11 @@ class DraftModel:
         """Draft trees below `roots`, one pass per depth."""
         assert self.cache is not None
         rows = [[*tokens, root] for tokens, root in zip(self.unread, roots.ids, strict=True)]
-        logits = read_rows(self.model, self.cache, rows)
+        logits = commit_tokens(self.model, self.cache, rows)
         if not self.sampling.is_greedy:
             # The longest draft of a batch decides how often each text draws.
             self.draws = self.generators.next_step()
-        rooms = [room(self.model, length + 1) for length in self.lengths]
+        rooms = [count_draftable_tokens(self.model, length + 1) for length in self.lengths]
         self.drafted, self.depth = list(map(min, self.limits, rooms)), 0
         probs: list[Tensor] = []
         self.tokens = torch.empty(len(roots), 0, dtype=torch.int64, device=logits.device)
@@ -133,7 +133,7 @@ class DraftModel:
                 mask = level.mask if self.tree.width > 1 else None
                 output = self.model.run_pending(self.cache, fed, mask, level.depths)
                 logits = self.model.compute_logits(output.hidden_states)
-            tokens = self._sample(fit(logits, self.vocab_size), level, probs)
+            tokens = self._sample(match_vocab_size(logits, self.vocab_size), level, probs)
             self.tokens = torch.cat([self.tokens, tokens], dim=1)
             self.depth += 1
         q = _by_node(self.levels, probs) if probs else None
@@ -159,7 +159,7 @@ class DraftModel:
         assert other.cache is not None
         *prompt, last = other.unread[0]
         if prompt:
-            read_rows(self.model, other.cache, [prompt])
+            commit_tokens(self.model, other.cache, [prompt])
         self.cache.insert_row(row, other.cache)
         self.unread[row] = [last]
         self.lengths[row], self.limits[row] = other.lengths[0], other.limits[0]
@@ -182,7 +182,7 @@ class DraftModel:
         return tokens
 
 
-def room(model: Target, length: int) -> int:
+def count_draftable_tokens(model: Target, length: int) -> int:
     """Number of tokens that a draft model can draft in a row after a text of this length.
 
     It reads all of them but the last.
@@ -190,12 +190,12 @@ def room(model: Target, length: int) -> int:
     return sys.maxsize if model.max_positions is None else max(model.max_positions + 1 - length, 0)
 
 
-def read_rows(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
+def commit_tokens(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
     """Commit tokens, at least one per text; return [B, 1, V] logits after the last of each.
 
     Tokens beyond the model's window are not read, as no token is drafted there.
     """
-    rooms = [max(1, room(model, length) - 1) for length in cache.slots.lengths]
+    rooms = [max(1, count_draftable_tokens(model, length) - 1) for length in cache.slots.lengths]
     rows = [row[:most] for row, most in zip(rows, rooms, strict=True)]
     # Tokens that only the target knows may lie beyond the draft model's vocabulary.
     known = [[min(token, model.vocab_size - 1) for token in row] for row in rows]
@@ -211,7 +211,7 @@ def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> T
     return tokens.masked_fill(keys == 0, PAD)
 
 
-def fit(logits: Tensor, vocab_size: int) -> Tensor:
+def match_vocab_size(logits: Tensor, vocab_size: int) -> Tensor:
     """Cut or pad logits to [..., V] if the vocabularies are padded differently."""
     logits = logits[..., :vocab_size]
     return pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eval.decode.drafters.suffix import Suffix
+from eval.decode.drafters.suffix import SuffixDrafter
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 
 KEPT = 0.5
@@ -21,7 +21,7 @@ MEMORY = 0.8
 """Weight of the mean of all earlier steps against one new step."""
 
 
-class Hybrid:
+class HybridDrafter:
     """Chooses the draft with more expected accepted tokens.
 
     Args:
@@ -32,7 +32,7 @@ class Hybrid:
 
     num_static_nodes = None
 
-    def __init__(self, head: Drafter, suffix: Suffix, expected: float) -> None:
+    def __init__(self, head: Drafter, suffix: SuffixDrafter, expected: float) -> None:
         self.head, self.suffix, self.expected = head, suffix, expected
         self.taps = head.taps
         self.means: list[float] = []
@@ -71,7 +71,7 @@ class Hybrid:
         if self.copied:
             self.copied = [self.copied[row] for row in rows]
 
-    def insert_row(self, row: int, other: "Hybrid") -> None:
+    def insert_row(self, row: int, other: "HybridDrafter") -> None:
         """Start the single text of another drafter in a row."""
         self.head.insert_row(row, other.head)
         self.suffix.insert_row(row, other.suffix)

@@ -138,7 +138,7 @@ class PromptLookup(_FromText):
     table = _FirstPlaces
 
 
-class Ngram(_FromText):
+class NgramModel(_FromText):
     """Drafts with an n-gram model of prompt and answer, backing off to shorter n-grams.
 
     Unlike a copy, it follows the majority and continues where a copied passage ends.

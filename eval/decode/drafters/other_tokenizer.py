@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eval.decode.drafters.draft_model import read_rows, room
+from eval.decode.drafters.draft_model import commit_tokens, count_draftable_tokens
 from eval.decode.engine import common_prefix
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
@@ -41,7 +41,7 @@ class Translator:
         start = draft("").input_ids[:1]
         self.start = start if start == [draft.bos_token_id] else []
 
-    def read(self, target_ids: list[int]) -> list[int]:
+    def to_draft_ids(self, target_ids: list[int]) -> list[int]:
         """Ids of the draft model for a piece of text, without an incomplete last character."""
         whole, _ = self._split(target_ids)
         text = _decode(self.target, [i for i in whole if i not in self.unread])
@@ -96,7 +96,7 @@ class Translation:
 
     def ids(self, root: int) -> tuple[list[int], list[int]]:
         """The text up to `root` in the draft model's ids: the whole, and the window's part."""
-        recent = self.translator.read([*self.tail, root])
+        recent = self.translator.to_draft_ids([*self.tail, root])
         ids = self.done + recent[self.overlap :]
         start = self.translator.start
         if ids[: len(start)] != start:
@@ -105,8 +105,8 @@ class Translation:
 
     def _advance(self) -> None:
         """Start a later window, if most of its translation agrees with the earlier one."""
-        long = self.translator.read(self.tail)
-        short = self.translator.read(self.tail[-self.window :])
+        long = self.translator.to_draft_ids(self.tail)
+        short = self.translator.to_draft_ids(self.tail[-self.window :])
         same = common_prefix(long[::-1], short[::-1])
         if 2 * same < len(short):
             return
@@ -115,7 +115,7 @@ class Translation:
         self.tail = self.tail[-self.window :]
 
 
-class OtherTokenizer:
+class CrossTokenizerDrafter:
     """Drafts the likeliest tokens of a model with another tokenizer.
 
     Every step waits for the device once more, as text is made on the host.
@@ -166,14 +166,16 @@ class OtherTokenizer:
             self.texts = [self.texts[row] for row in rows]
             self.read = [self.read[row] for row in rows]
 
-    def insert_row(self, row: int, other: "OtherTokenizer") -> None:
+    def insert_row(self, row: int, other: "CrossTokenizerDrafter") -> None:
         """Start the single text of another drafter in a row; differing tokens are read anew."""
         self.texts[row] = other.texts[0]
 
     def _draft(self, texts: list[list[int]]) -> list[list[int]]:
         """Likeliest tokens after the texts, after reading their new tokens."""
         assert self.cache is not None
-        rooms = [min(self.num_tokens, room(self.model, len(text))) for text in texts]
+        rooms = [
+            min(self.num_tokens, count_draftable_tokens(self.model, len(text))) for text in texts
+        ]
         if not any(rooms):
             return [[] for _ in texts]
         # The last token is always read, for the logits after it.
@@ -183,7 +185,7 @@ class OtherTokenizer:
         ]
         self.cache.slots.rewind(known)
         new = [text[num:] for text, num in zip(texts, known, strict=True)]
-        chosen = [read_rows(self.model, self.cache, new).argmax(-1)]
+        chosen = [commit_tokens(self.model, self.cache, new).argmax(-1)]
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=self.model.device)
         first = torch.zeros_like(chosen[0])
         for _ in range(max(rooms) - 1):

@@ -30,7 +30,7 @@ def recycling_tree(num_tokens: int) -> Tree:
     return Tree.from_accuracies([ACCURACY] * DEPTH, num_tokens)
 
 
-class Successors:
+class SuccessorTable:
     """Best candidates after each token, shared by the drafters of a target."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Successors:
         self.table[tokens] = logits.topk(NUM_SUCCESSORS).indices
         self.table[PAD] = PAD
 
-    def of(self, tokens: Tensor) -> Tensor:
+    def look_up(self, tokens: Tensor) -> Tensor:
         """[..., 8] int64 successors, the best first; PAD for a token not read yet."""
         if self.table is None:
             return tokens.new_full((*tokens.shape, NUM_SUCCESSORS), PAD)
@@ -62,7 +62,7 @@ class Recycling:
 
     taps = FeatureLayers()
 
-    def __init__(self, successors: Successors, tree: Tree) -> None:
+    def __init__(self, successors: SuccessorTable, tree: Tree) -> None:
         self.successors, self.tree = successors, tree
         self.num_static_nodes = tree.num_nodes
         self.drafted: Tensor | None = None
@@ -79,7 +79,7 @@ class Recycling:
         successors: dict[int, Tensor] = {}
         for parent, rank in zip(self.tree.parents[1:], self.tree.ranks[1:], strict=True):
             if parent not in successors:
-                successors[parent] = self.successors.of(nodes[parent])
+                successors[parent] = self.successors.look_up(nodes[parent])
             nodes.append(successors[parent][:, rank])
         self.drafted = torch.stack(nodes, 1)
         return Draft.from_tree(self.tree, self.drafted[:, 1:])

@@ -24,7 +24,7 @@ from heads.target_model.model import FeatureLayers, Target
 from heads.upload import to_device
 
 
-def early_exit(target: Target, num_layers: int) -> tuple[int, ...]:
+def list_skipped_layers(target: Target, num_layers: int) -> tuple[int, ...]:
     """Layers left out if only the first `num_layers` run."""
     return tuple(range(num_layers, target.num_layers))
 
@@ -93,7 +93,7 @@ class SelfDraft:
         self.generators.take(row, other.generators)
 
 
-class OwnText:
+class ReplayText:
     """One of the target's texts, read once, on which many sets of layers can be tried.
 
     A chain is drafted below every root at once. As an accepted draft token is the text's own,

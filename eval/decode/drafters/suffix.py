@@ -135,7 +135,7 @@ def _continued(run: _Run, most: int, min_prob: float) -> tuple[list[int], float]
     return tokens, score
 
 
-class Suffix:
+class SuffixDrafter:
     """Drafts chains from prompt and answer, or from earlier answers, whichever promises more.
 
     Args:
@@ -179,7 +179,7 @@ class Suffix:
         if self.texts:
             self.texts = [self.texts[row] for row in rows]
 
-    def insert_row(self, row: int, other: "Suffix") -> None:
+    def insert_row(self, row: int, other: "SuffixDrafter") -> None:
         """Start the single text of another drafter in a row."""
         self.texts[row] = other.texts[0]
 

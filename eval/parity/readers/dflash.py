@@ -1,14 +1,14 @@
 """Reader of exported DFlash heads. See `eval/parity/blocks.py`."""
 
 from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
-from eval.parity.files import Export, Golden
+from eval.parity.files import Export, ReferenceLogits
 
 FORMATS = {"dflash": ("vllm", "sglang", "speculators", "original")}
 NATIVE = "DFlashDraftModel"
 ARCHITECTURES = dict.fromkeys(FORMATS["dflash"], NATIVE)
 
 
-def read(export: Export, golden: Golden) -> ServedBlocks:
+def read(export: Export, golden: ReferenceLogits) -> ServedBlocks:
     """See `eval.parity.gate.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     return ServedBlocks(export, golden, shape_of(reader), {})
@@ -21,11 +21,13 @@ def shape_of(reader: BlockConfigReader) -> BlockShape:
         InputError: as in `BlockConfigReader.shape`.
     """
     root = reader.root
-    if reader.nested:
-        root.equal("sample_from_anchor", False, "as rows draft the token at their place", "guesses")
-        return reader.shape(root, anchored=False, causal=reader.non_causal())
-    block = root.part("dflash_config")
+    if reader.is_speculators:
+        root.check_equal(
+            "sample_from_anchor", False, "as rows draft the token at their place", "guesses"
+        )
+        return reader.shape(root, anchored=False, causal=reader.parse_speculators_causal())
+    block = root.get_section("dflash_config")
     causal = reader.causal(block, "causal")
-    root.only("is_causal", causal)
-    root.only("sample_from_anchor", False)
+    root.check_allowed("is_causal", causal)
+    root.check_allowed("sample_from_anchor", False)
     return reader.shape(block, anchored=False, causal=causal)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
-from eval.parity.files import Export, Golden
+from eval.parity.files import Export, ReferenceLogits
 from eval.parity.readers.dflash import shape_of
 from eval.parity.served import Shapes
 
@@ -51,7 +51,7 @@ class ServedDFlash2(ServedBlocks):
     """
 
     def __init__(
-        self, export: Export, golden: Golden, shape: BlockShape, settings: DFlash2Settings
+        self, export: Export, golden: ReferenceLogits, shape: BlockShape, settings: DFlash2Settings
     ) -> None:
         self._settings, hidden = settings, shape.hidden_size
         self._groups = hidden // settings.conv_group_size
@@ -107,18 +107,18 @@ class ServedDFlash2(ServedBlocks):
         return super().embeds(row) * self._settings.input_embedding_scale
 
 
-def read(export: Export, golden: Golden) -> ServedDFlash2:
+def read(export: Export, golden: ReferenceLogits) -> ServedDFlash2:
     """See `eval.parity.gate.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     shape = shape_of(reader)
-    block = reader.root if reader.nested else reader.root.part("dflash_config")
+    block = reader.root if reader.is_speculators else reader.root.get_section("dflash_config")
     # Rows of a block see each other.
-    block.only("causal", False)
-    block.only("sliding_window_non_causal", True)
+    block.check_allowed("causal", False)
+    block.check_allowed("sliding_window_non_causal", True)
     values: dict[str, Any] = {
-        field.name: block.need(field.name, int, "refuses the head")
+        field.name: block.require_key(field.name, int, "refuses the head")
         if field.default is MISSING
-        else block.need(field.name, float, "scales nothing")
+        else block.require_key(field.name, float, "scales nothing")
         for field in fields(DFlash2Settings)
         if field.default is MISSING or block.has(field.name)
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
-from eval.parity.files import Export, Golden
+from eval.parity.files import Export, ReferenceLogits
 from eval.parity.served import Shapes
 
 FORMATS = {"dspark": ("vllm", "sglang", "speculators", "original")}
@@ -30,7 +30,7 @@ class ServedDSpark(ServedBlocks):
     """
 
     def __init__(
-        self, export: Export, golden: Golden, shape: BlockShape, *, markov: str, rank: int,
+        self, export: Export, golden: ReferenceLogits, shape: BlockShape, *, markov: str, rank: int,
         confidence_size: int,
     ) -> None:  # fmt: skip
         self._markov = markov
@@ -64,19 +64,23 @@ class ServedDSpark(ServedBlocks):
         return base + self.linear(memory, SECOND), state
 
 
-def read(export: Export, golden: Golden) -> ServedDSpark:
+def read(export: Export, golden: ReferenceLogits) -> ServedDSpark:
     """See `eval.parity.gate.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     root, guesses = reader.root, "guesses, and vLLM not as speculators does"
-    anchored = root.need("sample_from_anchor", bool, guesses)
-    causal = reader.non_causal() if reader.nested else reader.causal(root, "is_causal")
+    anchored = root.require_key("sample_from_anchor", bool, guesses)
+    causal = (
+        reader.parse_speculators_causal()
+        if reader.is_speculators
+        else reader.causal(root, "is_causal")
+    )
     shape = reader.shape(root, anchored=anchored, causal=causal)
-    markov = root.need("markov_head_type", str, "takes vanilla")
+    markov = root.require_key("markov_head_type", str, "takes vanilla")
     served = ("vanilla",) if export.format == "vllm" else ("vanilla", "gated", "rnn")
-    root.only("markov_head_type", *served)
-    rank = root.need("markov_rank", int, "takes 256 or none")
-    with_markov = root.need("confidence_head_with_markov", bool, "takes false, or true")
-    has_confidence = root.need("enable_confidence_head", bool, "takes false, or true")
+    root.check_allowed("markov_head_type", *served)
+    rank = root.require_key("markov_rank", int, "takes 256 or none")
+    with_markov = root.require_key("confidence_head_with_markov", bool, "takes false, or true")
+    has_confidence = root.require_key("enable_confidence_head", bool, "takes false, or true")
     return ServedDSpark(
         export, golden, shape, markov=markov, rank=rank,
         confidence_size=shape.hidden_size + rank * with_markov if has_confidence else 0,

@@ -13,12 +13,12 @@ from conf.errors import InputError
 from eval.parity.eagle import (
     CONVENTIONS,
     LAYER,
-    Conventions,
     EagleConfigReader,
     EagleShape,
+    EngineConventions,
     Presence,
 )
-from eval.parity.files import Export, Golden
+from eval.parity.files import Export, ReferenceLogits
 from eval.parity.served import EMBEDDING, OUTPUT, ServedLayers, Shapes
 
 FORMATS = {
@@ -39,7 +39,7 @@ class ServedEagle(ServedLayers):
     shape: EagleShape
 
     def __init__(
-        self, export: Export, golden: Golden, conventions: Conventions, shape: EagleShape,
+        self, export: Export, golden: ReferenceLogits, conventions: EngineConventions, shape: EagleShape,
         num_layers: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(export, golden, conventions.title, shape)
@@ -63,10 +63,10 @@ class ServedEagle(ServedLayers):
             self.vocabulary_line(shape.own_head),
         ]
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """[S, R] logits of the reference ids, and [S] logsumexp over all ids, at each depth."""
         golden, shape = self.golden, self.shape
-        position_ids = golden.need("position_ids", (None,))
+        position_ids = golden.require_tensor("position_ids", (None,))
         reached, all_positions = int(position_ids.max()), golden.max_position_embeddings
         if reached < all_positions // 2:
             raise InputError(
@@ -75,14 +75,16 @@ class ServedEagle(ServedLayers):
             )
         width = (len(position_ids), shape.target_hidden_size)
         layers = shape.layers or (golden.num_layers,)
-        features = torch.cat([golden.need(f"hidden_states.{i}", width) for i in layers], dim=-1)
-        embeds = self._embeds(golden.need("token_ids", (None,)))
+        features = torch.cat(
+            [golden.require_tensor(f"hidden_states.{i}", width) for i in layers], dim=-1
+        )
+        embeds = self._embeds(golden.require_tensor("token_ids", (None,)))
         for states in self.states(features, embeds, position_ids):
             if shape.own_head:
                 drafted = shape.logit_scale * self.linear(states, "lm_head")
                 yield self.compared(drafted, self._target_ids), drafted.logsumexp(dim=-1)
             else:
-                rows = golden.need("output_head", (None, shape.hidden_size))
+                rows = golden.require_tensor("output_head", (None, shape.hidden_size))
                 yield shape.logit_scale * states @ rows.T, None
 
     def expected(self) -> tuple[Shapes, Shapes]:
@@ -161,12 +163,12 @@ class ServedEagle(ServedLayers):
         shape = self.shape
         wanted = (len(token_ids), shape.hidden_size)
         if self.embedding is None:
-            return self.golden.need("token_embeddings", wanted)
+            return self.golden.require_tensor("token_embeddings", wanted)
         own = self.embedding[token_ids].float()
         dropped = self.conventions.embedding is Presence.no
         if not dropped or shape.hidden_size != shape.target_hidden_size:
             return own
-        if not torch.equal(own, self.golden.need("token_embeddings", wanted)):
+        if not torch.equal(own, self.golden.require_tensor("token_embeddings", wanted)):
             raise self.wrong(EMBEDDING, "is not the target's", "the target's: it takes that")
         return own
 
@@ -178,15 +180,15 @@ class ServedEagle(ServedLayers):
         return f"? {name}" if name.startswith(LAYER) else name
 
 
-def shape_of(
-    export: Export, golden: Golden, conventions: Conventions, num_layers: int = 1
+def parse_shape(
+    export: Export, golden: ReferenceLogits, conventions: EngineConventions, num_layers: int = 1
 ) -> EagleShape:
     """Shape of the head in a `config.json`. See `EagleConfigReader`."""
     config = EagleConfigReader(export, golden, conventions, num_layers)
-    return config.shape(own_head=OUTPUT in export.tensors)
+    return config.parse_shape(own_head=OUTPUT in export.tensors)
 
 
-def read(export: Export, golden: Golden) -> ServedEagle:
+def read(export: Export, golden: ReferenceLogits) -> ServedEagle:
     """See `eval.parity.gate.Reader`."""
     conventions = CONVENTIONS[export.format, export.kind]
-    return ServedEagle(export, golden, conventions, shape_of(export, golden, conventions))
+    return ServedEagle(export, golden, conventions, parse_shape(export, golden, conventions))

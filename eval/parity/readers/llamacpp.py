@@ -12,10 +12,10 @@ from torch import Tensor
 
 from conf.errors import InputError
 from eval.parity.blocks import BlockShape, ServedBlocks
-from eval.parity.config import Settings
-from eval.parity.eagle import Conventions, EagleShape, Presence
-from eval.parity.files import Export, Golden
-from eval.parity.gguf import Keys
+from eval.parity.config import EngineConfig
+from eval.parity.eagle import EagleShape, EngineConventions, Presence
+from eval.parity.files import Export, ReferenceLogits
+from eval.parity.gguf import GgufMetadata
 from eval.parity.readers.dflash2 import DFlash2Settings, ServedDFlash2
 from eval.parity.readers.dspark import ServedDSpark
 from eval.parity.readers.eagle import ServedEagle
@@ -66,9 +66,9 @@ class GgufHead:
         arch: architecture of these heads.
     """
 
-    def __init__(self, export: Export, golden: Golden, arch: str) -> None:
+    def __init__(self, export: Export, golden: ReferenceLogits, arch: str) -> None:
         self.export, self.golden = export, golden
-        self.keys = Keys(export.config, export.weights, arch)
+        self.keys = GgufMetadata(export.config, export.weights, arch)
         self.keys.equal("general.architecture", arch, "that of the kind", "loads nothing")
         self.hidden = self.keys.need("embedding_length", int, "loads nothing")
         self.num_layers = self.keys.need("block_count", int, "loads nothing")
@@ -142,7 +142,7 @@ class GgufHead:
             settings["rope_scaling"]["original_max_position_embeddings"] = original
         elif kind not in ("none", "linear"):
             raise keys.wrong("rope.scaling.type", "none, linear or yarn")
-        rope = read_rope(Settings(settings, keys.file, "llama.cpp"), head_dim, RopeKeys.old)
+        rope = read_rope(EngineConfig(settings, keys.file, "llama.cpp"), head_dim, RopeKeys.old)
         if self.freqs is None:
             return rope
         if self.freqs.shape != rope.frequencies.shape or self.freqs.dtype is not torch.float32:
@@ -196,7 +196,7 @@ class GgufHead:
         return ids - torch.arange(len(ids))
 
 
-def _eagle3(export: Export, golden: Golden) -> ServedEagle:
+def _eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
     """EAGLE-3 head, with rotated neighbours and perhaps the target's output head."""
     head = GgufHead(export, golden, "eagle3")
     head.keys.equal("block_count", 1, "as its graph has one layer", "loads nothing")
@@ -220,15 +220,15 @@ def _eagle3(export: Export, golden: Golden) -> ServedEagle:
         logit_scale=1.0,
     )
     names = {"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight"}
-    conventions = Conventions("llama.cpp", (), prefixes=("layers.0.",), t2d=Presence.no)
+    conventions = EngineConventions("llama.cpp", (), prefixes=("layers.0.",), t2d=Presence.no)
     return ServedEagle(head.read(names), golden, conventions, shape)
 
 
-def _blocks(export: Export, golden: Golden) -> ServedBlocks:
+def _blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
     """Block drafter, of the kind that its tensors show."""
     head = GgufHead(export, golden, "dflash")
     keys, sizes, hidden = head.keys, head.sizes(), head.hidden
-    mask = int(golden.need("mask_token_id", (1,)))
+    mask = int(golden.require_tensor("mask_token_id", (1,)))
     keys.equal("tokenizer.ggml.mask_token_id", mask, "as it was trained", "has no mask")
     if "token_embd.weight" in head.tensors and "output.weight" not in head.tensors:
         raise InputError(
@@ -255,7 +255,7 @@ def _blocks(export: Export, golden: Golden) -> ServedBlocks:
         target_hidden_size=hidden,
         num_layers=head.num_layers,
         block_size=keys.need("block_size", int, "takes 16"),
-        anchored=markov and keys.get("sample_from_anchor", bool, True),
+        drafts_next_token=markov and keys.get("sample_from_anchor", bool, True),
         causal=causal,
         window=window if any(windowed) else None,
         full=full if any(windowed) else (),
@@ -274,7 +274,7 @@ def _blocks(export: Export, golden: Golden) -> ServedBlocks:
     )  # fmt: skip
 
 
-def _selection(keys: Keys, hidden: int) -> DFlash2Settings:
+def _selection(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
     """Parts of a DFlash-2 head beyond DFlash's."""
     numbers = {
         key: keys.need(key, int, "loads nothing")
@@ -291,6 +291,6 @@ def _selection(keys: Keys, hidden: int) -> DFlash2Settings:
     )
 
 
-def read(export: Export, golden: Golden) -> ServedEagle | ServedBlocks:
+def read(export: Export, golden: ReferenceLogits) -> ServedEagle | ServedBlocks:
     """See `eval.parity.gate.Reader`."""
     return (_eagle3 if export.kind == "eagle3" else _blocks)(export, golden)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from conf.errors import InputError
-from eval.parity.config import Settings
-from eval.parity.files import Export, Golden
+from eval.parity.config import EngineConfig
+from eval.parity.files import Export, ReferenceLogits
 from eval.parity.served import ServedHead, Shapes
 
 TITLES = {"vllm": "vLLM", "tgi": "TGI", "trtllm": "TensorRT-LLM", "original": "Medusa"}
@@ -33,42 +33,44 @@ RENAMED = (
 class ServedMedusa(ServedHead):
     """Exported Medusa heads."""
 
-    def __init__(self, export: Export, golden: Golden) -> None:
+    def __init__(self, export: Export, golden: ReferenceLogits) -> None:
         super().__init__(export, golden, TITLES[export.format])
-        root = Settings(export.config, export.folder / "config.json", self.title)
-        last = golden.need(f"hidden_states.{golden.num_layers}", (None, None))
+        root = EngineConfig(export.config, export.folder / "config.json", self.title)
+        last = golden.require_tensor(f"hidden_states.{golden.num_layers}", (None, None))
         self._hidden_size = last.shape[1]
         self._bias, self._scale = True, 1.0
         if export.format == "vllm":
             self._check_vllm(root)
-            self._bias = root.need("medusa_fc_bias", bool, "drops the biases")
+            self._bias = root.require_key("medusa_fc_bias", bool, "drops the biases")
             self._scale = float(root.get("logit_scale") or 1.0)
             self._num_heads = self._counted(root, "heads", "takes its default of 5")
             self._num_blocks = self._counted(root, "layers", "takes its default of 1")
         else:
             self._check_original(root)
-            self._num_heads = root.need("medusa_num_heads", int, "takes 5")
-            self._num_blocks = root.need("medusa_num_layers", int, "takes 1")
+            self._num_heads = root.require_key("medusa_num_heads", int, "takes 5")
+            self._num_blocks = root.require_key("medusa_num_layers", int, "takes 1")
             if export.format == "original" and self._num_blocks > 1:
-                raise root.wrong("medusa_num_layers", "1, as its blocks of a head are one module")
+                raise root.make_error(
+                    "medusa_num_layers", "1, as its blocks of a head are one module"
+                )
         # Converted to float32 one at a time, as all heads together can exceed the memory.
         self.weights = self.renamed(self._original_name)
         self.check_tensors(self.weights, self._expected(), {})
 
-    def _check_vllm(self, root: Settings) -> None:
-        root.equal("architectures", ["MedusaModel"], "its class", "finds no class")
-        root.equal("model_type", "medusa", "its kind", "takes it for a language model")
-        root.equal("hidden_size", self._hidden_size, "the target's", "takes 4096")
-        root.equal("vocab_size", self.golden.vocab_size, "the target's", "takes 32001")
-        root.only("truncated_vocab_size", None, self.golden.vocab_size)
-        root.only("original_lm_head", False)
+    def _check_vllm(self, root: EngineConfig) -> None:
+        root.check_equal("architectures", ["MedusaModel"], "its class", "finds no class")
+        root.check_equal("model_type", "medusa", "its kind", "takes it for a language model")
+        root.check_equal("hidden_size", self._hidden_size, "the target's", "takes 4096")
+        root.check_equal("vocab_size", self.golden.vocab_size, "the target's", "takes 32001")
+        root.check_allowed("truncated_vocab_size", None, self.golden.vocab_size)
+        root.check_allowed("original_lm_head", False)
 
-    def _counted(self, root: Settings, what: str, otherwise: str) -> int:
+    def _counted(self, root: EngineConfig, what: str, otherwise: str) -> int:
         """Read a count as vLLM does: from the last key that names heads or layers."""
         # A key that names both counts heads.
         keys = [k for k in root.keys() if "num" in k and what in k]  # noqa: SIM118
         keys = [k for k in keys if what == "heads" or "heads" not in k]
-        counts = {key: root.need(key, int, otherwise) for key in keys or [f"num_{what}"]}
+        counts = {key: root.require_key(key, int, otherwise) for key in keys or [f"num_{what}"]}
         if len(set(counts.values())) != 1:
             raise InputError(
                 f"{root.file}: {counts} disagree, as vLLM reads each as the number of {what}; "
@@ -76,14 +78,14 @@ class ServedMedusa(ServedHead):
             )
         return next(iter(counts.values()))
 
-    def _check_original(self, root: Settings) -> None:
+    def _check_original(self, root: EngineConfig) -> None:
         if self.export.weights.name != WEIGHTS:
             raise InputError(
                 f"{self.export.weights}: {self.title} only reads {WEIGHTS}; export again"
             )
-        root.need("base_model_name_or_path", str, "finds no target")
+        root.require_key("base_model_name_or_path", str, "finds no target")
         if self.export.format == "tgi" and root.has("architectures"):
-            raise root.wrong("architectures", "none: with one it loads no Medusa heads")
+            raise root.make_error("architectures", "none: with one it loads no Medusa heads")
 
     @property
     def lines(self) -> list[str]:
@@ -94,11 +96,11 @@ class ServedMedusa(ServedHead):
             self.tensor_line,
         ]
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """[S, R] logits of the reference ids, and [S] logsumexp over all ids, of each head."""
-        ids = self.golden.need("ids", (None,))
+        ids = self.golden.require_tensor("ids", (None,))
         last = f"hidden_states.{self.golden.num_layers}"
-        features = self.golden.need(last, (None, self._hidden_size))
+        features = self.golden.require_tensor(last, (None, self._hidden_size))
         for head in range(self._num_heads):
             states = features
             for block in range(self._num_blocks):
@@ -127,6 +129,6 @@ class ServedMedusa(ServedHead):
         return name
 
 
-def read(export: Export, golden: Golden) -> ServedMedusa:
+def read(export: Export, golden: ReferenceLogits) -> ServedMedusa:
     """See `eval.parity.gate.Reader`."""
     return ServedMedusa(export, golden)

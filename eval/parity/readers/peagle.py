@@ -11,8 +11,8 @@ from torch import Tensor
 
 from conf.errors import InputError
 from eval.parity.eagle import CONVENTIONS, FLAGS
-from eval.parity.files import Export, Golden
-from eval.parity.readers.eagle import ServedEagle, shape_of
+from eval.parity.files import Export, ReferenceLogits
+from eval.parity.readers.eagle import ServedEagle, parse_shape
 from eval.parity.served import Shapes
 
 FORMATS = {"peagle": ("vllm", "speculators")}
@@ -34,13 +34,13 @@ OWN_CONVENTIONS = {
 class ServedPEagle(ServedEagle):
     """Exported P-EAGLE head."""
 
-    def __init__(self, export: Export, golden: Golden) -> None:
+    def __init__(self, export: Export, golden: ReferenceLogits) -> None:
         numbers = {name.split(".")[1] for name in export.tensors if name.startswith("layers.")}
         conventions = OWN_CONVENTIONS[export.format]
         num_layers = len(numbers | {"0"})
-        shape = shape_of(export, golden, conventions, num_layers)
+        shape = parse_shape(export, golden, conventions, num_layers)
         super().__init__(export, golden, conventions, shape, num_layers)
-        said, trained = export.config.get(MASK_KEY), int(golden.need(MASK_KEY, (1,)))
+        said, trained = export.config.get(MASK_KEY), int(golden.require_tensor(MASK_KEY, (1,)))
         if said != trained:
             raise InputError(
                 f"{export.folder / 'config.json'}: {MASK_KEY}={said}, but the head was trained "
@@ -63,7 +63,7 @@ class ServedPEagle(ServedEagle):
         depth = len(embeds) - num_rows
         feature = self.weights[MASK_HIDDEN].reshape(1, -1)
         if self.embedding is None:
-            mask = self.golden.need("mask_embedding", (1, self.shape.hidden_size))
+            mask = self.golden.require_tensor("mask_embedding", (1, self.shape.hidden_size))
         else:
             mask = self.embedding[self.export.config[MASK_KEY]].float()[None]
         outputs = []
@@ -85,6 +85,6 @@ class ServedPEagle(ServedEagle):
         yield from torch.stack(outputs, 1)
 
 
-def read(export: Export, golden: Golden) -> ServedPEagle:
+def read(export: Export, golden: ReferenceLogits) -> ServedPEagle:
     """See `eval.parity.gate.Reader`."""
     return ServedPEagle(export, golden)

@@ -18,7 +18,7 @@ from conf.settings.target import TargetConfig
 from data.templates.encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
-from eval.compare.methods import Decoding
+from eval.compare.methods import PromptDecoder
 from heads.kinds import load_head
 from heads.layers import packed
 from heads.processor import this_processor
@@ -150,7 +150,7 @@ def test_a_search_for_layers_changes_no_other_draft(
 def test_what_is_known_of_decoding_stands_beside_the_layers_that_are_skipped(
     llama: dict, tmp_path: Path, monkeypatch
 ) -> None:
-    class OnGpu(Decoding):
+    class OnGpu(PromptDecoder):
         def __init__(self, *args) -> None:
             super().__init__(*args)
             self.settings["captured"] = "step"

@@ -12,7 +12,12 @@ import yaml
 
 from conf.errors import InputError
 from conf.settings.scripts import CompareRun
-from eval.compare.reported import Reported, check_comparable, find, read
+from eval.compare.reported import (
+    ReportedAcceptance,
+    check_comparable,
+    find,
+    load_reported_acceptance,
+)
 from eval.measure import stats
 from scripts import compare
 from tests.eval.measure.test_handed_on import result, text
@@ -87,12 +92,12 @@ def folder(tmp_path: Path) -> Callable[..., str]:
     return made
 
 
-def reported(folder: str) -> Reported:
-    return read(find(folder)[1])
+def reported(folder: str) -> ReportedAcceptance:
+    return load_reported_acceptance(find(folder)[1])
 
 
 def test_a_result_of_vllm(folder) -> None:
-    assert reported(folder("vllm")) == Reported(
+    assert reported(folder("vllm")) == ReportedAcceptance(
         "vLLM", {("drafts", "pooled"): 2.6}, [0.8, 0.4, 0.4],
         {"draft tokens": 3, "texts": 2, "turns": "first alone", "target": "qwen3-8b"},
     )  # fmt: skip
@@ -187,14 +192,16 @@ def test_all_turns_are_not_compared_with_first_ones(folder) -> None:
     turns = [text(0, [1, 3, 0]), text(1, [1, 3])]
     asked_all = result(*turns, max_new_tokens=128, num_turns=2)
     theirs = reported(folder("vllm"))
-    own = read(Path(write(Path(folder("ours")) / "all.json", asked_all)))
+    own = load_reported_acceptance(Path(write(Path(folder("ours")) / "all.json", asked_all)))
     with pytest.raises(InputError, match="turns all and first alone"):
         check_comparable({"mine": own, "theirs": theirs})
     with pytest.raises(InputError, match="turns first alone and all"):
         check_comparable({"mine": reported(folder("ours")), "b": reported(folder("by_request"))})
     # Of dialogues of one turn both is the same.
     data = {**OURS["data"], "most_turns": 1}
-    one = read(Path(write(Path(folder("ours")) / "one.json", {**OURS, "data": data})))
+    one = load_reported_acceptance(
+        Path(write(Path(folder("ours")) / "one.json", {**OURS, "data": data}))
+    )
     for other in (theirs, reported(folder("by_request"))):
         check_comparable({"mine": one, "theirs": other})
 
@@ -228,7 +235,7 @@ def test_what_has_no_definition_in_common_is_refused(folder) -> None:
 def test_files_that_say_nothing_are_named(tmp_path: Path, name, content, message) -> None:
     path = tmp_path / FILES[name][0]
     with pytest.raises(InputError, match=rf"results: {path}: .*{message}"):
-        read(Path(write(path, content)))
+        load_reported_acceptance(Path(write(path, content)))
 
 
 def test_results_are_found_and_called_after_their_folders(folder, tmp_path: Path) -> None:

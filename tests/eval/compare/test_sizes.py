@@ -10,7 +10,7 @@ from rich.console import Console
 from conf.command.clock import DecodingTimes
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
-from eval.compare.sizes import at_size, show_sizes, stops_paying
+from eval.compare.sizes import find_break_even_size, print_concurrency, summarise_batch_size
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, Step
 from eval.measure.prompts import Prompt
@@ -39,7 +39,7 @@ def test_waits_are_of_all_texts_and_the_median_of_repeats() -> None:
         ]
         silent = [text(4.0)] * 3
         found.append(PromptRun(Prompt("a", [5], number, 1), {"vanilla": silent, "tree": runs}))
-    result = at_size(["vanilla", "tree"], found, 0)
+    result = summarise_batch_size(["vanilla", "tree"], found, 0)
     assert result["baseline"] == "vanilla"
     row = result["methods"]["tree"]
     assert (row["tokens_per_s"], row["speedup"]) == (2.0, 2.0)
@@ -72,14 +72,14 @@ def sizes(**speedups: list[float]) -> dict[str, Any]:
      ([0.9, 0.8, 1.1], None), ([2, 0.9, 1.1], None)],
 )  # fmt: skip
 def test_where_drafting_stops_paying(speedups: list[float], expected: int | None) -> None:
-    assert stops_paying(sizes(tree=speedups), "tree") == expected
+    assert find_break_even_size(sizes(tree=speedups), "tree") == expected
 
 
 def test_the_table_says_what_pays_and_what_does_not() -> None:
     out = StringIO()
     found = sizes(vanilla=[1, 1, 1], tree=[2, 1.5, 0.5], copy=[2, 2, 2])
     result = {"concurrency": found, "methods": found["1"]["methods"], "baselines": ["vanilla"]}
-    show_sizes(result, Console(file=out, width=80))
+    print_concurrency(result, Console(file=out, width=80))
     shown = out.getvalue()
     assert "│    16 │ tree    │      8.0 │ 0.50 0.40-2.60 │ 12.2 1234 │ 12.2 1234 │\n" in shown
     assert "│    16 │ vanilla │     16.0 │           1.00 │ 12.2 1234 │ 12.2 1234 │\n" in shown

@@ -7,9 +7,9 @@ from conf.command.clock import DecodingTimes
 from conf.command.journal import JsonlStore
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
-from eval.compare.timing import PromptRun, time_methods
+from eval.compare.timing import PromptRun, measure_methods
 from eval.decode.engine import Generation, Step
-from eval.measure.bench import Bench, seed_of
+from eval.measure.bench import Measurement, compute_prompt_seed
 from eval.measure.prompts import Prompt
 from heads.decoding.sampling import GREEDY, drafter_seeds
 from tests.eval.test_resume import KilledError
@@ -21,7 +21,7 @@ def prompt(category: str, dialogue: int = 0, turn: int = 1) -> Prompt:
 
 def test_no_two_texts_share_a_seed() -> None:
     prompts = [prompt("a", d, t) for d in range(50) for t in (1, 2)]
-    seeds = [seed_of(p, seed) for p in prompts for seed in (0, 1)]
+    seeds = [compute_prompt_seed(p, seed) for p in prompts for seed in (0, 1)]
     assert len({*seeds, *drafter_seeds(seeds)}) == 400
 
 
@@ -43,13 +43,13 @@ class Machine:
         return run
 
 
-BENCH = Bench(None, [], [prompt("a", 1), prompt("a", 2), prompt("b", 3)], GREEDY, {}, True)
+BENCH = Measurement(None, [], [prompt("a", 1), prompt("a", 2), prompt("b", 3)], GREEDY, {}, True)
 SEEDS = [17, 33, 49]  # of the three prompts: 16 per dialogue, 1 per turn
 
 
 def test_methods_take_turns_after_warm_ups_on_the_first_prompt() -> None:
     machine = Machine("vanilla", "tree")
-    found = time_methods(BENCH, SpeedupRun(num_warmups=2, num_repeats=2), machine.methods)
+    found = measure_methods(BENCH, SpeedupRun(num_warmups=2, num_repeats=2), machine.methods)
     warm, timed = machine.calls[:4], machine.calls[4:]
     assert sorted(warm) == [("tree", SEEDS[:1], 1)] * 2 + [("vanilla", SEEDS[:1], 1)] * 2
     rounds = [timed[place : place + 2] for place in range(0, 12, 2)]
@@ -59,21 +59,21 @@ def test_methods_take_turns_after_warm_ups_on_the_first_prompt() -> None:
     for name in ("vanilla", "tree"):
         places = [5 + place for place, call in enumerate(timed) if call[0] == name]
         for number, run in enumerate(found):
-            assert run.seconds(name) == [places[number], places[3 + number]]
+            assert run.seconds_per_repeat(name) == [places[number], places[3 + number]]
 
 
 def test_prompts_of_batches_are_given_all_at_once() -> None:
     """Prompts of all categories; as many warm up as go on together."""
     machine = Machine("vanilla", "tree")
     config = SpeedupRun(num_warmups=1, num_repeats=2)
-    found = time_methods(BENCH, config, machine.methods, batch_size=2)
+    found = measure_methods(BENCH, config, machine.methods, batch_size=2)
     warm, timed = machine.calls[:2], machine.calls[2:]
     assert sorted(warm) == [("tree", SEEDS[:2], 2), ("vanilla", SEEDS[:2], 2)]
     for pair in (timed[:2], timed[2:]):
         assert sorted(pair) == [("tree", SEEDS, 2), ("vanilla", SEEDS, 2)]
     for name in ("vanilla", "tree"):
         places = [3 + place for place, call in enumerate(timed) if call[0] == name]
-        assert [run.seconds(name) for run in found] == [places] * 3
+        assert [run.seconds_per_repeat(name) for run in found] == [places] * 3
 
 
 def test_no_method_always_comes_after_the_same_one() -> None:
@@ -81,7 +81,9 @@ def test_no_method_always_comes_after_the_same_one() -> None:
 
     def orders(seed: int) -> list[tuple[str, ...]]:
         machine = Machine(*names)
-        time_methods(BENCH, SpeedupRun(num_warmups=0, num_repeats=20, seed=seed), machine.methods)
+        measure_methods(
+            BENCH, SpeedupRun(num_warmups=0, num_repeats=20, seed=seed), machine.methods
+        )
         called = [name for name, *_ in machine.calls]
         return [tuple(called[place : place + 3]) for place in range(0, len(called), 3)]
 
@@ -108,7 +110,7 @@ class Learner:
 
     def lengths(self, config: SpeedupRun, journal: JsonlStore | None = None) -> list[list[int]]:
         """[prompt][repeat]"""
-        found = time_methods(BENCH, config, self.methods, journal=journal)
+        found = measure_methods(BENCH, config, self.methods, journal=journal)
         return [[len(text.token_ids) for text in run.texts["vanilla"]] for run in found]
 
 
@@ -129,7 +131,7 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, batch_size: int, num_jobs
     config = SpeedupRun(num_warmups=1, num_repeats=2)
 
     def timed(machine: Machine, journal: JsonlStore | None = None) -> list[PromptRun]:
-        return time_methods(BENCH, config, machine.methods, batch_size, journal)
+        return measure_methods(BENCH, config, machine.methods, batch_size, journal)
 
     expected = timed(Machine("vanilla", "tree"))
     broken = Machine("vanilla", "tree")
@@ -155,8 +157,8 @@ def test_what_has_run_is_not_run_again(tmp_path: Path, batch_size: int, num_jobs
             assert [replace(g, times=None) for g in one.texts[name]] == [
                 replace(g, times=None) for g in other.texts[name]
             ]
-            assert all(isinstance(s, float) for s in other.seconds(name))
-            assert other.seconds(name, "draft") == [0.5, 0.5]
+            assert all(isinstance(s, float) for s in other.seconds_per_repeat(name))
+            assert other.seconds_per_repeat(name, "draft") == [0.5, 0.5]
     with JsonlStore(tmp_path, {}, "runs.jsonl") as journal:
         machine = Machine("vanilla", "tree")
         assert timed(machine, journal) == found
@@ -168,7 +170,7 @@ def test_a_journal_tells_batch_sizes_apart(tmp_path: Path) -> None:
     with JsonlStore(tmp_path, {}, "runs.jsonl") as journal:
         for batch_size in (1, 2, 3):
             config = SpeedupRun(num_warmups=0, num_repeats=1)
-            time_methods(BENCH, config, machine.methods, batch_size, journal)
+            measure_methods(BENCH, config, machine.methods, batch_size, journal)
     assert [size for *_, size in machine.calls] == [1, 1, 1, 2, 3]
 
 

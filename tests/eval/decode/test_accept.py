@@ -17,7 +17,7 @@ from torch import Tensor
 from toys import endless_target, noisy_head, tree_of
 
 from eval.decode import accept
-from eval.decode.accept import Accepted, verify
+from eval.decode.accept import AcceptedPaths, verify
 from eval.decode.drafters.draft_model import sample_distinct
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
@@ -52,7 +52,7 @@ DRAFT_LOGITS = LOGITS + torch.randn(V, V, generator=generator(2))
 
 Proposal = Callable[[Tensor, Tensor, torch.Generator], Draft]
 """Drafts below roots [B], from the drafter's distribution [V, V] by last token."""
-Rule = Callable[[Draft, Tensor, Tensor, Sampling, Generators], Accepted]
+Rule = Callable[[Draft, Tensor, Tensor, Sampling, Generators], AcceptedPaths]
 
 
 def ranked(tree: Tree, roots: Tensor, q: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def test_typical_acceptance_does_not_keep_the_distribution() -> None:
     assert not any(sampling.is_lossy for sampling in SAMPLINGS.values())
 
 
-def as_if_sampled(draft, tokens, logits, sampling, generators) -> Accepted:
+def as_if_sampled(draft, tokens, logits, sampling, generators) -> AcceptedPaths:
     """`verify`, but told that the tokens were sampled from q."""
     last = tokens[:, : max(draft.tree.parents) + 1].clamp_min(0)
     q = sampling.probabilities(DRAFT_LOGITS)[last]
@@ -196,7 +196,7 @@ def as_if_sampled(draft, tokens, logits, sampling, generators) -> Accepted:
 def raw_bonus(at_leaves: bool) -> Rule:
     """`verify`, but the bonus is drawn from softmax of the logits: at leaves, or elsewhere."""
 
-    def rule(draft, tokens, logits, sampling, generators) -> Accepted:
+    def rule(draft, tokens, logits, sampling, generators) -> AcceptedPaths:
         accepted = verify(draft, tokens, logits, sampling, generators)
         end = accepted.nodes.gather(1, accepted.num_accepted.unsqueeze(1))
         raw = logits.take_along_dim(end.unsqueeze(2), 1)[:, 0].softmax(-1)
@@ -211,7 +211,7 @@ def raw_bonus(at_leaves: bool) -> Rule:
 def with_part(name: str, broken: Callable[..., Tensor]) -> Rule:
     """`verify`, but with one of its parts replaced."""
 
-    def rule(*arguments) -> Accepted:
+    def rule(*arguments) -> AcceptedPaths:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(accept, name, broken)
             return verify(*arguments)

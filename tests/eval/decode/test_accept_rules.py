@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eval.decode.accept import Accepted, verify
+from eval.decode.accept import AcceptedPaths, verify
 from heads.decoding.drafting import PAD, Draft, TreeLayout, build_tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical
 from heads.decoding.tree import Tree, make_static_tree
@@ -35,7 +35,7 @@ def seeded(num_texts: int, first: int = 0) -> Generators:
     return Generators.from_seeds(range(first, first + num_texts), torch.device("cpu"))
 
 
-def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accepted:
+def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> AcceptedPaths:
     """The outcome of the same draft and logits [N, V] in every text."""
     root = torch.zeros(len(draft.tokens), 1, dtype=torch.int64)
     every = logits.expand(len(root), -1, -1)
@@ -48,7 +48,7 @@ def drafted(tree: Tree, tokens: list[int], *probs: list[float], num_texts: int =
     return Draft.from_tree(tree, torch.tensor(tokens).repeat(num_texts, 1), rows)
 
 
-def outcomes(accepted: Accepted) -> set[tuple[tuple[int, ...], int]]:
+def outcomes(accepted: AcceptedPaths) -> set[tuple[tuple[int, ...], int]]:
     """All pairs of accepted nodes, without the root, and bonus."""
     columns = (accepted.nodes.tolist(), accepted.num_accepted.tolist(), accepted.bonus.tolist())
     return {(tuple(nodes[1 : n + 1]), bonus) for nodes, n, bonus in zip(*columns, strict=True)}
@@ -247,7 +247,7 @@ def walked(draft: Draft, text: int, p_rows: np.ndarray, uniforms: np.ndarray):
 
 
 def same(
-    accepted: Accepted, paths: list[list[int]], rests: list[np.ndarray], generators: Generators
+    accepted: AcceptedPaths, paths: list[list[int]], rests: list[np.ndarray], generators: Generators
 ) -> None:
     for nodes, n, path in zip(
         accepted.nodes.tolist(), accepted.num_accepted.tolist(), paths, strict=True

@@ -8,7 +8,7 @@ from toys import endless_target, noisy_head
 
 from conf.settings.eagle import EagleConfig
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, Step, decode_batch
 from eval.decode.generate import hf_generate
 from heads.decoding.drafting import Drafter
@@ -43,7 +43,7 @@ def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
     vocab = DraftVocab.make_full(target.vocab_size)
     eagle = EagleHead.from_settings(target, EagleConfig(layers=[0, 1, 2]), vocab, seed=0)
     medusa = noisy_head(target)
-    skip = early_exit(target, 1)
+    skip = list_skipped_layers(target, 1)
     length = medusa.num_heads
     return {
         "none": NoDraft,

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from eval.decode.drafters.draft_model import (
     DraftLength,
     DraftModel,
-    fit,
+    match_vocab_size,
     same_tokenizer,
     sample_distinct,
 )
@@ -296,8 +296,8 @@ def test_a_vocabulary_padded_otherwise_still_drafts(size: int, sampling: Samplin
 
 def test_logits_are_cut_or_padded() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
-    assert fit(logits, 2).tolist() == [[1.0, 2.0]]
-    assert fit(logits, 4).tolist() == [[1.0, 2.0, 3.0, -torch.inf]]
+    assert match_vocab_size(logits, 2).tolist() == [[1.0, 2.0]]
+    assert match_vocab_size(logits, 4).tolist() == [[1.0, 2.0, 3.0, -torch.inf]]
 
 
 def with_vocab(change: Callable[[dict[str, int]], None]) -> SimpleNamespace:

@@ -5,7 +5,7 @@ import torch
 from drafters import EVERY_DRAFTER, WITHOUT_MODELS, ending_early, small_target
 from toys import random_target
 
-from eval.decode.drafters.draft_model import read_rows
+from eval.decode.drafters.draft_model import commit_tokens
 from eval.decode.engine import decode, decode_batch
 from heads.decoding.drafting import CommittedTokens
 from heads.decoding.sampling import GREEDY, Sampling
@@ -72,10 +72,10 @@ def test_a_batch_gives_the_targets_texts_greedy_and_sampled(name: str, family: s
 
 def test_of_long_texts_a_draft_model_keeps_the_last_states_alone(monkeypatch) -> None:
     model, asked = small_target(), []
-    expected = read_rows(model, model.new_cache(3), LONG[:3])
+    expected = commit_tokens(model, model.new_cache(3), LONG[:3])
     monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
     joined = TargetOutput.concat
     monkeypatch.setattr(TargetOutput, "joined", lambda each: asked.append(each) or joined(each))
-    found = read_rows(model, model.new_cache(3), LONG[:3])
+    found = commit_tokens(model, model.new_cache(3), LONG[:3])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert asked == []

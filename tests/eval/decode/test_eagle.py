@@ -8,7 +8,7 @@ from toys import endless_target
 
 from conf.settings.eagle import EagleConfig
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.measure.replay import replay
+from eval.measure.replay import replay_response
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
@@ -112,8 +112,8 @@ def test_the_tree_is_eagle2s(target, name: str, shape: DynamicShape) -> None:
 def test_a_static_tree_can_be_replayed_too(target) -> None:
     """Replay of a tree finds at least what replay of its first chain finds."""
     text = decode(target, NoDraft(), prompts()[0], 60).token_ids
-    chain = replay(target, learnt("eagle3"), Tree.chain(3), prompts()[0], text)
-    tree = replay(target, learnt("eagle3"), make_static_tree(3, 12), prompts()[0], text)
+    chain = replay_response(target, learnt("eagle3"), Tree.chain(3), prompts()[0], text)
+    tree = replay_response(target, learnt("eagle3"), make_static_tree(3, 12), prompts()[0], text)
     assert len(tree) <= len(chain)
 
 

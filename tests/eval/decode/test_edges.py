@@ -16,7 +16,7 @@ from conf.settings.eagle import EagleForm
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.prompts import Prompt, check_prompt
-from eval.measure.replay import replay
+from eval.measure.replay import replay_response
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
@@ -88,7 +88,7 @@ def test_a_window_is_filled_to_its_last_token() -> None:
         match=r"rows:3, turn 1: 7 prompt tokens and max_new_tokens=42 are 49, above the target's "
         r"window of 48; lower max_new_tokens or num_turns, or set data.on_bad_row=skip",
     ):
-        check_prompt(target, Prompt("all", prompt, where="rows:3, turn 1"), last + 1)
+        check_prompt(target, Prompt("all", prompt, location="rows:3, turn 1"), last + 1)
     check_prompt(target, Prompt("all", prompt), last)
 
 
@@ -99,7 +99,9 @@ def test_replay_knows_the_window_of_a_head() -> None:
         steps = []
         for text in texts(target, 6, 10):
             found = decode(target, EagleChain(head, 4), text, 30)
-            assert replay(target, head, Tree.chain(4), text, found.token_ids) == found.steps
+            assert (
+                replay_response(target, head, Tree.chain(4), text, found.token_ids) == found.steps
+            )
             steps += found.steps
         assert {step.num_accepted for step in steps} == {0, 1, 2, 3, 4}
         counts.append(len(steps))

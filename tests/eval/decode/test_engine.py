@@ -8,8 +8,8 @@ from conf.command import clock as eval_clock
 from conf.settings.eagle import EagleConfig
 from eval.decode import verify_pass
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream
-from eval.measure.replay import accepted_lengths, agreements, replay, verify_steps
+from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream_tokens
+from eval.measure.replay import agreements, build_steps, compute_accepted_lengths, replay_response
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
@@ -133,7 +133,7 @@ def test_tokens_are_streamed_as_they_are_accepted() -> None:
     prompts = [PROMPT, PROMPT[::-1]]
     texts = [decode(target, NoDraft(), prompt, 12).token_ids for prompt in prompts]
     tree = Tree.from_paths([[0], [1], [1, 1]])
-    pieces = list(stream(target, Oracle(texts, prompts, tree), prompts, 12))
+    pieces = list(stream_tokens(target, Oracle(texts, prompts, tree), prompts, 12))
     assert [len(piece[0]) for piece in pieces] == [1, 3, 3, 3, 2]
     for row in (0, 1):
         assert [token for piece in pieces for token in piece[row]] == texts[row]
@@ -165,14 +165,14 @@ def test_agreement_asks_at_every_token() -> None:
     # Best two candidates of depths 1 and 2 after each token of the text.
     ranked = [[[1, 0], [9, 2]], [[5, 2], [3, 0]], [[3, 0], [0, 0]], [[8, 8], [8, 8]]]
     assert agreements(ranked, text) == [[True, False, True], [False, True]]
-    assert accepted_lengths(Tree.chain(2), ranked, text) == [1, 0, 1, 0]
+    assert compute_accepted_lengths(Tree.chain(2), ranked, text) == [1, 0, 1, 0]
 
 
 def test_walk_counts_what_each_pass_emits() -> None:
     # Token 0 comes from the prefill; root 0 accepts 1 and 2 and emits 3; root 3 may still give 2.
-    assert verify_steps([2, 0, 0, 5, 0, 0], 6) == [Step(2, 3, 5), Step(2, 2, 2)]
-    assert verify_steps([0, 0, 0], 3) == [Step(0, 1, 2), Step(0, 1, 1)]
-    assert verify_steps([4], 1) == []
+    assert build_steps([2, 0, 0, 5, 0, 0], 6) == [Step(2, 3, 5), Step(2, 2, 2)]
+    assert build_steps([0, 0, 0], 3) == [Step(0, 1, 2), Step(0, 1, 1)]
+    assert build_steps([4], 1) == []
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_replay_equals_decoding_step_for_step(family: str, shape: str) -> None:
     for prompt in (PROMPT, PROMPT[::-1], PROMPT[2:5] * 4):
         text = decode(target, NoDraft(), prompt, 60).token_ids
         decoded = decode(target, MedusaDrafter(head, tree), prompt, 60)
-        assert replay(target, head, tree, prompt, text) == decoded.steps
+        assert replay_response(target, head, tree, prompt, text) == decoded.steps
     assert any(step.num_accepted for step in decoded.steps)
 
 
@@ -228,7 +228,7 @@ def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None
         "eagle tree": EagleTree(eagle, DynamicShape(3, 3, 8)),
         "lookup": PromptLookup(3),
     }[kind]
-    steps = iter(stream(target, drafter, [PROMPT, PROMPT[::-1]], 20, sampling))
+    steps = iter(stream_tokens(target, drafter, [PROMPT, PROMPT[::-1]], 20, sampling))
     next(steps)
     with Waits() as waits:
         for number in range(1, 5):
@@ -246,5 +246,5 @@ def test_the_seed_of_a_text_is_0_unless_told() -> None:
     assert text() == text([0]) == decode(target, NoDraft(), PROMPT, 12, warm).token_ids
     assert text([1]) != text([0]) != text([7])
     assert text([7]) == decode(target, NoDraft(), PROMPT, 12, warm, 7).token_ids
-    given = stream(target, NoDraft(), [PROMPT], 12, warm, [7])
+    given = stream_tokens(target, NoDraft(), [PROMPT], 12, warm, [7])
     assert text([7]) == [token for step in given for token in step[0]]

@@ -8,8 +8,8 @@ from pytest import approx
 from toys import eagle_head, endless_target, noisy_head, texts
 
 from conf.settings.eagle import EagleForm
-from eval.decode.drafters.hybrid import Hybrid
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.hybrid import HybridDrafter
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling
@@ -40,8 +40,8 @@ class Forks:
         self.num_texts = len(rows)
 
 
-def hybrid(expected: float = 1.0) -> Hybrid:
-    return Hybrid(Forks(), Suffix(SuffixTree(24)), expected)
+def hybrid(expected: float = 1.0) -> HybridDrafter:
+    return HybridDrafter(Forks(), SuffixDrafter(SuffixTree(24)), expected)
 
 
 def paths(draft: Draft) -> list[list[tuple[int, ...]]]:
@@ -125,7 +125,7 @@ def test_a_batch_gives_the_targets_texts_by_both(kind: str) -> None:
     assert len({len(text) for text in expected}) > 1
     make = making(target, kind)
     for how in (Sampling(), Sampling(temperature=0.7, top_k=1)):
-        drafter = Hybrid(make(), Suffix(SuffixTree(24)), 1.5)
+        drafter = HybridDrafter(make(), SuffixDrafter(SuffixTree(24)), 1.5)
         chosen: list[list[bool]] = []
         watch(drafter, chosen)
         found = decode_batch(target, drafter, prompts, 40, how, [0, 1, 2])
@@ -135,7 +135,7 @@ def test_a_batch_gives_the_targets_texts_by_both(kind: str) -> None:
         assert any(not any(row) for row in chosen)
 
 
-def watch(drafter: Hybrid, chosen: list[list[bool]]) -> None:
+def watch(drafter: HybridDrafter, chosen: list[list[bool]]) -> None:
     """Notes who drafted in each step."""
     propose = drafter.propose
 

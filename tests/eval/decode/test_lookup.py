@@ -7,7 +7,7 @@ import torch
 from drafters import ending_early, seen
 from toys import endless_target, random_target
 
-from eval.decode.drafters.lookup import Ngram, PromptLookup
+from eval.decode.drafters.lookup import NgramModel, PromptLookup
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generate import hf_generate
 from heads.decoding.drafting import PAD, Roots
@@ -15,10 +15,10 @@ from heads.decoding.sampling import GREEDY
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 PROMPTS = [PROMPT, PROMPT[:3] * 3, PROMPT[::-1] * 2, [9]]
-DRAFTERS = [PromptLookup, Ngram]
+DRAFTERS = [PromptLookup, NgramModel]
 
 
-def drafted(drafter: PromptLookup | Ngram, text: list[int]) -> list[int]:
+def drafted(drafter: PromptLookup | NgramModel, text: list[int]) -> list[int]:
     """The draft behind a text, which ends in the root."""
     drafter.observe(seen([text[:-1]], read=False))
     draft = drafter.propose(Roots.from_ids(text[-1:]))
@@ -64,7 +64,7 @@ def test_prompt_lookup_copies_what_followed(
 def test_ngrams_follow_the_majority_and_go_on(
     settings: tuple[int, int, int], text: list[int], expected: list[int]
 ) -> None:
-    assert drafted(Ngram(*settings), text) == expected
+    assert drafted(NgramModel(*settings), text) == expected
 
 
 def test_texts_that_find_less_are_filled_up() -> None:
@@ -102,7 +102,9 @@ def searched(text: list[int], num_tokens: int, max_ngram: int, min_ngram: int) -
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_reading_on_equals_reading_all_at_once(drafter: type[PromptLookup] | type[Ngram]) -> None:
+def test_reading_on_equals_reading_all_at_once(
+    drafter: type[PromptLookup] | type[NgramModel],
+) -> None:
     luck = random.Random(1)
     text = luck.choices(range(4), k=60)
     one = drafter(6)
@@ -118,7 +120,7 @@ def test_reading_on_equals_reading_all_at_once(drafter: type[PromptLookup] | typ
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_text_that_repeats_itself_takes_few_passes(
-    drafter: type[PromptLookup] | type[Ngram],
+    drafter: type[PromptLookup] | type[NgramModel],
 ) -> None:
     target = endless_target()
     text = decode(target, NoDraft(), PROMPT, 60).token_ids
@@ -145,7 +147,7 @@ def test_prompt_lookup_takes_as_many_passes_as_generate(max_ngram: int, num_toke
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_step_does_not_search_a_long_text(drafter: type[PromptLookup] | type[Ngram]) -> None:
+def test_a_step_does_not_search_a_long_text(drafter: type[PromptLookup] | type[NgramModel]) -> None:
     luck = random.Random(0)
     seconds = []
     for length in (256, 8192):

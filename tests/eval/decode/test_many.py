@@ -8,12 +8,12 @@ from drafters import EVERY_DRAFTER, Make, each_way, medusa, small_target
 from toys import noisy_head, random_target
 
 from eval.decode.drafters.draft_model import DraftModel
-from eval.decode.drafters.hybrid import Hybrid
+from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.oracle import Oracle
-from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, Step, decode, decode_many
-from eval.decode.generation_config import Stops
+from eval.decode.generation_config import StopRules
 from heads.decoding.drafting import Draft, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
@@ -27,13 +27,13 @@ REQUESTS = [
 ]
 
 
-def suffix() -> Suffix:
-    return Suffix(SuffixTree(8))
+def suffix() -> SuffixDrafter:
+    return SuffixDrafter(SuffixTree(8))
 
 
 REMEMBERING: dict[str, Make] = {
     "suffix": lambda *_: suffix(),
-    "hybrid": lambda *_: Hybrid(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4),
+    "hybrid": lambda *_: HybridDrafter(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4),
 }
 
 
@@ -98,10 +98,10 @@ def test_a_recurrent_draft_model_begins_a_prompt_of_one_token_in_anothers_place(
 def test_a_hybrid_copies_from_its_own_text(target: Target) -> None:
     """Two texts that repeat themselves, the second in the place of one of others."""
     requests = [Request([5, 6, 7, 5]), Request([9, 8]), Request([11, 12, 13, 14] * 3)]
-    made: list[Hybrid] = []
+    made: list[HybridDrafter] = []
 
-    def make(_seeds: list[int]) -> Hybrid:
-        made.append(Hybrid(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4))
+    def make(_seeds: list[int]) -> HybridDrafter:
+        made.append(HybridDrafter(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4))
         return made[-1]
 
     decode_many(target, make, requests, 6, 2)
@@ -110,7 +110,7 @@ def test_a_hybrid_copies_from_its_own_text(target: Target) -> None:
 
 
 def test_recycled_candidates_go_on_in_other_texts(target: Target) -> None:
-    known = Successors()
+    known = SuccessorTable()
     tree = recycling_tree(6)
     found = decode_many(target, lambda _: Recycling(known, tree), REQUESTS, 20, 2)
     expected = decode_many(target, lambda _: NoDraft(), REQUESTS, 20, 1)
@@ -139,9 +139,9 @@ def ends_after(lengths: list[int], target: Target, monkeypatch) -> list[Request]
     """Prompts of a token each, whose texts, told by their first, end after so many."""
     prompts = {decode(target, NoDraft(), [ids], 1).token_ids[0]: [ids] for ids in range(5, 60)}
     wanted = dict(zip(prompts, lengths, strict=False))
-    monkeypatch.setattr(Stops, "ended", lambda _, tokens: len(tokens) == wanted[tokens[0]])
+    monkeypatch.setattr(StopRules, "ended", lambda _, tokens: len(tokens) == wanted[tokens[0]])
     monkeypatch.setattr(
-        Stops, "cut", lambda _, before, tokens: tokens[: wanted[before[0]] - len(before)]
+        StopRules, "cut", lambda _, before, tokens: tokens[: wanted[before[0]] - len(before)]
     )
     return [Request(prompts[first], seed) for seed, first in enumerate(wanted)]
 

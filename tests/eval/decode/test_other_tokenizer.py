@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from toys import random_model, tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from eval.decode.drafters.other_tokenizer import OtherTokenizer, Translation, Translator
+from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter, Translation, Translator
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import PAD, Draft, Roots
 from heads.decoding.sampling import Sampling
@@ -92,7 +92,7 @@ def prompts(target: Target) -> list[list[int]]:
     return [target.tokenizer(text).input_ids for text in PROMPTS]
 
 
-class Checked(OtherTokenizer):
+class Checked(CrossTokenizerDrafter):
     """Compares its drafts with the draft model's own passes over the whole text."""
 
     proposed = 0
@@ -134,7 +134,7 @@ def test_texts_are_the_targets_alone_and_in_a_batch(models_by_tokenizer, mine, i
     drafter = Checked(draft, target.tokenizer, 4, window=10)
     together = decode_batch(target, drafter, prompts(target), 60)
     for prompt, found in zip(prompts(target), together, strict=True):
-        alone = decode(target, OtherTokenizer(draft, target.tokenizer, 4, 10), prompt, 60)
+        alone = decode(target, CrossTokenizerDrafter(draft, target.tokenizer, 4, 10), prompt, 60)
         assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
         assert found.token_ids == decode(target, NoDraft(), prompt, 60).token_ids
     assert sum(step.num_accepted for text in together for step in text.steps) > 20
@@ -150,7 +150,7 @@ def test_text_that_is_none_does_no_harm(models_by_tokenizer, its: str, sampling)
     draft = models_by_tokenizer[its]
     luck = random.Random(0)
     starts = [[luck.randrange(310) for _ in range(n)] for n in (1, 3, 20, 80)] + [[1], [2, 0]]
-    drafter = OtherTokenizer(draft, made, 3, window=6)
+    drafter = CrossTokenizerDrafter(draft, made, 3, window=6)
     for start, found in zip(
         starts, decode_batch(target, drafter, starts, 50, sampling, range(6)), strict=True
     ):
@@ -169,7 +169,7 @@ def test_a_window_translates_as_the_whole_text(mine: str, its: str) -> None:
         text.add(ids[place : place + step])
         place += step
         found, recent = text.ids(ids[place])
-        whole = translator.read(ids[: place + 1])
+        whole = translator.to_draft_ids(ids[: place + 1])
         assert found == (whole if whole[:1] == translator.start else translator.start + whole)
         assert len(text.tail) <= 24
         assert found[-len(recent) + text.overlap :] == recent[text.overlap :]
@@ -198,7 +198,11 @@ def test_a_window_of_nothing_adds_nothing() -> None:
     for token in [*ids, *[made.convert_tokens_to_ids("<|im_start|>")] * 15, *ids]:
         text.add([token])
     # What comes after so many marks that the draft model does not know is like a new text.
-    assert text.ids(ids[0])[0] == [1, *translator.read(ids), *translator.read([*ids, ids[0]])]
+    assert text.ids(ids[0])[0] == [
+        1,
+        *translator.to_draft_ids(ids),
+        *translator.to_draft_ids([*ids, ids[0]]),
+    ]
     # Something must be there to be read, even so.
     assert Translation(Translator(wordy(), made), 6).ids(2)[0] == [0]
 
@@ -208,7 +212,7 @@ def test_characters_come_whole() -> None:
     translator = Translator(made, its)
     smile = made("fine 🙂").input_ids
     assert made.decode(smile[:-1]).endswith("\ufffd")
-    read = translator.read(smile[:-1])
+    read = translator.to_draft_ids(smile[:-1])
     assert read == its("fine ").input_ids[1:]
     # The draft model says the whole character; only its last byte is new.
     for character, found in (("🙂", smile[-1:]), ("—", [])):
@@ -221,13 +225,13 @@ def test_only_what_keeps_the_ids_that_are_there_is_written() -> None:
     whole = made("hello there").input_ids
     assert len(whole) < 6
     for cut in range(1, len(whole)):
-        read = translator.read(whole[:cut])
-        drafted = translator.read(whole)[len(read) :]
+        read = translator.to_draft_ids(whole[:cut])
+        drafted = translator.to_draft_ids(whole)[len(read) :]
         assert translator.save(whole[:cut], read, drafted) == whole[cut:]
     letters = [made.convert_tokens_to_ids(letter) for letter in "hell"]
-    read = translator.read(letters)
+    read = translator.to_draft_ids(letters)
     # The target would not have written these letters so, had it meant this word.
-    assert translator.save(letters, read, translator.read(whole)[len(read) :]) == []
+    assert translator.save(letters, read, translator.to_draft_ids(whole)[len(read) :]) == []
 
 
 def test_special_tokens_are_those_of_the_same_name() -> None:
@@ -235,7 +239,7 @@ def test_special_tokens_are_those_of_the_same_name() -> None:
     text = [*made("hello").input_ids, made.convert_tokens_to_ids("<|im_start|>")]
     for its, end in ((same, [made.eos_token_id]), (other, [])):
         translator = Translator(made, its)
-        read = translator.read(text)
+        read = translator.to_draft_ids(text)
         assert its.decode(read) == "hello"  # it knows nothing of <|im_start|>
         more = its.convert_tokens_to_ids(list("fine"))
         found = translator.save(text, read, [*more, its.eos_token_id])

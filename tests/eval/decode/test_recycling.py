@@ -1,6 +1,6 @@
 import torch
 
-from eval.decode.drafters.recycling import Recycling, Successors, recycling_tree
+from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Roots
 from heads.decoding.tree import Tree
@@ -23,7 +23,7 @@ def seen(num_texts: int, best: list[list[list[int]]] | None = None) -> Committed
 
 
 def test_a_draft_is_filled_from_what_was_ranked_before() -> None:
-    drafter = Recycling(Successors(), TREE)
+    drafter = Recycling(SuccessorTable(), TREE)
     drafter.observe(seen(1))
     nothing = [PAD] * 4
     assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [nothing]
@@ -34,7 +34,7 @@ def test_a_draft_is_filled_from_what_was_ranked_before() -> None:
 
 
 def test_rejected_nodes_teach_too_and_the_latest_counts() -> None:
-    drafter = Recycling(Successors(), TREE)
+    drafter = Recycling(SuccessorTable(), TREE)
     drafter.observe(seen(1))
     drafter.propose(Roots.from_ids([7]))
     drafter.observe(seen(1, [[[8, 9]] + [[]] * 4]))
@@ -45,7 +45,7 @@ def test_rejected_nodes_teach_too_and_the_latest_counts() -> None:
 
 
 def test_what_was_learnt_outlives_a_drafter_and_texts() -> None:
-    successors = Successors()
+    successors = SuccessorTable()
     first = Recycling(successors, TREE)
     first.select_rows([0, 1])
     first.observe(seen(2))

@@ -14,7 +14,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun
 from conf.settings.target import TargetConfig
 from eval.measure import answers as own_texts
-from eval.measure.bench import Bench, open_bench
+from eval.measure.bench import Measurement, open_measurement
 from heads.target_model.load import load_target
 from tests.chats import write_rows
 
@@ -41,17 +41,17 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def opened(inputs: Path, folder: Path, turns: list[list[str]], **changes: Any) -> Bench:
+def opened(inputs: Path, folder: Path, turns: list[list[str]], **changes: Any) -> Measurement:
     path = write_rows(folder / "rows.jsonl", [{"turns": each} for each in turns])
     data = DataConfig(path=str(path), on_bad_row=changes.pop("on_bad_row", OnBadRow.error))
     target, head = TargetConfig(path=str(inputs / "target")), HeadRef(path=str(inputs / "head"))
     out_dir = str(folder / "out")
     run = AcceptanceRun(target=target, data=data, head=head, out_dir=out_dir, max_new_tokens=24)
     run.num_turns = 2
-    return open_bench(run, "acceptance.json")
+    return open_measurement(run, "acceptance.json")
 
 
-def places(found: Bench) -> list[tuple[int, int]]:
+def places(found: Measurement) -> list[tuple[int, int]]:
     return [(prompt.dialogue, prompt.turn) for prompt in found.prompts]
 
 

@@ -12,7 +12,13 @@ from transformers import GenerationConfig
 from conf.errors import InputError
 from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.generate import hf_generate
-from eval.decode.generation_config import Processors, Stops, asked_of, follow, node_rows
+from eval.decode.generation_config import (
+    Processors,
+    StopRules,
+    apply_generation_config,
+    node_rows,
+    parse_logits_settings,
+)
 from heads.decoding.drafting import PAD, TreeLayout, build_tree_layout
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import Target
@@ -47,7 +53,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def asks(target: Target, **settings: object) -> None:
     target.generation_config = target.model.generation_config
     target.generation_config.update(**settings)
-    target.logits_processing = asked_of(target)
+    target.logits_processing = parse_logits_settings(target)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +168,14 @@ def test_what_cannot_be_asked_of_a_draft_is_refused(settings: dict, message: str
     target = random_target()
     target.generation_config.update(**settings)
     with pytest.raises(InputError, match=f"target.path=llama: its generation config .*{message}"):
-        asked_of(target)
+        parse_logits_settings(target)
 
 
 def test_what_changes_nothing_is_not_asked_for() -> None:
     target = random_target()
     same = {"repetition_penalty": 1.0, "num_beams": 1, "min_length": 0, "bad_words_ids": None}
     target.generation_config.update(**same, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1)
-    assert asked_of(target) == {}
+    assert parse_logits_settings(target) == {}
     assert not Processors({}, [2]).first
 
 
@@ -181,7 +187,7 @@ def test_nothing_else_of_a_generation_config_reaches_generate(target: Target) ->
         is_assistant=True, stop_strings="no such text",
     )  # fmt: skip
     target.generation_config = target.model.generation_config = ours
-    follow(target)
+    apply_generation_config(target)
     widths: list[int] = []
     hook = target.embedding.register_forward_pre_hook(lambda _, a: widths.append(a[0].shape[1]))
     assert hf_generate(target, PROMPTS[:1], 12, GREEDY, 0)[0].token_ids == whole
@@ -238,13 +244,13 @@ def test_what_transformers_writes_beyond_a_string_is_no_step(target: Target) -> 
 def test_stops_look_no_further_back_than_they_must() -> None:
     tokenizer = small_target().tokenizer
     ids = tokenizer("hello there, größe").input_ids
-    stops = Stops([], ["größe"], tokenizer)
-    assert [n for n in range(1, len(ids) + 1) if stops.ended(ids[:n])] == [len(ids)]
-    assert stops.cut(ids[:-2], [*ids[-2:], 5, 6]) == ids[-2:]
-    assert stops.cut([], [*ids, 5]) == ids
-    assert stops.cut([], ids[:-1]) == ids[:-1]
-    assert Stops([7, 9]).cut([1], [2, 9, 7]) == [2, 9]
-    assert not Stops([7]).ended([7, 8])
+    stops = StopRules([], ["größe"], tokenizer)
+    assert [n for n in range(1, len(ids) + 1) if stops.has_ended(ids[:n])] == [len(ids)]
+    assert stops.cut_after_end(ids[:-2], [*ids[-2:], 5, 6]) == ids[-2:]
+    assert stops.cut_after_end([], [*ids, 5]) == ids
+    assert stops.cut_after_end([], ids[:-1]) == ids[:-1]
+    assert StopRules([7, 9]).cut_after_end([1], [2, 9, 7]) == [2, 9]
+    assert not StopRules([7]).has_ended([7, 8])
 
 
 def test_stop_tokens_may_be_ignored(target: Target) -> None:

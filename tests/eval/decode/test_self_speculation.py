@@ -6,9 +6,9 @@ from torch import nn
 from toys import FAMILIES, random_model
 from transformers import DynamicCache
 
-from eval.decode.drafters.self_speculation import OwnText, SelfDraft, early_exit
+from eval.decode.drafters.self_speculation import ReplayText, SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.measure.replay import replay
+from eval.measure.replay import replay_response
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
@@ -29,7 +29,7 @@ class SelfReplay:
         self.target, self.skip = target, skip
 
     def candidates(self, output, token_ids, first: int, depth: int, width: int) -> torch.Tensor:
-        return OwnText(self.target, token_ids, first + 1).drafts(self.skip, depth)
+        return ReplayText(self.target, token_ids, first + 1).drafts(self.skip, depth)
 
 
 def agreeing_target(family: str = "llama") -> Target:
@@ -65,12 +65,12 @@ def kinds(target: Target) -> list[tuple[int, ...]]:
     types = getattr(target.config, "layer_types", None) or []
     same = [tuple(i for i, t in enumerate(types) if t == kind) for kind in sorted(set(types))]
     mixed = same if len(same) > 1 else []
-    return [early_exit(target, 4), (2,), *mixed]
+    return [list_skipped_layers(target, 4), (2,), *mixed]
 
 
 def test_early_exit_leaves_out_the_last_layers(target) -> None:
-    assert early_exit(target, 4) == (4, 5)
-    assert early_exit(target, NUM_LAYERS) == ()
+    assert list_skipped_layers(target, 4) == (4, 5)
+    assert list_skipped_layers(target, NUM_LAYERS) == ()
 
 
 def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
@@ -79,7 +79,10 @@ def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
     for skip in kinds(each):
         drafted = decode(each, SelfDraft(each, skip, 3), PROMPT, 24)
         assert drafted.token_ids == text
-        assert replay(each, SelfReplay(each, skip), Tree.chain(3), PROMPT, text) == drafted.steps
+        assert (
+            replay_response(each, SelfReplay(each, skip), Tree.chain(3), PROMPT, text)
+            == drafted.steps
+        )
         num_accepted += sum(step.num_accepted for step in drafted.steps)
     assert num_accepted > 0
 
@@ -98,7 +101,7 @@ def check_batch(target: Target, prompts: list[list[int]]) -> None:
     for sampling in (GREEDY, SAMPLED):
 
         def drafter(*seeds: int, sampling: Sampling = sampling) -> SelfDraft:
-            return SelfDraft(target, early_exit(target, 4), 3, sampling, seeds)
+            return SelfDraft(target, list_skipped_layers(target, 4), 3, sampling, seeds)
 
         together = decode_batch(target, drafter(10, 11, 12, 13), prompts, 16, sampling, range(4))
         for row, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
@@ -134,7 +137,7 @@ def test_an_early_exit_drafts_what_a_smaller_model_writes(each) -> None:
     ids = list(PROMPT)
     for _ in range(4):
         ids.append(smaller(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
-    assert proposed(each, early_exit(each, 3), 4).tolist() == ids[len(PROMPT) :]
+    assert proposed(each, list_skipped_layers(each, 3), 4).tolist() == ids[len(PROMPT) :]
 
 
 @torch.no_grad()
@@ -163,7 +166,7 @@ def test_sampled_drafts_keep_the_targets_distribution(target) -> None:
     """Frequencies of the second and third token, against exact probabilities of the target."""
     hot = Sampling(temperature=1.0, top_k=4)
     draws, counts, num_accepted = 900, {}, 0
-    skip = early_exit(target, 4)
+    skip = list_skipped_layers(target, 4)
     for start in range(0, draws, 100):
         seeds = range(start, start + 100)
         drafter = SelfDraft(target, skip, 2, hot, [seed + (1 << 32) for seed in seeds])
@@ -193,5 +196,5 @@ def after(target: Target, ids: list[int], how: Sampling) -> list[float]:
 
 def test_what_is_skipped_is_back_afterwards(target) -> None:
     before = target.read_text(PROMPT).hidden_states
-    decode(target, SelfDraft(target, early_exit(target, 1), 2), PROMPT, 8)
+    decode(target, SelfDraft(target, list_skipped_layers(target, 1), 2), PROMPT, 8)
     assert torch.equal(target.read_text(PROMPT).hidden_states, before)

@@ -7,15 +7,15 @@ import pytest
 from drafters import seen
 from pytest import approx
 
-from eval.decode.drafters.suffix import Suffix, SuffixTree
+from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from heads.decoding.drafting import PAD, Roots
 
 
-def suffix(max_ngram: int = 24, *limits) -> Suffix:
-    return Suffix(SuffixTree(max_ngram), *limits)
+def suffix(max_ngram: int = 24, *limits) -> SuffixDrafter:
+    return SuffixDrafter(SuffixTree(max_ngram), *limits)
 
 
-def drafted(drafter: Suffix, text: list[int]) -> tuple[list[int], float]:
+def drafted(drafter: SuffixDrafter, text: list[int]) -> tuple[list[int], float]:
     """The draft behind a text, which ends in the root, and what it promises."""
     drafter.observe(seen([text[:-1]], read=False))
     return drafter.drafts(text[-1:])[0]
@@ -105,17 +105,17 @@ def test_reading_on_equals_reading_all_at_once() -> None:
 
 def test_earlier_answers_are_copied_and_their_prompts_are_not() -> None:
     answers = SuffixTree(24)
-    first = Suffix(answers)
+    first = SuffixDrafter(answers)
     assert drafted(first, [1, 2, 3, 7]) == ([], 0)
     first.observe(seen([[7, 8, 9]]))
     first.propose(Roots.from_ids([6]))
-    assert drafted(Suffix(answers), [5, 7]) == ([8], 1)
-    second = Suffix(answers)
+    assert drafted(SuffixDrafter(answers), [5, 7]) == ([8], 1)
+    second = SuffixDrafter(answers)
     second.observe(seen([[5, 4, 4]], read=False))
     second.propose(Roots.from_ids([7]))
     second.observe(seen([[7]]))
     assert second.drafts([8]) == [([9, 6], 2)]
-    assert drafted(Suffix(answers), [4, 2]) == ([], 0)
+    assert drafted(SuffixDrafter(answers), [4, 2]) == ([], 0)
 
 
 def test_texts_of_a_batch_copy_from_each_other() -> None:

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from eval.measure.conditions import caption, conditions
+from eval.measure.conditions import describe_conditions, format_conditions
 
 GREEDY = {
     "data": {
@@ -15,7 +15,7 @@ GREEDY = {
 
 
 def said(**changes: Any) -> dict[str, Any]:
-    return conditions({**GREEDY, **changes})
+    return describe_conditions({**GREEDY, **changes})
 
 
 def test_a_result_says_what_it_holds_under() -> None:
@@ -29,7 +29,7 @@ def test_a_result_says_what_it_holds_under() -> None:
         "max_new_tokens": 128,
         "chat_template": "ab12cd34" + "e" * 56,
     }
-    assert caption({"conditions": said()}) == (
+    assert format_conditions({"conditions": said()}) == (
         "nvidia/SPEED-Bench qualitative, test, version 0123abcd, first turns alone of up to 2; "
         "greedy; chains of 5 draft tokens; drafts greedy; rejection standard; at most 128 new "
         "tokens; chat template ab12cd34"
@@ -38,8 +38,8 @@ def test_a_result_says_what_it_holds_under() -> None:
 
 def test_methods_have_draft_tokens_of_their_own() -> None:
     without = {key: value for key, value in GREEDY.items() if key != "draft_tokens"}
-    assert "draft tokens" not in caption({"conditions": conditions(without)})
-    assert caption({}) == ""
+    assert "draft tokens" not in format_conditions({"conditions": describe_conditions(without)})
+    assert format_conditions({}) == ""
 
 
 def test_a_file_of_ones_own_is_known_by_its_contents(tmp_path) -> None:
@@ -70,4 +70,4 @@ def test_what_is_drawn_is_told_apart() -> None:
 
 def test_a_target_without_a_template() -> None:
     bare = said(target_identity={"template": None})
-    assert caption({"conditions": bare}).endswith("chat template none")
+    assert format_conditions({"conditions": bare}).endswith("chat template none")

@@ -13,7 +13,7 @@ from toys import save_target
 from conf.errors import InputError
 from conf.settings.target import Dtype, TargetConfig
 from data.servers import endpoint
-from eval.measure.engines import opened
+from eval.measure.engines import open_states_pool
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget, load_early_layers
@@ -54,7 +54,7 @@ def server(target: Target, tmp_path: Path) -> Iterator[EngineServer]:
 def probed(server: EngineServer, config: TargetConfig, target: Target) -> None:
     remote = RemoteTarget.from_config(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
-    with opened(replace(config, engine=[server.url]), remote, LAYERS, TEXT):
+    with open_states_pool(replace(config, engine=[server.url]), remote, LAYERS, TEXT):
         pass
 
 
@@ -161,7 +161,7 @@ def test_a_server_that_comes_back_with_other_weights_ends_the_run(
 ) -> None:
     remote = RemoteTarget.from_config(config, CPU)
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
-    with opened(replace(config, engine=[server.url]), remote, LAYERS, TEXT) as pool:
+    with open_states_pool(replace(config, engine=[server.url]), remote, LAYERS, TEXT) as pool:
         assert pool.request_states([5, 6]).keys() == {f"layers.{index}" for index in LAYERS}
         right = server.log_probs
         server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]

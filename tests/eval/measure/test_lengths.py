@@ -6,17 +6,17 @@ import pytest
 
 from eval.measure import lengths
 from eval.measure.lengths import (
-    COUNTS,
+    LENGTH_DEFINITIONS,
     MEANS,
-    Passes,
+    PassCounts,
+    compute_mean_acceptance_length,
     histogram,
     length_name,
-    per_draft,
 )
 
 
 def acceptance_lengths(rows: list[dict]) -> dict:
-    return lengths.acceptance_lengths(list(map(Passes.of, rows)))
+    return lengths.acceptance_lengths(list(map(PassCounts.from_row, rows)))
 
 
 def text(dialogue: int, accepted: list[int], emitted: list[int], drafted: list[int]) -> dict:
@@ -56,11 +56,11 @@ def test_what_is_counted_and_over_what_the_mean_is_taken() -> None:
             "dialogues": pytest.approx((10 / 7 + 4 / 2) / 2),
         },
     }
-    assert per_draft(TEXTS) == 1 + 6 / 5
+    assert compute_mean_acceptance_length(TEXTS) == 1 + 6 / 5
 
 
 def test_without_counts_of_drafts_every_pass_is_one() -> None:
-    assert per_draft([text(0, [2, 0], [3, 1], [])]) == 2.0
+    assert compute_mean_acceptance_length([text(0, [2, 0], [3, 1], [])]) == 2.0
 
 
 def test_texts_of_one_token_have_no_pass() -> None:
@@ -92,5 +92,5 @@ def test_lengths_are_named_by_the_nearest_power_of_two(tokens: int, name: str) -
 
 def test_the_page_has_every_definition() -> None:
     page = Path(lengths.__file__).with_name("README.md").read_text()
-    assert all(f"| `{count}` |" in page for count in COUNTS)
+    assert all(f"| `{count}` |" in page for count in LENGTH_DEFINITIONS)
     assert all(f"- `{mean}`: " in page for mean in MEANS)

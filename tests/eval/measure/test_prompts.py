@@ -4,7 +4,12 @@ from toys import CHATML, tokenizer
 from conf.errors import InputError
 from data.rows.records import Record
 from data.templates.encoder import RecordEncoder
-from eval.measure.prompts import Prompt, first_turns, next_turns, share
+from eval.measure.prompts import (
+    Prompt,
+    render_first_turns,
+    render_next_turns,
+    select_process_prompts,
+)
 
 SYSTEM = {"role": "system", "content": "Be kind"}
 END = 2  # <|im_end|>
@@ -44,7 +49,7 @@ def test_first_turns_end_where_the_answer_begins():
         TWO_TURNS,
         record(SYSTEM, user("Who?"), assistant("Me"), user("Why?"), category="qa", line=2),
     ]
-    prompts = first_turns(records, RecordEncoder(tokenizer()))
+    prompts = render_first_turns(records, RecordEncoder(tokenizer()))
     assert rendered(prompts) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
@@ -56,8 +61,8 @@ def test_first_turns_end_where_the_answer_begins():
 
 
 def test_the_second_turn_follows_the_targets_answer():
-    prompts = first_turns([TWO_TURNS], RecordEncoder(tokenizer()))
-    following = next_turns(
+    prompts = render_first_turns([TWO_TURNS], RecordEncoder(tokenizer()))
+    following = render_next_turns(
         [TWO_TURNS], prompts, [[*ids("fine, thanks."), END]], RecordEncoder(tokenizer())
     )
     assert rendered(following) == [
@@ -74,9 +79,9 @@ def test_answers_of_the_data_set_are_not_used():
         SYSTEM, user("Who?"), assistant("ignored"), {"role": "tool", "content": "ignored"},
         assistant("ignored"), user("Why?"), assistant("ignored"), user("When?"),
     )  # fmt: skip
-    prompts = first_turns([own], RecordEncoder(tokenizer()))
+    prompts = render_first_turns([own], RecordEncoder(tokenizer()))
     for answer in ("me", "so"):
-        prompts = next_turns([own], prompts, [ids(answer)], RecordEncoder(tokenizer()))
+        prompts = render_next_turns([own], prompts, [ids(answer)], RecordEncoder(tokenizer()))
     assert rendered(prompts) == [
         "<|im_start|>system\nBe kind<|im_end|>\n"
         "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nme<|im_end|>\n"
@@ -84,33 +89,35 @@ def test_answers_of_the_data_set_are_not_used():
         "<|im_start|>user\nWhen?<|im_end|>\n<|im_start|>assistant\n"
     ]
     assert prompts[0].turn == 3
-    assert next_turns([own], prompts, [ids("now")], RecordEncoder(tokenizer())) == []
+    assert render_next_turns([own], prompts, [ids("now")], RecordEncoder(tokenizer())) == []
 
 
 def test_dialogues_without_a_further_question_drop_out():
     records = [record(user("a")), TWO_TURNS, record(user("b"), assistant("c"))]
-    prompts = first_turns(records, RecordEncoder(tokenizer()))
-    following = next_turns(
+    prompts = render_first_turns(records, RecordEncoder(tokenizer()))
+    following = render_next_turns(
         records, prompts, [ids("x"), ids("y"), ids("z")], RecordEncoder(tokenizer())
     )
     assert [(p.dialogue, p.turn) for p in following] == [(1, 2)]
     assert "assistant\ny<|im_end|>" in rendered(following)[0]
-    assert next_turns(records, following, [ids("w")], RecordEncoder(tokenizer())) == []
+    assert render_next_turns(records, following, [ids("w")], RecordEncoder(tokenizer())) == []
 
 
 def test_an_empty_answer_stays_as_an_empty_turn():
-    prompts = first_turns([TWO_TURNS], RecordEncoder(tokenizer()))
-    assert rendered(next_turns([TWO_TURNS], prompts, [[END]], RecordEncoder(tokenizer()))) == [
+    prompts = render_first_turns([TWO_TURNS], RecordEncoder(tokenizer()))
+    assert rendered(
+        render_next_turns([TWO_TURNS], prompts, [[END]], RecordEncoder(tokenizer()))
+    ) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
         "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
     ]
 
 
 def test_the_template_may_rewrite_earlier_turns():
-    prompts = first_turns([TWO_TURNS], RecordEncoder(tokenizer(THINKING)))
+    prompts = render_first_turns([TWO_TURNS], RecordEncoder(tokenizer(THINKING)))
     answer = ids("<think>\nhello?\n</think>\n\nfine")
     assert rendered(
-        next_turns([TWO_TURNS], prompts, [answer], RecordEncoder(tokenizer(THINKING)))
+        render_next_turns([TWO_TURNS], prompts, [answer], RecordEncoder(tokenizer(THINKING)))
     ) == [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n"
         "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
@@ -123,14 +130,14 @@ def test_the_template_may_rewrite_earlier_turns():
 def test_a_record_without_a_question_is_refused(nothing):
     message = r"chats.jsonl:7: has no user message to answer, but measuring needs prompts"
     with pytest.raises(InputError, match=message):
-        first_turns([TWO_TURNS, nothing], RecordEncoder(tokenizer()))
+        render_first_turns([TWO_TURNS, nothing], RecordEncoder(tokenizer()))
 
 
 def test_what_the_template_refuses_is_named():
     strict = RecordEncoder(tokenizer(NO_EMPTY_TURN))
-    prompts = first_turns([TWO_TURNS], strict)
+    prompts = render_first_turns([TWO_TURNS], strict)
     with pytest.raises(InputError, match=r"chats.jsonl:1, turn 2: .*refuses .*: empty turn"):
-        next_turns([TWO_TURNS], prompts, [[END]], strict)
+        render_next_turns([TWO_TURNS], prompts, [[END]], strict)
 
 
 def of_dialogues(*dialogues: int) -> list[Prompt]:
@@ -139,5 +146,5 @@ def of_dialogues(*dialogues: int) -> list[Prompt]:
 
 def test_dialogues_are_dealt_round():
     prompts = of_dialogues(0, 1, 2, 3, 4, 0, 1, 2)
-    assert share(prompts, 0, 2) == [0, 2, 4, 5, 7]
-    assert share(prompts, 1, 2) == [1, 3, 6]
+    assert select_process_prompts(prompts, 0, 2) == [0, 2, 4, 5, 7]
+    assert select_process_prompts(prompts, 1, 2) == [1, 3, 6]

@@ -1,17 +1,17 @@
 import pytest
 
 from eval.decode.engine import Step
-from eval.measure.lengths import Passes, acceptance_lengths
+from eval.measure.lengths import PassCounts, acceptance_lengths
 from eval.measure.stats import (
     PromptSteps,
     alpha,
+    compare_tau,
+    format_interval,
     per_position,
-    shown,
-    summary,
+    select_tree_figures,
+    summarise_acceptance,
     tau,
-    tau_difference,
     tau_interval,
-    tree_figures,
 )
 
 # Three passes: both depths kept; first refused; first kept and the text then ends.
@@ -33,12 +33,12 @@ def test_per_position_counts_every_pass() -> None:
 
 def test_categories_are_summed_up_by_themselves() -> None:
     other = PromptSteps("b", [Step(0, 1, 2), Step(0, 1, 1)], [4, 2], dialogue=1, turn=2)
-    result = summary([STEPS, other], 2, seed=0)
+    result = summarise_acceptance([STEPS, other], 2, seed=0)
     assert result == {
         "draft_tokens": 4,
         "tau": pytest.approx(7 / 5),
         "tau_ci95": (1.0, pytest.approx(5 / 3)),
-        "acceptance_length": acceptance_lengths([Passes.of(STEPS.row()), Passes.of(other.row())]),
+        "acceptance_length": acceptance_lengths([PassCounts.from_row(STEPS.row()), PassCounts.from_row(other.row())]),
         "alpha": [pytest.approx(2 / 5), 1.0],
         "per_position": [pytest.approx(2 / 5), pytest.approx(1 / 5)],
         "histogram": [3, 1, 1],
@@ -80,7 +80,7 @@ def test_input_lengths_are_summed_up_from_short_to_long() -> None:
         PromptSteps("a", [Step(n, n + 1, 9)], dialogue=n, prompt_tokens=each)
         for n, each in tokens.items()
     ]
-    found = summary(prompts, 3, seed=0)["by_input_length"]
+    found = summarise_acceptance(prompts, 3, seed=0)["by_input_length"]
     assert [(name, row["tau"], row["num_prompts"]) for name, row in found.items()] == [
         ("<1k", 3.0, 1), ("8k", 2.5, 2), ("16k", 2.0, 1),
     ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_the_interval_of_tau_leaves_out_a_fortieth_at_each_end() -> None:
 def test_one_dialogue_gives_no_interval() -> None:
     turns = [PromptSteps("a", [Step(n, n + 1, 9)], turn=n) for n in range(4)]
     assert tau_interval(turns, seed=0) is None
-    assert (shown(None), shown((1, 2.345), 1), shown([1, 2], 2, " to ")) == (
+    assert (format_interval(None), format_interval((1, 2.345), 1), format_interval([1, 2], 2, " to ")) == (
         "-", "1.0-2.3", "1.00 to 2.00",
     )  # fmt: skip
 
@@ -110,22 +110,22 @@ def test_heads_are_compared_in_pairs() -> None:
         PromptSteps("a", [Step(0, n, 99), Step(0, n + 1, 99)], dialogue=n).row()
         for n in range(1, 9)
     ]
-    assert tau_difference(first, second, seed=0) == (0.5, (0.5, 0.5))
-    assert tau_difference(second, first, seed=0) == (-0.5, (-0.5, -0.5))
-    assert tau_difference(first[:1], second[:1], seed=0) == (0.5, None)
+    assert compare_tau(first, second, seed=0) == (0.5, (0.5, 0.5))
+    assert compare_tau(second, first, seed=0) == (-0.5, (-0.5, -0.5))
+    assert compare_tau(first[:1], second[:1], seed=0) == (0.5, None)
 
 
 def test_the_interval_of_tau_is_that_of_its_seed() -> None:
     prompts = [PromptSteps("a", [Step(n * n, n * n + 1, 999)], dialogue=n) for n in range(12)]
     assert tau_interval(prompts, seed=1) == tau_interval(prompts, seed=1)
     assert tau_interval(prompts, seed=1) != tau_interval(prompts, seed=2)
-    found = summary(prompts, 121, seed=1)
+    found = summarise_acceptance(prompts, 121, seed=1)
     assert found["tau_ci95"] == found["by_category"]["a"]["ci95"] == tau_interval(prompts, seed=1)
 
 
 @pytest.mark.parametrize("kind", ["static_tree", "dynamic_tree"])
 def test_a_result_tells_of_its_one_tree(kind: str) -> None:
-    assert tree_figures({"tau": 1.5, kind: {"tau": 2.0}}) == {"tau": 2.0}
+    assert select_tree_figures({"tau": 1.5, kind: {"tau": 2.0}}) == {"tau": 2.0}
 
 
 def test_nothing_to_verify_is_one_token_per_pass() -> None:

@@ -7,13 +7,13 @@ from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
 from data.rows.forms import Record
 from data.templates.encoder import RecordEncoder
-from eval.compare.figures import summarise
+from eval.compare.figures import summarise_speedup
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, Step
-from eval.measure.bench import Bench
-from eval.measure.prompts import first_turns, num_thinking
-from eval.measure.stats import PromptSteps, by_part, summary
+from eval.measure.bench import Measurement
+from eval.measure.prompts import count_thinking_tokens, render_first_turns
+from eval.measure.stats import PromptSteps, by_part, summarise_acceptance
 from heads.decoding.sampling import GREEDY
 
 THINKS = (
@@ -49,9 +49,9 @@ def test_thinking_ends_with_what_the_template_puts_behind_it(
 ) -> None:
     made = tokenizer(template)
     messages = [{"role": "user", "content": "hello"}]
-    prompt = first_turns([Record(messages, None, "here")], RecordEncoder(made, kwargs))[0]
+    prompt = render_first_turns([Record(messages, None, "here")], RecordEncoder(made, kwargs))[0]
     before, after = (made(text, add_special_tokens=False).input_ids for text in (thinking, answer))
-    assert num_thinking(prompt, before + after, made) == len(before)
+    assert count_thinking_tokens(prompt, before + after, made) == len(before)
 
 
 def test_a_pass_belongs_to_the_part_of_its_first_token() -> None:
@@ -61,7 +61,7 @@ def test_a_pass_belongs_to_the_part_of_its_first_token() -> None:
         "thinking": {"tau": 2.5, "per_draft": 2.5, "alpha": [1.0, 0.5], "num_tokens": 5},
         "answer": {"tau": 2.0, "per_draft": 2.0, "alpha": [0.5, 1.0], "num_tokens": 8},
     }
-    assert summary(both, 2, 0)["by_part"] == by_part(both, 2)
+    assert summarise_acceptance(both, 2, 0)["by_part"] == by_part(both, 2)
     assert by_part([PromptSteps("a", steps, num_thinking=3)], 1)["thinking"] == {
         "tau": 2.0,
         "per_draft": 2.0,
@@ -81,11 +81,11 @@ def test_both_results_tell_thinking_from_answers() -> None:
     target = random_target()
     target.tokenizer = made = tokenizer(THINKS)
     record = Record([{"role": "user", "content": "hello"}], None, "here")
-    [prompt] = first_turns([record], RecordEncoder(made, {"opens": True}))
+    [prompt] = render_first_turns([record], RecordEncoder(made, {"opens": True}))
     before, after = (made(t, add_special_tokens=False).input_ids for t in ("hi</think>", "fine"))
     steps = [Step(1, len(before), 9), Step(0, 1, 2)]  # the second after all of the thinking
     text = Generation([*before, *after], steps, times=DecodingTimes(total=1.0))
-    bench = Bench(target, [], [prompt], GREEDY, {}, True)
+    bench = Measurement(target, [], [prompt], GREEDY, {}, True)
     expected = {
         "thinking": {
             "tau": len(before), "per_draft": 2.0, "alpha": [1.0], "num_tokens": len(before)
@@ -94,7 +94,7 @@ def test_both_results_tell_thinking_from_answers() -> None:
     }  # fmt: skip
     found = [PromptRun(prompt, {"vanilla": [text]})]
     methods = {"vanilla": Method(lambda *_: [text])}
-    [row] = summarise(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
+    [row] = summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["by_part"] == expected
-    thinking = num_thinking(prompt, text.token_ids, made)
+    thinking = count_thinking_tokens(prompt, text.token_ids, made)
     assert by_part([PromptSteps("", steps, num_thinking=thinking)], 1) == expected

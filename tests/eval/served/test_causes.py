@@ -7,8 +7,8 @@ import pytest
 
 from data.servers.counts import DraftCounts
 from eval.measure.prompts import Prompt
-from eval.served.causes import ENOUGH, problems
-from eval.served.check import Checked, OtherToken
+from eval.served.causes import ENOUGH, diagnose_differences
+from eval.served.check import CheckedText, OtherToken
 
 TEXT = DraftCounts([7] * 100, 1, 4, [1, 0, 0, 0])
 
@@ -20,9 +20,9 @@ def server(again: list[int], adapters: tuple[str, ...] = ()) -> Any:
 
 def found(num_others: int, avoids: bool, tolerance: float = 0.0, again: Any = None) -> list[str]:
     others = [OtherToken(0, place, 5, 6, 1.5, avoids) for place in range(num_others)]
-    texts = [Checked(TEXT, TEXT, others, 0)]
+    texts = [CheckedText(TEXT, TEXT, others, 0)]
     asked = server(TEXT.text if again is None else again)
-    return problems(asked, [Prompt("all", [1])], texts, "the target", 100, tolerance)
+    return diagnose_differences(asked, [Prompt("all", [1])], texts, "the target", 100, tolerance)
 
 
 @pytest.mark.parametrize(

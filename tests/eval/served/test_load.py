@@ -6,7 +6,7 @@ from data.servers.counts import DraftCounts
 from data.servers.protocols import StreamedText
 from data.servers.serving import LoadMeasurement
 from eval.measure.prompts import Prompt
-from eval.served.load import WITH, WITHOUT, figures
+from eval.served.load import WITH, WITHOUT, summarise_load
 
 PROMPTS = [Prompt("all", [1], dialogue, turn) for dialogue, turn in ((0, 1), (0, 2), (1, 1))]
 
@@ -32,7 +32,7 @@ def test_figures_of_two_repeats() -> None:
         WITH: [of(1.0, first, 10, 5), of(2.0, slower, 20, 10)],
         WITHOUT: [of(3.0, base), of(3.0, base)],
     }
-    found = figures(passes, PROMPTS, seed=0)
+    found = summarise_load(passes, PROMPTS, seed=0)
     assert found["baseline"] == WITHOUT
     ours, theirs = found["methods"][WITH], found["methods"][WITHOUT]
     assert ours["tokens_per_s"] == (30 / 1.0 + 30 / 2.0) / 2
@@ -52,8 +52,8 @@ def test_figures_of_two_repeats() -> None:
 
 def test_a_server_alone_has_no_speedup() -> None:
     texts = [streamed(0.1, 0.2) for _ in PROMPTS]
-    found = figures({WITH: [of(1.0, texts, 4, 2)]}, PROMPTS, seed=0)
+    found = summarise_load({WITH: [of(1.0, texts, 4, 2)]}, PROMPTS, seed=0)
     assert (found["baseline"], found["methods"][WITH]["speedup"]) == (None, None)
     # A text that came in one piece has no waits between tokens.
-    alone = figures({WITH: [of(1.0, [streamed(0.1)] * 3)]}, PROMPTS, seed=0)
+    alone = summarise_load({WITH: [of(1.0, [streamed(0.1)] * 3)]}, PROMPTS, seed=0)
     assert alone["methods"][WITH]["between_tokens_ms"] is None

@@ -10,8 +10,8 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import TreeSearchRun
 from eval.decode.engine import NoDraft, decode
-from eval.measure.bench import Bench
-from eval.measure.heads import BenchHead
+from eval.measure.bench import Measurement
+from eval.measure.heads import MeasuredHead
 from eval.measure.prompts import Prompt
 from eval.measure.stats import PromptSteps, tau
 from eval.tune import advice, cost
@@ -19,11 +19,11 @@ from eval.tune.advice import (
     Advice,
     BatchSizeAdvice,
     chain_taus,
-    full_batch,
+    measure_full_batch,
     measured_advice,
     speedups,
 )
-from eval.tune.cost import NUM_PLAIN, CostCurve, load_curve, time_steps
+from eval.tune.cost import NUM_PLAIN, CostCurve, load_curve, measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -36,12 +36,16 @@ def test_a_curve_is_straight_between_its_sizes_and_beyond_them() -> None:
     curve = CostCurve("gpu", [1, 2, 4, 8], [0.010, 0.011, 0.012, 0.020])
     sizes = (1, 2, 3, 4, 5, 8, 9, 16)
     expected = [0.010, 0.011, 0.0115, 0.012, 0.014, 0.020, 0.022, 0.036]
-    assert [curve.at(size) for size in sizes] == pytest.approx(expected)
+    assert [curve.estimate_seconds(size) for size in sizes] == pytest.approx(expected)
 
 
 def test_a_curve_never_falls_beyond_its_sizes() -> None:
-    assert CostCurve("gpu", [1, 8], [0.02, 0.01]).at(100) == 0.01
-    assert CostCurve("gpu", [4], [0.02]).at(1) == CostCurve("gpu", [4], [0.02]).at(9) == 0.02
+    assert CostCurve("gpu", [1, 8], [0.02, 0.01]).estimate_seconds(100) == 0.01
+    assert (
+        CostCurve("gpu", [4], [0.02]).estimate_seconds(1)
+        == CostCurve("gpu", [4], [0.02]).estimate_seconds(9)
+        == 0.02
+    )
 
 
 def test_a_curve_survives_its_file(tmp_path) -> None:
@@ -100,7 +104,7 @@ def test_all_sizes_and_drafters_are_timed(target, batch_size: int, monkeypatch) 
         {0: MedusaDrafter(noisy_head(target), Tree.chain(3))},
         {0: NoDraft()},
     ):
-        curve, drafts = time_steps(target, drafters, PROMPT, batch_size, (2, 3, 7))
+        curve, drafts = measure_step_costs(target, drafters, PROMPT, batch_size, (2, 3, 7))
         assert (curve.device, curve.batch_size, curve.context) == ("cpu", batch_size, 4)
         assert curve.sizes == [1, 2, 3, 7]
         assert len(curve.seconds) == 4
@@ -140,7 +144,7 @@ def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> No
     monkeypatch.setattr(target, "extend", clock.taking(pass_seconds, target.run_pending))
     monkeypatch.setattr(eval_clock, "time", clock)
     monkeypatch.setattr(cost, "NUM_ROUNDS", 3)
-    curve, drafts = time_steps(target, drafters, PROMPT, 1, (2, 3, 7))
+    curve, drafts = measure_step_costs(target, drafters, PROMPT, 1, (2, 3, 7))
     assert curve.sizes == [1, 2, 3, 7]
     assert curve.seconds == [1.0, 2.5, 3.5, 7.5]
     assert drafts == {"a": 3.0, "b": 5.0}
@@ -188,9 +192,9 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
         return 10, seconds[len(prompts)].pop(0)
 
     monkeypatch.setattr(advice, "full_batch", batch)
-    bench_head = BenchHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
+    bench_head = MeasuredHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
     prompts = [Prompt("all", [number]) for number in range(2)]
-    bench = Bench(target, [bench_head], prompts, GREEDY, {}, True)
+    bench = Measurement(target, [bench_head], prompts, GREEDY, {}, True)
     points = [
         BatchSizeAdvice(1, [1.1, 1.3, 1.2]),
         BatchSizeAdvice(1, [2.0]),
@@ -208,8 +212,8 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
 
 def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
     monkeypatch.setattr(advice, "full_batch", lambda *_: (0, 0.0))
-    bench_head = BenchHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
-    bench = Bench(target, [bench_head], [Prompt("all", [5])], GREEDY, {}, True)
+    bench_head = MeasuredHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
+    bench = Measurement(target, [bench_head], [Prompt("all", [5])], GREEDY, {}, True)
     found = measured_advice(Advice([BatchSizeAdvice(1, [2.0])]), bench, TreeSearchRun())
     assert found.points == [BatchSizeAdvice(1, [2.0], {})]
 
@@ -221,10 +225,10 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
         "eagle": lambda: eagle_head(target, EagleForm.eagle3, num_updates=30),
     }
     head = make[family]()
-    bench_head = BenchHead("", head, Tree.chain(3), Tree.chain(3))
+    bench_head = MeasuredHead("", head, Tree.chain(3), Tree.chain(3))
     prompts = [Prompt("all", [n, 6, 7, 8]) for n in (5, 30)]
     found = chain_taus(target, bench_head, prompts, 20)
-    assert len(found) == bench_head.longest
+    assert len(found) == bench_head.max_useful_depth
     for length in (1, 3):
         steps = [
             PromptSteps(
@@ -249,9 +253,9 @@ def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None
         patch.setattr(eval_clock, "time", clock)
         patch.setattr(target, "extend", clock.taking(lambda *_, **__: 1.0, target.extend))
         # The prompts give the first token of each.
-        assert full_batch(target, NoDraft(), prompts, 7) == (2 * 6, 6.0)
+        assert measure_full_batch(target, NoDraft(), prompts, 7) == (2 * 6, 6.0)
     drafter = MedusaDrafter(noisy_head(target), Tree.chain(3))
-    assert 0 < full_batch(target, drafter, prompts, 7)[0] <= 2 * 6
+    assert 0 < measure_full_batch(target, drafter, prompts, 7)[0] <= 2 * 6
     text = decode(target, NoDraft(), PROMPT, 5).token_ids
     other = decode(target, NoDraft(), prompts[1], 5).token_ids
     stop = next(n for n, token in enumerate(text) if token not in other)
@@ -259,7 +263,7 @@ def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None
         text[stop], target.model.generation_config.eos_token_id,
     )  # fmt: skip
     try:
-        assert full_batch(target, NoDraft(), prompts, 7)[0] == 2 * stop
-        assert full_batch(target, NoDraft(), [PROMPT], 1) == (0, 0.0)
+        assert measure_full_batch(target, NoDraft(), prompts, 7)[0] == 2 * stop
+        assert measure_full_batch(target, NoDraft(), [PROMPT], 1) == (0, 0.0)
     finally:
         target.model.generation_config.eos_token_id = before

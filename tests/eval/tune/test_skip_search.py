@@ -3,11 +3,11 @@ import torch
 from toys import endless_target, random_target, texts
 
 from conf.errors import InputError
-from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import decode
 from eval.measure.stats import PromptSteps, tau
 from eval.tune import skip_search
-from eval.tune.skip_search import PassCosts, measure_costs, search_layers
+from eval.tune.skip_search import PassCosts, measure_pass_costs, search_layers
 from heads.decoding.drafting import Roots
 from heads.target_model.model import Target
 from tests.eval.decode.test_self_speculation import agreeing_target
@@ -50,7 +50,7 @@ def test_layers_that_do_nothing_are_found(target, own) -> None:
     assert len(found.choices) == 8
     assert (best.agreement, best.tau) == (1.0, 9.0)
     assert best.speedup == pytest.approx(9 * 10 / (8 * 5.5 + 10.8))
-    exits = {early_exit(target, n) for n in range(1, 6)}
+    exits = {list_skipped_layers(target, n) for n in range(1, 6)}
     assert all(best.speedup > choice.speedup for choice in found.choices if choice.skip in exits)
     assert found.choices == sorted(found.choices, key=lambda choice: choice.order)
     # Given up one by one, and the exits that are not among these; after three rounds that gained
@@ -110,7 +110,7 @@ def test_a_search_ends_when_no_more_layers_pay(target, own, monkeypatch) -> None
     found = search(target, own)
     assert found.choices[0].skip == IDLE
     # Three rounds that gained, and one that did not.
-    exits = {early_exit(target, n) for n in range(1, 6)}
+    exits = {list_skipped_layers(target, n) for n in range(1, 6)}
     assert 6 + 5 + 4 + 3 <= found.num_tried <= 6 + 5 + 4 + 3 + len(exits)
     assert found.num_tried < search_without_end(target, own, monkeypatch)
 
@@ -131,6 +131,6 @@ def test_a_target_of_one_layer_is_refused() -> None:
 
 
 def test_costs_are_measured(target, own) -> None:
-    costs = measure_costs(target, own[0], 2)
+    costs = measure_pass_costs(target, own[0], 2)
     assert len(costs.verify) == 3
     assert 0 < costs.bare < costs.verify[0]

@@ -16,9 +16,9 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype, TargetConfig
-from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode
-from eval.measure.replay import replay
+from eval.measure.replay import replay_response
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
 from heads.eagle.head import EagleHead
@@ -176,7 +176,7 @@ def test_layers_are_left_out_whatever_form_they_give_their_state_in(name: str) -
     target = shared(name)
     assert target._num_outputs == [{"gpt2": 0, "falcon": 2}[name]] * 4
     text = decode(target, NoDraft(), PROMPT, 16).token_ids
-    for skip in (early_exit(target, 2), (1,)):
+    for skip in (list_skipped_layers(target, 2), (1,)):
         assert decode(target, SelfDraft(target, skip, 3), PROMPT, 16).token_ids == text
 
 
@@ -266,7 +266,7 @@ def test_replay_equals_decoding_and_the_text_is_the_target_s(name: str, kind: st
     )  # fmt: skip
     decoded = decode(target, drafter, PROMPT, 20)
     assert decoded.token_ids == text
-    assert replay(target, head, Tree.chain(3), PROMPT, text) == decoded.steps
+    assert replay_response(target, head, Tree.chain(3), PROMPT, text) == decoded.steps
 
 
 def test_a_head_is_as_wide_as_a_projected_embedding_and_keeps_it(tmp_path) -> None:

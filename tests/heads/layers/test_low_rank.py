@@ -11,9 +11,9 @@ from toys import eagle_head, noisy_head, random_target, texts
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.draft_model import DraftModel
-from eval.decode.drafters.self_speculation import SelfDraft, early_exit
+from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode
-from eval.measure.replay import ranked_drafts, steps_along
+from eval.measure.replay import rank_candidates, replay_tree
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.head import DraftHead
@@ -64,17 +64,17 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
     plain = decode(target, NoDraft(), prompt, 24).token_ids
     chain = Tree.chain(3)
     output = target.encode_text(prompt + plain[:-1], head.taps)
-    whole = ranked_drafts(head, chain, output, prompt, plain)
+    whole = rank_candidates(head, chain, output, prompt, plain)
     made = reduce_rank(head, target, 2)
     assert len(made) == (3 if kind == "medusa" else 1)
     for each in made:
         each.num_candidates = 2
-    ranked = ranked_drafts(head, chain, output, prompt, plain)
+    ranked = rank_candidates(head, chain, output, prompt, plain)
     assert ranked != whole
     drafter = head.make_drafter(chain, GREEDY, [0])
     drafted = decode(target, drafter, prompt, 24)
     assert drafted.token_ids == plain
-    assert drafted.steps == steps_along(chain, ranked, plain)
+    assert drafted.steps == replay_tree(chain, ranked, plain)
 
 
 def test_a_draft_model_and_the_target_itself_draft_through_a_head_of_low_rank() -> None:
@@ -88,7 +88,7 @@ def test_a_draft_model_and_the_target_itself_draft_through_a_head_of_low_rank() 
         if rank is not None:
             model.output_head = lent.output_head
         itself = SelfDraft(
-            target, early_exit(target, 4), 3, output_head=None if rank is None else lent
+            target, list_skipped_layers(target, 4), 3, output_head=None if rank is None else lent
         )
         for drafter in (DraftModel(model, Tree.chain(3)), itself):
             found = decode(target, drafter, prompt, 16)

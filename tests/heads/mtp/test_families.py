@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from conf.errors import InputError
 from conf.settings.eagle import MtpConfig
 from eval.decode.engine import NoDraft, decode
-from eval.measure.replay import replay
+from eval.measure.replay import replay_response
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.branches import BranchCache, build_causal_range
@@ -107,7 +107,7 @@ def test_decoding_loses_nothing_and_replays(architecture: str) -> None:
     chain = Tree.chain(3)
     found = decode(target, head.drafter(chain, GREEDY, [0]), prompt, 30)
     assert found.token_ids == text
-    assert replay(target, head, chain, prompt, text) == found.steps
+    assert replay_response(target, head, chain, prompt, text) == found.steps
     assert sum(step.num_accepted for step in found.steps) > 10
     assert decode(target, head.tree(head, DynamicShape(3, 3, 8)), prompt, 30).token_ids == text
 

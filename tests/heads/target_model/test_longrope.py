@@ -7,7 +7,7 @@ from toys import eagle_head, endless_target, noisy_head, random_model, random_ta
 from conf.settings.eagle import EagleForm
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
-from eval.measure.replay import replay, replayed
+from eval.measure.replay import replay_drafter, replay_response
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain
 from heads.layers.documents import Documents
@@ -145,7 +145,7 @@ def test_replay_equals_decoding(target: Target, texts: list[list[int]], number: 
     prompt, text = PROMPTS[number], texts[number]
     head = noisy_head(target)
     steps = decode(target, MedusaDrafter(head, TREE), prompt, len(text)).steps
-    assert replay(target, head, TREE, prompt, text) == steps
+    assert replay_response(target, head, TREE, prompt, text) == steps
     assert sum(step.num_accepted for step in steps) > 0
 
 
@@ -154,11 +154,11 @@ def test_replay_of_features_equals_decoding() -> None:
     head = eagle_head(target, EagleForm.eagle3, num_updates=20)
     for prompt in PROMPTS:
         found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)
-        assert replay(target, head, Tree.chain(3), prompt, found.token_ids) == found.steps
+        assert replay_response(target, head, Tree.chain(3), prompt, found.token_ids) == found.steps
         found = decode(target, head.tree_drafter(head, DynamicShape(3, 3, 8)), prompt, NUM_NEW)
         output = target.encode_response(prompt, found.token_ids, head.taps)
         tree = head.tree_drafter(head, DynamicShape(3, 3, 8))
-        assert replayed(tree, output, prompt, found.token_ids) == (found.steps, found.drafted)
+        assert replay_drafter(tree, output, prompt, found.token_ids) == (found.steps, found.drafted)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from toys import noisy_head, random_target
 from data.prepared.pack import PackedDataset
 from data.templates.encoder import Sample
 from eval.decode.engine import decode
-from eval.measure.answers import OwnTexts
+from eval.measure.answers import LocalAnswerSource
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.tree import Tree
 from heads.medusa.drafter import MedusaDrafter
@@ -23,7 +23,7 @@ def test_the_replayed_tau_is_that_of_decoding() -> None:
     target = random_target()
     head = noisy_head(target)
     prompts = [[5, 17, 40, 8], [61, 23, 77]]
-    replayed = HeldoutReplay(OwnTexts(target), prompts, 3, head.taps)(head)
+    replayed = HeldoutReplay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
     steps = [
         decode(target, MedusaDrafter(head, Tree.chain(3)), prompt, MAX_NEW_TOKENS).steps
         for prompt in prompts
@@ -35,7 +35,7 @@ def test_the_replayed_tau_is_that_of_decoding() -> None:
 def test_training_the_head_does_not_change_the_answers() -> None:
     target = random_target()
     head = noisy_head(target)
-    replay = HeldoutReplay(OwnTexts(target), [[5, 17, 40]], 3, head.taps)
+    replay = HeldoutReplay(LocalAnswerSource(target), [[5, 17, 40]], 3, head.taps)
     replay(head)
     first = replay.answers[0][0]
     with torch.no_grad():

@@ -22,7 +22,7 @@ from conf.settings.medusa import MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from data.features.reader import StoredDataset
-from eval.measure.answers import OwnTexts
+from eval.measure.answers import LocalAnswerSource
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
@@ -255,7 +255,7 @@ def test_tau_from_a_store_is_that_of_the_target(
         heads.append((noisy_head(ends), noisy_head(target)))
     for mine, theirs in heads:
         stored = StoredReplay(ends, opened.replay, 16, 3, mine.taps)
-        live = HeldoutReplay(OwnTexts(target), stored.prompts, 3, theirs.taps)
+        live = HeldoutReplay(LocalAnswerSource(target), stored.prompts, 3, theirs.taps)
         assert len(stored.prompts) == 2
         assert [answer for answer, _ in stored.answers] == [answer for answer, _ in live.answers]
         assert stored(mine.eval()) == live(theirs.eval())
