@@ -54,7 +54,7 @@ from heads.target_model.remote import RemoteTarget
 from scripts.store.plan import Work, check_disk, prepared, target_json
 from scripts.store.states import Source, source_of, stored, token_fields
 from train.loop import replay
-from train.loop.served import longest_document
+from train.loop.served import find_longest_document
 
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
@@ -124,7 +124,7 @@ def write_shards(work: Work, state: PartialState) -> None:
     if lacks_head:
         save_embeddings_and_head(target, of_target)
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
-    text = longest_document(work.sets["train"])
+    text = find_longest_document(work.sets["train"])
     if state.is_main_process:
         print(f"{total:,} tokens to read; writing hidden states to {work.folder}")
     with (
@@ -211,7 +211,7 @@ def batches(
     """Yield the sequences of a shard, in batches that run together."""
     if shard.split == "replay":
         prompts = work.prompts[shard.first : shard.last]
-        answers = dict(texts.stream_answers(prompts, replay.MAX_NEW_TOKENS))
+        answers = dict(texts.stream_answers(prompts, replay.MAX_REPLAY_TOKENS))
         for number, prompt in enumerate(prompts):
             answer = answers[number]
             # A packed sequence of one document, without padding.

@@ -56,10 +56,10 @@ from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab, compute_covered_fraction
 from scripts.publish.staging import read_json
-from train.batch.prefetch import on_device
-from train.batch.states import with_states
-from train.batch.supervision import SUPERVISION, indexed
-from train.loop.replay import heldout_prompts
+from train.batch.prefetch import batch_to_device
+from train.batch.states import add_target_states
+from train.batch.supervision import SUPERVISION, add_supervision
+from train.loop.replay import select_heldout_prompts
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"
@@ -167,7 +167,7 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Ans
     Raises:
         InputError: no prompt is short enough, or the answer would not fit the target's window.
     """
-    chosen = heldout_prompts(heldout, config.num_replay_prompts)
+    chosen = select_heldout_prompts(heldout, config.num_replay_prompts)
     if not chosen:
         raise InputError(
             "data: every held-out prompt is longer than 256 tokens; name other prompts with "
@@ -201,8 +201,8 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
     chosen = range(min(num_sequences, len(data)))
     for index in tqdm(chosen, desc="target's choices", unit="sequence"):
         row = {name: values.unsqueeze(0) for name, values in data[index].items()}
-        batch = on_device(indexed(row, 0), target.device)
-        hidden = with_states(target, batch, FeatureLayers())[HIDDEN_STATES][0]
+        batch = batch_to_device(add_supervision(row, 0), target.device)
+        hidden = add_target_states(target, batch, FeatureLayers())[HIDDEN_STATES][0]
         for states in hidden[batch[SUPERVISION].places].split(ROWS_PER_CHUNK):
             best = target.compute_logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))

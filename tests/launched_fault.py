@@ -27,7 +27,7 @@ def rank() -> int:
 
 def slow(owner: Any, name: str, who: int) -> None:
     """One process takes longer than a collective is waited for."""
-    real, start = getattr(owner, name), processes.start
+    real, start = getattr(owner, name), processes.start_accelerator
 
     def late(*args: Any, **named: Any) -> Any:
         if rank() == who:
@@ -40,7 +40,7 @@ def slow(owner: Any, name: str, who: int) -> None:
         return accelerator
 
     setattr(owner, name, late)
-    processes.start = hasty
+    processes.start_accelerator = hasty
 
 
 def failing(owner: Any, name: str, who: int) -> None:
@@ -57,7 +57,7 @@ def failing(owner: Any, name: str, who: int) -> None:
 
 def spoiled() -> None:
     """The target gives no numbers for about one sequence in nine."""
-    real = medusa.MedusaObjective.prepare
+    real = medusa.MedusaObjective.prepare_batch
 
     def spoil(self: Any, batch: Any) -> Any:
         found = real(self, batch)
@@ -66,7 +66,7 @@ def spoiled() -> None:
         found[HIDDEN_STATES][torch.tensor(rows)] = torch.nan
         return found
 
-    medusa.MedusaObjective.prepare = spoil
+    medusa.MedusaObjective.prepare_batch = spoil
 
 
 FAULTS = {

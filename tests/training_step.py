@@ -23,7 +23,7 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
 from train.loop import loop
-from train.loop.loop import Job
+from train.loop.loop import TrainingJob
 from train.medusa import MedusaObjective
 from train.parallel import processes
 
@@ -109,7 +109,7 @@ def first_step(
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     with patch.dict(os.environ, {"ACCELERATE_USE_CPU": str(device == "cpu").lower()}):
-        accelerator = processes.start(config)
+        accelerator = processes.start_accelerator(config)
     assert accelerator.device.type == device
     target = grouped_target(device, getattr(torch, dtype.value))
     objective = objective_of(kind, target)
@@ -117,7 +117,9 @@ def first_step(
     if compiled:
         objective.compile_parts()
     data = documents()
-    run = loop.Run(accelerator, Job(config, LogConfig(), 0, out_dir, objective, data, data))
+    run = loop.TrainingLoop(
+        accelerator, TrainingJob(config, LogConfig(), 0, out_dir, objective, data, data)
+    )
     found: dict[str, Tensor] = {}
 
     def keep(*_arguments: Any) -> None:

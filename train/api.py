@@ -35,10 +35,10 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 from train import schedule
-from train.batch.prefetch import on_device
+from train.batch.prefetch import batch_to_device
 from train.batch.supervision import NOISE_SEEDS, Batch
-from train.loop.command import Training
-from train.loop.evaluation import figures
+from train.loop.command import TrainingCommand
+from train.loop.evaluation import compute_metrics
 from train.objective import Objective
 
 PUBLIC = (
@@ -253,16 +253,18 @@ def training_step(
     if document_ids is None:
         document_ids = torch.zeros_like(input_ids)
     _check_step(objective, input_ids, loss_mask, states, document_ids)
-    seeds = tuple(schedule.draw_seed(0, seed, row) for row in range(len(input_ids)))
+    seeds = tuple(schedule.hash_seed(0, seed, row) for row in range(len(input_ids)))
     batch = {
         "input_ids": input_ids, "loss_mask": loss_mask.bool(), "document_ids": document_ids,
         "position_ids": _positions(document_ids),
     }  # fmt: skip
-    indexed = objective.indexed({**on_device(batch, torch.device("cpu")), NOISE_SEEDS: seeds})
-    counts = objective.counts(indexed).clamp_min(1)
-    ready = _with_states(objective, on_device(indexed, objective.target.device), states)
-    sums = objective(ready, (objective.weights / counts).to(objective.target.device))
-    named = figures("train", sums.terms.detach(), objective.weights, objective)
+    indexed = objective.index_batch(
+        {**batch_to_device(batch, torch.device("cpu")), NOISE_SEEDS: seeds}
+    )
+    counts = objective.compute_divisors(indexed).clamp_min(1)
+    ready = _with_states(objective, batch_to_device(indexed, objective.target.device), states)
+    sums = objective(ready, (objective.term_weights / counts).to(objective.target.device))
+    named = compute_metrics("train", sums.terms.detach(), objective.term_weights, objective)
     return StepLoss(sums.total, {n.removeprefix("train/"): value for n, value in named.items()})
 
 
@@ -313,19 +315,19 @@ def _prompt_ids(target: Target, prompt: str | Messages | list[int]) -> list[int]
     return [*prompt]
 
 
-def _training(kind: str) -> Training:
+def _training(kind: str) -> TrainingCommand:
     """The training command of a kind of head."""
     entry: Any = import_module(f"train.{kind}")
     return entry.main
 
 
-def _recipe(name: str) -> tuple[Training, str]:
+def _recipe(name: str) -> tuple[TrainingCommand, str]:
     """The training command that knows a recipe; a kind without recipes is its own.
 
     Raises:
         InputError: no command does.
     """
-    known: dict[str, Training] = {}
+    known: dict[str, TrainingCommand] = {}
     for kind in kinds.HEADS:
         training = _training(kind)
         known |= dict.fromkeys(training.command.recipes or (kind,), training)
@@ -372,7 +374,7 @@ def _check_step(
 
 def _with_states(objective: Objective, batch: Batch, states: TargetOutput | None) -> Batch:
     if states is None:
-        return objective.prepare(batch)
+        return objective.prepare_batch(batch)
     target = objective.target
     named = {f"{LAYER_PREFIX}{index}": states.layers[index] for index in objective.head.taps.layers}
     named |= {HIDDEN_STATES: states.hidden_states}

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from heads.dflash.head import DFlashHead
-from train.batch.supervision import UNROLLED, Batch, Unrolled
+from train.batch.supervision import STEP_TARGETS, Batch, StepTargets
 from train.blocks.objective import BlockObjective
 from train.loop import command
 from train.loss.fused import Student
@@ -25,14 +25,14 @@ from train.loss.fused import Student
 class DFlashObjective(BlockObjective):
     """Loss of blocks whose slots draft independently."""
 
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
+    def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Make students of the slots' rows, through the output head alone."""
-        unrolled: Unrolled = batch[UNROLLED]
-        rows = self.rows(outputs, unrolled)
-        return Student(rows, self.head.projection(), unrolled.rows.answers, scales)
+        unrolled: StepTargets = batch[STEP_TARGETS]
+        rows = self.select_supervised_rows(outputs, unrolled)
+        return Student(rows, self.head.projection(), unrolled.matched_rows.teacher_rows, scales)
 
 
-main = command.Training(DFlashHead, DFlashObjective, COMMAND)
+main = command.TrainingCommand(DFlashHead, DFlashObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conf.settings.blocks import DFlash2Config
 from heads.dflash2.head import DFlash2Head
-from train.batch.supervision import UNROLLED, Batch, Unrolled, labels_of
+from train.batch.supervision import STEP_TARGETS, Batch, StepTargets, gather_labels
 from train.blocks.objective import BlockObjective
 from train.loop import command
 from train.loss.fused import Student
@@ -33,11 +33,13 @@ class DFlash2Objective(BlockObjective):
     head: DFlash2Head
     config: DFlash2Config
 
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
+    def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Make students of the slots' rows, through the output head alone."""
-        unrolled: Unrolled = batch[UNROLLED]
-        rows = self.rows(outputs, unrolled)
-        return Student(rows, self.head.make_projection(), unrolled.rows.answers, scales)
+        unrolled: StepTargets = batch[STEP_TARGETS]
+        rows = self.select_supervised_rows(outputs, unrolled)
+        return Student(
+            rows, self.head.make_projection(), unrolled.matched_rows.teacher_rows, scales
+        )
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
         """Bytes that the convolutions and the selector keep.
@@ -52,24 +54,24 @@ class DFlash2Objective(BlockObjective):
         chosen = config.num_draft_tokens * (config.selector_top_k + 2) * config.selector_rank
         return blocks * itemsize * (mixed + chosen)
 
-    def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
+    def compute_extra_loss(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
         """[M] selector's cross-entropy of each learnt row among the slot's candidates."""
         del found
-        unrolled: Unrolled = batch[UNROLLED]
-        rows, labels = self.rows(outputs, unrolled), labels_of(batch)
+        unrolled: StepTargets = batch[STEP_TARGETS]
+        rows, labels = self.select_supervised_rows(outputs, unrolled), gather_labels(batch)
         before = batch["input_ids"].flatten()[self._before(unrolled)]
         values, candidates = self._candidates(rows.detach())
-        hit = candidates == labels[unrolled.rows.answers.device].unsqueeze(1)
+        hit = candidates == labels[unrolled.matched_rows.teacher_rows.device].unsqueeze(1)
         scores = values + self.head.candidate_selector(rows, before, candidates)
         loss = F.cross_entropy(scores.float(), hit.int().argmax(1), reduction="none")
         # The selector cannot choose a label outside the candidates.
         return self.config.selector_weight * loss.where(hit.any(1), 0.0)
 
     @staticmethod
-    def _before(unrolled: Unrolled) -> Tensor:
+    def _before(unrolled: StepTargets) -> Tensor:
         """[M] int64 places directly before the drafted tokens."""
-        anchors = unrolled.drafts[unrolled.rows.places % len(unrolled.drafts)]
-        return anchors + 1 + unrolled.steps
+        anchors = unrolled.anchors[unrolled.matched_rows.output_indices % len(unrolled.anchors)]
+        return anchors + 1 + unrolled.row_steps
 
     @torch.no_grad()
     def _candidates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +82,7 @@ class DFlash2Objective(BlockObjective):
         return values, ids
 
 
-main = command.Training(DFlash2Head, DFlash2Objective, COMMAND)
+main = command.TrainingCommand(DFlash2Head, DFlash2Objective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

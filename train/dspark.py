@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conf.settings.blocks import DSparkConfig, Markov
 from heads.dspark.head import DSparkHead
-from train.batch.supervision import UNROLLED, Batch, Unrolled
+from train.batch.supervision import STEP_TARGETS, Batch, StepTargets
 from train.blocks.objective import BlockObjective
 from train.loop import command
 from train.loss import sizes
@@ -32,13 +32,15 @@ class DSparkObjective(BlockObjective):
     head: DSparkHead
     config: DSparkConfig
 
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
+    def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Make students through the output head, with the Markov head's logits added."""
-        unrolled: Unrolled = batch[UNROLLED]
+        unrolled: StepTargets = batch[STEP_TARGETS]
         told = self.head.compute_markov_states(outputs, self._before(batch))
-        rows, heard = (self.rows(each, unrolled) for each in (outputs, told))
+        rows, heard = (self.select_supervised_rows(each, unrolled) for each in (outputs, told))
         added = LowRank(heard, self.head.markov_head.markov_w2.weight)
-        return Student(rows, self.head.make_projection(), unrolled.rows.answers, scales, added)
+        return Student(
+            rows, self.head.make_projection(), unrolled.matched_rows.teacher_rows, scales, added
+        )
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
         """Bytes of the Markov states, of their inputs and of the confidence's.
@@ -49,29 +51,31 @@ class DSparkObjective(BlockObjective):
         hidden, rank = config.llama.hidden_size, config.markov_rank
         made = {Markov.vanilla: 0, Markov.gated: hidden + 3 * rank, Markov.rnn: hidden + 7 * rank}
         confident = hidden + rank * config.confidence_with_markov if config.confidence else 0
-        a_draft = itemsize * (made[config.markov_head_type] + 3 * rank) + sizes.FLOAT32 * confident
+        a_draft = (
+            itemsize * (made[config.markov_head_type] + 3 * rank) + sizes.FLOAT32_BYTES * confident
+        )
         return blocks * config.num_draft_tokens * a_draft
 
     def _before(self, batch: Batch) -> Tensor:
         """[A, D] int64 tokens directly before the drafted ones."""
-        ids, anchors = batch["input_ids"].flatten(), batch[UNROLLED].drafts
-        slots = torch.arange(len(self.weights), device=ids.device)
+        ids, anchors = batch["input_ids"].flatten(), batch[STEP_TARGETS].drafts
+        slots = torch.arange(len(self.term_weights), device=ids.device)
         # Nothing is learnt after the end of the text.
         return ids[(anchors.unsqueeze(1) + 1 + slots).clamp_max(len(ids) - 1)]
 
-    def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
+    def compute_extra_loss(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
         """[M] cross-entropy of each learnt row's confidence against alpha."""
         if self.head.confidence_head is None or not self.config.confidence_weight:
-            return super().beside(outputs, batch, found)
-        said = self.rows(
-            self.head.compute_confidence(outputs, self._before(batch)), batch[UNROLLED]
+            return super().compute_extra_loss(outputs, batch, found)
+        said = self.select_supervised_rows(
+            self.head.compute_confidence(outputs, self._before(batch)), batch[STEP_TARGETS]
         )
         alpha = found[2].clamp(0, 1)
         loss = F.binary_cross_entropy_with_logits(said, alpha, reduction="none")
         return self.config.confidence_weight * loss
 
 
-main = command.Training(DSparkHead, DSparkObjective, COMMAND)
+main = command.TrainingCommand(DSparkHead, DSparkObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

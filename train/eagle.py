@@ -32,47 +32,47 @@ from data.features.format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.eagle.branches import BranchCache, build_causal_range
 from heads.eagle.head import EagleHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
-from train.batch.states import states_of
+from train.batch.states import collect_states
 from train.batch.supervision import (
     DOCUMENTS,
     NOISE_SEEDS,
+    STEP_TARGETS,
     SUPERVISION,
-    UNROLLED,
     Batch,
-    Unrolled,
-    labels_of,
+    StepTargets,
+    gather_labels,
 )
 from train.loop import command, resume
 from train.loss import sizes
-from train.loss.eagle import MEASURES, EagleCriterion, eagle_loss, step_weights
+from train.loss.eagle import DRAFT_METRICS, EagleCriterion, compute_eagle_loss, compute_step_weights
 from train.loss.fused import Student, Teacher
-from train.loss.sums import Sums
+from train.loss.sums import LossSums
 from train.loss.teachers import HiddenTeacher, TextTeacher, TopKTeacher
-from train.objective import COUNTS, Objective
+from train.objective import DIVISORS, Objective
 
 
 class EagleObjective(Objective):
     """Loss of EAGLE's training-time test on a batch."""
 
-    measures = MEASURES
+    metric_names = DRAFT_METRICS
 
     def __init__(self, head: Any, target: EmbeddingsAndOutputHead, config: Any) -> None:
         super().__init__()
         self.head = head
         self.target = target
         self.config, self.learns_prompts = config, config.learn_prompts
-        self.weights = step_weights(config)
+        self.term_weights = compute_step_weights(config)
         self.criterion = EagleCriterion(config, head.vocab)
-        self.slow_logits = len(self.weights) * len(head.vocab.ids)
-        self.resume_settings = resume.settings("head", config)
+        self.loss_logits_per_token = len(self.term_weights) * len(head.vocab.ids)
+        self.resume_settings = resume.collect_resume_settings("head", config)
         if not head.vocab.ids.is_meta:  # on `meta`, only memory is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
         if config.path is not None:
-            self._go_on()
-        self.about = self._about()
+            self._prepare_saved_head()
+        self.description = self._about()
 
-    def _go_on(self) -> None:
+    def _prepare_saved_head(self) -> None:
         """Set up a saved head to train as the settings say.
 
         Raises:
@@ -90,7 +90,7 @@ class EagleObjective(Objective):
     def _about(self) -> str:
         return f"{self.head.variant}, {self.config.num_steps} steps"
 
-    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
+    def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate:
         """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP; 2 Q e and 6 K e in the attention (width Q of queries, K of keys
@@ -98,61 +98,68 @@ class EagleObjective(Objective):
             projections, float32 norms, residual stream. The text adds the input of `fc` before and
             after its cast, and the layer's float32 input, 2 H, while steps are made.
         """
-        head, num_steps = self.head, len(self.weights)
+        head, num_steps = self.head, len(self.term_weights)
         llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
         hidden, inner = llama.hidden_size, llama.intermediate_size
         attention = head.layer.self_attn
         query, keys = attention.q_proj.out_features, attention.k_proj.out_features
         a_step = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
-        text = (sizes.FLOAT32 + e) * head.fc.in_features + sizes.FLOAT32 * 2 * hidden
+        text = (sizes.FLOAT32_BYTES + e) * head.fc.in_features + sizes.FLOAT32_BYTES * 2 * hidden
         kept = tokens * (num_steps * a_step + text)
-        grads = sizes.FLOAT32 * num_steps * tokens * hidden
+        grads = sizes.FLOAT32_BYTES * num_steps * tokens * hidden
         students = num_steps * tokens
         one = head.projection().weight.shape[0], hidden
         loss = (
             grads
-            + sizes.loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
+            + sizes.estimate_loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
             + sizes.teacher_bytes(setting, tokens, self.target, one[0])
         )
         copies, backward = sizes.copied_bytes(head, setting), 2 * grads + 3 * tokens * inner * e
-        return sizes.Counted(copies, kept, loss, backward)
+        return sizes.MemoryEstimate(copies, kept, loss, backward)
 
-    def indexed(self, batch: Batch) -> Batch:
+    def index_batch(self, batch: Batch) -> Batch:
         """Add documents and the supervision of each step to a batch on the CPU."""
-        batch = super().indexed(batch)
-        counts = batch[COUNTS]
+        batch = super().index_batch(batch)
+        counts = batch[DIVISORS]
         if self.config.token_normalizer is TokenNormalizer.all:
             counts = (float((batch["document_ids"] >= 0).sum()),) * self.config.num_steps
-        return {**batch, UNROLLED: Unrolled.of(batch[SUPERVISION]), COUNTS: counts}
+        return {
+            **batch,
+            STEP_TARGETS: StepTargets.from_supervision(batch[SUPERVISION]),
+            DIVISORS: counts,
+        }
 
-    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of a prepared batch; `scale` [J] is the weight of each step."""
         with record_function("head"):
-            steps = self._unrolled(batch)
+            steps = self._iter_step_outputs(batch)
             outputs = [next(steps) for _ in range(self.config.num_steps)]
         with record_function("loss"):
-            learnt = torch.cat(outputs).index_select(0, batch[UNROLLED].rows.places)
+            learnt = torch.cat(outputs).index_select(0, batch[STEP_TARGETS].rows.places)
             part, teacher = self._compared(learnt, batch, scale)
             if self.config.text_weight:
-                teacher = TextTeacher(labels_of(batch), teacher)
-            return eagle_loss(self.criterion, part, learnt, batch, teacher)
+                teacher = TextTeacher(gather_labels(batch), teacher)
+            return compute_eagle_loss(self.criterion, part, learnt, batch, teacher)
 
     def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
         """Pair the learnt rows [M, H] as students with the target as teacher."""
-        unrolled: Unrolled = batch[UNROLLED]
-        scales = scale[unrolled.steps]
+        unrolled: StepTargets = batch[STEP_TARGETS]
+        scales = scale[unrolled.row_steps]
         part = Student(
-            self.head.normed(learnt), self.head.projection(), unrolled.rows.answers, scales
+            self.head.normed(learnt),
+            self.head.projection(),
+            unrolled.matched_rows.teacher_rows,
+            scales,
         )
         return part, self._teacher(batch)
 
-    def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
+    def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """[N, H] outputs of each step at the drafting tokens, all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
-        features = self._noisy(head.features(states_of(batch)).flatten(0, 1), batch)
+        features = self._noisy(head.features(collect_states(batch)).flatten(0, 1), batch)
         positions = batch["position_ids"].flatten()
         text = head.read(head.fuse(features), ids.roll(-1), positions)
-        drafts = batch[UNROLLED].drafts
+        drafts = batch[STEP_TARGETS].drafts
         seen = build_causal_range(batch[DOCUMENTS], drafts)
         branches = BranchCache(text.keys[None], text.values[None], seen)
         config = self.config
@@ -188,7 +195,7 @@ class EagleObjective(Objective):
         return features + ((torch.cat(draws) - 0.5) * width).to(features)
 
 
-main = command.Training(EagleHead, EagleObjective, COMMAND)
+main = command.TrainingCommand(EagleHead, EagleObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

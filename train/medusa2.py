@@ -35,13 +35,19 @@ from heads.medusa.adapted import AdaptedMedusa
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.batch.states import with_states
+from train.batch.states import add_target_states
 from train.batch.supervision import NOISE_SEEDS, SUPERVISION, Batch
 from train.loop import command, resume
 from train.loop.loop import Evaluate
-from train.loop.replay import HeldoutReplay, heldout_prompts
-from train.loss.medusa import HeldoutLoss, SoftLabels, medusa_loss, medusa_weights, target_loss
-from train.loss.sums import Sums
+from train.loop.replay import HeldoutReplay, select_heldout_prompts
+from train.loss.medusa import (
+    HeldoutLoss,
+    SoftLabels,
+    compute_head_weights,
+    compute_medusa_loss,
+    compute_target_loss,
+)
+from train.loss.sums import LossSums
 from train.loss.teachers import HiddenTeacher
 from train.medusa import main as of_heads
 from train.objective import Objective, ParameterGroup
@@ -57,10 +63,10 @@ class Medusa2Objective(Objective):
         authors' fork of axolotl trains the heads first, with the same weight.
     """
 
-    measures = ("top1", "top5")
+    metric_names = ("top1", "top5")
     first_depth = 0
     trains_target = True
-    usual_optimizer = Optimizer.adamw  # as the authors; Muon on an adapter was not measured
+    default_optimizer = Optimizer.adamw  # as the authors; Muon on an adapter was not measured
 
     def __init__(self, head: AdaptedMedusa, target: Target, config: Medusa2Run) -> None:
         super().__init__()
@@ -71,11 +77,11 @@ class Medusa2Objective(Objective):
         self.soft = config.head.labels is Labels.soft
         self.temperature = config.head.teacher_temperature
         self.off_path_weight = config.head.off_path_weight
-        self.decays = medusa_weights(head.heads.num_heads, config.head.loss_decay)
-        self.weights = self._weights(1.0, config.joint.heads_weight)
+        self.decays = compute_head_weights(head.heads.num_heads, config.head.loss_decay)
+        self.term_weights = self._weights(1.0, config.joint.heads_weight)
         self.resume_settings = self._resume_settings(config)
         self.adapting = False
-        self.parts = [
+        self.own_parameter_groups = [
             ParameterGroup(list(head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
             ParameterGroup(list(head.adapter.parameters()), first_step=self._first_step),
         ]
@@ -85,7 +91,7 @@ class Medusa2Objective(Objective):
         groups = {"head": config.head, "adapter": config.adapter, "joint": config.joint}
         found: dict[str, Any] = {}
         for prefix, group in groups.items():
-            found |= resume.settings(prefix, group)
+            found |= resume.collect_resume_settings(prefix, group)
         if self.joint.heads_schedule is HeadsSchedule.sine:
             found["joint steps"] = self.num_steps - self._first_step
         if config.adapter.dropout:
@@ -102,14 +108,14 @@ class Medusa2Objective(Objective):
         assert self.joint.heads_only_steps is not None, "the run's settings fill it in"
         return self.joint.heads_only_steps
 
-    def begin(self, step: int) -> Tensor:
+    def start_step(self, step: int) -> Tensor:
         """Begin an optimizer step; return the weights [1 + K] float32 of its terms."""
         self.adapting = step >= self._first_step
         joint_steps = self.num_steps - self._first_step
         weight = heads_weight(self.joint, step - self._first_step, joint_steps)
         return self._weights(float(self.adapting), weight)
 
-    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of target and heads; `scale` [1 + K] is the weight of each term."""
         bare = self._bare(batch) if self._wants_bare else None
         hidden = self._adapted(batch) if bare is None or self.adapting else bare
@@ -117,13 +123,13 @@ class Medusa2Objective(Objective):
         soft = None
         if self.soft:
             soft = SoftLabels(self._teacher(batch, bare, self.temperature), self.off_path_weight)
-        own = target_loss(self.target, hidden, batch, scale[:1], was, self.compiled)
-        heads = medusa_loss(self.head.heads, hidden, batch, scale[1:], soft, self.compiled)
+        own = compute_target_loss(self.target, hidden, batch, scale[:1], was, self.compiled)
+        heads = compute_medusa_loss(self.head.heads, hidden, batch, scale[1:], soft, self.compiled)
         total = own.total + heads.total
         if not self.adapting:
             # DDP waits for a gradient of every parameter.
             total = total + 0.0 * sum(each.sum() for each in self.head.adapter.parameters())
-        return Sums(total, torch.cat([own.terms, heads.terms], dim=1))
+        return LossSums(total, torch.cat([own.terms, heads.terms], dim=1))
 
     @property
     def _wants_bare(self) -> bool:
@@ -154,7 +160,7 @@ class Medusa2Objective(Objective):
     def _hidden(self, batch: Batch) -> Tensor:
         """[B, T, D] last hidden states, in the dtype of the heads."""
         with record_function("target"):
-            return with_states(self.target, batch, self.head.taps)[HIDDEN_STATES].float()
+            return add_target_states(self.target, batch, self.head.taps)[HIDDEN_STATES].float()
 
 
 def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
@@ -170,11 +176,13 @@ def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
     return config.heads_weight * math.sin(math.pi / 2 * step / num_steps)
 
 
-def measured(config: Medusa2Run, source: command.TrainingSource, objective: Objective) -> Evaluate:
+def build_adapter_evaluation(
+    config: Medusa2Run, source: command.TrainingSource, objective: Objective
+) -> Evaluate:
     """Measure the target's held-out loss, and tau on its current answers."""
     target: Any = source.target
     heldout: Any = source.heldout
-    prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
+    prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
     adapter, number = objective.head.adapter, config.train.num_eval_sequences
     loss = HeldoutLoss(target, adapter, heldout, number)
 
@@ -189,7 +197,7 @@ def measured(config: Medusa2Run, source: command.TrainingSource, objective: Obje
 
 def main(config: Medusa2Run) -> None:
     """Train to `out_dir/head` and `out_dir/adapter`."""
-    processes.refuse_shards("train/medusa2.py")
+    processes.check_not_sharded("train/medusa2.py")
 
     def build(target: Target, data: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
         heads, _ = of_heads.make_head(config, target, data)
@@ -207,7 +215,7 @@ def main(config: Medusa2Run) -> None:
         ]
         return Medusa2Objective(AdaptedMedusa(heads, adapter), target, config), lines
 
-    command.train(config, build, measured)
+    command.train_head(config, build, build_adapter_evaluation)
 
 
 if __name__ == "__main__":

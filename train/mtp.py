@@ -32,21 +32,21 @@ class MtpObjective(EagleObjective):
 
     head: MtpHead
 
-    def _go_on(self) -> None:
+    def _prepare_saved_head(self) -> None:
         """Do nothing: the layer's files decide."""
 
     def _about(self) -> str:
         start = "a fresh one" if self.config.path is None else f"from {self.config.path}"
         return f"MTP layer of {self.head.config.family}, {start}, {self.config.num_steps} steps"
 
-    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted | None:  # type: ignore[override]
+    def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate | None:  # type: ignore[override]
         """Return None: there is no formula for layers of all families."""
         del setting
         return None
 
 
 @dataclass(frozen=True)
-class MtpTraining(command.Training):
+class MtpTraining(command.TrainingCommand):
     """Training that continues the target's own MTP layer, unless `head.path` names another."""
 
     def __call__(self, config: MtpRun) -> None:  # type: ignore[override]

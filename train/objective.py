@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from conf.settings.training import Optimizer, Schedule
-from train.batch.states import with_states
-from train.batch.supervision import SUPERVISION, Batch, indexed
-from train.loss.sizes import Counted, LaunchSizes
-from train.loss.sums import Sums
+from train.batch.states import add_target_states
+from train.batch.supervision import SUPERVISION, Batch, add_supervision
+from train.loss.sizes import LaunchSpec, MemoryEstimate
+from train.loss.sums import LossSums
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ParameterGroup:
     first_step: int = 0
 
 
-COUNTS = "counts"
+DIVISORS = "counts"
 """Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
 
 
@@ -59,63 +59,63 @@ class Objective(nn.Module):
 
     head: Any
     target: Any
-    weights: Tensor
-    measures: tuple[str, ...]
-    about = ""
+    term_weights: Tensor
+    metric_names: tuple[str, ...]
+    description = ""
     first_depth = 1
-    slow_logits = 0
+    loss_logits_per_token = 0
     learns_prompts = False
     trains_target = False
-    usual_optimizer = Optimizer.muon
-    usual_schedule = Schedule.wsd
+    default_optimizer = Optimizer.muon
+    default_schedule = Schedule.wsd
     muon_rate = 3e-2
     adam_rate_times_width = 1.5
 
     def __init__(self) -> None:
         super().__init__()
         self.resume_settings: dict[str, Any] = {}
-        self.parts: list[ParameterGroup] = []
+        self.own_parameter_groups: list[ParameterGroup] = []
         self.criterion: Any = None
         self.compiled = False
 
-    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of a prepared micro batch; `scale` [K] weighs its terms."""
         raise NotImplementedError
 
-    def memory(self, setting: LaunchSizes) -> Counted | None:
+    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate | None:
         """Estimate the memory of training the head; None without a formula."""
         del setting
         return None
 
-    def indexed(self, batch: Batch) -> Batch:
+    def index_batch(self, batch: Batch) -> Batch:
         """Add documents, supervision and `COUNTS` to a batch on the CPU.
 
         `COUNTS` are the supervised tokens, unless the loss takes another mean.
         """
-        batch = indexed(batch, self.depth)
+        batch = add_supervision(batch, self.depth)
         counts = batch[SUPERVISION].counts[self.first_depth :]
-        return {**batch, COUNTS: tuple(counts.tolist())}
+        return {**batch, DIVISORS: tuple(counts.tolist())}
 
-    def begin(self, step: int) -> Tensor:
+    def start_step(self, step: int) -> Tensor:
         """Begin an optimizer step, from 0; return the weights [K] float32 of its terms."""
         del step
-        return self.weights
+        return self.term_weights
 
     # The same for every objective.
 
     @property
     def depth(self) -> int:
         """Draft tokens of a chain."""
-        return self.first_depth + len(self.weights) - 1
+        return self.first_depth + len(self.term_weights) - 1
 
     @final
-    def groups(self) -> list[ParameterGroup]:
+    def list_parameter_groups(self) -> list[ParameterGroup]:
         """Groups that hold each trained parameter once."""
         trained = [each for each in self.head.parameters() if each.requires_grad]
-        return self.parts or [ParameterGroup(trained)]
+        return self.own_parameter_groups or [ParameterGroup(trained)]
 
     @final
-    def usual_rates(self, optimizer: Optimizer) -> tuple[float, float]:
+    def compute_default_rates(self, optimizer: Optimizer) -> tuple[float, float]:
         """`train.learning_rate` and `train.adam_learning_rate` for `auto`.
 
         Muon turns a matrix by the same angle at any width. AdamW changes every number by its rate,
@@ -141,18 +141,20 @@ class Objective(nn.Module):
         self.head.compile_layers()
 
     @final
-    def training_batch(self, batch: Batch) -> Batch:
+    def index_training_batch(self, batch: Batch) -> Batch:
         """Index a batch for training, which may learn more than answers."""
         if self.learns_prompts:
             batch = {**batch, "loss_mask": batch["document_ids"] >= 0}
-        return self.indexed(batch)
+        return self.index_batch(batch)
 
     @final
-    def counts(self, batch: Batch) -> Tensor:
+    def compute_divisors(self, batch: Batch) -> Tensor:
         """[K] float32 on the CPU: what an indexed batch adds to the divisor of each term."""
-        return torch.tensor(batch[COUNTS])
+        return torch.tensor(batch[DIVISORS])
 
     @final
-    def prepare(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         """Add the target's output to an indexed batch. Needs no gradient, head or step."""
-        return batch if self.trains_target else with_states(self.target, batch, self.head.taps)
+        return (
+            batch if self.trains_target else add_target_states(self.target, batch, self.head.taps)
+        )

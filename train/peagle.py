@@ -25,29 +25,29 @@ from conf.settings.eagle import PEagleConfig
 from heads.eagle.branches import build_causal_range
 from heads.peagle.head import PEagleHead
 from heads.peagle.network import KeysValues, make_list_store
-from train.batch.states import states_of
+from train.batch.states import collect_states
 from train.batch.supervision import (
     DOCUMENTS,
     NOISE_SEEDS,
+    STEP_TARGETS,
     SUPERVISION,
-    UNROLLED,
     Batch,
+    StepTargets,
     Supervision,
-    Unrolled,
 )
-from train.blocks.objective import drawn
+from train.blocks.objective import draw_anchors
 from train.eagle import EagleObjective
 from train.loop import command
 from train.loss import sizes
 from train.loss.fused import Student, Teacher
-from train.loss.sums import on_path
-from train.objective import COUNTS, Objective
+from train.loss.sums import scale_off_path_rows
+from train.objective import DIVISORS, Objective
 
 SEGMENTS = "segments"
 
 
 @dataclass(frozen=True)
-class Behind:
+class MaskRows:
     """Rows equally far from the text.
 
     Attributes:
@@ -56,7 +56,7 @@ class Behind:
     """
 
     tokens: Tensor
-    kept: Tensor
+    parent_rows: Tensor
 
 
 class PEagleObjective(EagleObjective):
@@ -65,9 +65,9 @@ class PEagleObjective(EagleObjective):
     head: PEagleHead
     config: PEagleConfig
 
-    def _go_on(self) -> None:
+    def _prepare_saved_head(self) -> None:
         """Set up a saved head to draft as many tokens as it now learns."""
-        super()._go_on()
+        super()._prepare_saved_head()
         num_tokens = self.config.num_steps
         self.head.config = replace(self.head.config, num_draft_tokens=num_tokens)
 
@@ -79,19 +79,19 @@ class PEagleObjective(EagleObjective):
             f"{config.mask_token_id}"
         )
 
-    def indexed(self, batch: Batch) -> Batch:
+    def index_batch(self, batch: Batch) -> Batch:
         """Add documents and drawn rows to a batch on the CPU."""
-        batch = Objective.indexed(self, batch)
+        batch = Objective.index_batch(self, batch)
         learnt, shape = batch[SUPERVISION], batch["input_ids"].shape
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
-        drafts = lineages(learnt, shape[1], self.config, seeds)
-        segments = segmented(drafts[1:], self.config.num_segments)
-        unrolled = Unrolled.of(learnt, drafts)
+        drafts = draw_step_anchors(learnt, shape[1], self.config, seeds)
+        segments = split_segments(drafts[1:], self.config.num_segments)
+        unrolled = StepTargets.from_supervision(learnt, drafts)
         # All learnt rows, of any step.
-        counts = (float(sum(unrolled.sizes)),) * self.config.num_steps
-        return {**batch, UNROLLED: unrolled, SEGMENTS: segments, COUNTS: counts}
+        counts = (float(sum(unrolled.step_sizes)),) * self.config.num_steps
+        return {**batch, STEP_TARGETS: unrolled, SEGMENTS: segments, DIVISORS: counts}
 
-    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
+    def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate:
         """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer as for EAGLE, plus the keys and values of the text and of the rows before
@@ -103,44 +103,44 @@ class PEagleObjective(EagleObjective):
         attention = head.layer.self_attn
         query, keys = attention.q_proj.out_features, attention.k_proj.out_features
         anchors = min(tokens, settings.num_anchors * setting.train.micro_batch_size)
-        shares = [share(settings, step) for step in range(1, settings.num_steps)]
+        shares = [compute_kept_fraction(settings, step) for step in range(1, settings.num_steps)]
         masks = round(anchors * sum(shares))
         followed = sum(step * part for step, part in enumerate(shares)) * anchors
         a_row = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
         layers = llama.num_hidden_layers
         rows = tokens + masks / settings.num_segments
         kept = layers * (rows * a_row + followed / settings.num_segments * 2 * e * keys)
-        kept += tokens * (sizes.FLOAT32 + e) * head.fc.in_features
-        kept += (tokens + masks) * sizes.FLOAT32 * 2 * hidden
+        kept += tokens * (sizes.FLOAT32_BYTES + e) * head.fc.in_features
+        kept += (tokens + masks) * sizes.FLOAT32_BYTES * 2 * hidden
         students = tokens + masks
-        grads = sizes.FLOAT32 * students * hidden
+        grads = sizes.FLOAT32_BYTES * students * hidden
         one = head.make_projection().weight.shape[0], hidden
-        loss = grads + sizes.loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
+        loss = grads + sizes.estimate_loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
         loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
         backward = 2 * grads + 3 * students * inner * e
-        return sizes.Counted(sizes.copied_bytes(head, setting), int(kept), loss, backward)
+        return sizes.MemoryEstimate(sizes.copied_bytes(head, setting), int(kept), loss, backward)
 
     def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
         """Pair the learnt rows [M, H], which see no token between, with the target."""
         weight = self.config.off_path_weight if self.training else 1.0
-        return on_path(*super()._compared(learnt, batch, scale), batch, weight)
+        return scale_off_path_rows(*super()._compared(learnt, batch, scale), batch, weight)
 
-    def _unrolled(self, batch: Batch) -> Iterator[Tensor]:
+    def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """[N, H] outputs of each step's rows, all sequences flattened."""
         head, ids, documents = self.head, batch["input_ids"].flatten(), batch[DOCUMENTS]
-        features = self._noisy(head.collect_features(states_of(batch)).flatten(0, 1), batch)
+        features = self._noisy(head.collect_features(collect_states(batch)).flatten(0, 1), batch)
         positions = batch["position_ids"].flatten()
         known: list[KeysValues] = []
         every = build_causal_range(documents, torch.arange(len(ids), device=ids.device))
         text = head.build_context_rows(head.fuse(features), ids.roll(-1), positions, every)
         (outputs,) = head.run_layers(text, [], make_list_store(known))
-        yield outputs[batch[UNROLLED].drafts]
+        yield outputs[batch[STEP_TARGETS].drafts]
 
-        def drafted(groups: Sequence[Behind]) -> list[Tensor]:
+        def drafted(groups: Sequence[MaskRows]) -> list[Tensor]:
             steps = enumerate((group.tokens for group in groups), 1)
             places = torch.cat([positions[tokens] + step for step, tokens in steps])
             seen = [build_causal_range(documents, group.tokens) for group in groups]
-            masks = head.build_mask_rows(places, seen, [group.kept for group in groups])
+            masks = head.build_mask_rows(places, seen, [group.parent_rows for group in groups])
             return head.run_layers(None, masks, make_list_store(known))
 
         segments = batch[SEGMENTS]
@@ -152,12 +152,12 @@ class PEagleObjective(EagleObjective):
             yield torch.cat([each for each in parts if each is not None])
 
 
-def share(config: PEagleConfig, step: int) -> float:
+def compute_kept_fraction(config: PEagleConfig, step: int) -> float:
     """Share of the drafting tokens that have a row `step` steps after the text."""
     return max(config.kept_share**step, config.least_share)
 
 
-def lineages(
+def draw_step_anchors(
     learnt: Supervision, num_tokens: int, config: PEagleConfig, seeds: tuple[int, ...]
 ) -> list[Tensor]:
     """Draw the tokens that draft at each step; [N] int64 rising, fewer at each step.
@@ -174,17 +174,19 @@ def lineages(
     Source: arXiv 2602.01469; speculators `models/peagle/data.py`.
     """
     # One unsupervised row keeps every parameter in the graph.
-    first = learnt.depths[1].places
+    first = learnt.depths[1].output_indices
     found = [first if len(first) else torch.zeros(1, dtype=torch.int64)]
-    some = drawn(found[0], num_tokens, config.num_anchors, seeds)
+    some = draw_anchors(found[0], num_tokens, config.num_anchors, seeds)
     sequences = torch.arange(len(seeds) + 1) * num_tokens
     totals = torch.searchsorted(some, sequences).diff().tolist()
     for step in range(1, config.num_steps):
-        rows = learnt.depths[step + 1].places
+        rows = learnt.depths[step + 1].output_indices
         rows = rows[torch.isin(rows, some)]
         parts = rows.tensor_split(torch.searchsorted(rows, sequences[1:-1]))
         drafts = zip(parts, totals, seeds, strict=True)
-        some = torch.cat([_drawn(*each, step, share(config, step)) for each in drafts])
+        some = torch.cat(
+            [_drawn(*each, step, compute_kept_fraction(config, step)) for each in drafts]
+        )
         some = some if len(some) else found[-1][:1]
         found.append(some)
     return found
@@ -198,7 +200,7 @@ def _drawn(rows: Tensor, total: int, seed: int, step: int, part: float) -> Tenso
     return rows[torch.randperm(len(rows), generator=generator)[:most].sort().values]
 
 
-def segmented(drafts: Sequence[Tensor], number: int) -> tuple[tuple[Behind, ...], ...]:
+def split_segments(drafts: Sequence[Tensor], number: int) -> tuple[tuple[MaskRows, ...], ...]:
     """Divide the rows after a text into parts, each with all rows of its tokens.
 
     Args:
@@ -213,11 +215,11 @@ def segmented(drafts: Sequence[Tensor], number: int) -> tuple[tuple[Behind, ...]
         mine = list(takewhile(len, mine))
         before = [mine[0], *mine[:-1]]
         kept = [torch.searchsorted(old, new) for old, new in zip(before, mine, strict=True)]
-        found.append(tuple(Behind(*each) for each in zip(mine, kept, strict=True)))
+        found.append(tuple(MaskRows(*each) for each in zip(mine, kept, strict=True)))
     return tuple(found)
 
 
-main = command.Training(PEagleHead, PEagleObjective, COMMAND)
+main = command.TrainingCommand(PEagleHead, PEagleObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

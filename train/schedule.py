@@ -10,7 +10,7 @@ from torch import Tensor
 from conf.settings.training import Schedule, TrainConfig
 
 
-def sequences(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:
+def draw_global_batch(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:
     """Global batch of a step, the same for any number of processes.
 
     Batches are cut from an endless row of per-epoch permutations. A batch may end one epoch and
@@ -41,20 +41,22 @@ def _permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
     return torch.randperm(num_sequences, generator=generator)
 
 
-def draw_seed(*numbers: int) -> int:
+def hash_seed(*numbers: int) -> int:
     """Seed from 0 to 2^63 - 1, hashed from numbers; the same on every machine."""
     digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def micro_batches(batch: list[int], rank: int, num_processes: int, size: int) -> list[list[int]]:
+def split_micro_batches(
+    batch: list[int], rank: int, num_processes: int, size: int
+) -> list[list[int]]:
     """Share of a process in a global batch, as forward passes of `size` sequences."""
     share = len(batch) // num_processes
     own = batch[rank * share : (rank + 1) * share]
     return [own[start : start + size] for start in range(0, share, size)]
 
 
-def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
+def compute_late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
     """Share of `rate` for parameters that a later step trains first.
 
     AdamW's first steps have full length even for tiny gradients, so parameters that join later get
@@ -65,12 +67,12 @@ def late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
     return min(1.0, max(0, step - first_step + 1) / config.warmup_steps)
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
+def compute_learning_rate(config: TrainConfig, step: int) -> float:
     """Learning rate of optimizer step `step`, from 0, once `auto` is settled."""
-    return float(config.learning_rate) * rate(config, step)
+    return float(config.learning_rate) * compute_rate_fraction(config, step)
 
 
-def rate(config: TrainConfig, step: int) -> float:
+def compute_rate_fraction(config: TrainConfig, step: int) -> float:
     """Share of `learning_rate` that optimizer step `step` (from 0) uses.
 
     Linear warm-up that starts above 0, so no step is wasted; then cosine to 0, constant, or

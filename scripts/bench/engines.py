@@ -264,8 +264,8 @@ def train(job: dict[str, Any]) -> None:
     from heads.target_model.remote import RemoteTarget
     from heads.vocab import DraftVocab
     from scripts.bench import training
-    from train.loop.loop import Job, Run
-    from train.loop.served import ServedRows, steps_ahead
+    from train.loop.loop import TrainingJob, TrainingLoop
+    from train.loop.served import ServedSequences, count_prefetch_steps
     from train.parallel import processes
 
     shape = ("--hidden", str(HIDDEN), "--layers", str(LAST), "--vocab", str(VOCAB))
@@ -274,7 +274,7 @@ def train(job: dict[str, Any]) -> None:
         max_steps=job["steps"] + WARM_UP, warmup_steps=1, batch_size=1, micro_batch_size=1,
         dtype=Dtype.float32, schedule=Schedule.constant, learning_rate=1e-3,
     )  # fmt: skip
-    accelerator = processes.start(config)
+    accelerator = processes.start_accelerator(config)
     model = training.random_target(options, accelerator.device).model
     target = RemoteTarget(model, None, "random")
     rows = PackedDataset(training.documents(options, 64), options.max_length, seed=job["seed"])
@@ -282,25 +282,29 @@ def train(job: dict[str, Any]) -> None:
     objective = training.fresh_objective(options.head, target, vocab)
     process, memory = psutil.Process(), {}
     with pool_of(job) as pool, tempfile.TemporaryDirectory() as folder:
-        data = ServedRows(rows, pool)
-        ahead = steps_ahead(pool, options.max_length)
+        data = ServedSequences(rows, pool)
+        ahead = count_prefetch_steps(pool, options.max_length)
         out = Path(folder) / "out"
-        run = Run(
+        run = TrainingLoop(
             accelerator,
-            Job(config, LogConfig(), 0, out, objective, data, data, steps_ahead=ahead),
+            TrainingJob(
+                config, LogConfig(), 0, out, objective, data, data, num_prefetch_steps=ahead
+            ),
         )
         for _ in range(WARM_UP):
             run.optimizer_step()
         tell({})
         sys.stdin.readline()
-        run.waiting.begin()
+        run.waiting.restart()
         watch, tokens = Stopwatch(), run.tokens
         for step in range(1, job["steps"] + 1):
             run.optimizer_step()
             if step in (job["steps"] // 10, job["steps"]):
                 memory[step] = process.memory_info().rss
         rate = (run.tokens - tokens) / watch.host_seconds()
-        tell({"waiting": run.waiting.share(), "rate": rate, "memory": [*memory.values()]})
+        tell(
+            {"waiting": run.waiting.pop_wait_fraction(), "rate": rate, "memory": [*memory.values()]}
+        )
         run.close()
 
 

@@ -46,8 +46,8 @@ from scripts.bench.training import (
     start,
 )
 from train.loop import loop
-from train.loop.memory import Parts, estimate
-from train.loss.sizes import LaunchSizes
+from train.loop.memory import BytesByPart, estimate_memory
+from train.loss.sizes import LaunchSpec
 from train.parallel import processes
 
 HEADS = tuple(build_variant_table())
@@ -70,7 +70,7 @@ def large(length: int) -> Table:
     """The estimates on 8 processes."""
     title = f"8B target, {length} tokens, 8 processes, bfloat16: GB on each"
     table = Table("part", title=title)
-    columns: list[Parts] = []
+    columns: list[BytesByPart] = []
     for name in HEADS:
         options = sizes(name, 1, "--layers", "32", "--max-length", str(length))
         with torch.device("meta"):
@@ -79,8 +79,8 @@ def large(length: int) -> Table:
             objective = fresh_objective(name, target, vocab)
         for strategy in FILES:
             table.add_column(f"{name}\n{strategy}", justify="right")
-            setting = LaunchSizes(length, torch.bfloat16, strategy, 8, cuda=True)
-            columns.append(estimate(objective, setting) or {})
+            setting = LaunchSpec(length, torch.bfloat16, strategy, 8, cuda=True)
+            columns.append(estimate_memory(objective, setting) or {})
     for part in dict.fromkeys(part for column in columns for part in column):
         cells = (column.get(part) for column in columns)
         table.add_row(part, *("" if size is None else f"{size / 1e9:.1f}" for size in cells))
@@ -134,12 +134,12 @@ def measured_on_cuda(name: str, length: int, target: str) -> dict[str, Any]:
     return result(run, length, peak)
 
 
-def result(run: loop.Run, length: int, peak: int | None) -> dict[str, Any]:
+def result(run: loop.TrainingLoop, length: int, peak: int | None) -> dict[str, Any]:
     """Strategy, estimate and measured peak in bytes, None without the memory; ends processes."""
     strategy = run.placement.name
-    setting = LaunchSizes.of(run.config, length, strategy, run.accelerator)
-    parts = estimate(run.job.objective, setting) or {}
-    processes.end(run.accelerator)
+    setting = LaunchSpec.from_config(run.config, length, strategy, run.accelerator)
+    parts = estimate_memory(run.job.objective, setting) or {}
+    processes.end_processes(run.accelerator)
     return {"strategy": strategy, "parts": parts, "peak": peak}
 
 

@@ -38,7 +38,7 @@ from heads.mtp.stitch import stitch_layer
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.batch.prefetch import stacked
+from train.batch.prefetch import stack_sequences
 
 LENGTH = 512
 SHARED = (
@@ -122,7 +122,7 @@ def train(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
 
 def losses_of(target: Target, head: MtpHead, data: PackedDataset, numbers: range) -> list[Tensor]:
     """Cross-entropies of the next token and of the one after it, over all tokens of documents."""
-    batch = stacked(data, [number % len(data) for number in numbers])
+    batch = stack_sequences(data, [number % len(data) for number in numbers])
     ids, positions = batch["input_ids"].flatten(), batch["position_ids"].flatten()
     own = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)
     own = own.masked_fill(batch["document_ids"] < 0, -1).flatten()

@@ -205,7 +205,7 @@ def target_of(job: StepJob, inputs: StepInputs) -> Any:
 
 def ours(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
     """Make a step of an objective as the training loop runs it."""
-    from train.batch.prefetch import on_device
+    from train.batch.prefetch import batch_to_device
 
     if compiled:
         objective.compile_parts()
@@ -213,7 +213,7 @@ def ours(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
     device = inputs.last.device
     text = objective.indexed({name: rows.cpu() for name, rows in inputs.text.items()})
     weights, counts = objective.weights.to(device), objective.counts(text).to(device)
-    batch = {**on_device(text, device), **layers, "hidden_states": inputs.hidden_states[None]}
+    batch = {**batch_to_device(text, device), **layers, "hidden_states": inputs.hidden_states[None]}
 
     def loss() -> Tensor:
         scale = weights / counts.clamp_min(1)
@@ -346,10 +346,10 @@ def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     head = DFlashHead(shape, DraftVocab.make_full(job.vocab)).initialise(target, seed=0)
     _fill_alike(head)
     # States end one token before the certain token.
-    blocks.drawn = lambda *_args: _anchors(job) - 1
+    blocks.draw_anchors = lambda *_args: _anchors(job) - 1
     objective = DFlashObjective(head, target, config)
     # speculators divides by all draft tokens, not by those of one depth.
-    objective.weights = objective.weights / len(objective.weights)
+    objective.term_weights = objective.term_weights / len(objective.term_weights)
     return ours(objective, inputs, compiled=False)
 
 

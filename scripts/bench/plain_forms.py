@@ -27,7 +27,7 @@ from scripts.bench.harness import Footprint, best_device, footprint, peak_bytes
 from scripts.bench.training import documents, random_target
 from train.batch.supervision import SortedIndices
 from train.loss.eagle import EagleCriterion
-from train.loss.fused import Student, fused_linear
+from train.loss.fused import Student, compute_fused_loss
 from train.loss.teachers import HiddenTeacher
 
 REPEATS = 3
@@ -53,7 +53,7 @@ def loss_costs(
 
     def fused() -> Tensor:
         part = Student(student, Projection(projection), rows, weights)
-        return fused_linear([part], judge, criterion)[0]
+        return compute_fused_loss([part], judge, criterion)[0]
 
     def whole() -> Tensor:
         log_probs = F.linear(student, projection).float().log_softmax(-1)

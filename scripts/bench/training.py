@@ -52,8 +52,8 @@ from heads.vocab import DraftVocab
 from scripts.bench.harness import add_sizes, best_device, where
 from train.batch.prefetch import Dataset
 from train.loop import loop, memory
-from train.loop.loop import Job
-from train.loss.sizes import LaunchSizes
+from train.loop.loop import TrainingJob
+from train.loss.sizes import LaunchSpec
 from train.parallel import processes
 
 PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
@@ -152,7 +152,7 @@ def start(
     out_dir: Path,
     samples: Iterable[Sample] | None = None,
     stored: bool = False,
-) -> tuple[loop.Run, PackedDataset]:
+) -> tuple[loop.TrainingLoop, PackedDataset]:
     """A run of the training loop before its first step, and its data.
 
     Args:
@@ -168,7 +168,7 @@ def start(
         adam_learning_rate=1e-3, optimizer=Optimizer(options.optimizer),
         schedule=Schedule.constant,
     )  # fmt: skip
-    accelerator = processes.start(config)
+    accelerator = processes.start_accelerator(config)
     target: EmbeddingsAndOutputHead
     target = (random_ends if stored else random_target)(options, accelerator.device)
     if samples is None:
@@ -184,8 +184,8 @@ def start(
         layers, kind = objective.head.taps.layers, TeacherKind.hidden
         contents = StoreContents(target.hidden_size, layers, kind, 0, StateFormat.bf16)
         rows = StoredRows(train, contents.tensor_specs)
-    job = Job(config, LogConfig(), 0, out_dir, objective, rows, rows)
-    return loop.Run(accelerator, job), train
+    job = TrainingJob(config, LogConfig(), 0, out_dir, objective, rows, rows)
+    return loop.TrainingLoop(accelerator, job), train
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
@@ -241,7 +241,7 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def shares(run: loop.Run, num_steps: int) -> dict[str, float]:
+def shares(run: loop.TrainingLoop, num_steps: int) -> dict[str, float]:
     """Share of each part in the time of some steps, under the profiler."""
     cuda = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -282,7 +282,7 @@ class Speed:
 
 
 @contextmanager
-def running(options: argparse.Namespace) -> Iterator[tuple[loop.Run, PackedDataset]]:
+def running(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
     """A run of the training loop before its first step, and its data, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         run, train = start(options, Path(folder) / "out")
@@ -292,14 +292,16 @@ def running(options: argparse.Namespace) -> Iterator[tuple[loop.Run, PackedDatas
             run.close()
 
 
-def estimated_bytes(run: loop.Run, options: argparse.Namespace) -> int | None:
+def estimated_bytes(run: loop.TrainingLoop, options: argparse.Namespace) -> int | None:
     """Estimate of the memory of one process on a GPU; None without a formula."""
-    sizes = LaunchSizes.of(run.config, options.max_length, "DDP", run.accelerator)
-    parts = memory.estimate(run.job.objective, sizes)
+    sizes = LaunchSpec.from_config(run.config, options.max_length, "DDP", run.accelerator)
+    parts = memory.estimate_memory(run.job.objective, sizes)
     return None if parts is None else sum(parts.values())
 
 
-def measure_steps(run: loop.Run, train: PackedDataset, options: argparse.Namespace) -> Speed:
+def measure_steps(
+    run: loop.TrainingLoop, train: PackedDataset, options: argparse.Namespace
+) -> Speed:
     """Train for some steps."""
     forget_peak(run.device)
     for _ in range(NUM_WARM_UP):

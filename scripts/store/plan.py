@@ -23,7 +23,7 @@ from heads.kinds import HEADS
 from heads.target_model import sizes
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_config_and_tokenizer, load_generation_config, resolve_dtype
-from train.loop.replay import MAX_NEW_TOKENS, heldout_prompts
+from train.loop.replay import MAX_REPLAY_TOKENS, select_heldout_prompts
 
 GIB = 2**30
 
@@ -63,9 +63,9 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         config.data, tokenizer, config.seed, state.is_main_process
     )
     sets = {"train": train, "heldout": heldout}
-    prompts = heldout_prompts(heldout, config.num_replay_prompts)
+    prompts = select_heldout_prompts(heldout, config.num_replay_prompts)
     lengths = {name: packed.parse_accepted_lengths for name, packed in sets.items()}
-    lengths["replay"] = [len(prompt) + MAX_NEW_TOKENS for prompt in prompts]
+    lengths["replay"] = [len(prompt) + MAX_REPLAY_TOKENS for prompt in prompts]
     shards = [
         shard
         for split in SPLITS

@@ -305,11 +305,11 @@ def _train(objective: Objective, data: PackedDataset) -> None:
     """
     objective.train()
     rows = [data[index] for index in range(len(data.packing))]
-    batch = objective.training_batch(
+    batch = objective.index_training_batch(
         {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     )
-    scale: Tensor = objective.weights / objective.counts(batch).clamp_min(1)
-    batch = objective.prepare(batch)
+    scale: Tensor = objective.term_weights / objective.compute_divisors(batch).clamp_min(1)
+    batch = objective.prepare_batch(batch)
     parameters = [each for each in objective.head.parameters() if each.requires_grad]
     optimizer = torch.optim.Adam(parameters, 1e-2)
     for _ in range(NUM_UPDATES):

@@ -21,7 +21,7 @@ from data.prepared.prepare import prepare_datasets
 from eval import acceptance, speedup
 from heads.target_model.load import load_target
 from scripts import regenerate
-from train.loop.command import from_store, from_target
+from train.loop.command import load_store_source, load_target_source
 
 CPU = torch.device("cpu")
 ROWS = 300
@@ -55,7 +55,7 @@ def data(inputs: Path, **changes: object) -> DataConfig:
 
 def train(inputs: Path, _: Path) -> None:
     run = TrainRun(target=target(inputs), data=data(inputs))
-    from_target(run, SimpleNamespace(device=CPU, is_main_process=True))
+    load_target_source(run, SimpleNamespace(device=CPU, is_main_process=True))
 
 
 def capture(inputs: Path, out_dir: Path) -> None:
@@ -112,7 +112,7 @@ def test_ids_in_a_store_are_checked_as_they_are_read(inputs: Path, tmp_path: Pat
     )
     with pytest.raises(InputError, match=r"store: sequence 0 of train: token id \d+, but the emb"):
         store.train[0]
-    from_store(TrainRun(), store, CPU)  # as every training does
+    load_store_source(TrainRun(), store, CPU)  # as every training does
     for each in (store.train, store.heldout, store.replay):
         assert each.target is not None
         assert each.target.num_embeddings == ROWS

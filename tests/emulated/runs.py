@@ -181,14 +181,14 @@ def stays_where_it_is(objective: Any, given: tuple[Any, ...]) -> None:
 def on_cuda(run: Callable[[], None]) -> list[Counts]:
     """Counts before each optimizer step; batches are as a wrapper leaves them."""
     found: list[Counts] = []
-    step = loop.Run.optimizer_step
+    step = loop.TrainingLoop.optimizer_step
 
-    def marked(run: loop.Run) -> float:
+    def marked(run: loop.TrainingLoop) -> float:
         found.append(counts.copy())
         return step(run)
 
     with pytest.MonkeyPatch.context() as patch, counted() as counts:
-        patch.setattr(loop.Run, "optimizer_step", marked)
+        patch.setattr(loop.TrainingLoop, "optimizer_step", marked)
         forget()
         hook = register_module_forward_pre_hook(stays_where_it_is)
         try:

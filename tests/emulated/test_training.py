@@ -28,7 +28,7 @@ from conf.settings.target import Dtype
 from data.features.format import HIDDEN_STATES
 from heads.layers.projection import Projection
 from train.batch.supervision import Batch, SortedIndices
-from train.loss.fused import Student, fused_linear
+from train.loss.fused import Student, compute_fused_loss
 from train.loss.medusa import text_criterion
 from train.loss.teachers import TextTeacher
 from train.objective import Objective
@@ -112,7 +112,7 @@ def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
         rows = SortedIndices(labels, labels.to("cuda"))
         scales = torch.ones(3, device="cuda")
         part = Student(hidden, Projection(weight.requires_grad_()), rows, scales)
-        return fused_linear([part], TextTeacher(labels.to("cuda")), text_criterion)[0]
+        return compute_fused_loss([part], TextTeacher(labels.to("cuda")), text_criterion)[0]
 
     right, wrong = total(), total() * 0.5
     with counted() as counts:
@@ -125,7 +125,7 @@ def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
 def test_states_of_two_micro_batches_are_on_the_device(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare, live, most = Objective.prepare, list[Any](), list[int]()
+    prepare, live, most = Objective.prepare_batch, list[Any](), list[int]()
 
     def noted(objective: Objective, batch: Batch) -> Batch:
         found = prepare(objective, batch)

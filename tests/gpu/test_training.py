@@ -20,7 +20,7 @@ from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
 from tests.train.parallel.test_placement import launched
 from train.batch.supervision import SortedIndices
 from train.loss import fused
-from train.loss.fused import Student, fused_linear
+from train.loss.fused import Student, compute_fused_loss
 from train.loss.medusa import text_criterion
 from train.loss.teachers import TextTeacher
 
@@ -117,7 +117,7 @@ def test_the_first_rows_do_not_choose_the_kernels_of_a_loss() -> None:
         student = Student(hidden, projection, SortedIndices(rows, rows.cuda()), hidden[:, 0])
         text = TextTeacher(rows.cuda())
         with torch._inductor.config.patch(force_disable_caches=True):
-            fused_linear([student], text, text_criterion, compiled=True)
+            compute_fused_loss([student], text, text_criterion, compiled=True)
         num_kernels.append(metrics.generated_kernel_count - before)
     few, full = num_kernels
     assert few == full > 0

@@ -10,9 +10,9 @@ from conf.command.entry import Command
 from conf.settings.drafting import HeadRef
 from conf.settings.training import FrozenTargetRun
 from data.features.format import HIDDEN_STATES
-from train.batch.supervision import SUPERVISION, labels_of
+from train.batch.supervision import SUPERVISION, gather_labels
 from train.loop import command
-from train.loss.sums import Sums
+from train.loss.sums import LossSums
 from train.objective import Objective
 
 
@@ -22,20 +22,20 @@ class ToyRun(FrozenTargetRun):
 
 
 class ToyObjective(Objective):
-    measures, about = ("top1",), "a toy"
+    metric_names, description = ("top1",), "a toy"
 
     def __init__(self, head, target, config) -> None:
         super().__init__()
-        self.head, self.target, self.weights = head, target, torch.ones(1)
+        self.head, self.target, self.term_weights = head, target, torch.ones(1)
 
-    def forward(self, batch, scale) -> Sums:
+    def forward(self, batch, scale) -> LossSums:
         rows = batch[SUPERVISION].depths[1]
         logits = self.head.out(batch[HIDDEN_STATES].flatten(0, 1)[rows.places])
-        labels = labels_of(batch)[rows.answers.device]
+        labels = gather_labels(batch)[rows.answers.device]
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         hits = (logits.argmax(-1) == labels).sum()
         terms = torch.stack([loss.detach(), torch.tensor(float(len(labels))), hits])
-        return Sums(scale[0] * loss, terms[:, None])
+        return LossSums(scale[0] * loss, terms[:, None])
 
 
-main = command.Training(ToyHead, ToyObjective, Command(__doc__, ToyRun, "toy"))
+main = command.TrainingCommand(ToyHead, ToyObjective, Command(__doc__, ToyRun, "toy"))

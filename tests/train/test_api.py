@@ -30,8 +30,8 @@ from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from train import api
-from train.batch.prefetch import stacked
-from train.schedule import draw_seed, sequences
+from train.batch.prefetch import stack_sequences
+from train.schedule import draw_global_batch, hash_seed
 
 
 def states_of(target: Target, ids: torch.Tensor, documents: torch.Tensor, layers: Any) -> Any:
@@ -60,10 +60,10 @@ def test_a_step_has_the_loss_and_the_gradients_of_the_training_loop(
     shown, loss, gradients = first_step(kind, "cpu", Dtype.float32, tmp_path, micro_batch_size=4)
     target = grouped_target("cpu", torch.float32)
     objective, data = objective_of(kind, target), documents()
-    chosen = sequences(0, 4, len(data), seed=0)
+    chosen = draw_global_batch(0, 4, len(data), seed=0)
     # The loop's draws are by the number of a sequence.
-    monkeypatch.setattr(api.schedule, "draw_seed", lambda *n: draw_seed(*n[:2], chosen[n[2]]))
-    batch = stacked(data, chosen)
+    monkeypatch.setattr(api.schedule, "draw_seed", lambda *n: hash_seed(*n[:2], chosen[n[2]]))
+    batch = stack_sequences(data, chosen)
     ids, numbers = batch["input_ids"], batch["document_ids"]
     mask = numbers >= 0 if objective.learns_prompts else batch["loss_mask"]
     states = states_of(target, ids, numbers, objective.head.taps.layers) if given else None
@@ -129,7 +129,7 @@ def test_a_trained_head_goes_on_and_settings_count(tmp_path: Path) -> None:
     assert not head.lm_head.weight.requires_grad
     assert objective.head is head
     assert objective.config.divergence is Divergence.tv
-    assert len(objective.weights) == 2
+    assert len(objective.term_weights) == 2
 
 
 @pytest.mark.parametrize(

@@ -26,17 +26,17 @@ from heads.target_model.model import Target
 from train import dflash, dflash2
 from train.batch.supervision import (
     NOISE_SEEDS,
+    STEP_TARGETS,
     SUPERVISION,
-    UNROLLED,
     SortedIndices,
-    Unrolled,
-    indexed,
-    moved,
+    StepTargets,
+    add_supervision,
+    map_tensors,
 )
-from train.blocks.objective import END, FIRST, drawn
+from train.blocks.objective import CONTEXT_ENDS, CONTEXT_STARTS, draw_anchors
 from train.loss import fused
-from train.loss.blocks import dpace_weights, slot_weights
-from train.loss.fused import LowRank, Student, fused_linear
+from train.loss.blocks import compute_dpace_weights, compute_slot_weights
+from train.loss.fused import LowRank, Student, compute_fused_loss
 from train.loss.medusa import text_criterion
 from train.loss.teachers import TextTeacher
 
@@ -47,22 +47,24 @@ def target() -> Target:
 
 
 def test_weights_fall_with_depth() -> None:
-    found = slot_weights(BlockConfig(slot_gamma=2.0), 3)
+    found = compute_slot_weights(BlockConfig(slot_gamma=2.0), 3)
     assert found.tolist() == pytest.approx([1.0, 0.60653066, 0.36787944])
 
 
 def test_weights_of_a_block_that_gives_what_it_can() -> None:
     """D-PACE: with chances .5, .2 and .8 of three drafts and half of certainty added."""
-    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
-    unrolled = Unrolled.of(learnt, [torch.tensor([1, 5])] * 3)
+    learnt = add_supervision(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    unrolled = StepTargets.from_supervision(learnt, [torch.tensor([1, 5])] * 3)
     # Rows are the first block's three drafts and the one that the second learns.
     log_q = torch.tensor([0.5, 0.2, 0.8, 0.4]).log()
-    found = dpace_weights(log_q, unrolled, 0.5)
+    found = compute_dpace_weights(log_q, unrolled, 0.5)
     first, second, third = 0.75, 0.75 * 0.6, 0.75 * 0.6 * 0.9
     expected = [first + second + third, second + third, third, 0.7]
     assert found.tolist() == pytest.approx(expected)
-    assert dpace_weights(log_q, unrolled, 1.0).tolist() == [3.0, 2.0, 1.0, 1.0]
-    assert slot_weights(BlockConfig(slot_weights=SlotWeights.dpace), 3).tolist() == [1.0] * 3
+    assert compute_dpace_weights(log_q, unrolled, 1.0).tolist() == [3.0, 2.0, 1.0, 1.0]
+    assert (
+        compute_slot_weights(BlockConfig(slot_weights=SlotWeights.dpace), 3).tolist() == [1.0] * 3
+    )
 
 
 def test_default_features_are_in_even_steps() -> None:
@@ -78,39 +80,41 @@ def test_default_features_are_in_even_steps() -> None:
 
 def test_anchors_are_drawn_by_sequence() -> None:
     places = torch.tensor([1, 2, 5, 9, 10, 11, 14, 17, 19])
-    assert drawn(places, 10, 9, (0, 0)).equal(places)
-    few = drawn(places, 10, 2, (7, 8))
+    assert draw_anchors(places, 10, 9, (0, 0)).equal(places)
+    few = draw_anchors(places, 10, 2, (7, 8))
     assert len(few) == 4
     assert few.tolist() == sorted(few.tolist())
     assert set(few.tolist()) <= set(places.tolist())
     assert (few < 10).sum() == 2
     # Alike in any company, others with another seed.
-    assert drawn(places[4:] - 10, 10, 2, (8,)).add(10).equal(few[2:])
-    others = {tuple(drawn(places, 10, 2, (7, seed))[2:].tolist()) for seed in range(20)}
+    assert draw_anchors(places[4:] - 10, 10, 2, (8,)).add(10).equal(few[2:])
+    others = {tuple(draw_anchors(places, 10, 2, (7, seed))[2:].tolist()) for seed in range(20)}
     assert len(others) > 3
 
 
 def test_only_some_tokens_draft() -> None:
-    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
-    found = Unrolled.of(learnt, [torch.tensor([1, 5])] * 3)
-    assert found.drafts.tolist() == [1, 5]
+    learnt = add_supervision(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    found = StepTargets.from_supervision(learnt, [torch.tensor([1, 5])] * 3)
+    assert found.anchors.tolist() == [1, 5]
     # From 1 all of x3, x4, x5; from 5 x7 alone. Rows lie in the order of the answers 2, 3, 4, 6.
-    assert found.sizes == (2, 1, 1)
-    assert found.rows.places.tolist() == [0, 2, 4, 1]
-    assert found.steps.tolist() == [0, 1, 2, 0]
-    assert found.tokens.tolist() == [1, 1, 1, 5]
-    assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 4, 6]
+    assert found.step_sizes == (2, 1, 1)
+    assert found.matched_rows.output_indices.tolist() == [0, 2, 4, 1]
+    assert found.row_steps.tolist() == [0, 1, 2, 0]
+    assert found.row_anchors.tolist() == [1, 1, 1, 5]
+    assert learnt.places[found.matched_rows.teacher_rows.host].tolist() == [2, 3, 4, 6]
 
 
 def test_tokens_may_draft_less_deep_than_others() -> None:
-    learnt = indexed(packed([[*range(8)]], 2), 3)[SUPERVISION]
-    found = Unrolled.of(learnt, [torch.tensor(each) for each in ([1, 2, 5], [1, 5], [5])])
+    learnt = add_supervision(packed([[*range(8)]], 2), 3)[SUPERVISION]
+    found = StepTargets.from_supervision(
+        learnt, [torch.tensor(each) for each in ([1, 2, 5], [1, 5], [5])]
+    )
     # From 1 x3 and x4, from 2 x4 alone, from 5 x7 alone: what lies behind the text nobody learns.
-    assert found.sizes == (3, 1, 0)
-    assert found.rows.places.tolist() == [0, 1, 3, 2]
-    assert found.steps.tolist() == [0, 0, 1, 0]
-    assert found.tokens.tolist() == [1, 2, 1, 5]
-    assert learnt.places[found.rows.answers.host].tolist() == [2, 3, 3, 6]
+    assert found.step_sizes == (3, 1, 0)
+    assert found.matched_rows.output_indices.tolist() == [0, 1, 3, 2]
+    assert found.row_steps.tolist() == [0, 0, 1, 0]
+    assert found.row_anchors.tolist() == [1, 2, 1, 5]
+    assert learnt.places[found.matched_rows.teacher_rows.host].tolist() == [2, 3, 3, 6]
 
 
 def test_what_python_looks_into_stays_when_a_wrapper_moves_a_batch(target: Target) -> None:
@@ -118,16 +122,16 @@ def test_what_python_looks_into_stays_when_a_wrapper_moves_a_batch(target: Targe
     config = settings_of("dflash")
     objective = objective_of(fresh(target, config), target, config)
     whole = objective.indexed(packed(texts(target, 2, 40)))
-    batch = moved(whole, lambda tensor: tensor.to("meta"))
+    batch = map_tensors(whole, lambda tensor: tensor.to("meta"))
     # As DDP does with what is not on its device, of which the meta device is one.
     (((found,),), _) = moving._to_kwargs((batch,), {}, torch.device("meta"), False)
     for after in (found, moving._apply_to_tensors(lambda tensor: tensor, found)):
-        for name in (FIRST, END):
+        for name in (CONTEXT_STARTS, CONTEXT_ENDS):
             assert after[name].device.is_meta
             assert not after[name].host.is_meta
             assert after[name].host.equal(whole[name].host)
-        answers = after[UNROLLED].rows.answers
-        assert answers.host.equal(whole[UNROLLED].rows.answers.host)
+        answers = after[STEP_TARGETS].rows.answers
+        assert answers.host.equal(whole[STEP_TARGETS].rows.answers.host)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -151,7 +155,7 @@ def test_a_low_rank_addition_behind_scale_and_cap(
     part = Student(
         hidden, Projection(weight, None, scale, cap), indices, scales, LowRank(states, more)
     )
-    total, (found,) = fused_linear([part], TextTeacher(labels), text_criterion)
+    total, (found,) = compute_fused_loss([part], TextTeacher(labels), text_criterion)
     total.backward()
     mine = [each.grad.clone() for each in leaves]
     logits = scale * (hidden @ weight.T)
@@ -166,7 +170,7 @@ def test_a_low_rank_addition_behind_scale_and_cap(
 def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[Tensor, list[float]]:
     """The total, slot by slot and anchor by anchor, with all logits there are; learnt drafts."""
     head, config, target = objective.head, objective.config, objective.target
-    ids, unrolled = batch["input_ids"].flatten(), batch[UNROLLED]
+    ids, unrolled = batch["input_ids"].flatten(), batch[STEP_TARGETS]
     last = batch["hidden_states"].flatten(0, 1)
     learnt = [set(rows.places.tolist()) for rows in batch[SUPERVISION].depths]
     weights = pace(objective, batch, outputs.detach(), learnt)
@@ -204,7 +208,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
 def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) -> Any:
     """The weight of each draft of each block, beside the scale of the draft's slot."""
     head, config, slots = objective.head, objective.config, range(outputs.shape[1])
-    anchors, ids = batch[UNROLLED].drafts.tolist(), batch["input_ids"].flatten()
+    anchors, ids = batch[STEP_TARGETS].drafts.tolist(), batch["input_ids"].flatten()
     if config.slot_weights is SlotWeights.decay:
         return [[1.0] * len(slots)] * len(anchors)
     found = []
@@ -246,7 +250,7 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
         documents[0][place] = documents[1][place] = token
     batch = {**packed(documents), NOISE_SEEDS: (5,)}
     batch = objective.prepare(objective.training_batch(batch))
-    assert len(batch[UNROLLED].drafts) == 7
+    assert len(batch[STEP_TARGETS].drafts) == 7
     scale = torch.rand(len(objective.weights), generator=torch.Generator().manual_seed(0))
     sums = objective(batch, scale)
     sums.total.backward()
@@ -267,7 +271,7 @@ def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
     objective = objective_of(fresh(target, config), target, config)
     batch = packed(texts(target, 2, 12))
     found = [
-        objective.training_batch({**batch, NOISE_SEEDS: (seed,)})[UNROLLED].drafts.tolist()
+        objective.training_batch({**batch, NOISE_SEEDS: (seed,)})[STEP_TARGETS].drafts.tolist()
         for seed in (1, 1, 2)
     ]
     assert found[0] == found[1] != found[2]
@@ -280,7 +284,7 @@ def test_a_head_learns_what_it_measures(target: Target) -> None:
     objective = objective_of(head, target, config).eval()
     batch = objective.prepare(objective.indexed(packed(texts(target, 6, 40))))
     outputs = objective._outputs(batch)
-    said = objective.rows(head.confidence(outputs, objective._before(batch)), batch[UNROLLED])
+    said = objective.rows(head.confidence(outputs, objective._before(batch)), batch[STEP_TARGETS])
     total, sums = objective(batch, objective.weights)
     torch.testing.assert_close(total, (objective.weights * sums[0]).sum())  # confidence included
     alpha = sums[3].sum() / sums[1].sum()

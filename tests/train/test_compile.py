@@ -12,7 +12,7 @@ from toys import noisy_head, random_target
 from conf.command.compiler import check_compile, find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.training import TrainConfig
-from train.loop.command import LOGITS_THAT_PAY, wants_compile
+from train.loop.command import MIN_COMPILED_LOGITS, needs_compile
 from train.loss import fused
 
 MILLION = 10**6
@@ -22,7 +22,7 @@ def asked(device: str = "cpu", processes: int = 1, logits: int = 3, **train: obj
     """The answer for a run of 1,000 steps of 10 sequences of 1,000 tokens."""
     config = TrainConfig(**{"max_steps": 1000, "batch_size": 10, "warmup_steps": 0, **train})
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
-    return wants_compile(config, 1000, SimpleNamespace(slow_logits=logits), accelerator)
+    return needs_compile(config, 1000, SimpleNamespace(slow_logits=logits), accelerator)
 
 
 def test_a_gpu_compiles_and_a_setting_has_the_last_word() -> None:
@@ -32,7 +32,7 @@ def test_a_gpu_compiles_and_a_setting_has_the_last_word() -> None:
 
 
 def test_a_cpu_compiles_where_the_run_is_long_enough() -> None:
-    least = int(LOGITS_THAT_PAY) // (10 * MILLION)
+    least = int(MIN_COMPILED_LOGITS) // (10 * MILLION)
     assert not asked(logits=least)
     assert asked(logits=least + 1)
     assert not asked(logits=least + 1, processes=2)

@@ -30,7 +30,9 @@ class Counted:
 def made(target: Target, **settings: Any) -> tuple[EagleHead, list[str]]:
     settings = {"layers": LAYERS, "draft_vocab_size": 8, **settings}
     data: Any = Counted()
-    objective, lines = main.build(EagleRun(head=EagleConfig(**settings), seed=3), target, data)
+    objective, lines = main.build_objective(
+        EagleRun(head=EagleConfig(**settings), seed=3), target, data
+    )
     return objective.head, lines
 
 
@@ -101,7 +103,7 @@ def test_memory_by_hand() -> None:
     objective = eagle()
     a_step = 4 * (4 * 96 + 2 * 64 + 6 * 32) + 33 * 64
     text = (4 + 4) * 192 + 4 * 2 * 64
-    found = objective.memory(ONE)
+    found = objective.estimate_memory(ONE)
     assert found.copies == 0
     assert found.kept == 512 * (3 * a_step + text)
     gradients = 4 * 3 * 512 * 64
@@ -109,7 +111,7 @@ def test_memory_by_hand() -> None:
     logits = 4 * 1536 * 32
     # Rows, their logits, five pieces, and of the teacher's 32 columns.
     assert found.loss == gradients + logits + 4 * 1536 * 64 + 4 * logits + 4 * 512 * 32
-    narrow = objective.memory(replace(ONE, dtype=torch.bfloat16))
+    narrow = objective.estimate_memory(replace(ONE, dtype=torch.bfloat16))
     assert narrow.kept == 512 * (3 * (2 * (384 + 128 + 192) + 33 * 64) + (4 + 2) * 192 + 512)
     matrices = sum(p.numel() for p in objective.head.parameters() if p.dim() > 1)
     assert narrow.copies == 2 * matrices
@@ -127,10 +129,10 @@ def test_what_is_compiled_is_asked_for() -> None:
 def test_benchmarks_take_the_recipe_of_the_form() -> None:
     objective = eagle()
     recipe = EagleConfig(norm_before_residual=True)
-    assert main.default_objective(objective.head, objective.target).config == recipe
+    assert main.build_default_objective(objective.head, objective.target).config == recipe
     target = random_target()
     settings = EagleConfig(form=EagleForm.eagle1)
     head = EagleHead.from_settings(target, settings, objective.head.vocab.everything(96), 0)
-    found = main.default_objective(head, target)
+    found = main.build_default_objective(head, target)
     assert (found.head, found.target) == (head, target)
     assert (found.config.noise, found.config.regression_weight) == (0.2, 1.0)

@@ -18,7 +18,7 @@ from conf.settings.target import TargetConfig
 from eval import acceptance
 from scripts import push
 from train import medusa
-from train.loop.stored import open_store
+from train.loop.stored import load_store
 
 RUN = [
     "data.max_length=64", "data.eval_fraction=0.2", "head.num_heads=2", "train.batch_size=4",
@@ -131,6 +131,6 @@ def test_it_is_measured_and_told_apart_from_another_quantisation(
 def test_a_store_is_of_one_quantisation(folder: Path) -> None:
     store = captured(folder, folder / "store", target=folder / "Q4_1.gguf", layers=[])
     data = DataConfig(features=str(store))
-    open_store(data, TargetConfig(path=str(folder / "Q4_1.gguf")))
+    load_store(data, TargetConfig(path=str(folder / "Q4_1.gguf")))
     with pytest.raises(InputError, match=r"Q8_0\.gguf: not the target .*'Q4_1', is 'Q8_0'"):
-        open_store(data, TargetConfig(path=str(folder / "Q8_0.gguf")))
+        load_store(data, TargetConfig(path=str(folder / "Q8_0.gguf")))

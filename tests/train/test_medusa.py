@@ -14,7 +14,7 @@ from heads.vocab import DraftVocab
 from train import medusa
 from train.loop import command
 from train.loss import fused
-from train.loss.sums import Sums
+from train.loss.sums import LossSums
 from train.medusa import MedusaObjective
 
 
@@ -23,8 +23,8 @@ def target() -> Target:
     return endless_target()
 
 
-def sums_of(objective: MedusaObjective, batch: dict) -> Sums:
-    return objective(objective.prepare(objective.indexed(batch)), torch.ones(2))
+def sums_of(objective: MedusaObjective, batch: dict) -> LossSums:
+    return objective(objective.prepare_batch(objective.index_batch(batch)), torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_compiled_parts_are_the_loss_and_the_blocks(target, monkeypatch) -> None
 
     def compiled() -> object:
         used.append("loss")
-        return fused.compared
+        return fused.apply_criterion
 
     head = noisy_head(target, 2)
     monkeypatch.setattr(fused, "_compiled", compiled)

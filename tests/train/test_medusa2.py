@@ -26,7 +26,7 @@ from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from train import medusa2
-from train.batch.supervision import NOISE_SEEDS, Batch, indexed
+from train.batch.supervision import NOISE_SEEDS, Batch, add_supervision
 from train.loss.medusa import HeldoutLoss
 from train.medusa2 import Medusa2Objective, heads_weight
 
@@ -62,7 +62,7 @@ def batch() -> Batch:
 
 
 def with_seed(seed: int) -> Batch:
-    return {**indexed(packed([TEXT]), 2), NOISE_SEEDS: (seed,)}
+    return {**add_supervision(packed([TEXT]), 2), NOISE_SEEDS: (seed,)}
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_the_weight_of_the_heads_over_the_joint_steps(
 
 def test_the_target_counts_from_the_first_joint_step() -> None:
     objective = objective_of(random_target())
-    weights = [objective.begin(step).tolist() for step in (0, 1, 2, 5)]
+    weights = [objective.start_step(step).tolist() for step in (0, 1, 2, 5)]
     heads = pytest.approx([0.16, 0.128])
     assert [w[0] for w in weights] == [0.0, 0.0, 1.0, 1.0]
     assert all(w[1:] == heads for w in weights)
-    assert objective.weights.tolist() == [1.0, *weights[0][1:]]
-    assert objective.counts(objective.indexed(batch())).tolist() == [6.0, 6.0, 6.0]
+    assert objective.term_weights.tolist() == [1.0, *weights[0][1:]]
+    assert objective.compute_divisors(objective.index_batch(batch())).tolist() == [6.0, 6.0, 6.0]
     assert objective.depth == 2
 
 
@@ -101,8 +101,8 @@ def test_joint_loss_by_hand() -> None:
     for k in (1, 2):
         logits = heads.head_logits(k - 1, hidden[3 - k : -1 - k])
         expected.append(cross_entropy(logits, text[4:], reduction="sum"))
-    scale = objective.begin(2)
-    sums = objective(objective.prepare(batch()), scale)
+    scale = objective.start_step(2)
+    sums = objective(objective.prepare_batch(batch()), scale)
     torch.testing.assert_close(sums.terms[0], torch.stack(expected).detach())
     assert sums.terms[1].tolist() == [6.0, 6.0, 6.0]
     total = expected[0] + 0.16 * expected[1] + 0.128 * expected[2]
@@ -121,7 +121,7 @@ def test_self_distillation_by_hand() -> None:
     text = torch.tensor([TEXT])
     p = bare.model(input_ids=text).logits[0, 3:-1].log_softmax(-1)
     q = target.model(input_ids=text).logits[0, 3:-1].log_softmax(-1)
-    objective.begin(2)
+    objective.start_step(2)
     found = objective(batch(), UNIT).terms[0, 0]
     torch.testing.assert_close(found, kl_div(q, p, log_target=True, reduction="sum").detach())
     assert found > 0.1
@@ -135,14 +135,14 @@ def test_soft_labels_are_the_targets_own_without_the_adapter() -> None:
     hidden = target.model(input_ids=text, output_hidden_states=True).hidden_states[-1][0]
     p = (bare.model(input_ids=text).logits[0, 3:-1] / 0.6).log_softmax(-1)
     q = objective.head.heads.head_logits(0, hidden[2:-2]).log_softmax(-1)
-    objective.begin(2)
+    objective.start_step(2)
     found = objective(batch(), UNIT).terms[0, 1]
     torch.testing.assert_close(found, kl_div(q, p, log_target=True, reduction="sum").detach())
 
 
 def test_an_untrained_adapter_has_nothing_to_unlearn() -> None:
     objective = objective_of(random_target(), changed=False, target_loss=TargetLoss.self)
-    objective.begin(2)
+    objective.start_step(2)
     assert objective(batch(), UNIT).terms[0, 0].abs() < 1e-5
 
 
@@ -157,7 +157,7 @@ def test_switched_off_the_target_is_what_it_was() -> None:
 
 def learnt(objective: Medusa2Objective, step: int) -> dict[str, bool]:
     """Which parts get a gradient in a step."""
-    scale = objective.begin(step)
+    scale = objective.start_step(step)
     objective.zero_grad()
     objective(batch(), scale).total.backward()
     parts = objective.head.named_children()
@@ -183,7 +183,7 @@ def test_gradients_reach_the_adapter_of_a_quantised_target(tmp_path: Path) -> No
     for kind in (Quantization.none, Quantization.int8):
         target = load_target(TargetConfig(path=str(folder), quantization=kind), CPU)
         objective = objective_of(target)
-        objective(batch(), objective.begin(2)).total.backward()
+        objective(batch(), objective.start_step(2)).total.backward()
         grads = [p.grad.flatten() for p in objective.head.adapter.parameters()]
         gradients.append(torch.cat(grads))
     assert torch.cosine_similarity(*gradients, dim=0) > 0.95
@@ -196,7 +196,7 @@ def test_dropout_is_drawn_for_the_sequence() -> None:
     objective = objective_of(random_target())
     for dropout in objective.head.adapter.dropouts:
         dropout["default"] = torch.nn.Dropout(0.5)
-    objective.begin(2)
+    objective.start_step(2)
     first, again = (objective(batch(), UNIT).total for _ in range(2))
     other = objective(with_seed(8), UNIT).total
     assert first == again != other

@@ -13,7 +13,7 @@ from toys import packed, random_target, texts
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, PEagleConfig, PEagleRun
 from heads.target_model.model import Target
-from train.batch.supervision import NOISE_SEEDS, SUPERVISION, UNROLLED, Batch
+from train.batch.supervision import NOISE_SEEDS, STEP_TARGETS, SUPERVISION, Batch
 from train.peagle import PEagleObjective, main
 
 
@@ -26,7 +26,7 @@ def prepared(objective: PEagleObjective, target: Target) -> Batch:
     """Texts, a part of whose tokens the target would not have chosen."""
     rows = [[token if place % 3 else 5 + place for place, token in enumerate(text)]
             for text in texts(target, 2, 16)]  # fmt: skip
-    return objective.prepare(objective.indexed(packed(rows)))
+    return objective.prepare_batch(objective.index_batch(packed(rows)))
 
 
 @pytest.mark.parametrize("off_path_weight", [1.0, 0.25])
@@ -37,11 +37,11 @@ def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: flo
     head = fresh(target, config)
     objective = PEagleObjective(head, target, config)
     batch = prepared(objective, target)
-    sums = objective(batch, objective.weights / objective.counts(batch))
+    sums = objective(batch, objective.term_weights / objective.compute_divisors(batch))
     ids, states = batch["input_ids"].flatten(), batch["hidden_states"].flatten(0, 1)
     teacher = target.compute_logits(states).log_softmax(-1)
-    unrolled, answered = batch[UNROLLED], batch[SUPERVISION].places.tolist()
-    outputs = torch.cat(list(objective._unrolled(batch)))[unrolled.rows.places]
+    unrolled, answered = batch[STEP_TARGETS], batch[SUPERVISION].places.tolist()
+    outputs = torch.cat(list(objective._iter_step_outputs(batch)))[unrolled.rows.places]
     log_q = head.logits(outputs).log_softmax(-1)
     total = torch.zeros(())
     for row, (token, step) in enumerate(
@@ -55,7 +55,7 @@ def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: flo
         total = total + (share if share >= 0.05 else 0.0) * loss
     torch.testing.assert_close(sums.total, total / len(log_q), rtol=1e-4, atol=1e-5)
     objective.eval()
-    plain = objective(batch, objective.weights / objective.counts(batch)).total
+    plain = objective(batch, objective.term_weights / objective.compute_divisors(batch)).total
     assert (plain - sums.total).abs() > 1e-3 or off_path_weight == 1.0
 
 
@@ -92,9 +92,9 @@ def test_rows_and_noise_are_drawn_by_the_seeds_of_a_batch(target: Target) -> Non
     objective = PEagleObjective(fresh(target, config), target, config)
 
     def drawn(seed: int) -> tuple[list[int], torch.Tensor]:
-        batch = objective.indexed({**packed(texts(target, 1, 20)), NOISE_SEEDS: (seed,)})
-        batch = objective.prepare(batch)
-        return batch[UNROLLED].tokens.tolist(), next(objective._unrolled(batch))
+        batch = objective.index_batch({**packed(texts(target, 1, 20)), NOISE_SEEDS: (seed,)})
+        batch = objective.prepare_batch(batch)
+        return batch[STEP_TARGETS].tokens.tolist(), next(objective._iter_step_outputs(batch))
 
     rows, outputs = zip(*map(drawn, (1, 2)), strict=True)
     assert rows[0] != rows[1]
@@ -118,7 +118,7 @@ def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> 
     unused = torch.ones(target.vocab_size, dtype=torch.int64)
     unused[MASK] = 0
     config = PEagleRun(head=settings_of("peagle", draft_vocab_size=40))
-    objective, lines = main.build(config, target, data(unused))
+    objective, lines = main.build_objective(config, target, data(unused))
     head = objective.head
     assert "P-EAGLE, 2 layers over hidden states [1, 2], 4 draft tokens, mask token 3" in lines[-1]
     assert head.mask_hidden.std() > 0.5
@@ -133,7 +133,7 @@ def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> 
         layers=None,
         output_head=OutputHead.frozen,
     )
-    again = main.build(PEagleRun(head=more), target, data(unused))[0].head
+    again = main.build_objective(PEagleRun(head=more), target, data(unused))[0].head
     assert again.config.num_draft_tokens == 6
     assert not again.lm_head.weight.requires_grad
     for name, each in head.state_dict().items():

@@ -12,25 +12,30 @@ from train import schedule
 
 def test_global_batches_are_the_same_for_any_number_of_processes() -> None:
     for step in range(5):
-        batch = schedule.sequences(step, 4, 7, seed=3)
-        one = [i for micro in schedule.micro_batches(batch, 0, 1, 1) for i in micro]
-        two = [i for r in (0, 1) for micro in schedule.micro_batches(batch, r, 2, 2) for i in micro]
+        batch = schedule.draw_global_batch(step, 4, 7, seed=3)
+        one = [i for micro in schedule.split_micro_batches(batch, 0, 1, 1) for i in micro]
+        two = [
+            i
+            for r in (0, 1)
+            for micro in schedule.split_micro_batches(batch, r, 2, 2)
+            for i in micro
+        ]
         assert one == two == batch
 
 
 def test_seeds_of_draws_are_a_specified_hash_of_their_numbers() -> None:
     """`printf '7 12 5' | b2sum -l 64`, without the last bit."""
-    assert schedule.draw_seed(0, 0, 0) == 0x6BC5B0BB356026A2 // 2
-    assert schedule.draw_seed(7, 12, 5) == 0xFA7381A2272F7FC1 // 2
-    assert schedule.draw_seed(71, 2, 5) != schedule.draw_seed(7, 12, 5)
+    assert schedule.hash_seed(0, 0, 0) == 0x6BC5B0BB356026A2 // 2
+    assert schedule.hash_seed(7, 12, 5) == 0xFA7381A2272F7FC1 // 2
+    assert schedule.hash_seed(71, 2, 5) != schedule.hash_seed(7, 12, 5)
 
 
 def test_an_epoch_draws_every_sequence_once() -> None:
-    drawn = [i for step in range(7) for i in schedule.sequences(step, 4, 7, seed=3)]
+    drawn = [i for step in range(7) for i in schedule.draw_global_batch(step, 4, 7, seed=3)]
     epochs = [drawn[start : start + 7] for start in range(0, 28, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert len(schedule.sequences(0, 20, 7, seed=3)) == 20
+    assert len(schedule.draw_global_batch(0, 20, 7, seed=3)) == 20
 
 
 def test_an_epoch_is_permuted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +47,8 @@ def test_an_epoch_is_permuted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "randperm", counting)
     for step in range(10):  # the middle one lies in both epochs
-        schedule.sequences(step, 4, 21, seed=8)
-        schedule.sequences(step + 1, 4, 21, seed=8)  # the feed is a step ahead
+        schedule.draw_global_batch(step, 4, 21, seed=8)
+        schedule.draw_global_batch(step + 1, 4, 21, seed=8)  # the feed is a step ahead
     assert made == [21, 21, 21]
 
 
@@ -59,5 +64,5 @@ def test_schedules(kind: Schedule, expected: list[float]) -> None:
     config = TrainConfig(
         max_steps=6, warmup_steps=2, learning_rate=1.0, schedule=kind, decay_fraction=0.5
     )
-    found = [schedule.rate(config, step) for step in range(6)]
+    found = [schedule.compute_rate_fraction(config, step) for step in range(6)]
     assert found == pytest.approx(expected, abs=1e-6)

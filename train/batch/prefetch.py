@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from train.batch.supervision import Batch, moved
+from train.batch.supervision import Batch, map_tensors
 
 
 class Dataset(Protocol):
@@ -30,15 +30,15 @@ class Dataset(Protocol):
         """Get one sequence, as [T] tensors."""
 
 
-def stacked(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
+def stack_sequences(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
     """Stack some sequences to a batch, on the CPU."""
     rows = [dataset[index] for index in indices]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
+def batch_to_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to a device, without waiting for copies from pinned memory."""
-    return moved(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 Load = Callable[[int], list[Batch]]
@@ -92,7 +92,7 @@ class Prefetcher:
         batches = self._load(step)
         if self._stream is None:
             return batches
-        return [moved(batch, Tensor.pin_memory) for batch in batches]
+        return [map_tensors(batch, Tensor.pin_memory) for batch in batches]
 
     def next_step(self) -> list[Batch]:
         """Load the micro batches of the next step on the CPU; raise errors of loading."""
@@ -102,7 +102,7 @@ class Prefetcher:
         self._begin_loading()
         return self._current
 
-    def micro_batches(self) -> Iterator[Batch]:
+    def iter_micro_batches(self) -> Iterator[Batch]:
         """Micro batches of `next_step` on the device, prepared.
 
         Before asking for the next batch, the caller must have launched all work on the current one
@@ -129,7 +129,7 @@ class Prefetcher:
             # The stream reuses memory of the step; see the module docstring.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), record_function("target"):
-            prepared = self._prepare(on_device(batch, self._device))
+            prepared = self._prepare(batch_to_device(batch, self._device))
             done = None if self._stream is None else self._stream.record_event()
         return _Started(prepared, done)
 

@@ -10,7 +10,7 @@ from heads.target_model.remote import RemoteTarget
 from train.batch.supervision import DOCUMENTS, Batch
 
 
-def with_states(target: EmbeddingsAndOutputHead, batch: Batch, taps: FeatureLayers) -> Batch:
+def add_target_states(target: EmbeddingsAndOutputHead, batch: Batch, taps: FeatureLayers) -> Batch:
     """Add the target's hidden states to a batch, under the names of the feature store.
 
     Args:
@@ -35,7 +35,7 @@ def with_states(target: EmbeddingsAndOutputHead, batch: Batch, taps: FeatureLaye
     return {**batch, HIDDEN_STATES: output.hidden_states, **layers}
 
 
-def states_of(batch: Batch) -> TargetOutput:
+def collect_states(batch: Batch) -> TargetOutput:
     """Collect the hidden states [B, T, D] of a batch; the last is empty beside stored top-k."""
     layers = {
         int(name.removeprefix(LAYER_PREFIX)): states

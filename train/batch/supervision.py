@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heads.layers.documents import Documents
 
-DOCUMENTS, SUPERVISION, UNROLLED = "documents", "supervision", "unrolled"
+DOCUMENTS, SUPERVISION, STEP_TARGETS = "documents", "supervision", "unrolled"
 NOISE_SEEDS = "noise_seeds"
 Batch = Mapping[str, Any]
 """Tensors [B, T, ...] by name; also `Documents`, `Supervision`, `Unrolled` and B random seeds,
@@ -46,8 +46,8 @@ class MatchedRows:
         answers: M rows of the teacher.
     """
 
-    places: Tensor
-    answers: SortedIndices
+    output_indices: Tensor
+    teacher_rows: SortedIndices
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,29 @@ class Supervision:
             Their places are among S.
     """
 
-    places: Tensor
+    token_indices: Tensor
     depths: tuple[MatchedRows, ...]
 
     @classmethod
-    def of(cls, batch: Batch, num_depths: int) -> "Supervision":
+    def from_batch(cls, batch: Batch, num_depths: int) -> "Supervision":
         """Find the places of a batch on the CPU for depths 0 to `num_depths`."""
-        before = supervised(batch, 0).flatten()
+        before = build_supervision_mask(batch, 0).flatten()
         number = before.cumsum(0) - 1
         depths = []
         for depth in range(num_depths + 1):
-            places = supervised(batch, depth).flatten().nonzero().squeeze(1)
+            places = build_supervision_mask(batch, depth).flatten().nonzero().squeeze(1)
             answers = number[places + depth]
             depths.append(MatchedRows(places, SortedIndices(answers, answers)))
         return cls(depths[0].places, tuple(depths))
 
     @property
-    def counts(self) -> Tensor:
+    def depth_counts(self) -> Tensor:
         """[K + 1] float32, supervised tokens per depth."""
-        return torch.tensor([float(len(rows.places)) for rows in self.depths])
+        return torch.tensor([float(len(rows.output_indices)) for rows in self.depths])
 
 
 @dataclass(frozen=True)
-class Unrolled:
+class StepTargets:
     """Rows of tokens that draft in parallel, step by step.
 
     Attributes:
@@ -95,15 +95,17 @@ class Unrolled:
         sizes: rows of each step.
     """
 
-    drafts: Tensor
-    tokens: Tensor
-    rows: MatchedRows
-    steps: Tensor
-    by_step: Tensor
-    sizes: tuple[int, ...]
+    anchors: Tensor
+    row_anchors: Tensor
+    matched_rows: MatchedRows
+    row_steps: Tensor
+    step_order: Tensor
+    step_sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, learnt: Supervision, drafts: Sequence[Tensor] | None = None) -> "Unrolled":
+    def from_supervision(
+        cls, learnt: Supervision, drafts: Sequence[Tensor] | None = None
+    ) -> "StepTargets":
         """Select the tokens from which depth 1 or more is learnt, and the rows of each depth.
 
         Args:
@@ -113,15 +115,15 @@ class Unrolled:
         """
         depths = learnt.depths[1:]
         if drafts is None:
-            drafts = [torch.cat([rows.places for rows in depths]).unique()] * len(depths)
+            drafts = [torch.cat([rows.output_indices for rows in depths]).unique()] * len(depths)
         # One unsupervised row keeps every parameter in the graph.
         drafts = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in drafts]
         tokens, answers, places = [], [], []
         before = accumulate(map(len, drafts[:-1]), initial=0)
         for rows, own, start in zip(depths, drafts, before, strict=True):
-            drafted = torch.isin(rows.places, own)
-            tokens.append(rows.places[drafted])
-            answers.append(rows.answers.host[drafted])
+            drafted = torch.isin(rows.output_indices, own)
+            tokens.append(rows.output_indices[drafted])
+            answers.append(rows.teacher_rows.host[drafted])
             places.append(torch.searchsorted(own, tokens[-1]) + start)
         sizes = tuple(map(len, tokens))
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
@@ -138,7 +140,7 @@ class Unrolled:
         )
 
 
-def supervised(batch: Batch, depth: int) -> Tensor:
+def build_supervision_mask(batch: Batch, depth: int) -> Tensor:
     """Mark tokens at which a depth, a Medusa head or a step of EAGLE, is trained.
 
     At token t depth d predicts x_{t+1+d}. It is trained if that token is in the loss mask and in
@@ -161,28 +163,28 @@ def supervised(batch: Batch, depth: int) -> Tensor:
     return learnt
 
 
-def labels_of(batch: Batch) -> Tensor:
+def gather_labels(batch: Batch) -> Tensor:
     """[P] int64 tokens after the answered places."""
     return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].places]
 
 
-def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """Move every tensor of a batch or of a value in it. Host indices stay on the CPU."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, SortedIndices):
         return SortedIndices(value.host, move(value.device))
     if isinstance(value, Mapping):
-        return {name: moved(part, move) for name, part in value.items()}
+        return {name: map_tensors(part, move) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(moved(part, move) for part in value)
+        return tuple(map_tensors(part, move) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value)]
-        return replace(value, **{name: moved(getattr(value, name), move) for name in names})
+        return replace(value, **{name: map_tensors(getattr(value, name), move) for name in names})
     return value
 
 
-def indexed(batch: Batch, num_depths: int) -> Batch:
+def add_supervision(batch: Batch, num_depths: int) -> Batch:
     """Add its `Documents` and the `Supervision` of depths 0 to `num_depths` to a CPU batch."""
     documents = Documents.from_ids(batch["document_ids"])
-    return {**batch, DOCUMENTS: documents, SUPERVISION: Supervision.of(batch, num_depths)}
+    return {**batch, DOCUMENTS: documents, SUPERVISION: Supervision.from_batch(batch, num_depths)}

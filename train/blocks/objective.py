@@ -16,32 +16,37 @@ from conf.settings.blocks import BlockConfig
 from data.features.format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.blocks.head import BlockHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
-from train.batch.states import states_of
+from train.batch.states import collect_states
 from train.batch.supervision import (
     DOCUMENTS,
     NOISE_SEEDS,
+    STEP_TARGETS,
     SUPERVISION,
-    UNROLLED,
     Batch,
     SortedIndices,
-    Unrolled,
+    StepTargets,
 )
 from train.loop import resume
 from train.loss import sizes
-from train.loss.blocks import MEASURES, BlockCriterion, block_loss, slot_weights
+from train.loss.blocks import (
+    DRAFT_METRICS,
+    BlockCriterion,
+    compute_block_loss,
+    compute_slot_weights,
+)
 from train.loss.fused import Student, Teacher
-from train.loss.sums import Sums
+from train.loss.sums import LossSums
 from train.loss.teachers import HiddenTeacher, TopKTeacher
-from train.objective import COUNTS, Objective
+from train.objective import DIVISORS, Objective
 
-FIRST, END = "first_tokens", "block_places"
+CONTEXT_STARTS, CONTEXT_ENDS = "first_tokens", "block_places"
 """Keys of a batch: first token that each block sees, and the token after the last one."""
 
 
 class BlockObjective(Objective):
     """Loss of the drawn blocks. Subclasses define `slots`."""
 
-    measures = MEASURES
+    metric_names = DRAFT_METRICS
 
     def __init__(
         self, head: BlockHead, target: EmbeddingsAndOutputHead, config: BlockConfig
@@ -49,20 +54,20 @@ class BlockObjective(Objective):
         super().__init__()
         self.head, self.target, self.config = head, target, config
         self.learns_prompts = config.learn_prompts
-        self.weights = slot_weights(config, head.config.num_draft_tokens)
+        self.term_weights = compute_slot_weights(config, head.config.num_draft_tokens)
         self.criterion = BlockCriterion(config, head.vocab)
-        self.resume_settings = resume.settings("head", config)
+        self.resume_settings = resume.collect_resume_settings("head", config)
         if not head.vocab.ids.is_meta:  # on `meta`, only memory is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
         made = head.config
-        self.about = (
+        self.description = (
             f"{head.method}, {made.llama.num_hidden_layers} layers over hidden states "
             f"{list(made.layers)}, blocks of {made.block_size} rows ({made.num_draft_tokens} "
             f"draft tokens), mask token {made.mask_token_id}"
         )
 
-    def memory(self, setting: sizes.LaunchSizes) -> sizes.Counted:
+    def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate:
         """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer: 4 I e in the MLP; 8 + 2 e bytes of each of Q and K in the attention
@@ -81,65 +86,71 @@ class BlockObjective(Objective):
         a_token, text = (8 + 2 * e) * keys, (8 + e) * hidden + e * head.fc.in_features
         kept = len(head.layers) * (rows * a_row + tokens * a_token) + tokens * text
         kept += rows * tokens // setting.train.micro_batch_size * e
-        kept += drafts * hidden * (sizes.FLOAT32 + 3 * e) + self.kept_beside(blocks, e)
+        kept += drafts * hidden * (sizes.FLOAT32_BYTES + 3 * e) + self.kept_beside(blocks, e)
         one = head.projection().weight.shape[0], hidden
-        loss = sizes.loss_bytes(setting, drafts, one, sizes.PIECES_OF_TEACHER)
+        loss = sizes.estimate_loss_bytes(setting, drafts, one, sizes.PIECES_OF_TEACHER)
         loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
         loss = max(loss, sizes.making_bytes(setting, tokens, self.target, one[0]))
-        backward = 2 * sizes.FLOAT32 * rows * hidden + 3 * rows * inner * e
-        return sizes.Counted(sizes.copied_bytes(head, setting), kept, loss, backward)
+        backward = 2 * sizes.FLOAT32_BYTES * rows * hidden + 3 * rows * inner * e
+        return sizes.MemoryEstimate(sizes.copied_bytes(head, setting), kept, loss, backward)
 
     def kept_beside(self, blocks: int, itemsize: int) -> int:
         """Further bytes that a kind of head keeps for a number of blocks and an item size."""
         del blocks, itemsize
         return 0
 
-    def indexed(self, batch: Batch) -> Batch:
+    def index_batch(self, batch: Batch) -> Batch:
         """Add documents and blocks to a batch on the CPU."""
-        batch = super().indexed(batch)
+        batch = super().index_batch(batch)
         learnt, documents = batch[SUPERVISION], batch[DOCUMENTS]
         shape = batch["input_ids"].shape
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
-        anchors = drawn(learnt.depths[1].places, shape[1], self.config.num_anchors, seeds)
-        unrolled = Unrolled.of(learnt, [anchors] * (len(learnt.depths) - 1))
+        anchors = draw_anchors(learnt.depths[1].places, shape[1], self.config.num_anchors, seeds)
+        unrolled = StepTargets.from_supervision(learnt, [anchors] * (len(learnt.depths) - 1))
         bounds = documents.bounds.long()
-        first = bounds[torch.searchsorted(bounds, unrolled.drafts, right=True) - 1]
-        end = unrolled.drafts + 1
-        sight = {FIRST: SortedIndices(first, first), END: SortedIndices(end, end)}
-        counts = tuple(map(float, unrolled.sizes))
-        return {**batch, UNROLLED: unrolled, COUNTS: counts, **sight}
+        first = bounds[torch.searchsorted(bounds, unrolled.anchors, right=True) - 1]
+        end = unrolled.anchors + 1
+        sight = {CONTEXT_STARTS: SortedIndices(first, first), CONTEXT_ENDS: SortedIndices(end, end)}
+        counts = tuple(map(float, unrolled.step_sizes))
+        return {**batch, STEP_TARGETS: unrolled, DIVISORS: counts, **sight}
 
-    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of a prepared batch; `scale` [D] is the weight of each slot."""
         with record_function("head"):
             outputs = self._outputs(batch)
         with record_function("loss"):
-            slots = self.slots(outputs, batch, scale[batch[UNROLLED].steps])
+            slots = self.build_student(outputs, batch, scale[batch[STEP_TARGETS].steps])
             weight = self.config.off_path_weight if self.training else 1.0
-            beside = partial(self.beside, outputs, batch)
-            return block_loss(self.criterion, slots, batch, self._teacher(batch), weight, beside)
+            beside = partial(self.compute_extra_loss, outputs, batch)
+            return compute_block_loss(
+                self.criterion, slots, batch, self._teacher(batch), weight, beside
+            )
 
     @abstractmethod
-    def slots(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
+    def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Make students [M] of the learnt rows, from outputs [A, D, H] with scales [M]."""
 
-    def beside(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
+    def compute_extra_loss(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
         """Further loss [M] of the learnt rows, given their losses and measures [1 + L, M]."""
         del outputs, batch, found
         return None
 
     @staticmethod
-    def rows(slots: Tensor, unrolled: Unrolled) -> Tensor:
+    def select_supervised_rows(slots: Tensor, unrolled: StepTargets) -> Tensor:
         """Select the learnt rows [M, ...] of slots [A, D, ...]."""
-        return slots.transpose(0, 1).flatten(0, 1).index_select(0, unrolled.rows.places)
+        return (
+            slots.transpose(0, 1)
+            .flatten(0, 1)
+            .index_select(0, unrolled.matched_rows.output_indices)
+        )
 
     def _outputs(self, batch: Batch) -> Tensor:
         """[A, D, H] outputs of the drawn blocks, of all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         positions = batch["position_ids"].flatten()
-        features = head.features(states_of(batch)).flatten(0, 1)
-        text, anchors = head.read(features, positions), batch[UNROLLED].drafts
-        first, end = batch[FIRST], batch[END]
+        features = head.features(collect_states(batch)).flatten(0, 1)
+        text, anchors = head.read(features, positions), batch[STEP_TARGETS].drafts
+        first, end = batch[CONTEXT_STARTS], batch[CONTEXT_ENDS]
         host, depth = (first.host, end.host), head.config.num_draft_tokens
         sight = head.sight(first.device, end.device, depth, host)
         return head.draft(ids.roll(-1)[anchors], positions[anchors] + 1, text, sight)
@@ -156,7 +167,7 @@ class BlockObjective(Objective):
         return HiddenTeacher(self.target, vocab, states, temperature)
 
 
-def drawn(places: Tensor, num_tokens: int, most: int, seeds: tuple[int, ...]) -> Tensor:
+def draw_anchors(places: Tensor, num_tokens: int, most: int, seeds: tuple[int, ...]) -> Tensor:
     """Draw at most `most` places of each sequence by its seed; [A] int64 rising.
 
     Args:

@@ -7,7 +7,7 @@ from conf.settings.checks import AUTO
 from conf.settings.training import Optimizer, Schedule, TrainConfig
 from train.objective import Objective
 
-WARMUP_SHARE = 0.04
+WARMUP_FRACTION = 0.04
 RATES_OF_TRAINED = 0.2
 """Share of the usual learning rate for a head that was trained before. At the full rate an
 EAGLE-3.1 head of 2.5 million tokens fell from tau 3.18 to 3.01 in 100 steps; at a fifth it rose to
@@ -36,7 +36,7 @@ def resolve_length(
         max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
         config = replace(config, max_steps=max_steps, num_epochs=None)
     if config.warmup_steps is None:
-        config = replace(config, warmup_steps=round(WARMUP_SHARE * config.max_steps))
+        config = replace(config, warmup_steps=round(WARMUP_FRACTION * config.max_steps))
     return config
 
 
@@ -56,10 +56,10 @@ def resolve_optimizer(
     """
     optimizer = config.optimizer
     if optimizer is Optimizer.auto:
-        optimizer = Optimizer.adamw if deepspeed else objective.usual_optimizer
+        optimizer = Optimizer.adamw if deepspeed else objective.default_optimizer
     share = RATES_OF_TRAINED if trained else 1.0
     given = config.learning_rate, config.adam_learning_rate
-    usual = objective.usual_rates(optimizer)
+    usual = objective.compute_default_rates(optimizer)
     rate, adam = (
         share * usual_rate if value == AUTO else float(value)
         for value, usual_rate in zip(given, usual, strict=True)
@@ -73,11 +73,11 @@ def resolve_optimizer(
         line = f"optimizer: Muon at {said} for hidden matrices, AdamW at {said_adam} for the rest"
     config = replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam)
     if config.schedule is Schedule.auto:
-        config = replace(config, schedule=objective.usual_schedule)
+        config = replace(config, schedule=objective.default_schedule)
     return config, f"{line}; schedule: {config.schedule.value}"
 
 
-def describe_length(config: TrainConfig, num_sequences: int, length: int) -> str:
+def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> str:
     """Length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
     epochs = config.max_steps * config.batch_size / max(1, num_sequences)
     tokens = config.batch_size * length

@@ -39,19 +39,24 @@ from heads.target_model.remote import RemoteTarget
 from heads.vocab import DraftVocab, format_coverage
 from train.batch.prefetch import Dataset
 from train.loop import loop, memory
-from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
-from train.loop.loop import Evaluate, Job, Outcome
+from train.loop.auto_settings import format_run_length, resolve_length, resolve_optimizer
+from train.loop.loop import Evaluate, Outcome, TrainingJob
 from train.loop.refusals import check_training
-from train.loop.replay import HeldoutReplay, Replay, StoredReplay, heldout_prompts
+from train.loop.replay import HeldoutReplay, Replay, StoredReplay, select_heldout_prompts
 from train.loop.rollouts import API_KEY, Rollouts
-from train.loop.served import ServedRows, longest_document, steps_ahead
-from train.loop.stored import check_taps, identity_of, load_embeddings_and_head, open_store
-from train.loss.sizes import LaunchSizes
+from train.loop.served import ServedSequences, count_prefetch_steps, find_longest_document
+from train.loop.stored import (
+    check_feature_layers,
+    identity_of,
+    load_embeddings_and_head,
+    load_store,
+)
+from train.loss.sizes import LaunchSpec
 from train.objective import Objective
 from train.parallel import processes
 from train.parallel.placement import strategy_name
 
-LOGITS_THAT_PAY = 3e10
+MIN_COMPILED_LOGITS = 3e10
 """Logits from which compiling pays on a CPU: it costs about 20 s and saves 4 ns per logit of
 EAGLE's loss."""
 
@@ -82,17 +87,17 @@ class TrainingSource:
     target: EmbeddingsAndOutputHead
     identity: TargetIdentity
     checksum: str
-    train: TrainingData | ServedRows
-    heldout: TrainingData | ServedRows
+    train: TrainingData | ServedSequences
+    heldout: TrainingData | ServedSequences
     report: DataReport
     lines: list[str]
-    replay: Callable[[int, FeatureLayers], Replay] | None
+    make_replay: Callable[[int, FeatureLayers], Replay] | None
     served_by: TargetConfig | None = None
     prompts: Sequence[list[int]] = ()
-    told: Sequence[str] = ()
+    server_lines: Sequence[str] = ()
 
     @contextmanager
-    def opened(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
+    def open_states(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
         """Add the hidden states that a head reads, if servers give them.
 
         Raises:
@@ -106,24 +111,24 @@ class TrainingSource:
         assert isinstance(self.train, PackedDataset)
         assert isinstance(self.heldout, PackedDataset)
         layers = sorted({*taps.layers, target.num_layers})
-        text = longest_document(self.train)
+        text = find_longest_document(self.train)
         with open_states_pool(self.served_by, target, layers, text) as pool:
             replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
-            train, heldout = ServedRows(self.train, pool), ServedRows(self.heldout, pool)
+            train, heldout = ServedSequences(self.train, pool), ServedSequences(self.heldout, pool)
             yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.server_lines)
 
-    def steps_ahead(self, num_tokens: int) -> int:
+    def count_prefetch_steps(self, num_tokens: int) -> int:
         """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
-        if not isinstance(self.train, ServedRows):
+        if not isinstance(self.train, ServedSequences):
             return 1
-        return steps_ahead(self.train.pool, num_tokens)
+        return count_prefetch_steps(self.train.pool, num_tokens)
 
 
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingCommand:
     """`main` of a training command: trains to `out_dir/head`.
 
     Attributes:
@@ -138,16 +143,19 @@ class Training:
 
     def __call__(self, config: TrainRun) -> None:
         """Train a head with a command's settings."""
-        train(config, partial(self.build, config))
+        train_head(config, partial(self.build_objective, config))
 
-    def build(
+    def build_objective(
         self, config: Any, target: EmbeddingsAndOutputHead, data: TrainingData
     ) -> tuple[Objective, list[str]]:
         """Make the objective of a head, and lines about it."""
         head, lines = self.make_head(config, target, data)
         objective = self.objective(head, target, config.head)
         trained = sum(each.numel() for each in head.parameters() if each.requires_grad)
-        return objective, [*lines, f"head: {objective.about}, {trained / 1e6:.1f} M parameters"]
+        return objective, [
+            *lines,
+            f"head: {objective.description}, {trained / 1e6:.1f} M parameters",
+        ]
 
     def make_head(
         self, config: Any, target: EmbeddingsAndOutputHead, data: TrainingData
@@ -200,7 +208,9 @@ class Training:
             )
         return head
 
-    def default_objective(self, head: DraftHead, target: EmbeddingsAndOutputHead) -> Objective:
+    def build_default_objective(
+        self, head: DraftHead, target: EmbeddingsAndOutputHead
+    ) -> Objective:
         """Make an objective with the settings of the head's recipe, for benchmarks."""
         schema, name = type(self.command.schema().head), head.variant
         return self.objective(
@@ -208,14 +218,16 @@ class Training:
         )
 
 
-def replayed(_config: TrainRun, source: TrainingSource, objective: Objective) -> Evaluate | None:
+def build_replay_evaluation(
+    _config: TrainRun, source: TrainingSource, objective: Objective
+) -> Evaluate | None:
     """Replay tau on held-out prompts, if there are any."""
-    assert source.replay is not None
-    replay = source.replay(objective.depth, objective.head.taps)
+    assert source.make_replay is not None
+    replay = source.make_replay(objective.depth, objective.head.taps)
     return replay if replay.prompts else None
 
 
-def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
+def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_evaluation) -> None:
     """Train the objective that `build` makes, to `out_dir/head`.
 
     Args:
@@ -229,13 +241,13 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
         resolve_target_folder(
             config.target
         )  # before ZeRO-3, which shards weights while they are read
-    store = None if config.data.features is None else open_store(config.data, config.target)
-    accelerator = processes.start(config.train)
+    store = None if config.data.features is None else load_store(config.data, config.target)
+    accelerator = processes.start_accelerator(config.train)
     check_compile("train.compile", config.train.compile, accelerator.device.type)
     source = (
-        from_target(config, accelerator)
+        load_target_source(config, accelerator)
         if store is None
-        else from_store(config, store, accelerator.device)
+        else load_store_source(config, store, accelerator.device)
     )
     length = len(source.train[0]["input_ids"]) if len(source.train) else config.data.max_length
     size, world = len(source.train), accelerator.num_processes
@@ -249,25 +261,25 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
     config.train, optimizer = resolve_optimizer(
         config.train, objective, deepspeed, trained=head.path is not None
     )
-    compiled = wants_compile(config.train, length, objective, accelerator)
+    compiled = needs_compile(config.train, length, objective, accelerator)
     if compiled and (lacking := find_missing_toolchain(accelerator.device.type)):
         lines.append(f"not compiled, which is slower: torch.compile needs {lacking}")
         compiled = False
     if compiled:
         objective.compile_parts()
     if store is not None:
-        check_taps(store, objective.head.taps)
+        check_feature_layers(store, objective.head.taps)
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""
         lines_of_run = [*source.lines, *kernel_notice(accelerator.device), *lines, optimizer]
-        lines_of_run.append(describe_length(config.train, size, length))
+        lines_of_run.append(format_run_length(config.train, size, length))
         print_plan(config, source.target.name, lines_of_run, where)
-    parts = memory_of(accelerator, objective, config.train, source.train)
-    with source.opened(objective.head.taps) as opened_source:
+    parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)
+    with source.open_states(objective.head.taps) as opened_source:
         rollouts = rollouts_of(config, opened_source)
-        answers = {} if rollouts is None else {"answers": rollouts.answers}
-        job = Job(
+        answers = {} if rollouts is None else {"answers": rollouts.generation_settings}
+        job = TrainingJob(
             config=config.train,
             log=config.log,
             seed=config.seed,
@@ -278,28 +290,32 @@ def train(config: TrainRun, build: Build, measure: Measure = replayed) -> None:
             provenance=collect_provenance(config, source.target.name, source.report)
             | {
                 "target_identity": to_json(source.identity),
-                "about_head": [*lines, *opened_source.told],
+                "about_head": [*lines, *opened_source.server_lines],
             },
-            made_of=make_fingerprint(
+            fingerprint=make_fingerprint(
                 target=source.identity, data={"checksum": source.checksum}, **answers
             ),
-            goes_on=head.path is not None,
+            has_trained_head=head.path is not None,
             rollouts=rollouts,
             evaluate=measure(config, opened_source, objective),
-            steps_ahead=opened_source.steps_ahead(config.train.batch_size * length // world),
-            served=source.served_by is not None,
+            num_prefetch_steps=opened_source.count_prefetch_steps(
+                config.train.batch_size * length // world
+            ),
+            has_served_states=source.served_by is not None,
         )
-        outcome = loop.fit(accelerator, job)
+        outcome = loop.fit_head(accelerator, job)
     if accelerator.is_main_process:
         if parts and accelerator.device.type == "cuda":
-            print(memory.afterwards(parts, accelerator.device))  # noqa: T201
+            print(memory.format_measured_memory(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir)
         if outcome.finished:
-            following.print_next_command("train", measured_by(config, source.target.name))
-    processes.end(accelerator)
+            following.print_next_command(
+                "train", build_measure_settings(config, source.target.name)
+            )
+    processes.end_processes(accelerator)
 
 
-def measured_by(config: TrainRun, target: str) -> dict[str, Any]:
+def build_measure_settings(config: TrainRun, target: str) -> dict[str, Any]:
     """The settings under which a measurement takes the trained head and its target."""
     out_dir = Path(config.out_dir)
     adapter = out_dir / "adapter"  # of train/medusa2.py
@@ -319,7 +335,7 @@ def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
     url, key = config.rollout.endpoint, os.environ.get(API_KEY)
     server = None if url is None else Endpoint(url, api_key=key, setting="rollout.endpoint")
-    served = source.train if isinstance(source.train, ServedRows) else None
+    served = source.train if isinstance(source.train, ServedSequences) else None
     data = source.train if served is None else served.rows
     assert isinstance(data, PackedDataset)  # settings refuse a store
     made_of = make_fingerprint(target=source.identity)
@@ -328,9 +344,9 @@ def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     )
 
 
-def memory_of(
+def estimate_and_check_memory(
     accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: Dataset
-) -> memory.Parts | None:
+) -> memory.BytesByPart | None:
     """Estimate the memory of a run by part, if a formula is known; rank 0 prints it.
 
     Raises:
@@ -339,28 +355,28 @@ def memory_of(
     if not len(train_data):
         return None
     length = len(train_data[0]["input_ids"])
-    setting = LaunchSizes.of(config, length, strategy_name(accelerator), accelerator)
-    parts = memory.estimate(objective, setting)
+    setting = LaunchSpec.from_config(config, length, strategy_name(accelerator), accelerator)
+    parts = memory.estimate_memory(objective, setting)
     total = memory.available(accelerator.device)
     if parts is not None:
         if accelerator.is_main_process:
-            print(memory.line(parts, total))  # noqa: T201
+            print(memory.format_memory(parts, total))  # noqa: T201
         if total is not None:
-            memory.check(parts, total)
+            memory.check_memory_fits(parts, total)
     return parts
 
 
-def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
+def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     """Load the target, or its ends if engines run its layers, and prepare the data."""
     fill_default_paths(config)
-    target, told = target_of(config, accelerator.device)
+    target, told = load_training_target(config, accelerator.device)
     train_data, heldout, report = prepare_datasets(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process
     )
     for data in (train_data, heldout):
         data.check_token_ids(target)
-    processes.wait()  # other nodes may read slower disks
-    prompts = heldout_prompts(heldout, config.train.num_replay_prompts)
+    processes.wait_for_processes()  # other nodes may read slower disks
+    prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
     lines = [*told, *report.format_lines()]
     replay = None
     if isinstance(target, Target):
@@ -374,7 +390,9 @@ def from_target(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
     )  # fmt: skip
 
 
-def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndOutputHead, list[str]]:
+def load_training_target(
+    config: TrainRun, device: torch.device
+) -> tuple[EmbeddingsAndOutputHead, list[str]]:
     """Load the target, whole or without the layers that engines run, and lines about it.
 
     Raises:
@@ -395,7 +413,7 @@ def target_of(config: TrainRun, device: torch.device) -> tuple[EmbeddingsAndOutp
     return target, lines
 
 
-def wants_compile(
+def needs_compile(
     config: TrainConfig, length: int, objective: Objective, accelerator: Accelerator
 ) -> bool:
     """Tell whether to compile: `train.compile`, or if unset on CUDA and in long runs on a CPU.
@@ -411,10 +429,12 @@ def wants_compile(
     if accelerator.device.type == "cuda":
         return True
     sequences = config.max_steps * config.batch_size // accelerator.num_processes
-    return sequences * length * objective.slow_logits > LOGITS_THAT_PAY
+    return sequences * length * objective.loss_logits_per_token > MIN_COMPILED_LOGITS
 
 
-def from_store(config: TrainRun, store: FeatureStore, device: torch.device) -> TrainingSource:
+def load_store_source(
+    config: TrainRun, store: FeatureStore, device: torch.device
+) -> TrainingSource:
     """Take target and data from a feature store."""
     ends = load_embeddings_and_head(store, device)
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)

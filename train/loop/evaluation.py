@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from train.batch.prefetch import Dataset, on_device, stacked
+from train.batch.prefetch import Dataset, batch_to_device, stack_sequences
 from train.batch.supervision import Batch
 from train.objective import Objective
 from train.parallel import processes
-from train.parallel.placement import Placement
+from train.parallel.placement import ParallelStrategy
 
 Evaluate = Callable[[Any], dict[str, float]]
 """Function from a head in eval mode to figures."""
@@ -28,7 +28,9 @@ RANGES = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
 """Ranges of document positions for which accuracies are reported."""
 
 
-def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) -> dict[str, float]:
+def compute_metrics(
+    prefix: str, sums: Tensor, weights: Tensor, objective: Objective
+) -> dict[str, float]:
     """Means by name: the loss, and the loss and measures of each depth.
 
     Args:
@@ -39,15 +41,19 @@ def figures(prefix: str, sums: Tensor, weights: Tensor, objective: Objective) ->
     """
     means = sums / sums[1].clamp_min(1)
     named = {f"{prefix}/loss": float((weights.to(means) * means[0]).sum())}
-    for row, name in ((0, "loss"), *enumerate(objective.measures, start=2)):
+    for row, name in ((0, "loss"), *enumerate(objective.metric_names, start=2)):
         for depth, value in enumerate(means[row].tolist(), start=objective.first_depth):
             named[f"{prefix}/{name}_d{depth}"] = value
     return named
 
 
 @torch.no_grad()
-def evaluate(
-    placement: Placement, objective: Objective, heldout: Dataset, more: Evaluate | None, step: int
+def evaluate_heldout(
+    placement: ParallelStrategy,
+    objective: Objective,
+    heldout: Dataset,
+    more: Evaluate | None,
+    step: int,
 ) -> dict[str, float]:
     """Evaluate on held-out data: loss and measures per depth, also by range of positions.
 
@@ -63,11 +69,11 @@ def evaluate(
         process.
     """
     accelerator = placement.accelerator
-    shape = (len(RANGES), 2 + len(objective.measures), len(objective.weights))
+    shape = (len(RANGES), 2 + len(objective.metric_names), len(objective.term_weights))
     sums, failed = torch.zeros(shape, device=accelerator.device), 1.0
     added: dict[str, float] = {}
     objective.eval()
-    with placement.averaged():
+    with placement.open_averaged_weights():
         try:
             _add_sums(sums, placement, objective, heldout)
             if accelerator.is_main_process and more is not None:
@@ -81,36 +87,38 @@ def evaluate(
                 file=sys.stderr,
             )
     objective.train()
-    processes.wait()  # rank 0 measures more than the others
+    processes.wait_for_processes()  # rank 0 measures more than the others
     packed = torch.cat([sums.new_tensor([failed]), sums.flatten()])
     packed = accelerator.reduce(packed, reduction="sum")
     if packed[0] > 0:
         return {}
     sums = packed[1:].view_as(sums)
-    named = figures("eval", sums.sum(0), objective.weights, objective)
+    named = compute_metrics("eval", sums.sum(0), objective.term_weights, objective)
     ranges = [(name, part) for name, part in zip(RANGES, sums, strict=True) if part[1].any()]
     for name, part in ranges if len(ranges) > 1 else ():
-        means = figures(f"eval/{name}", part, objective.weights, objective)
+        means = compute_metrics(f"eval/{name}", part, objective.term_weights, objective)
         named |= {key: value for key, value in means.items() if "loss" not in key}
     return named | {f"eval/{name}": value for name, value in added.items()}
 
 
-def _add_sums(sums: Tensor, placement: Placement, objective: Objective, heldout: Dataset) -> None:
+def _add_sums(
+    sums: Tensor, placement: ParallelStrategy, objective: Objective, heldout: Dataset
+) -> None:
     """Add this process's share of the held-out sums to `sums` [R, 2 + L, K], by position range."""
     config, accelerator = placement.config, placement.accelerator
-    weights = objective.weights.to(accelerator.device)
+    weights = objective.term_weights.to(accelerator.device)
     own = list(range(min(len(heldout), config.num_eval_sequences)))
     own = own[accelerator.process_index :: accelerator.num_processes]
     for begin in range(0, len(own), config.micro_batch_size):
-        rows = stacked(heldout, own[begin : begin + config.micro_batch_size])
+        rows = stack_sequences(heldout, own[begin : begin + config.micro_batch_size])
         learnt, ranges = rows["loss_mask"], torch.bucketize(rows["position_ids"], EDGES, right=True)
         batch: Batch = {}
         for number in ranges[learnt].unique().tolist():
-            indexed = objective.indexed({**rows, "loss_mask": learnt & (ranges == number)})
+            indexed = objective.index_batch({**rows, "loss_mask": learnt & (ranges == number)})
             if batch:  # the states are there already
                 new = {k: v for k, v in indexed.items() if k not in rows or k == "loss_mask"}
-                batch = {**batch, **on_device(new, accelerator.device)}
+                batch = {**batch, **batch_to_device(new, accelerator.device)}
             else:
-                batch = objective.prepare(on_device(indexed, accelerator.device))
+                batch = objective.prepare_batch(batch_to_device(indexed, accelerator.device))
             # `forward` skips the hooks of a strategy, which wait for processes without a batch.
             sums[number] += objective.forward(batch, weights).terms

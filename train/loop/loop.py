@@ -25,23 +25,23 @@ from conf.files import make_folder
 from conf.settings.training import LogConfig, TrainConfig
 from heads.upload import to_device
 from train import schedule
-from train.batch.prefetch import Dataset, Prefetcher, on_device, stacked
+from train.batch.prefetch import Dataset, Prefetcher, batch_to_device, stack_sequences
 from train.batch.supervision import NOISE_SEEDS, Batch
 from train.loop import resume
-from train.loop.evaluation import Evaluate, evaluate, figures
+from train.loop.evaluation import Evaluate, compute_metrics, evaluate_heldout
 from train.loop.non_finite import SkippedSequences
 from train.loop.rollouts import Rollouts, Round
-from train.loop.tracking import Metrics
-from train.loop.waiting import Waiting, balance
-from train.loss.sums import Sums
+from train.loop.tracking import MetricLogger
+from train.loop.waiting import WaitTimer, format_server_balance
+from train.loss.sums import LossSums
 from train.objective import Objective
 from train.parallel import checkpoint, processes
 from train.parallel.optimizers import state_keys
-from train.parallel.placement import place
+from train.parallel.placement import make_strategy
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """One training run.
 
     Attributes:
@@ -71,24 +71,28 @@ class Job:
     train: Dataset
     heldout: Dataset
     provenance: dict[str, Any] = field(default_factory=dict)
-    made_of: dict[str, Any] = field(default_factory=dict)
-    goes_on: bool = False
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    has_trained_head: bool = False
     rollouts: Rollouts | None = None
     evaluate: Evaluate | None = None
-    steps_ahead: int = 1
-    served: bool = False
+    num_prefetch_steps: int = 1
+    has_served_states: bool = False
 
     @property
-    def compared(self) -> dict[str, Any]:
+    def resume_settings(self) -> dict[str, Any]:
         """Settings by key that must not change when the run continues. A checkpoint keeps them."""
         return {
             resume.KIND: type(self.objective.head).__name__,
             "seed": self.seed,
-            **resume.settings("train", self.config),
-            **({} if self.rollouts is None else resume.settings("rollout", self.rollouts.config)),
-            **self.made_of,
+            **resume.collect_resume_settings("train", self.config),
+            **(
+                {}
+                if self.rollouts is None
+                else resume.collect_resume_settings("rollout", self.rollouts.config)
+            ),
+            **self.fingerprint,
             "packed sequences": len(self.train),
-            "checksum of the first sequence": resume.checksum(self.train[0]),
+            "checksum of the first sequence": resume.compute_token_checksum(self.train[0]),
             **self.objective.resume_settings,
         }
 
@@ -102,7 +106,7 @@ class Outcome:
     evaluation: dict[str, float]
 
 
-def fit(accelerator: Accelerator, job: Job) -> Outcome:
+def fit_head(accelerator: Accelerator, job: TrainingJob) -> Outcome:
     """Train to `max_steps`, or until SIGTERM, SIGUSR1 or SIGINT, which save a checkpoint.
 
     Effects: trains `job.objective.head` in place and writes into `job.out_dir`.
@@ -111,11 +115,11 @@ def fit(accelerator: Accelerator, job: Job) -> Outcome:
         InputError: the checkpoint to resume does not fit, the disk is full, or the loss became
             NaN or infinite.
     """
-    run = Run(accelerator, job)
-    processes.wait()
+    run = TrainingLoop(accelerator, job)
+    processes.wait_for_processes()
     try:
         with _stop_signals(run):
-            return run.train()
+            return run.run_steps()
     finally:
         run.close()
 
@@ -138,52 +142,54 @@ class _StepResult(NamedTuple):
     norm: float
 
 
-class Run:
+class TrainingLoop:
     """A run between optimizer steps, new or continued with `train.resume`.
 
     Raises:
         InputError: the checkpoint to resume does not fit.
     """
 
-    def __init__(self, accelerator: Accelerator, job: Job) -> None:
+    def __init__(self, accelerator: Accelerator, job: TrainingJob) -> None:
         self.accelerator, self.job, self.config = accelerator, job, job.config
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.device = accelerator.device
         self.checkpoints = job.out_dir / "checkpoints"
         self.step = self.tokens = 0
         self.stop_asked = self.stopping = False
-        self.metrics: Metrics | None = None
+        self.metrics: MetricLogger | None = None
         self.skipped = SkippedSequences(len(job.train))
         self.round = Round(job.train, 0, self.config.max_steps, job.seed)
         self.window: list[Tensor] = []
         self.evaluation: dict[str, float] = {}
-        self._term_weights, self._rate = job.objective.weights, 0.0
+        self._term_weights, self._rate = job.objective.term_weights, 0.0
         self._watch, self._started_tokens = Stopwatch(), 0
-        self.waiting = Waiting()
+        self.waiting = WaitTimer()
         path: Path | None = None
         if self.config.resume == "auto":
-            path = checkpoint.latest(self.checkpoints, self.say)
+            path = checkpoint.find_latest_checkpoint(self.checkpoints, self.print_on_main)
         elif self.config.resume is not None:
             path = Path(self.config.resume)
         state = {} if path is None else self._restore(path)
-        processes.wait()  # processes load at different speeds
+        processes.wait_for_processes()  # processes load at different speeds
         self._check_agreed()
-        self.placement = place(accelerator, job.objective, self.config)
+        self.placement = make_strategy(accelerator, job.objective, self.config)
         if self.world > 1:
-            self.say(f"layout: {self.placement}")
+            self.print_on_main(f"layout: {self.placement}")
         if path is not None:
-            self.placement.restore(self.step, state)
-            self.say(f"continuing from {path}")
+            self.placement.restore_optimizers(self.step, state)
+            self.print_on_main(f"continuing from {path}")
         # No process may write before all of them have looked at the folder.
-        processes.wait()
+        processes.wait_for_processes()
         if self.rank == 0:
             make_folder(job.out_dir)
             settings, goes_on = job.provenance.get("config", {}), path is not None
-            self.metrics = Metrics(job.out_dir, job.log, settings, self.say, goes_on=goes_on)
-            self.metrics.forget_after(self.step)
+            self.metrics = MetricLogger(
+                job.out_dir, job.log, settings, self.print_on_main, is_resumed=goes_on
+            )
+            self.metrics.drop_later_lines(self.step)
         self.prefetcher = self._open_round()
 
-    def say(self, text: str) -> None:
+    def print_on_main(self, text: str) -> None:
         """Print on rank 0, above the progress bar."""
         if self.rank == 0:
             tqdm.write(text)
@@ -191,14 +197,16 @@ class Run:
     def _restore(self, path: Path) -> dict[str, Tensor]:
         """Restore progress and head; return the state of the optimizers, which do not exist yet."""
         head = self.job.objective.head
-        progress, tensors = checkpoint.read(path)
-        now = self.job.compared
-        if unknown := resume.check(path, progress.run, now, self.config, progress.step):
-            self.say(
+        progress, tensors = checkpoint.load_checkpoint(path)
+        now = self.job.resume_settings
+        if unknown := resume.check_resume_settings(
+            path, progress.run, now, self.config, progress.step
+        ):
+            self.print_on_main(
                 f"{path} is of an earlier version, which did not record {', '.join(unknown)}: not "
                 "compared"
             )
-        checkpoint.check_fits(path, tensors, head, state_keys(head, self.config))
+        checkpoint.check_checkpoint_fits(path, tensors, head, state_keys(head, self.config))
         head.load_state_dict(head.state_dict() | tensors.head)  # buffers keep their values
         self.step, self.tokens = progress.step, progress.tokens
         self.skipped.numbers |= {*progress.skipped}
@@ -219,19 +227,19 @@ class Run:
         objective, rollouts = self.job.objective, self.job.rollouts
         if rollouts is not None:
             objective.eval()
-            with self.placement.gathered():
-                self.round, written = rollouts.round(self.step, objective.head)
+            with self.placement.open_whole_weights():
+                self.round, written = rollouts.load_or_write_round(self.step, objective.head)
             objective.train()
             known = self.skipped.numbers if self.step > self.round.first else ()
             self.skipped = SkippedSequences(len(self.round.data), known)
             if written and self.metrics is not None:
                 self.metrics.log(self.step, written)
-                self.say(f"step {self.step}: {rollouts.line(written)}")
+                self.print_on_main(f"step {self.step}: {rollouts.format_round(written)}")
         last = min(self.round.last, self.config.max_steps)
-        ahead = self.job.steps_ahead
-        return Prefetcher(self._load, objective.prepare, self.device, self.step, last, ahead)
+        ahead = self.job.num_prefetch_steps
+        return Prefetcher(self._load, objective.prepare_batch, self.device, self.step, last, ahead)
 
-    def train(self) -> Outcome:
+    def run_steps(self) -> Outcome:
         """Run steps until the end or a stop."""
         config = self.config
         bar = tqdm(
@@ -239,10 +247,10 @@ class Run:
             unit="step", dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         with bar:
-            if self.step == 0 and self.job.goes_on:
+            if self.step == 0 and self.job.has_trained_head:
                 self._evaluate()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
-            self.waiting.begin()
+            self.waiting.restart()
             while self.step < config.max_steps:
                 if self.stopping:
                     self._save()
@@ -262,10 +270,10 @@ class Run:
                 if not last and self.step % config.eval_steps == 0:
                     self._evaluate()
         # The head is saved before its last evaluation, so a failure there loses nothing.
-        with self.placement.averaged():
+        with self.placement.open_averaged_weights():
             if self.rank == 0:
                 self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
-        processes.wait()
+        processes.wait_for_processes()
         self._evaluate()
         return Outcome(True, self.step, self.evaluation)
 
@@ -275,9 +283,9 @@ class Run:
 
     def optimizer_step(self) -> float:
         """Run one optimizer step and return its loss. The host waits for the device once."""
-        with self.waiting.here():
+        with self.waiting.measure_wait():
             batches = self.prefetcher.next_step()
-        result = self._gradients(batches, self.prefetcher.micro_batches())
+        result = self._gradients(batches, self.prefetcher.iter_micro_batches())
         again = False
         while not all(map(math.isfinite, result.losses)):
             self._leave_out(result.losses, again)
@@ -285,9 +293,9 @@ class Run:
             batches = self._load(self.step)
             result = self._gradients(batches, map(self._prepared, batches))
         self._check_norm(result.norm)
-        self._rate = schedule.learning_rate(self.config, self.step)
+        self._rate = schedule.compute_learning_rate(self.config, self.step)
         with record_function("optimizer"):
-            late_norm = self.placement.step(self._rate, self.step)
+            late_norm = self.placement.step_optimizers(self._rate, self.step)
         self._check_norm(late_norm)
         self.stopping = result.stop
         self.tokens += result.tokens
@@ -301,8 +309,8 @@ class Run:
             batches: the micro batches of this process, on the CPU.
             prepared: the same batches on the device, with the target's hidden states.
         """
-        counts = torch.stack([self.job.objective.counts(batch) for batch in batches])
-        self._term_weights = self.job.objective.begin(self.step)
+        counts = torch.stack([self.job.objective.compute_divisors(batch) for batch in batches])
+        self._term_weights = self.job.objective.start_step(self.step)
         totals = self._sum(to_device(counts.sum(0).double(), self.device))
         # Strategies average gradients over the processes; the loss needs their sum.
         weights = to_device(self._term_weights, self.device)
@@ -310,12 +318,12 @@ class Run:
         sums = self._accumulate(prepared, len(batches), scale)
         num_tokens = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
         with record_function("optimizer"):
-            norm = self.placement.clip(self.step)
+            norm = self.placement.clip_gradients(self.step)
             return self._reduce(sums, norm, num_tokens)
 
     def _indices(self) -> list[int]:
         """Indices of the sequences of this step, over all processes."""
-        return self.round.sequences(self.step, self.config.batch_size)
+        return self.round.draw_global_batch(self.step, self.config.batch_size)
 
     def _load(self, step: int) -> list[Batch]:
         """Load the micro batches of this process in a step, on the CPU.
@@ -325,22 +333,22 @@ class Run:
         """
         size, objective = self.config.micro_batch_size, self.job.objective
         batches: list[Batch] = []
-        indices = self.round.sequences(step, self.config.batch_size)
-        for group in schedule.micro_batches(indices, self.rank, self.world, size):
-            seeds = tuple(schedule.draw_seed(self.job.seed, step, index) for index in group)
-            batch = self.skipped.blanked(stacked(self.round.data, group), group)
-            batches.append(objective.training_batch({**batch, NOISE_SEEDS: seeds}))
+        indices = self.round.draw_global_batch(step, self.config.batch_size)
+        for group in schedule.split_micro_batches(indices, self.rank, self.world, size):
+            seeds = tuple(schedule.hash_seed(self.job.seed, step, index) for index in group)
+            batch = self.skipped.blank_skipped(stack_sequences(self.round.data, group), group)
+            batches.append(objective.index_training_batch({**batch, NOISE_SEEDS: seeds}))
         return batches
 
     def _prepared(self, batch: Batch) -> Batch:
-        return self.job.objective.prepare(on_device(batch, self.device))
+        return self.job.objective.prepare_batch(batch_to_device(batch, self.device))
 
     def _accumulate(self, prepared: Iterable[Batch], num_micro: int, scale: Tensor) -> Tensor:
         """Run forward and backward of each micro batch; return `Sums.terms` [M, 2 + L, K]."""
         terms: list[Tensor] = []
         for batch in prepared:
-            with self.placement.micro_batch(len(terms) == num_micro - 1):
-                sums: Sums = self.placement.objective(batch, scale)
+            with self.placement.open_micro_batch(len(terms) == num_micro - 1):
+                sums: LossSums = self.placement.objective(batch, scale)
                 with record_function("backward"):
                     self.placement.backward(sums.total)
             terms.append(sums.terms)
@@ -369,7 +377,7 @@ class Run:
             sums=terms.view_as(sums[0]).float(), norm=float(gathered_norm),
         )  # fmt: skip
 
-    def _leave_out(self, losses: list[float], again: bool) -> None:
+    def _leave_out(self, losses: list[float], is_reloaded: bool) -> None:
         """Drop the gradients of a step, and leave out the sequences with non-finite losses.
 
         Args:
@@ -386,21 +394,23 @@ class Run:
         if not self.placement.can_discard:
             self._stop_on("the loss", suspects)
         self.placement.discard()
-        new = self.skipped.staying(suspects)
-        if not new and not again:
+        new = self.skipped.filter_kept(suspects)
+        if not new and not is_reloaded:
             return  # loaded before they were left out
         faulty = [index for index in new if self._is_bad(index)] or new
         around = self.round.around(self.step, self.config.batch_size)
-        if not faulty or self.skipped.diverged(faulty, indices, around, self._is_bad):
+        if not faulty or self.skipped.has_diverged(faulty, indices, around, self._is_bad):
             self._stop_on("the loss", faulty or suspects)
-        self.say(self.skipped.add(faulty, self.step + 1))
+        self.print_on_main(self.skipped.skip_sequences(faulty, self.step + 1))
 
     @torch.no_grad()
     def _is_bad(self, index: int) -> bool:
         """Run the head on one sequence, on all processes; True if its loss is not finite."""
         objective = self.job.objective
-        batch = objective.training_batch({**stacked(self.round.data, [index]), NOISE_SEEDS: (0,)})
-        with self.placement.gathered():
+        batch = objective.index_training_batch(
+            {**stack_sequences(self.round.data, [index]), NOISE_SEEDS: (0,)}
+        )
+        with self.placement.open_whole_weights():
             # As in evaluations, without the hooks of a strategy.
             weights = self._term_weights.to(self.device)
             terms = objective.forward(self._prepared(batch), weights).terms
@@ -424,19 +434,21 @@ class Run:
     def _log(self) -> None:
         sums = torch.stack(self.window).sum(0)
         self.window.clear()
-        metrics = figures("train", sums, self._term_weights, self.job.objective)
+        metrics = compute_metrics("train", sums, self._term_weights, self.job.objective)
         metrics |= {"train/learning_rate": self._rate, "train/tokens": self.tokens}
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         metrics["train/skipped_sequences"] = len(self.skipped.numbers)
-        metrics["train/waiting"] = self.waiting.share()
-        if self.job.served and self.waiting.num_looks == 2:  # the pipeline is full by now
-            self.say(balance(metrics["train/waiting"]))
+        metrics["train/waiting"] = self.waiting.pop_wait_fraction()
+        if (
+            self.job.has_served_states and self.waiting.num_looks == 2
+        ):  # the pipeline is full by now
+            self.print_on_main(format_server_balance(metrics["train/waiting"]))
         if self.metrics is not None:
             self.metrics.log(self.step, metrics)
 
     def _evaluate(self) -> None:
         job = self.job
-        self.evaluation = evaluate(
+        self.evaluation = evaluate_heldout(
             self.placement, job.objective, job.heldout, job.evaluate, self.step
         )
         if not self.evaluation:
@@ -446,17 +458,19 @@ class Run:
         # Figures by position appear in the file only.
         named = {name.removeprefix("eval/"): value for name, value in self.evaluation.items()}
         shown = (f"{name} {value:.3f}" for name, value in named.items() if "/" not in name)
-        self.say(f"step {self.step}: {', '.join(shown)}")
+        self.print_on_main(f"step {self.step}: {', '.join(shown)}")
 
     def _save(self) -> None:
-        tensors = self.placement.tensors()
+        tensors = self.placement.gather_tensors()
         if self.rank == 0:
             progress = checkpoint.Progress(
                 step=self.step, tokens=self.tokens,
-                run=self.job.compared, skipped=sorted(self.skipped.numbers),
+                run=self.job.resume_settings, skipped=sorted(self.skipped.numbers),
             )  # fmt: skip
-            checkpoint.save(self.checkpoints, tensors, progress, self.config.num_checkpoints)
-        processes.wait()
+            checkpoint.save_checkpoint(
+                self.checkpoints, tensors, progress, self.config.num_checkpoints
+            )
+        processes.wait_for_processes()
 
     def close(self) -> None:
         """End loading and let the tracker finish."""
@@ -466,7 +480,7 @@ class Run:
 
 
 @contextmanager
-def _stop_signals(run: Run) -> Iterator[None]:
+def _stop_signals(run: TrainingLoop) -> Iterator[None]:
     """Turn SIGTERM, SIGUSR1 and SIGINT into a stop after the current step.
 
     Launchers pass signals on, so one may arrive twice at once. A second SIGINT after more than two

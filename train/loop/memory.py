@@ -17,12 +17,12 @@ from conf.errors import InputError
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.target_model.sizes import compute_mlp_size
-from train.loss.sizes import FLOAT32, LaunchSizes
+from train.loss.sizes import FLOAT32_BYTES, LaunchSpec
 from train.objective import Objective
 from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
 
-Parts = dict[str, int]
+BytesByPart = dict[str, int]
 REMEDIES = (
     "lower train.micro_batch_size, data.max_length or head.draft_vocab_size, load the target with "
     "target.quantization, train from a feature store with data.features, or launch with "
@@ -30,7 +30,7 @@ REMEDIES = (
 )
 
 
-def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
+def estimate_memory(objective: Objective, setting: LaunchSpec) -> BytesByPart | None:
     """Estimate bytes by part at the fullest moment; None without a formula for the head.
 
     Args:
@@ -38,7 +38,7 @@ def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
         setting: sizes of the launch.
     """
     head, target = objective.head, objective.target
-    counted = objective.memory(setting)
+    counted = objective.estimate_memory(setting)
     if counted is None:
         return None
     held = {"target": target_bytes(target), **_of_strategy(head, setting)}
@@ -57,8 +57,8 @@ def estimate(objective: Objective, setting: LaunchSizes) -> Parts | None:
         reduced = trained_bytes(head) // setting.num_processes
     elif setting.strategy.startswith("ZeRO"):
         # ZeRO moves gradients into its bucket and then distributes them.
-        reduced = ZERO_BUCKET * FLOAT32
-    moments: list[Parts] = [
+        reduced = ZERO_BUCKET * FLOAT32_BYTES
+    moments: list[BytesByPart] = [
         {**held, "copies in train.dtype": counted.copies, "loss": counted.loss},
         {**held, "backward pass": counted.backward, "reduction of gradients": reduced},
     ]
@@ -78,10 +78,10 @@ def target_bytes(target: EmbeddingsAndOutputHead) -> int:
 
 def trained_bytes(head: Any) -> int:
     """Bytes S of the trained parameters, in float32."""
-    return FLOAT32 * sum(p.numel() for p in head.parameters() if p.requires_grad)
+    return FLOAT32_BYTES * sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
-def _of_strategy(head: Any, setting: LaunchSizes) -> Parts:
+def _of_strategy(head: Any, setting: LaunchSpec) -> BytesByPart:
     """Bytes of parameters, gradients and optimizer state.
 
     DDP holds S of weights, S of gradients (views of its buckets) and the whole state. FSDP2 holds
@@ -91,8 +91,10 @@ def _of_strategy(head: Any, setting: LaunchSizes) -> Parts:
     more.
     """
     whole, keys = trained_bytes(head), state_keys(head, setting.train)
-    state = FLOAT32 * sum(len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters())
-    frozen = FLOAT32 * sum(p.numel() for p in head.parameters() if not p.requires_grad)
+    state = FLOAT32_BYTES * sum(
+        len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters()
+    )
+    frozen = FLOAT32_BYTES * sum(p.numel() for p in head.parameters() if not p.requires_grad)
     share = whole // setting.num_processes
     shares = {"DDP": 0, "FSDP2": 1, "ZeRO-1": 1, "ZeRO-2": 1, "ZeRO-3": 2}[setting.strategy]
     return {
@@ -102,7 +104,7 @@ def _of_strategy(head: Any, setting: LaunchSizes) -> Parts:
     }
 
 
-def line(parts: Parts, total: int | None) -> str:
+def format_memory(parts: BytesByPart, total: int | None) -> str:
     """`memory on each device, estimated: target 16.1 GB, ... = 31.0 of 139.8 GB`."""
     named = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
     limit = "" if total is None else f" of {total / 1e9:.1f}"
@@ -111,7 +113,7 @@ def line(parts: Parts, total: int | None) -> str:
     )
 
 
-def check(parts: Parts, total: int) -> None:
+def check_memory_fits(parts: BytesByPart, total: int) -> None:
     """Refuse a run that cannot fit.
 
     Args:
@@ -122,7 +124,7 @@ def check(parts: Parts, total: int) -> None:
         InputError: with the parts and the settings that help.
     """
     if sum(parts.values()) > total:
-        raise InputError(f"{line(parts, total)}: does not fit; {REMEDIES}")
+        raise InputError(f"{format_memory(parts, total)}: does not fit; {REMEDIES}")
 
 
 def available(device: torch.device) -> int | None:
@@ -132,7 +134,7 @@ def available(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
-def afterwards(parts: Parts, device: torch.device) -> str:
+def format_measured_memory(parts: BytesByPart, device: torch.device) -> str:
     """Line with the estimate and the measured peak of a CUDA device."""
     measured = torch.cuda.max_memory_allocated(device)
     return (

@@ -28,7 +28,7 @@ class SkippedSequences:
         self.most = max(FEWEST_ALLOWED, num_sequences // 100)
         self.numbers = set(known)
 
-    def add(self, numbers: Iterable[int], step: int) -> str:
+    def skip_sequences(self, numbers: Iterable[int], step: int) -> str:
         """Leave out more sequences.
 
         Args:
@@ -54,11 +54,11 @@ class SkippedSequences:
             f"left out from this step on ({len(self.numbers)} of at most {self.most})"
         )
 
-    def staying(self, numbers: Iterable[int]) -> list[int]:
+    def filter_kept(self, numbers: Iterable[int]) -> list[int]:
         """Filter out sequences that are left out, and repetitions."""
         return [number for number in dict.fromkeys(numbers) if number not in self.numbers]
 
-    def diverged(
+    def has_diverged(
         self,
         bad: list[int],
         own: list[int],
@@ -73,16 +73,16 @@ class SkippedSequences:
             around: sequences of other steps, the likeliest good ones first.
             is_bad: runs the head on a sequence; True if its loss is not finite.
         """
-        own = self.staying(own)
+        own = self.filter_kept(own)
         shown = dict.fromkeys(own)
         for numbers in around:
             if len(shown) >= FEWEST_SHOWN:
                 break
-            shown |= dict.fromkeys(self.staying(numbers))
+            shown |= dict.fromkeys(self.filter_kept(numbers))
         others = list(shown)[len(own) : max(len(own), FEWEST_SHOWN)]
         return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
 
-    def blanked(self, batch: Batch, numbers: list[int]) -> Batch:
+    def blank_skipped(self, batch: Batch, numbers: list[int]) -> Batch:
         """Replace left-out sequences with padding.
 
         Args:

@@ -13,11 +13,11 @@ def check_training(config: TrainRun) -> None:
     Raises:
         InputError: naming the setting.
     """
-    check_out_dir(Path(config.out_dir), config.train.resume)
+    check_run_folder(Path(config.out_dir), config.train.resume)
     check_inputs(config)
 
 
-def check_out_dir(out_dir: Path, resume: str | None) -> None:
+def check_run_folder(out_dir: Path, resume: str | None) -> None:
     """Refuse to write over another run.
 
     Raises:

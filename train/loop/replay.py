@@ -22,7 +22,7 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput
 
 MAX_PROMPT_TOKENS = 256
-MAX_NEW_TOKENS = 64
+MAX_REPLAY_TOKENS = 64
 TEXT_PROMPT_TOKENS = 32
 
 
@@ -70,7 +70,7 @@ class HeldoutReplay(Replay):
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
         """Answers and hidden states, from one decoding of each prompt."""
-        return self.texts.answer_with_states(self.prompts, MAX_NEW_TOKENS, self.taps)
+        return self.texts.answer_with_states(self.prompts, MAX_REPLAY_TOKENS, self.taps)
 
 
 class StoredReplay(Replay):
@@ -108,19 +108,19 @@ class StoredReplay(Replay):
         return TargetOutput(states.get(HIDDEN_STATES, some[..., :0]), layers)
 
 
-def heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
+def select_heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:
     """Select the first prompts of held-out documents.
 
     Args:
         heldout: packed sequences.
         num_prompts: largest number of prompts; those longer than 256 tokens are left out.
     """
-    prompts = (prompt for index in range(len(heldout)) for prompt in prompts_of(heldout[index]))
+    prompts = (prompt for index in range(len(heldout)) for prompt in iter_prompts(heldout[index]))
     short = (prompt for prompt in prompts if len(prompt) <= MAX_PROMPT_TOKENS)
     return list(islice(short, num_prompts))
 
 
-def prompts_of(row: Mapping[str, Tensor]) -> Iterator[list[int]]:
+def iter_prompts(row: Mapping[str, Tensor]) -> Iterator[list[int]]:
     """Yield the tokens before the first learnt token of each document of a packed sequence.
 
     A plain text is learnt from its first token, so its first 32 tokens serve as prompt.

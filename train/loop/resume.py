@@ -15,7 +15,7 @@ from torch import Tensor
 from conf.command.statement import find_changed_keys, format_changes, to_json
 from conf.errors import InputError
 from conf.settings.training import Schedule, TrainConfig
-from train.schedule import rate
+from train.schedule import compute_rate_fraction
 
 ONLY_WATCHED = (
     "eval_steps", "num_eval_sequences", "num_replay_prompts", "save_steps", "num_checkpoints",
@@ -39,20 +39,20 @@ KIND = "kind of head"
 TOKENS = ("input_ids", "loss_mask", "document_ids")
 
 
-def settings(prefix: str, config: Any) -> dict[str, Any]:
+def collect_resume_settings(prefix: str, config: Any) -> dict[str, Any]:
     """Compared fields of a dataclass by configuration key, as JSON values."""
     ignored = NOT_COMPARED.get(prefix, ())
     names = [field.name for field in fields(config) if field.name not in ignored]
     return {f"{prefix}.{name}": to_json(getattr(config, name)) for name in names}
 
 
-def checksum(sequence: Mapping[str, Tensor]) -> int:
+def compute_token_checksum(sequence: Mapping[str, Tensor]) -> int:
     """CRC-32 of a sequence's tokens. Hidden states are left out, as their format may change."""
     names = [name for name in TOKENS if name in sequence]
     return sum(zlib.crc32(sequence[name].numpy().tobytes()) for name in names)
 
 
-def check(
+def check_resume_settings(
     path: Path, then: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, step: int
 ) -> list[str]:
     """Compare a run with the checkpoint that it continues from.
@@ -75,7 +75,10 @@ def check(
     for name in SCHEDULE:
         value = then.get(f"train.{name}", to_json(getattr(config, name)))
         setattr(before, name, Schedule(value) if name == "schedule" else value)
-    same_rates = all(rate(before, done) == rate(config, done) for done in range(step))
+    same_rates = all(
+        compute_rate_fraction(before, done) == compute_rate_fraction(config, done)
+        for done in range(step)
+    )
     keys = [
         key
         for key in find_changed_keys(then, now)

@@ -39,8 +39,8 @@ from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from train import schedule
 from train.batch.prefetch import Dataset
-from train.loop.replay import prompts_of
-from train.loop.served import ServedRows
+from train.loop.replay import iter_prompts
+from train.loop.served import ServedSequences
 from train.parallel import processes
 
 GROUP = 4
@@ -65,14 +65,14 @@ class Round(NamedTuple):
     last: int
     seed: int
 
-    def sequences(self, step: int, batch_size: int) -> list[int]:
+    def draw_global_batch(self, step: int, batch_size: int) -> list[int]:
         """Global batch of a step, as indices."""
-        return schedule.sequences(step - self.first, batch_size, len(self.data), self.seed)
+        return schedule.draw_global_batch(step - self.first, batch_size, len(self.data), self.seed)
 
     def around(self, step: int, batch_size: int) -> Iterator[list[int]]:
         """Yield batches of earlier steps, the latest first, then those of later steps."""
         for other in (*range(self.first, step)[::-1], *range(step + 1, self.last)):
-            yield self.sequences(other, batch_size)
+            yield self.draw_global_batch(other, batch_size)
 
 
 class AnsweredPrompts(NamedTuple):
@@ -122,20 +122,20 @@ class Rollouts:
     seed: int
     folder: Path
     server: Endpoint | None = None
-    served: ServedRows | None = None
+    served: ServedSequences | None = None
     made_of: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def answers(self) -> dict[str, Any]:
+    def generation_settings(self) -> dict[str, Any]:
         """Generation config and stop texts, on which answers depend beside weights and settings."""
         asked = sorted(self.target.logits_processing.items())
         return {"generation_config": to_json(asked), "stop": to_json(self.target.stop_strings)}
 
     def _statement(self) -> dict[str, Any]:
         how = {"max_new_tokens": self.config.max_new_tokens, "temperature": self.config.temperature}
-        return {**self.made_of, **self.answers, **how, "seed": self.seed}
+        return {**self.made_of, **self.generation_settings, **how, "seed": self.seed}
 
-    def round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
+    def load_or_write_round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
         """Read the round of a step, or make it on all processes.
 
         Args:
@@ -150,7 +150,7 @@ class Rollouts:
         first = number * self.config.steps
         prompts = self._prompts(first, first + self.config.steps)
         texts, figures = self._kept(number, prompts), dict[str, float]()
-        processes.wait()  # no process may write before all of them have looked
+        processes.wait_for_processes()  # no process may write before all of them have looked
         if texts is None:
             texts, figures = self._make(number, prompts, head)
             if PartialState().is_main_process:
@@ -167,7 +167,7 @@ class Rollouts:
         return Round(data, first, first + self.config.steps, seed), figures
 
     @staticmethod
-    def line(figures: dict[str, float]) -> str:
+    def format_round(figures: dict[str, float]) -> str:
         """Line about new answers."""
         texts, tokens, rate = (figures[f"rollout/{n}"] for n in ("texts", "tokens", "tokens_per_s"))
         tau = figures.get("rollout/tau")
@@ -181,11 +181,11 @@ class Rollouts:
         """Prompts of these steps' sequences that leave room for an answer."""
         numbers: dict[int, None] = {}
         for step in range(first, last):
-            batch = schedule.sequences(step, self.batch_size, len(self.data), self.seed)
+            batch = schedule.draw_global_batch(step, self.batch_size, len(self.data), self.seed)
             numbers |= dict.fromkeys(batch)
         window = self.target.max_positions
         room = None if window is None else window - self.config.max_new_tokens
-        prompts = [prompt for number in numbers for prompt in prompts_of(self.data[number])]
+        prompts = [prompt for number in numbers for prompt in iter_prompts(self.data[number])]
         fitting = [prompt for prompt in prompts if room is None or len(prompt) <= room]
         if not fitting:
             raise InputError(
@@ -223,7 +223,7 @@ class Rollouts:
         bar = tqdm(mine, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False)
         for group in bar:
             own += zip(group, self._answers(number, group, prompts, head), strict=True)
-        processes.wait()
+        processes.wait_for_processes()
         answers = [answer for _, answer in sorted(gather_items(own), key=lambda pair: pair[0])]
         whole = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
         texts = AnsweredPrompts(
@@ -248,7 +248,7 @@ class Rollouts:
     ) -> list[Generation]:
         """Answers to the prompts of a group, in order."""
         requests = [
-            Request(prompts[index], schedule.draw_seed(self.seed, number, index)) for index in group
+            Request(prompts[index], schedule.hash_seed(self.seed, number, index)) for index in group
         ]
         if self.server is not None or self.served is not None:
             return self._served(requests)

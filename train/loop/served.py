@@ -29,13 +29,13 @@ PADDING = -1
 """Document id of tokens that are not learnt."""
 
 
-def longest_document(rows: PackedDataset) -> list[int]:
+def find_longest_document(rows: PackedDataset) -> list[int]:
     """Token ids of the longest document of the first sequences."""
     first = (rows[index] for index in range(min(len(rows), NUM_LOOKED_AT)))
     return max((document for row in first for document in split_documents(row)), key=len)
 
 
-def steps_ahead(pool: HiddenStatesPool, num_tokens: int) -> int:
+def count_prefetch_steps(pool: HiddenStatesPool, num_tokens: int) -> int:
     """Number of optimizer steps to request together, limited by the host's memory.
 
     Args:
@@ -50,7 +50,7 @@ def steps_ahead(pool: HiddenStatesPool, num_tokens: int) -> int:
 
 
 @dataclass
-class ServedRows:
+class ServedSequences:
     """Packed sequences with the hidden states of their documents, named as in `with_states`.
 
     Documents without states are not learnt, so that all processes stay in step.

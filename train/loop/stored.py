@@ -21,7 +21,7 @@ from heads.target_model.load import load_config_and_tokenizer
 from heads.target_model.model import FeatureLayers
 
 
-def open_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
+def load_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
     """Open the store of `data.features`, if it is whole and no setting contradicts it.
 
     A setting with its default value counts as not given.
@@ -58,7 +58,7 @@ def identity_of(plan: StorePlan) -> TargetIdentity:
     )
 
 
-def check_taps(store: FeatureStore, taps: FeatureLayers) -> None:
+def check_feature_layers(store: FeatureStore, taps: FeatureLayers) -> None:
     """Refuse a head that reads hidden states the store lacks.
 
     Raises:

@@ -28,7 +28,7 @@ class _Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Metrics:
+class MetricLogger:
     """Metrics of a run, on rank 0 only."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Metrics:
         config: LogConfig,
         run: dict[str, Any],
         say: Say,
-        goes_on: bool = False,
+        is_resumed: bool = False,
     ) -> None:
         """Open the file and start the tracker.
 
@@ -48,7 +48,7 @@ class Metrics:
             say: prints a tracker's failure.
             goes_on: whether wandb knows the run under an id.
         """
-        if not goes_on:
+        if not is_resumed:
             (out_dir / WANDB_ID).unlink(missing_ok=True)
         self.path = out_dir / "metrics.jsonl"
         self._say = say
@@ -59,7 +59,7 @@ class Metrics:
             start = starts[config.tracker]
             self._sink = self._guard(lambda: start(out_dir, config, run), START_TIMEOUT_S)
 
-    def forget_after(self, step: int) -> None:
+    def drop_later_lines(self, step: int) -> None:
         """Drop the lines of later steps, which a resumed run writes again."""
         if not self.path.exists():
             return

@@ -9,7 +9,7 @@ MUCH = 0.1
 """Share of a run's time from which waiting matters."""
 
 
-class Waiting:
+class WaitTimer:
     """Share of a run's time spent waiting, since the last look.
 
     Attributes:
@@ -18,28 +18,28 @@ class Waiting:
 
     def __init__(self) -> None:
         self.num_looks = 0
-        self.begin()
+        self.restart()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Forget all times."""
         self._watch, self._waited_s = Stopwatch(), 0.0
 
     @contextmanager
-    def here(self) -> Iterator[None]:
+    def measure_wait(self) -> Iterator[None]:
         """Count the time inside as waiting."""
         watch = Stopwatch()
         yield
         self._waited_s += watch.host_seconds()
 
-    def share(self) -> float:
+    def pop_wait_fraction(self) -> float:
         """Share since the last look."""
         share = self._waited_s / self._watch.host_seconds()
         self.num_looks += 1
-        self.begin()
+        self.restart()
         return share
 
 
-def balance(waiting: float) -> str:
+def format_server_balance(waiting: float) -> str:
     """Line that tells whether servers of hidden states or their trainers wait.
 
     Args:

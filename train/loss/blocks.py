@@ -14,15 +14,15 @@ from torch import Tensor
 
 from conf.settings.blocks import BlockConfig, SlotWeights
 from heads.vocab import DraftVocab
-from train.batch.supervision import UNROLLED, Batch, Unrolled, labels_of
-from train.loss.divergences import LossGrad, Softmax, divergence
-from train.loss.eagle import MEASURES, first_choices_agree
-from train.loss.fused import RowLosses, Student, Teacher, fused_linear
-from train.loss.sums import Sums, on_path, step_sums
+from train.batch.supervision import STEP_TARGETS, Batch, StepTargets, gather_labels
+from train.loss.divergences import LossGrad, Softmax, compute_divergence
+from train.loss.eagle import DRAFT_METRICS, is_top1_match
+from train.loss.fused import RowLosses, Student, Teacher, compute_fused_loss
+from train.loss.sums import LossSums, scale_off_path_rows, sum_steps
 from train.loss.teachers import Distribution, TextTeacher
 
 
-def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
+def compute_slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
     """[D] float32 weights exp(-(d - 1) / gamma) for d = 1..D, or ones for D-PACE.
 
     Source: DFlash, arXiv 2602.06036, eq. 4.
@@ -36,12 +36,14 @@ def slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
 def paced(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
     """Multiply the scales of slots by D-PACE's weights."""
     surprise = _Surprise(criterion.vocab)
-    _, (values,) = fused_linear([slots], TextTeacher(labels_of(batch)), surprise)
-    weights = dpace_weights(-values[0], batch[UNROLLED], criterion.config.slot_smoothing)
+    _, (values,) = compute_fused_loss([slots], TextTeacher(gather_labels(batch)), surprise)
+    weights = compute_dpace_weights(
+        -values[0], batch[STEP_TARGETS], criterion.config.slot_smoothing
+    )
     return slots._replace(scales=slots.scales[:] * weights)
 
 
-def dpace_weights(log_q: Tensor, unrolled: Unrolled, smoothing: float) -> Tensor:
+def compute_dpace_weights(log_q: Tensor, unrolled: StepTargets, smoothing: float) -> Tensor:
     """[M] expected number of tokens that a block yields from each of its draft tokens on.
 
     Args:
@@ -51,7 +53,10 @@ def dpace_weights(log_q: Tensor, unrolled: Unrolled, smoothing: float) -> Tensor
 
     Source: D-PACE, arXiv 2605.18810; vllm-project/speculators `losses/utils.py`.
     """
-    shape, places = (len(unrolled.sizes), len(unrolled.drafts)), unrolled.rows.places
+    shape, places = (
+        (len(unrolled.step_sizes), len(unrolled.anchors)),
+        unrolled.matched_rows.output_indices,
+    )
     smooth, learnt = log_q.new_ones(shape), log_q.new_zeros(shape)
     smooth.view(-1)[places] = smoothing + (1 - smoothing) * log_q.exp()
     learnt.view(-1)[places] = 1.0
@@ -59,14 +64,14 @@ def dpace_weights(log_q: Tensor, unrolled: Unrolled, smoothing: float) -> Tensor
     return reached.flip(0).cumsum(0).flip(0).view(-1)[places]
 
 
-def block_loss(
+def compute_block_loss(
     criterion: "BlockCriterion",
     slots: Student,
     batch: Batch,
     teacher: Teacher,
     off_path_weight: float,
     beside: Callable[[Tensor], Tensor | None],
-) -> Sums:
+) -> LossSums:
     """Sum the losses of all slots of a batch.
 
     Args:
@@ -83,20 +88,20 @@ def block_loss(
     """
     if criterion.config.slot_weights is SlotWeights.dpace and torch.is_grad_enabled():
         slots = paced(slots, batch, criterion)
-    slots, teacher = on_path(slots, teacher, batch, off_path_weight)
-    text = TextTeacher(labels_of(batch), teacher)
-    total, (values,) = fused_linear([slots], text, criterion, criterion.compiled)
+    slots, teacher = scale_off_path_rows(slots, teacher, batch, off_path_weight)
+    text = TextTeacher(gather_labels(batch), teacher)
+    total, (values,) = compute_fused_loss([slots], text, criterion, criterion.compiled)
     more = beside(values)
     if more is not None:
         total = total + (more * slots.scales[:]).sum()
         values[0] += more.detach()
-    return Sums(total, step_sums(values, slots, batch[UNROLLED]))
+    return LossSums(total, sum_steps(values, slots, batch[STEP_TARGETS]))
 
 
 class BlockCriterion:
     """Weighted losses of a row, compiled on first use if asked for."""
 
-    num_measures = len(MEASURES)
+    num_metrics = len(DRAFT_METRICS)
 
     def __init__(self, config: BlockConfig, vocab: DraftVocab, compiled: bool = False) -> None:
         self.config, self.vocab, self.compiled = config, vocab, compiled
@@ -106,17 +111,17 @@ class BlockCriterion:
     ) -> RowLosses:
         """See `train.loss.fused.Criterion`."""
         labels, soft = chunk[0][at], chunk[1]
-        top1 = first_choices_agree(self.vocab, student, soft.best[at])
-        pair, config = soft.pair(at, student), self.config
+        top1 = is_top1_match(self.vocab, student, soft.top1_ids[at])
+        pair, config = soft.pair_with(at, student), self.config
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         terms: list[LossGrad] = []
         if config.divergence_weight:
-            of_target = divergence(config.divergence, pair, config.lk_eta, want_grad)
-            terms.append(of_target.times(config.divergence_weight))
+            of_target = compute_divergence(config.divergence, pair, config.lk_eta, want_grad)
+            terms.append(of_target.scale(config.divergence_weight))
         if config.text_weight:
             of_text = self._cross_entropy(labels, student, want_grad)
-            terms.append(of_text.times(config.text_weight))
-        loss, grad = reduce(LossGrad.plus, terms)
+            terms.append(of_text.scale(config.text_weight))
+        loss, grad = reduce(LossGrad.add, terms)
         return RowLosses(torch.stack([loss, top1.to(alpha), alpha]), grad)
 
     def _cross_entropy(self, labels: Tensor, student: Softmax, want_grad: bool) -> LossGrad:
@@ -128,7 +133,7 @@ class BlockCriterion:
         grad = None
         if want_grad:
             grad = student.q.scatter_add(1, column, student.q.new_full(column.shape, -1.0))
-        return LossGrad(loss, grad).where(inside)
+        return LossGrad(loss, grad).mask_rows(inside)
 
 
 class _Surprise:

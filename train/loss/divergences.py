@@ -36,14 +36,14 @@ class Softmax(NamedTuple):
     log_norm: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor) -> "Softmax":
+    def from_logits(cls, logits: Tensor) -> "Softmax":
         """Normalise logits [N, W]."""
         q = logits.softmax(-1)
         # Cheaper than logsumexp, which recomputes the exponentials.
         return cls(logits, q, logits.amax(-1) - q.amax(-1).log())
 
     @property
-    def best(self) -> Tensor:
+    def top1_columns(self) -> Tensor:
         """[N] int64 first of the likeliest columns."""
         return fast_argmax(self.logits)
 
@@ -56,7 +56,7 @@ class Softmax(NamedTuple):
         return self.logits.gather(1, columns) - self.log_norm.unsqueeze(1)
 
 
-class Pair(NamedTuple):
+class DistributionPair(NamedTuple):
     """Distributions p and q of N rows.
 
     Attributes:
@@ -91,19 +91,19 @@ class LossGrad(NamedTuple):
     loss: Tensor
     grad: Tensor | None
 
-    def times(self, weight: Tensor | float) -> "LossGrad":
+    def scale(self, weight: Tensor | float) -> "LossGrad":
         """Multiply by a weight [N] or by a number."""
         column = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
         grad = None if self.grad is None else self.grad.mul_(column)
         return LossGrad(self.loss * weight, grad)
 
-    def plus(self, other: "LossGrad") -> "LossGrad":
+    def add(self, other: "LossGrad") -> "LossGrad":
         """Add another loss."""
         if self.grad is None or other.grad is None:
             return LossGrad(self.loss + other.loss, None)
         return LossGrad(self.loss + other.loss, self.grad.add_(other.grad))
 
-    def where(self, rows: Tensor) -> "LossGrad":
+    def mask_rows(self, rows: Tensor) -> "LossGrad":
         """Set rows outside a mask [N] bool to 0.
 
         Not a product, which would spread values that are not finite.
@@ -127,7 +127,7 @@ def p_log_p(p: Tensor) -> Tensor:
     return dot(p, finite_log(p))
 
 
-def kl(pair: Pair, want_grad: bool) -> LossGrad:
+def kl(pair: DistributionPair, want_grad: bool) -> LossGrad:
     """KL(p || q), with gradient q - p."""
     loss = (pair.p_log_p - pair.p_log_q()) / pair.mass - pair.mass.log()
     if not want_grad:
@@ -135,7 +135,7 @@ def kl(pair: Pair, want_grad: bool) -> LossGrad:
     return LossGrad(loss, torch.addcdiv(pair.q, pair.p, pair.mass.unsqueeze(1), value=-1.0))
 
 
-def reverse_kl(pair: Pair, want_grad: bool) -> LossGrad:
+def reverse_kl(pair: DistributionPair, want_grad: bool) -> LossGrad:
     """KL(q || p)."""
     ratio = pair.student.log_q().sub_(pair.log_p())
     loss = dot(pair.q, ratio) + pair.mass.log()
@@ -144,7 +144,7 @@ def reverse_kl(pair: Pair, want_grad: bool) -> LossGrad:
     return LossGrad(loss, ratio.add_((pair.mass.log() - loss).unsqueeze(1)).mul_(pair.q))
 
 
-def js(pair: Pair, want_grad: bool) -> LossGrad:
+def js(pair: DistributionPair, want_grad: bool) -> LossGrad:
     """Jensen-Shannon divergence: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     log_p = pair.log_p().sub_(pair.mass.log().unsqueeze(1))
     log_q = pair.student.log_q()
@@ -158,7 +158,7 @@ def js(pair: Pair, want_grad: bool) -> LossGrad:
     return LossGrad(loss, to_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5))
 
 
-def total_variation(pair: Pair, want_grad: bool) -> LossGrad:
+def total_variation(pair: DistributionPair, want_grad: bool) -> LossGrad:
     """1 - alpha, alpha = sum of min(p, q): half the sum of |p - q| over the whole vocabulary."""
     least = torch.minimum(pair.p, pair.q)
     loss = 1 - least.sum(-1)
@@ -170,7 +170,7 @@ def total_variation(pair: Pair, want_grad: bool) -> LossGrad:
     return LossGrad(loss, (dot(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
 
 
-def negative_log_alpha(pair: Pair, want_grad: bool) -> LossGrad:
+def negative_log_alpha(pair: DistributionPair, want_grad: bool) -> LossGrad:
     """-log alpha (LK losses, arXiv 2602.23881)."""
     loss, grad = total_variation(pair, want_grad)
     alpha = (1 - loss).clamp_min(MIN_ALPHA)
@@ -179,17 +179,17 @@ def negative_log_alpha(pair: Pair, want_grad: bool) -> LossGrad:
     return LossGrad(-alpha.log(), grad)
 
 
-def hybrid(pair: Pair, eta: float, want_grad: bool) -> LossGrad:
+def hybrid(pair: DistributionPair, eta: float, want_grad: bool) -> LossGrad:
     """l KL + (1 - l) (1 - alpha), with l = exp(-eta alpha) per token, treated as a constant.
 
     Source: LK losses, arXiv 2602.23881.
     """
     accept = total_variation(pair, want_grad)
     mix = torch.exp(-eta * (1 - accept.loss))
-    return kl(pair, want_grad).times(mix).plus(accept.times(1 - mix))
+    return kl(pair, want_grad).scale(mix).add(accept.scale(1 - mix))
 
 
-def top_k(pair: Pair, k: int, want_grad: bool) -> LossGrad:
+def top_k_cross_entropy(pair: DistributionPair, k: int, want_grad: bool) -> LossGrad:
     """-sum of p log q over the k likeliest tokens of p (HASS, arXiv 2408.15766, eq. 5)."""
     k = min(k, pair.p.shape[1])
     p, best = pair.p.topk(k)
@@ -201,7 +201,7 @@ def top_k(pair: Pair, k: int, want_grad: bool) -> LossGrad:
     return LossGrad(loss, grad.scatter_add_(1, best, -p))
 
 
-def of_text(student: Softmax, columns: Tensor, want_grad: bool) -> LossGrad:
+def text_cross_entropy(student: Softmax, columns: Tensor, want_grad: bool) -> LossGrad:
     """-log q of each row's text token; 0 where `columns` [N] int64 is -1.
 
     The gradient, q - 1 at the token, overwrites q.
@@ -210,10 +210,10 @@ def of_text(student: Softmax, columns: Tensor, want_grad: bool) -> LossGrad:
     loss = -student.log_q_at(column).squeeze(1)
     minus_one = student.q.new_full(column.shape, -1.0)
     grad = student.q.scatter_add_(1, column, minus_one) if want_grad else None
-    return LossGrad(loss, grad).where(columns >= 0)
+    return LossGrad(loss, grad).mask_rows(columns >= 0)
 
 
-_SIMPLE: dict[Divergence, Callable[[Pair, bool], LossGrad]] = {
+_SIMPLE: dict[Divergence, Callable[[DistributionPair, bool], LossGrad]] = {
     Divergence.kl: kl,
     Divergence.rkl: reverse_kl,
     Divergence.js: js,
@@ -222,7 +222,9 @@ _SIMPLE: dict[Divergence, Callable[[Pair, bool], LossGrad]] = {
 }
 
 
-def divergence(kind: Divergence, pair: Pair, eta: float, want_grad: bool) -> LossGrad:
+def compute_divergence(
+    kind: Divergence, pair: DistributionPair, eta: float, want_grad: bool
+) -> LossGrad:
     """Compute a divergence of a kind. Only `hybrid` reads `eta`."""
     if kind is Divergence.hybrid:
         return hybrid(pair, eta, want_grad)

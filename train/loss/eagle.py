@@ -18,25 +18,31 @@ from torch import Tensor
 from conf.settings.eagle import StepNormalizer, UnrolledConfig
 from data.features.format import HIDDEN_STATES
 from heads.vocab import DraftVocab
-from train.batch.supervision import SUPERVISION, UNROLLED, Batch
-from train.loss.divergences import LossGrad, Softmax, divergence, of_text, top_k
-from train.loss.fused import RowLosses, Student, Teacher, fused_linear
-from train.loss.sums import Sums, step_sums
+from train.batch.supervision import STEP_TARGETS, SUPERVISION, Batch
+from train.loss.divergences import (
+    LossGrad,
+    Softmax,
+    compute_divergence,
+    text_cross_entropy,
+    top_k_cross_entropy,
+)
+from train.loss.fused import RowLosses, Student, Teacher, compute_fused_loss
+from train.loss.sums import LossSums, sum_steps
 
-MEASURES = ("top1", "alpha")
+DRAFT_METRICS = ("top1", "alpha")
 """Whether the first choices of head and target agree; and alpha, the sum of min(p, q) over the
 whole vocabulary: the probability of acceptance at temperature 1."""
 
 
-def step_weights(config: UnrolledConfig) -> Tensor:
+def compute_step_weights(config: UnrolledConfig) -> Tensor:
     """[J] float32 weights decay ** j for j = 0..J-1, divided by their sum for a mean."""
     weights = torch.tensor([config.step_decay**j for j in range(config.num_steps)])
     return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
 
 
-def eagle_loss(
+def compute_eagle_loss(
     criterion: "EagleCriterion", steps: Student, learnt: Tensor, batch: Batch, teacher: Teacher
-) -> Sums:
+) -> LossSums:
     """Sum the losses of all steps of a batch.
 
     Args:
@@ -50,22 +56,24 @@ def eagle_loss(
         `terms` with `MEASURES`. Tokens whose likeliest continuation is outside the draft vocabulary
         add nothing to the loss.
     """
-    total, (values,) = fused_linear([steps], teacher, criterion, criterion.compiled)
+    total, (values,) = compute_fused_loss([steps], teacher, criterion, criterion.compiled)
     weight = criterion.config.regression_weight
     if weight:
         wanted = (
-            batch[HIDDEN_STATES].flatten(0, 1)[batch[SUPERVISION].places[steps.rows.device]].float()
+            batch[HIDDEN_STATES]
+            .flatten(0, 1)[batch[SUPERVISION].places[steps.teacher_rows.device]]
+            .float()
         )
         near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
         total = total + (near * steps.scales[:]).sum()
         values[0] += near.detach()
-    return Sums(total, step_sums(values, steps, batch[UNROLLED]))
+    return LossSums(total, sum_steps(values, steps, batch[STEP_TARGETS]))
 
 
 class EagleCriterion:
     """Weighted divergence and top-k loss of a row, compiled on first use if asked for."""
 
-    num_measures = len(MEASURES)
+    num_metrics = len(DRAFT_METRICS)
 
     def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
         self.config, self.vocab, self.compiled = config, vocab, compiled
@@ -77,25 +85,33 @@ class EagleCriterion:
             labels, chunk = chunk
             columns = self.vocab.to_draft_ids(labels[at])
         best = chunk.best[at]
-        top1 = first_choices_agree(self.vocab, student, best)
+        top1 = is_top1_match(self.vocab, student, best)
         pair = chunk.pair(at, student)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         terms: list[LossGrad] = []
         if config.divergence_weight:
-            of_target = divergence(config.divergence, pair, config.lk_eta, want_grad)
-            terms.append(of_target.times(config.divergence_weight))
+            of_target = compute_divergence(config.divergence, pair, config.lk_eta, want_grad)
+            terms.append(of_target.scale(config.divergence_weight))
         if config.top_k_weight:
-            terms.append(top_k(pair, config.top_k, want_grad).times(config.top_k_weight))
+            terms.append(
+                top_k_cross_entropy(pair, config.top_k, want_grad).scale(config.top_k_weight)
+            )
         if not terms:  # only the regression loss is trained
             terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
-        losses = reduce(LossGrad.plus, terms)
+        losses = reduce(LossGrad.add, terms)
         if not self.vocab.is_full:
-            losses = losses.where(self.vocab.to_draft_ids(best) >= 0)
+            losses = losses.mask_rows(self.vocab.to_draft_ids(best) >= 0)
         if columns is not None:
-            losses = of_text(student, columns, want_grad).times(config.text_weight).plus(losses)
+            losses = (
+                text_cross_entropy(student, columns, want_grad)
+                .scale(config.text_weight)
+                .add(losses)
+            )
         return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
 
 
-def first_choices_agree(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
+def is_top1_match(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
     """[r] bool, whether a student's likeliest token is the target's likeliest id `best` [r]."""
-    return (student.best if vocab.is_full else vocab.to_target_ids(student.best)) == best
+    return (
+        student.top1_columns if vocab.is_full else vocab.to_target_ids(student.top1_columns)
+    ) == best

@@ -52,14 +52,14 @@ MISUSED = (
 Compare = Callable[..., Any]
 """`compared` with its first arguments bound."""
 Buffers = dict[tuple[int, torch.dtype], Tensor]
-Where = slice | Tensor
+RowSelection = slice | Tensor
 """Rows: a slice, or [m] int64 indices."""
 
 
 class Scales(Protocol):
     """Row weights: a tensor [M], or an object that finds late which rows have weight 0."""
 
-    def __getitem__(self, rows: Where, /) -> Tensor:
+    def __getitem__(self, rows: RowSelection, /) -> Tensor:
         """[m] float32 of m rows."""
 
 
@@ -89,7 +89,7 @@ class Student(NamedTuple):
 
     hidden: Tensor
     projection: Projection
-    rows: SortedIndices
+    teacher_rows: SortedIndices
     scales: Scales
     added: LowRank | None = None
 
@@ -107,10 +107,10 @@ class Teacher(Protocol):
         """P."""
 
     @property
-    def row_bytes(self) -> int:
+    def bytes_per_row(self) -> int:
         """Bytes that `chunk` keeps per row."""
 
-    def chunk(self, begin: int, end: int) -> Any:
+    def compute_chunk(self, begin: int, end: int) -> Any:
         """Compute once what `Criterion` needs of rows begin..end."""
 
 
@@ -124,9 +124,11 @@ class RowLosses(NamedTuple):
 class Criterion(Protocol):
     """Loss computed row by row."""
 
-    num_measures: int
+    num_metrics: int
 
-    def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
+    def __call__(
+        self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
+    ) -> RowLosses:
         """Compare rows.
 
         Args:
@@ -137,12 +139,12 @@ class Criterion(Protocol):
         """
 
 
-def compared(
+def apply_criterion(
     criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
 ) -> RowLosses:
     """Apply a criterion to logits [r, W]: everything between the matrix products."""
     precise = torch.promote_types(logits.dtype, torch.float32)
-    return criterion(chunk, at, Softmax.of(logits.to(precise)), want_grad)
+    return criterion(chunk, at, Softmax.from_logits(logits.to(precise)), want_grad)
 
 
 @cache
@@ -153,18 +155,18 @@ def _compiled() -> Compare:
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     # With few rows in the first piece, Inductor would split each row's sums into kernels of their
     # own for the pieces of all sizes.
-    return torch.compile(compared, dynamic=True, options={"split_reductions": False})
+    return torch.compile(apply_criterion, dynamic=True, options={"split_reductions": False})
 
 
 def _compare_compiled(
     criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
 ) -> RowLosses:
     # Dynamo would compile a single row separately, as it takes 1 for a constant.
-    compare = compared if len(logits) == 1 else _compiled()
+    compare = apply_criterion if len(logits) == 1 else _compiled()
     return compare(criterion, chunk, at, logits, want_grad)
 
 
-def fused_linear(
+def compute_fused_loss(
     students: Sequence[Student], teacher: Teacher, criterion: Criterion, compiled: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """Sum the losses of all rows, each times its scale.
@@ -186,9 +188,9 @@ def fused_linear(
     """
     inputs = [tensor for student in students for tensor in student.inputs]
     want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    compare = partial(_compare_compiled if compiled else compared, criterion)
+    compare = partial(_compare_compiled if compiled else apply_criterion, criterion)
     total, *values = _Fused.apply(
-        students, teacher, criterion.num_measures, compare, want_grad, *inputs
+        students, teacher, criterion.num_metrics, compare, want_grad, *inputs
     )
     return total, values
 
@@ -208,8 +210,8 @@ class _Fused(torch.autograd.Function):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         with torch.autocast(device.type, enabled=False):
-            size = rows_of(chunk_bytes(device), teacher.row_bytes)
-            chunks = balanced(0, teacher.num_rows, size)
+            size = count_fitting_rows(compute_chunk_bytes(device), teacher.bytes_per_row)
+            chunks = split_evenly(0, teacher.num_rows, size)
             edges = [0, *(rows.stop for rows in chunks)]
             buffers: Buffers = {}
             passes = [
@@ -217,7 +219,7 @@ class _Fused(torch.autograd.Function):
                 for student in students
             ]
             for number, (begin, end) in enumerate(pairwise(edges)):
-                chunk = teacher.chunk(begin, end)
+                chunk = teacher.compute_chunk(begin, end)
                 for one in passes:
                     one.compare(partial(compare, chunk), number, begin)
                 del chunk  # frees its memory before the next chunk
@@ -262,7 +264,7 @@ class _StudentPass:
         self.dtype, self.last_chunk = dtype or weight.dtype, len(edges) - 2
         self.projection: Projection | None = None
         self.added: LowRank | None = None
-        self.bounds = torch.searchsorted(student.rows.host, torch.tensor(edges)).tolist()
+        self.bounds = torch.searchsorted(student.teacher_rows.host, torch.tensor(edges)).tolist()
         precise = torch.promote_types(weight.dtype, torch.float32)
         shape = (1 + num_measures, len(student.hidden))
         self.values = torch.zeros(shape, dtype=precise, device=weight.device)
@@ -285,27 +287,29 @@ class _StudentPass:
                 *(factor.detach().to(self.dtype) for factor in student.added)
             )
         first, last = self.bounds[number : number + 2]
-        rows: Where = slice(first, last)
+        rows: RowSelection = slice(first, last)
         num_rows = last - first
         late = self.want_grad and not isinstance(student.scales, Tensor)
         if late and weight.device.type == "cpu":
             # Only rows with weight; on other devices this would wait.
             weighty = student.scales[rows].nonzero().squeeze(1)
             rows, num_rows = first + weighty, len(weighty)
-        size = rows_of(chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize)
-        for part in balanced(0, num_rows, size):
+        size = count_fitting_rows(
+            compute_chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize
+        )
+        for part in split_evenly(0, num_rows, size):
             self._compare_rows(compare, part_of(rows, part), self.projection, begin)
         if number == self.last_chunk:
             self.projection = self.added = None  # frees them before the next student's cast
 
     def _compare_rows(
-        self, compare: Compare, rows: Where, projection: Projection, begin: int
+        self, compare: Compare, rows: RowSelection, projection: Projection, begin: int
     ) -> None:
         hidden = self.student.hidden[rows].detach().to(self.dtype)
         logits = projection.compute_logits(hidden, self._buffer(len(hidden)))
         added = self._add_low_rank(rows, logits)
-        at = self.student.rows.device[rows] - begin
-        for piece in balanced(0, len(logits), piece_rows(logits)):
+        at = self.student.teacher_rows.device[rows] - begin
+        for piece in split_evenly(0, len(logits), piece_rows(logits)):
             result, here = compare(at[piece], logits[piece], self.want_grad), part_of(rows, piece)
             self.values[:, here] = result.values
             if result.grad is not None:
@@ -327,7 +331,7 @@ class _StudentPass:
             held = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
         return held[:num_rows]
 
-    def _add_low_rank(self, rows: Where, logits: Tensor) -> Tensor | None:
+    def _add_low_rank(self, rows: RowSelection, logits: Tensor) -> Tensor | None:
         """Add `LowRank` to logits [R, W]; return the weight if gradients need it again."""
         if self.added is None:
             return None
@@ -340,7 +344,7 @@ class _StudentPass:
         return added
 
     def _carry_back(
-        self, number: int, grad: Tensor, rows: Where, states: Tensor, weight: Tensor
+        self, number: int, grad: Tensor, rows: RowSelection, states: Tensor, weight: Tensor
     ) -> None:
         """Carry a product's gradient [R, W] to its states [R, .] and weight, pair `number`."""
         # The scales multiply the narrow side of each product.
@@ -350,7 +354,7 @@ class _StudentPass:
             of_states[rows] = (scales * (grad @ weight)).to(of_states)
         if of_weight is not None:
             states = (scales * states).to(states)
-            size = rows_of(TILE_BYTES, 4 * max(states.shape))
+            size = count_fitting_rows(TILE_BYTES, 4 * max(states.shape))
             tiles = zip(of_weight.split(size), grad.split(size, dim=1), strict=True)
             for whole, tile in tiles:
                 _add_product(whole, tile.T, states)
@@ -374,7 +378,7 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
         whole.addmm_(left.to(whole), right.to(whole))
 
 
-def chunk_bytes(device: torch.device) -> int:
+def compute_chunk_bytes(device: torch.device) -> int:
     """Bytes of the logits of a chunk."""
     return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
 
@@ -388,17 +392,17 @@ def piece_bytes(width: int, cpu: bool) -> int:
 def piece_rows(logits: Tensor) -> int:
     """Rows of a piece of logits [R, W]."""
     width = logits.shape[1]
-    return rows_of(piece_bytes(width, logits.device.type == "cpu"), 4 * width)
+    return count_fitting_rows(piece_bytes(width, logits.device.type == "cpu"), 4 * width)
 
 
-def part_of(rows: Where, part: slice) -> Where:
+def part_of(rows: RowSelection, part: slice) -> RowSelection:
     """Select a part of some rows."""
     if isinstance(rows, slice):
         return slice(rows.start + part.start, rows.start + part.stop)
     return rows[part]
 
 
-def balanced(first: int, last: int, size: int) -> list[slice]:
+def split_evenly(first: int, last: int, size: int) -> list[slice]:
     """Cut first..last into few slices of at most `size`, of equal lengths to within one.
 
     A single row is then alone only if there is no other.
@@ -408,6 +412,6 @@ def balanced(first: int, last: int, size: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(edges)]
 
 
-def rows_of(num_bytes: int, row_bytes: int) -> int:
+def count_fitting_rows(num_bytes: int, row_bytes: int) -> int:
     """Number of rows that fit, at least one."""
     return max(1, num_bytes // row_bytes)

@@ -18,13 +18,20 @@ from heads.layers.projection import Projection
 from heads.target_model.adapter import Adapter
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target
-from train.batch.prefetch import Dataset, on_device, stacked
-from train.batch.states import with_states
-from train.batch.supervision import SUPERVISION, Batch, MatchedRows, indexed, labels_of
-from train.loss.divergences import Softmax, kl, of_text
-from train.loss.fused import RowLosses, Scales, Student, Teacher, fused_linear
-from train.loss.ranking import hits
-from train.loss.sums import PathScales, PathTeacher, Sums, TargetPath, counted_rows, term_sums
+from train.batch.prefetch import Dataset, batch_to_device, stack_sequences
+from train.batch.states import add_target_states
+from train.batch.supervision import SUPERVISION, Batch, MatchedRows, add_supervision, gather_labels
+from train.loss.divergences import Softmax, kl, text_cross_entropy
+from train.loss.fused import RowLosses, Scales, Student, Teacher, compute_fused_loss
+from train.loss.ranking import mark_top1_and_top5
+from train.loss.sums import (
+    LossSums,
+    OffPathScales,
+    OffPathTeacher,
+    OffPathTokens,
+    build_counted_mask,
+    sum_term,
+)
 from train.loss.teachers import TextTeacher
 
 
@@ -55,19 +62,19 @@ class MedusaHeads(Protocol):
         """Projection of head k, from 0."""
 
 
-def medusa_weights(num_heads: int, decay: float) -> Tensor:
+def compute_head_weights(num_heads: int, decay: float) -> Tensor:
     """[K] float32 lambda_k = decay ** k for k = 1..K."""
     return torch.tensor([decay**k for k in range(1, num_heads + 1)], dtype=torch.float32)
 
 
-def medusa_loss(
+def compute_medusa_loss(
     heads: MedusaHeads,
     hidden: Tensor,
     batch: Batch,
     scale: Tensor,
     soft: SoftLabels | None = None,
     compiled: bool = False,
-) -> Sums:
+) -> LossSums:
     """Sum the cross-entropy of every head against the text, or KL from the target.
 
     Args:
@@ -84,36 +91,36 @@ def medusa_loss(
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
-    flat, labels = hidden.flatten(0, 1), labels_of(batch)
+    flat, labels = hidden.flatten(0, 1), gather_labels(batch)
     path, teacher = None, None
     if soft is not None:
-        path = TargetPath(batch, soft.off_path_weight)
-        teacher = PathTeacher(soft.teacher, labels, path)
+        path = OffPathTokens(batch, soft.off_path_weight)
+        teacher = OffPathTeacher(soft.teacher, labels, path)
     students = []
     with record_function("head"):
         for k in range(heads.num_heads):
             rows: MatchedRows = batch[SUPERVISION].depths[1 + k]
-            states = heads.states(k, flat[rows.places])
+            states = heads.states(k, flat[rows.output_indices])
             scales: Scales = scale[k].expand(len(states))
             if path is not None:
-                depths = rows.places.new_full((), 1 + k).expand(len(states))
-                scales = PathScales(path, rows.places, depths, scales[:])
-            students.append(Student(states, heads.make_projection(k), rows.answers, scales))
+                depths = rows.output_indices.new_full((), 1 + k).expand(len(states))
+                scales = OffPathScales(path, rows.output_indices, depths, scales[:])
+            students.append(Student(states, heads.make_projection(k), rows.teacher_rows, scales))
     with record_function("loss"):
         text = TextTeacher(labels, teacher)
-        total, values = fused_linear(students, text, text_criterion, compiled)
-    terms = map(term_sums, values, map(counted_rows, students))
-    return Sums(total, torch.stack(list(terms), dim=1))
+        total, values = compute_fused_loss(students, text, text_criterion, compiled)
+    terms = map(sum_term, values, map(build_counted_mask, students))
+    return LossSums(total, torch.stack(list(terms), dim=1))
 
 
-def target_loss(
+def compute_target_loss(
     target: EmbeddingsAndOutputHead,
     hidden: Tensor,
     batch: Batch,
     scale: Tensor,
     teacher: Teacher | None = None,
     compiled: bool = False,
-) -> Sums:
+) -> LossSums:
     """Cross-entropy of the target against the text, or KL from its earlier distributions.
 
     Args:
@@ -128,12 +135,12 @@ def target_loss(
         One term, with the measures of `medusa_loss`.
     """
     rows: MatchedRows = batch[SUPERVISION].depths[0]
-    states = hidden.flatten(0, 1)[rows.places]
-    student = Student(states, target.projection, rows.answers, scale.expand(len(states)))
+    states = hidden.flatten(0, 1)[rows.output_indices]
+    student = Student(states, target.projection, rows.teacher_rows, scale.expand(len(states)))
     with record_function("loss"):
-        text = TextTeacher(labels_of(batch), teacher)
-        total, (values,) = fused_linear([student], text, text_criterion, compiled)
-    return Sums(total, term_sums(values).unsqueeze(1))
+        text = TextTeacher(gather_labels(batch), teacher)
+        total, (values,) = compute_fused_loss([student], text, text_criterion, compiled)
+    return LossSums(total, sum_term(values).unsqueeze(1))
 
 
 class _TextCriterion:
@@ -143,11 +150,11 @@ class _TextCriterion:
 
     def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
         labels, soft = chunk[0][at], chunk[1]
-        measures = hits(student.logits, labels)
+        measures = mark_top1_and_top5(student.logits, labels)
         if soft is not None:
             loss, grad = kl(soft.pair(at, student), want_grad)
             return RowLosses(torch.stack([loss, *measures]), grad)
-        loss, grad = of_text(student, labels, want_grad)
+        loss, grad = text_cross_entropy(student, labels, want_grad)
         return RowLosses(torch.stack([loss, *measures]), grad)
 
 
@@ -191,7 +198,9 @@ class HeldoutLoss:
     def _mean(self) -> float:
         sums = torch.zeros(2, device=self.target.device)
         for index in range(min(len(self.heldout), self.num_sequences)):
-            batch = on_device(indexed(stacked(self.heldout, [index]), 0), self.target.device)
-            hidden = with_states(self.target, batch, FeatureLayers())[HIDDEN_STATES]
-            sums += target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
+            batch = batch_to_device(
+                add_supervision(stack_sequences(self.heldout, [index]), 0), self.target.device
+            )
+            hidden = add_target_states(self.target, batch, FeatureLayers())[HIDDEN_STATES]
+            sums += compute_target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
         return float(sums[0] / sums[1])

@@ -46,7 +46,7 @@ def fast_topk(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tenso
     return values, groups.gather(1, places % k) + places // k * num_groups
 
 
-def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def mark_top1_and_top5(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Mark labels that are the first choice, and labels among the first five.
 
     Ties count once, in order of ids: exactly one id is first and five are among the first five.

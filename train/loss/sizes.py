@@ -17,11 +17,11 @@ from train.loss import fused
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
 """Float32 tensors of a piece that live at a time (see `train.loss.fused.piece_bytes`), against the
 text and against a distribution. One more if logits are not float32."""
-FLOAT32 = 4
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class LaunchSizes:
+class LaunchSpec:
     """Facts of a launch on which memory depends, beside the objective.
 
     Attributes:
@@ -41,7 +41,9 @@ class LaunchSizes:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @classmethod
-    def of(cls, config: TrainConfig, length: int, strategy: str, accelerator: Any) -> "LaunchSizes":
+    def from_config(
+        cls, config: TrainConfig, length: int, strategy: str, accelerator: Any
+    ) -> "LaunchSpec":
         """Sizes of a launch on sequences of `length` tokens."""
         return cls(
             tokens=config.micro_batch_size * length,
@@ -53,7 +55,7 @@ class LaunchSizes:
         )
 
 
-class Counted(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes of training a head on a micro batch.
 
     Attributes:
@@ -69,7 +71,9 @@ class Counted(NamedTuple):
     backward: int
 
 
-def loss_bytes(setting: LaunchSizes, rows: int, shape: tuple[int, int], num_pieces: int) -> int:
+def estimate_loss_bytes(
+    setting: LaunchSpec, rows: int, shape: tuple[int, int], num_pieces: int
+) -> int:
     """Bytes of a chunk: its logits, and either pieces or the factors of the backward product.
 
     Args:
@@ -79,33 +83,37 @@ def loss_bytes(setting: LaunchSizes, rows: int, shape: tuple[int, int], num_piec
         num_pieces: pieces that live at a time; one more is added if logits are not float32.
     """
     e, (width, hidden) = setting.dtype.itemsize, shape
-    whole = chunk_bytes(setting)
+    whole = get_chunk_limit(setting)
     chunk = min(rows, max(1, whole // (width * e)))
-    piece = min(fused.piece_bytes(width, not setting.cuda), chunk * width * FLOAT32)
-    tile = min(fused.TILE_BYTES, width * max(hidden, chunk) * FLOAT32)
-    back = chunk * hidden * (e + FLOAT32) + (0 if e == FLOAT32 else tile)
-    return chunk * width * e + chunk * hidden * e + max((num_pieces + (e < FLOAT32)) * piece, back)
+    piece = min(fused.piece_bytes(width, not setting.cuda), chunk * width * FLOAT32_BYTES)
+    tile = min(fused.TILE_BYTES, width * max(hidden, chunk) * FLOAT32_BYTES)
+    back = chunk * hidden * (e + FLOAT32_BYTES) + (0 if e == FLOAT32_BYTES else tile)
+    return (
+        chunk * width * e
+        + chunk * hidden * e
+        + max((num_pieces + (e < FLOAT32_BYTES)) * piece, back)
+    )
 
 
-def teacher_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> int:
+def teacher_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
     """Bytes of the target's logits [rows, width] beside a student's, in the target's dtype."""
-    return min(rows * width * target.dtype.itemsize, chunk_bytes(setting))
+    return min(rows * width * target.dtype.itemsize, get_chunk_limit(setting))
 
 
-def making_bytes(setting: LaunchSizes, rows: int, target: Any, width: int) -> int:
+def making_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
     """Bytes while a teacher's logits are made: all logits, the drafted ones, and pieces."""
     whole = teacher_bytes(setting, rows, target, target.vocab_size)
     drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
     most = fused.piece_bytes(target.vocab_size, not setting.cuda)
-    return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32)
+    return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32_BYTES)
 
 
-def chunk_bytes(setting: LaunchSizes) -> int:
+def get_chunk_limit(setting: LaunchSpec) -> int:
     """Largest bytes of a chunk's logits."""
     return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
 
 
-def copied_bytes(head: Any, setting: LaunchSizes) -> int:
+def copied_bytes(head: Any, setting: LaunchSpec) -> int:
     """Bytes of copies of all matrices, if autocast's dtype is not float32."""
     if setting.dtype is torch.float32:
         return 0

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from train.batch.supervision import SUPERVISION, UNROLLED, Batch, Unrolled, labels_of
-from train.loss.fused import Student, Teacher, Where
+from train.batch.supervision import STEP_TARGETS, SUPERVISION, Batch, StepTargets, gather_labels
+from train.loss.fused import RowSelection, Student, Teacher
 from train.loss.teachers import Distribution
 
-LEAST_SHARE = 0.05
+MIN_WEIGHT_FRACTION = 0.05
 """Least weight of a draft token to learn; less would teach little at full cost."""
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Losses of a batch.
 
     Attributes:
@@ -37,7 +37,7 @@ class Sums(NamedTuple):
     terms: Tensor
 
 
-class TargetPath:
+class OffPathTokens:
     """Tokens of a batch that the target would not have chosen.
 
     Args:
@@ -55,10 +55,10 @@ class TargetPath:
         self.weight, self.places = weight, learnt.places
         self.longest = len(learnt.depths) - 1
         num_tokens, device = batch["input_ids"].numel(), self.places.device
-        self.strays = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+        self.is_off_path = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
 
-class PathScales:
+class OffPathScales:
     """Weight of each student row, as far as the teacher's chunks are known.
 
     Args:
@@ -68,26 +68,28 @@ class PathScales:
         scales: [M] float32 weights of draft tokens on the path.
     """
 
-    def __init__(self, path: TargetPath, places: Tensor, between: Tensor, scales: Tensor) -> None:
-        self.path, self.places, self.between, self.scales = path, places, between, scales
+    def __init__(
+        self, path: OffPathTokens, places: Tensor, between: Tensor, scales: Tensor
+    ) -> None:
+        self.path, self.first_between, self.num_between, self.scales = path, places, between, scales
 
-    def __getitem__(self, rows: Where) -> Tensor:
+    def __getitem__(self, rows: RowSelection) -> Tensor:
         """[m] float32."""
-        return self.scales[rows] * self.shares(rows)
+        return self.scales[rows] * self.compute_fractions(rows)
 
-    def shares(self, rows: Where) -> Tensor:
+    def compute_fractions(self, rows: RowSelection) -> Tensor:
         """[m] float32 weight of each draft token relative to one on the path; 0 if tiny."""
-        places, between = self.places[rows], self.between[rows]
+        places, between = self.first_between[rows], self.num_between[rows]
         strays = torch.zeros_like(between)
         for step in range(self.path.longest):
             inside = step < between
-            strays += inside & self.path.strays[places + inside * step]
+            strays += inside & self.path.is_off_path[places + inside * step]
         share = self.path.weight ** strays.float()
-        return share * (share >= LEAST_SHARE)
+        return share * (share >= MIN_WEIGHT_FRACTION)
 
 
 @dataclass(frozen=True)
-class PathTeacher:
+class OffPathTeacher:
     """Teacher that records, chunk by chunk, which tokens leave the target's path.
 
     Attributes:
@@ -98,7 +100,7 @@ class PathTeacher:
 
     teacher: Teacher
     labels: Tensor
-    path: TargetPath
+    path: OffPathTokens
 
     @property
     def num_rows(self) -> int:
@@ -106,19 +108,19 @@ class PathTeacher:
         return self.teacher.num_rows
 
     @property
-    def row_bytes(self) -> int:
+    def bytes_per_row(self) -> int:
         """Bytes of a row of the teacher."""
-        return self.teacher.row_bytes
+        return self.teacher.bytes_per_row
 
-    def chunk(self, begin: int, end: int) -> Distribution:
+    def compute_chunk(self, begin: int, end: int) -> Distribution:
         """Compute the distribution after rows begin..end."""
-        distribution: Distribution = self.teacher.chunk(begin, end)
-        strays = distribution.best != self.labels[begin:end]
-        self.path.strays[self.path.places[begin:end]] = strays
+        distribution: Distribution = self.teacher.compute_chunk(begin, end)
+        strays = distribution.top1_ids != self.labels[begin:end]
+        self.path.is_off_path[self.path.places[begin:end]] = strays
         return distribution
 
 
-def on_path(
+def scale_off_path_rows(
     slots: Student, teacher: Teacher, batch: Batch, weight: float
 ) -> tuple[Student, Teacher]:
     """Scale the draft tokens of `Unrolled` rows by how far their text is the target's own.
@@ -131,20 +133,20 @@ def on_path(
     """
     if weight == 1:
         return slots, teacher
-    unrolled: Unrolled = batch[UNROLLED]
-    path = TargetPath(batch, weight)
+    unrolled: StepTargets = batch[STEP_TARGETS]
+    path = OffPathTokens(batch, weight)
     # The token after the row's own is read by the head, so it cannot mislead the draft.
-    scales = PathScales(path, unrolled.tokens + 1, unrolled.steps, slots.scales[:])
-    return slots._replace(scales=scales), PathTeacher(teacher, labels_of(batch), path)
+    scales = OffPathScales(path, unrolled.row_anchors + 1, unrolled.row_steps, slots.scales[:])
+    return slots._replace(scales=scales), OffPathTeacher(teacher, gather_labels(batch), path)
 
 
-def counted_rows(student: Student) -> Tensor | None:
+def build_counted_mask(student: Student) -> Tensor | None:
     """[M] bool, rows that no path has dropped; None without a path."""
     scales = student.scales
-    return scales.shares(slice(None)) > 0 if isinstance(scales, PathScales) else None
+    return scales.compute_fractions(slice(None)) > 0 if isinstance(scales, OffPathScales) else None
 
 
-def term_sums(values: Tensor, counted: Tensor | None = None) -> Tensor:
+def sum_term(values: Tensor, counted: Tensor | None = None) -> Tensor:
     """[2 + L] float32 loss, tokens and measures of a term.
 
     Args:
@@ -156,11 +158,11 @@ def term_sums(values: Tensor, counted: Tensor | None = None) -> Tensor:
     return torch.cat([sums[:1], num_rows[None], sums[1:]])
 
 
-def step_sums(values: Tensor, student: Student, unrolled: Unrolled) -> Tensor:
+def sum_steps(values: Tensor, student: Student, unrolled: StepTargets) -> Tensor:
     """[2 + L, K] `term_sums` of each step, from rows [1 + L, M] of all steps."""
-    steps = values.index_select(1, unrolled.by_step).split(unrolled.sizes, 1)
-    counted = counted_rows(student)
+    steps = values.index_select(1, unrolled.step_order).split(unrolled.step_sizes, 1)
+    counted = build_counted_mask(student)
     if counted is None:
-        return torch.stack([term_sums(step) for step in steps], dim=1)
-    masks = counted[unrolled.by_step].split(unrolled.sizes)
-    return torch.stack(list(map(term_sums, steps, masks)), dim=1)
+        return torch.stack([sum_term(step) for step in steps], dim=1)
+    masks = counted[unrolled.step_order].split(unrolled.step_sizes)
+    return torch.stack(list(map(sum_term, steps, masks)), dim=1)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
-from train.loss.divergences import Pair, Softmax, dot, p_log_p
-from train.loss.fused import Teacher, balanced, piece_rows
+from train.loss.divergences import DistributionPair, Softmax, dot, p_log_p
+from train.loss.fused import Teacher, piece_rows, split_evenly
 
 MIN_MASS = 1e-6
 
@@ -24,10 +24,10 @@ class Distribution(Protocol):
     """Distribution of the target after c tokens."""
 
     @property
-    def best(self) -> Tensor:
+    def top1_ids(self) -> Tensor:
         """[c] int64 likeliest id of the whole vocabulary."""
 
-    def pair(self, at: Tensor, student: Softmax) -> Pair:
+    def pair_with(self, at: Tensor, student: Softmax) -> DistributionPair:
         """Pair the distribution with the students', over the draft vocabulary.
 
         Args:
@@ -54,13 +54,13 @@ class TextTeacher:
         return len(self.labels)
 
     @property
-    def row_bytes(self) -> int:
+    def bytes_per_row(self) -> int:
         """Bytes of a label, or of the distribution beside it."""
-        return self.labels.element_size() if self.soft is None else self.soft.row_bytes
+        return self.labels.element_size() if self.soft is None else self.soft.bytes_per_row
 
-    def chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
+    def compute_chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
         """Compute labels, and the distribution if any, of rows begin..end."""
-        soft = None if self.soft is None else self.soft.chunk(begin, end)
+        soft = None if self.soft is None else self.soft.compute_chunk(begin, end)
         return self.labels[begin:end], soft
 
 
@@ -86,11 +86,11 @@ class HiddenTeacher:
         return len(self.hidden)
 
     @property
-    def row_bytes(self) -> int:
+    def bytes_per_row(self) -> int:
         """Bytes of V logits."""
         return self.target.vocab_size * self.hidden.element_size()
 
-    def chunk(self, begin: int, end: int) -> Distribution:
+    def compute_chunk(self, begin: int, end: int) -> Distribution:
         """Compute the distribution after rows begin..end."""
         logits = self.target.compute_logits(self.hidden[begin:end])
         if self.temperature != 1.0:
@@ -98,7 +98,7 @@ class HiddenTeacher:
         drafted = logits if self.vocab.is_full else logits.index_select(1, self.vocab.ids)
         pieces = [
             _target_softmax(logits[rows], drafted[rows])
-            for rows in balanced(0, len(logits), piece_rows(logits))
+            for rows in split_evenly(0, len(logits), piece_rows(logits))
         ]
         best, log_norm, mass, of_p = (torch.cat(column) for column in zip(*pieces, strict=True))
         if drafted.dtype is torch.float32:
@@ -112,14 +112,14 @@ def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Te
     Probabilities overwrite the drafted logits if these are float32; students then need no
     exponentials.
     """
-    of_drafted = Softmax.of(drafted.float())
-    whole = of_drafted if drafted.shape == logits.shape else Softmax.of(logits.float())
+    of_drafted = Softmax.from_logits(drafted.float())
+    whole = of_drafted if drafted.shape == logits.shape else Softmax.from_logits(logits.float())
     mass = (of_drafted.log_norm - whole.log_norm).exp()
     p = of_drafted.q.mul_(mass.unsqueeze(1))
     of_p = dot(p, of_drafted.logits) - mass * whole.log_norm
     if drafted.dtype is torch.float32:
         drafted.copy_(p)
-    return whole.best, whole.log_norm, mass, of_p
+    return whole.top1_columns, whole.log_norm, mass, of_p
 
 
 class _TargetLogits(NamedTuple):
@@ -131,10 +131,10 @@ class _TargetLogits(NamedTuple):
     mass: Tensor
     p_log_p: Tensor
 
-    def pair(self, at: Tensor, student: Softmax) -> Pair:
+    def pair(self, at: Tensor, student: Softmax) -> DistributionPair:
         logits = self.logits.index_select(0, at).to(student.q)
         p = (logits - self.log_norm[at].unsqueeze(1)).exp_()
-        return Pair(p, self.mass[at], self.p_log_p[at], student)
+        return DistributionPair(p, self.mass[at], self.p_log_p[at], student)
 
 
 class TargetProbs(NamedTuple):
@@ -147,19 +147,21 @@ class TargetProbs(NamedTuple):
         p_log_p: [c], the sum of p log p.
     """
 
-    best: Tensor
+    top1_ids: Tensor
     p: Tensor
     mass: Tensor
     p_log_p: Tensor
 
     @classmethod
-    def of(cls, best: Tensor, p: Tensor) -> "TargetProbs":
+    def from_probs(cls, best: Tensor, p: Tensor) -> "TargetProbs":
         """Make the distribution from probabilities [c, W]."""
         return cls(best, p, p.sum(-1), p_log_p(p))
 
-    def pair(self, at: Tensor, student: Softmax) -> Pair:
+    def pair_with(self, at: Tensor, student: Softmax) -> DistributionPair:
         """See `Distribution`."""
-        return Pair(self.p.index_select(0, at), self.mass[at], self.p_log_p[at], student)
+        return DistributionPair(
+            self.p.index_select(0, at), self.mass[at], self.p_log_p[at], student
+        )
 
 
 @dataclass(frozen=True)
@@ -188,11 +190,11 @@ class TopKTeacher:
         return len(self.ids)
 
     @property
-    def row_bytes(self) -> int:
+    def bytes_per_row(self) -> int:
         """Bytes of k ids and log-probabilities."""
         return 12 * self.ids.shape[1]
 
-    def chunk(self, begin: int, end: int) -> Distribution:
+    def compute_chunk(self, begin: int, end: int) -> Distribution:
         """Compute the distribution after rows begin..end."""
         ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
         rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(MIN_MASS)
@@ -211,7 +213,7 @@ class _TargetTopK(NamedTuple):
     rest: Tensor
     """[c, 1]."""
 
-    def pair(self, at: Tensor, student: Softmax) -> Pair:
+    def pair(self, at: Tensor, student: Softmax) -> DistributionPair:
         columns, rest = self.columns[at], self.rest[at]
         inside = columns >= 0
         columns = columns.clamp_min(0)
@@ -221,4 +223,4 @@ class _TargetTopK(NamedTuple):
         left = others.sum(-1, keepdim=True).clamp_min(MIN_MASS)
         p = others.mul_(rest / left).add_(kept)
         mass = probs.sum(-1) + rest.squeeze(1)
-        return Pair(p, mass, p_log_p(p), student)
+        return DistributionPair(p, mass, p_log_p(p), student)

@@ -46,7 +46,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class CheckpointTensors:
     """Whole tensors of a head and its optimizers, on the CPU.
 
     Attributes:
@@ -58,7 +58,9 @@ class Tensors:
     state: dict[str, Tensor]
 
 
-def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, tensors: CheckpointTensors, progress: Progress, keep: int
+) -> Path:
     """Write a checkpoint and remove all but the newest `keep`.
 
     Also removes checkpoints of later steps. They belong to a run that was given up when this one
@@ -86,7 +88,7 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
             **asdict(progress),
             # Earlier versions read this key.
             "position": progress.step * progress.run.get("train.batch_size", 0),
-            "files": {name: _fingerprint(staging / name) for name in _FILES},
+            "files": {name: _compute_file_checksum(staging / name) for name in _FILES},
         }
         (staging / "state.json").write_text(json.dumps(state, indent=1))
 
@@ -99,7 +101,7 @@ def save(folder: Path, tensors: Tensors, progress: Progress, keep: int) -> Path:
     return final
 
 
-def latest(folder: Path, say: Say) -> Path | None:
+def find_latest_checkpoint(folder: Path, say: Say) -> Path | None:
     """Find the newest whole checkpoint; None without checkpoints.
 
     Args:
@@ -111,7 +113,7 @@ def latest(folder: Path, say: Say) -> Path | None:
     """
     saved = _newest_first(folder)
     for path in saved:
-        damage = damage_of(path)
+        damage = describe_damage(path)
         if damage is None:
             return path
         say(f"checkpoint {path} is damaged ({damage}); trying the one before")
@@ -123,21 +125,21 @@ def latest(folder: Path, say: Say) -> Path | None:
     return None
 
 
-def damage_of(path: Path) -> str | None:
+def describe_damage(path: Path) -> str | None:
     """Describe the damage of a checkpoint; None if it is whole."""
     try:
         state = json.loads((path / "state.json").read_text())
         if state["format"] != _FORMAT:
             return f"format {state['format']}, this version reads {_FORMAT}"
         for name in _FILES:
-            if _fingerprint(path / name) != state["files"][name]:
+            if _compute_file_checksum(path / name) != state["files"][name]:
                 return f"{name} is truncated or altered"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def read(path: Path) -> tuple[Progress, Tensors]:
+def load_checkpoint(path: Path) -> tuple[Progress, CheckpointTensors]:
     """Read a checkpoint, with tensors mapped from the disk.
 
     Args:
@@ -146,19 +148,19 @@ def read(path: Path) -> tuple[Progress, Tensors]:
     Raises:
         InputError: the checkpoint is damaged or has another format.
     """
-    damage = damage_of(path)
+    damage = describe_damage(path)
     if damage is not None:
         raise InputError(
             f"train.resume={path}: the checkpoint is damaged: {damage}; name another one"
         )
     state = json.loads((path / "state.json").read_text())
-    tensors = Tensors(*(load_file(path / name) for name in _FILES))
+    tensors = CheckpointTensors(*(load_file(path / name) for name in _FILES))
     skipped = state.get("skipped", [])  # earlier versions lack the key
     return Progress(state["step"], state["tokens"], state["run"], skipped), tensors
 
 
-def check_fits(
-    path: Path, tensors: Tensors, head: nn.Module, state_keys: Mapping[str, Iterable[str]]
+def check_checkpoint_fits(
+    path: Path, tensors: CheckpointTensors, head: nn.Module, state_keys: Mapping[str, Iterable[str]]
 ) -> None:
     """Refuse a checkpoint of another head.
 
@@ -194,7 +196,7 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(saved, key=lambda p: int(p.name[5:]), reverse=True)
 
 
-def _fingerprint(path: Path) -> dict[str, int]:
+def _compute_file_checksum(path: Path) -> dict[str, int]:
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -110,7 +110,7 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
     adam_share = float(config.adam_learning_rate) / float(config.learning_rate) if muon_on else 1.0
     adamw: list[dict[str, Any]] = []
     muon: list[dict[str, Any]] = []
-    for group in objective.groups():
+    for group in objective.list_parameter_groups():
         for groups, rate, by_muon in ((adamw, adam_share, False), (muon, 1.0, True)):
             chosen = [p for p in group.parameters if (id(p) in hidden) == by_muon]
             if chosen:

@@ -22,13 +22,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.settings.training import TrainConfig
 from heads.target_model.load import resolve_dtype
-from train.parallel.checkpoint import Tensors
+from train.parallel.checkpoint import CheckpointTensors
 from train.parallel.optimizers import AVERAGE, fresh_state, make_optimizers, state_keys
 from train.parallel.processes import uses_fsdp
-from train.schedule import late_warmup
+from train.schedule import compute_late_warmup
 
 
-def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Placement":
+def make_strategy(
+    accelerator: Accelerator, objective: Any, config: TrainConfig
+) -> "ParallelStrategy":
     """Distribute the head of an objective over the processes and make its optimizers.
 
     Args:
@@ -47,18 +49,18 @@ def place(accelerator: Accelerator, objective: Any, config: TrainConfig) -> "Pla
 def strategy_name(accelerator: Accelerator) -> str:
     """Name of the strategy of `place`: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
     strategy = _class_of(accelerator)
-    if strategy is Zero:
+    if strategy is ZeroStrategy:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
-    return "FSDP2" if strategy is Sharded else "DDP"
+    return "FSDP2" if strategy is Fsdp2Strategy else "DDP"
 
 
-def _class_of(accelerator: Accelerator) -> "type[Placement]":
+def _class_of(accelerator: Accelerator) -> "type[ParallelStrategy]":
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return Zero
-    return Sharded if uses_fsdp() and torch.distributed.is_initialized() else Placement
+        return ZeroStrategy
+    return Fsdp2Strategy if uses_fsdp() and torch.distributed.is_initialized() else ParallelStrategy
 
 
-class Placement:
+class ParallelStrategy:
     """Everything on every process: a single process, or DDP.
 
     Attributes:
@@ -106,7 +108,7 @@ class Placement:
         return [(o, tensor, g["first_step"]) for o, g in self._groups() for tensor in g["params"]]
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def open_micro_batch(self, last: bool) -> Iterator[None]:
         """Context of forward and backward; only the `last` micro batch reduces gradients."""
         if last:
             yield
@@ -118,7 +120,7 @@ class Placement:
         """Add the gradients of a loss []; processes average them."""
         loss.backward()
 
-    def clip(self, number: int) -> Tensor:
+    def clip_gradients(self, number: int) -> Tensor:
         """Clip the gradients of optimizer step `number`, from 0.
 
         Returns:
@@ -135,7 +137,7 @@ class Placement:
             nn.utils.clip_grad_value_(self.trained.values(), max_value)
         return norm
 
-    def step(self, learning_rate: float, number: int) -> float:
+    def step_optimizers(self, learning_rate: float, number: int) -> float:
         """Apply clipped gradients and clear them.
 
         Args:
@@ -146,7 +148,7 @@ class Placement:
             0, or the norm if `clip` could not tell it.
         """
         for _, group in self._groups():
-            warmth = late_warmup(self.config, number, group["first_step"])
+            warmth = compute_late_warmup(self.config, number, group["first_step"])
             group["lr"] = learning_rate * group["rate"] * warmth
         norm = self._apply()
         if self.config.average_decay is not None:
@@ -170,19 +172,19 @@ class Placement:
             optimizer.zero_grad(set_to_none=not in_buckets)
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def open_whole_weights(self) -> Iterator[None]:
         """Context, on all processes at once, in which the head has whole plain parameters."""
         yield
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def open_averaged_weights(self) -> Iterator[None]:
         """Context like `gathered`, with averaged weights if they are kept."""
         if self.config.average_decay is None:
-            with self.gathered():
+            with self.open_whole_weights():
                 yield
             return
         averages = {n: self._state(p, AVERAGE) for n, p in self.trained.items()}
-        with self.gathered(), torch.no_grad():
+        with self.open_whole_weights(), torch.no_grad():
             whole = [(self.head.get_parameter(n), average) for n, average in averages.items()]
             weights = [parameter.clone() for parameter, _ in whole]
             for parameter, average in whole:
@@ -193,23 +195,23 @@ class Placement:
                 for (parameter, _), own in zip(whole, weights, strict=True):
                     parameter.copy_(own)
 
-    def tensors(self) -> Tensors:
+    def gather_tensors(self) -> CheckpointTensors:
         """Gather the whole tensors of a checkpoint.
 
         Every process takes part; all but the first get nothing. Optimizer state is gathered one
         tensor at a time, so no device holds all of it.
         """
         first = self.accelerator.is_main_process
-        with self.gathered():
+        with self.open_whole_weights():
             head = {n: _copied(p) for n, p in self.head.named_parameters()} if first else {}
         state = {}
         for name, parameter, key in self._states():
             value = self._state(parameter, key)
             if first:
                 state[f"{name}.{key}"] = _copied(value)
-        return Tensors(head, state)
+        return CheckpointTensors(head, state)
 
-    def restore(self, step: int, state: dict[str, Tensor]) -> None:
+    def restore_optimizers(self, step: int, state: dict[str, Tensor]) -> None:
         """Restore the optimizers after `step` steps.
 
         Args:
@@ -240,7 +242,7 @@ class Placement:
         self._held(parameter)[key].copy_(value)
 
 
-class Sharded(Placement):
+class Fsdp2Strategy(ParallelStrategy):
     """FSDP2: parameters, gradients and optimizer state in shards; weights whole while used.
 
     Uses torch directly, as accelerate applies FSDP2 on CUDA only and silently falls back to DDP.
@@ -253,7 +255,7 @@ class Sharded(Placement):
         return objective, make_optimizers(objective, self.config)
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def open_micro_batch(self, last: bool) -> Iterator[None]:
         """Context of forward and backward; only the `last` micro batch reduces gradients."""
         self.objective.set_requires_gradient_sync(last)
         self.objective.set_reshard_after_backward(last)
@@ -262,7 +264,7 @@ class Sharded(Placement):
         yield
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def open_whole_weights(self) -> Iterator[None]:
         """Context, on all processes at once, in which the head has whole plain parameters."""
         self.objective.unshard()
         try:
@@ -277,7 +279,7 @@ class Sharded(Placement):
         shards.copy_(own)
 
 
-class Zero(Placement):
+class ZeroStrategy(ParallelStrategy):
     """DeepSpeed: shards of optimizer state (ZeRO-1), gradients (ZeRO-2) and weights (ZeRO-3).
 
     AdamW is torch's, over flat pieces of many parameters. DeepSpeed clips.
@@ -307,7 +309,7 @@ class Zero(Placement):
         return [(adamw, flat, 0) for flat in self.objective.optimizer.fp32_partitioned_groups_flat]
 
     @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def open_micro_batch(self, last: bool) -> Iterator[None]:
         """Context of forward and backward; only the `last` micro batch reduces gradients."""
         if self._weights_in_shards:
             # Whole until the step, which shards them again.
@@ -320,7 +322,7 @@ class Zero(Placement):
         """Add the gradients of a loss []; processes average them."""
         self.objective.backward(loss)
 
-    def clip(self, number: int) -> Tensor:
+    def clip_gradients(self, number: int) -> Tensor:
         """Do nothing: DeepSpeed clips in its step."""
         del number
         return torch.zeros((), device=self.accelerator.device)
@@ -331,7 +333,7 @@ class Zero(Placement):
         return float(self.objective.get_global_grad_norm())
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def open_whole_weights(self) -> Iterator[None]:
         """Context, on all processes at once, in which the head has whole plain parameters."""
         from deepspeed.runtime.zero import GatheredParameters
 

@@ -22,7 +22,7 @@ ZERO_BUCKET = 2**26
 """Numbers in ZeRO's gradient buffer. DeepSpeed's default takes 2 GB, more than many heads."""
 
 
-def start(config: TrainConfig) -> Accelerator:
+def start_accelerator(config: TrainConfig) -> Accelerator:
     """Join the processes of this launch; warn if `train.dtype` is slow here.
 
     Raises:
@@ -56,7 +56,7 @@ def start(config: TrainConfig) -> Accelerator:
     if deepspeed:
         _set_up_deepspeed(accelerator, config)
     warn_if_slow("train.dtype", resolve_dtype(config.dtype, accelerator.device), accelerator.device)
-    wait()
+    wait_for_processes()
     return accelerator
 
 
@@ -74,7 +74,7 @@ def check_batch(config: TrainConfig, num_processes: int) -> None:
         )
 
 
-def wait() -> None:
+def wait_for_processes() -> None:
     """Wait for all processes, however long they take.
 
     Other collectives time out after minutes, so that a broken network is noticed. Processes that
@@ -90,9 +90,9 @@ def _patient_group(_world: Any) -> Any:
     return torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def end(accelerator: Accelerator) -> None:
+def end_processes(accelerator: Accelerator) -> None:
     """End the launch once all processes have come this far."""
-    wait()
+    wait_for_processes()
     # A group left open would end the interpreter while its threads run.
     _patient_group.cache_clear()
     accelerator.end_training()
@@ -103,7 +103,7 @@ def uses_fsdp() -> bool:
     return _is_set("ACCELERATE_USE_FSDP")
 
 
-def refuse_shards(script: str) -> None:
+def check_not_sharded(script: str) -> None:
     """Refuse strategies that shard parameters or optimizer state.
 
     Args:

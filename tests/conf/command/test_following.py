@@ -17,7 +17,7 @@ from conf.settings.measure import AcceptanceRun, Mode
 from conf.settings.target import Dtype, TargetConfig
 from data.embedded import PROMPTS, TARGET_PATH
 from scripts import quickstart
-from train.loop.command import measured_by
+from train.loop.command import build_measure_settings
 
 
 def pasted(said: str) -> tuple[str, Any]:
@@ -117,7 +117,9 @@ def training(path: str | None, out_dir: Path) -> DFlashRun:
 def test_a_training_is_measured_with_its_target_and_prompts_of_the_users_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    following.print_next_command("train", measured_by(training("me/model", tmp_path), "me/model"))
+    following.print_next_command(
+        "train", build_measure_settings(training("me/model", tmp_path), "me/model")
+    )
     script, run = pasted(capsys.readouterr().out)
     assert script == "eval/acceptance.py"
     assert run.head.path == str(tmp_path / "head")
@@ -128,12 +130,12 @@ def test_a_training_is_measured_with_its_target_and_prompts_of_the_users_own(
 def test_a_training_from_a_store_or_on_the_embedded_default_names_what_is_needed(
     tmp_path: Path,
 ) -> None:
-    assert measured_by(DFlashRun(out_dir="o"), "me/model")["target.path"] == "me/model"
-    embedded = measured_by(DFlashRun(out_dir="o"), TARGET_PATH)
+    assert build_measure_settings(DFlashRun(out_dir="o"), "me/model")["target.path"] == "me/model"
+    embedded = build_measure_settings(DFlashRun(out_dir="o"), TARGET_PATH)
     assert following.format_command("", embedded).split()[2:] == ["head.path=o/head", "out_dir=o"]
 
 
 def test_an_adapter_that_was_trained_is_the_targets(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
-    found = measured_by(training("me/model", tmp_path), "me/model")
+    found = build_measure_settings(training("me/model", tmp_path), "me/model")
     assert found["target.adapter"] == tmp_path / "adapter"

@@ -22,7 +22,7 @@ from toys import packed
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.decoding.drafting import Roots
 from heads.decoding.tree import DynamicShape
-from train.batch.supervision import UNROLLED
+from train.batch.supervision import STEP_TARGETS
 
 QUICK = ("dflash2", "dspark, rnn")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BLOCKS]
@@ -65,7 +65,7 @@ def test_what_trains_is_what_drafts(name: str) -> None:
     documents = texts_of_target(3, 14)
     objective = objective_of(learnt(name), shared_target(), settings_of(name, num_anchors=9))
     batch = objective.prepare(objective.indexed(packed(documents)))
-    anchors = batch[UNROLLED].drafts
+    anchors = batch[STEP_TARGETS].drafts
     assert len(anchors) == 9
     trained = objective._outputs(batch)
     for row, anchor in enumerate(anchors.tolist()):
@@ -88,7 +88,7 @@ def test_nothing_leaks_from_behind_the_anchor(name: str) -> None:
     found = []
     for text in (document, other):
         batch = objective.prepare(objective.indexed(packed([text])))
-        rows = batch[UNROLLED].drafts < 11  # whose root is token 11 at most
+        rows = batch[STEP_TARGETS].drafts < 11  # whose root is token 11 at most
         found.append((objective._outputs(batch)[rows], rows))
     assert found[0][1].sum() > 3
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)

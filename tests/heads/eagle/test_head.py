@@ -188,7 +188,7 @@ def test_a_head_is_made_and_learns_for_every_family(family: str) -> None:
 
     def loss(head: EagleHead) -> float:
         objective = EagleObjective(head, target, EagleConfig(num_steps=1))
-        learnt = objective.prepare(objective.indexed(batch))
+        learnt = objective.prepare_batch(objective.index_batch(batch))
         return objective(learnt, torch.ones(1)).total.item()
 
     assert loss(head) < 0.3 * loss(untaught)

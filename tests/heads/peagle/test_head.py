@@ -16,8 +16,8 @@ from heads.decoding.drafting import Roots
 from heads.decoding.tree import DynamicShape
 from heads.peagle.drafter import PEagleChain, PEagleTree
 from heads.peagle.head import PEagleHead
-from train.batch.supervision import SUPERVISION, indexed
-from train.peagle import PEagleObjective, lineages, segmented, share
+from train.batch.supervision import SUPERVISION, add_supervision
+from train.peagle import PEagleObjective, compute_kept_fraction, draw_step_anchors, split_segments
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,9 @@ def test_what_trains_is_what_drafts(head, num_segments: int) -> None:
     documents = texts_of_target(3, 14)
     config = settings_of("peagle", num_anchors=9, num_segments=num_segments)
     objective = PEagleObjective(head, shared_target(), config)
-    batch = objective.prepare(objective.indexed(packed(documents)))
-    steps = list(objective._unrolled(batch))
-    drafts = lineages(batch[SUPERVISION], batch["input_ids"].numel(), config, (0,))
+    batch = objective.prepare_batch(objective.index_batch(packed(documents)))
+    steps = list(objective._iter_step_outputs(batch))
+    drafts = draw_step_anchors(batch[SUPERVISION], batch["input_ids"].numel(), config, (0,))
     assert [len(each) for each in steps] == [len(each) for each in drafts]
     for step, (outputs, tokens) in enumerate(zip(steps, drafts, strict=True)):
         for row, token in enumerate(tokens.tolist()):
@@ -82,11 +82,11 @@ def test_nothing_leaks_from_behind_the_text_that_a_row_sees() -> None:
     other = [*document[:12], *(5 + token % 80 for token in document[12:])]
     found = []
     for text in (document, other):
-        batch = objective.prepare(objective.indexed(packed([text])))
-        drafts = lineages(batch[SUPERVISION], len(text), config, (0,))
+        batch = objective.prepare_batch(objective.index_batch(packed([text])))
+        drafts = draw_step_anchors(batch[SUPERVISION], len(text), config, (0,))
         rows = [each < 11 for each in drafts]  # that read token 11 at most
         assert min(int(each.sum()) for each in rows) > 1
-        pairs = zip(objective._unrolled(batch), rows, strict=True)
+        pairs = zip(objective._iter_step_outputs(batch), rows, strict=True)
         found.append(torch.cat([outputs[mine] for outputs, mine in pairs]))
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
@@ -97,8 +97,8 @@ def test_segments_give_the_same_gradients() -> None:
         config = settings_of("peagle", num_anchors=12, num_segments=num_segments, num_layers=3)
         head = fresh(shared_target(), config)
         objective = PEagleObjective(head, shared_target(), config)
-        batch = objective.prepare(objective.indexed(packed(texts_of_target(2, 16))))
-        sums = objective(batch, objective.weights / objective.counts(batch))
+        batch = objective.prepare_batch(objective.index_batch(packed(texts_of_target(2, 16))))
+        sums = objective(batch, objective.term_weights / objective.compute_divisors(batch))
         sums.total.backward()
         grads = [each.grad for each in head.parameters() if each.requires_grad]
         found.append([sums.total, sums.terms, *grads])
@@ -111,9 +111,9 @@ def test_fewer_tokens_draft_at_every_step() -> None:
     """Two sequences of 12 tokens, the first in two documents."""
     batch = packed([[*range(7)], [*range(5)]], 1)
     batch = {name: each.repeat(2, 1) for name, each in batch.items()}
-    learnt = indexed(batch, 4)[SUPERVISION]
+    learnt = add_supervision(batch, 4)[SUPERVISION]
     config = settings_of("peagle", num_anchors=6, kept_share=0.5, least_share=0.3)
-    found = lineages(learnt, 12, config, (5, 6))
+    found = draw_step_anchors(learnt, 12, config, (5, 6))
     # All that draft one token, whatever the number of anchors.
     assert found[0].tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 12, 13, 14, 15, 16, 19, 20, 21]
     # Of 6 in each: (6 - 1) * 0.5, (6 - 2) * 0.3 (not 0.25), (6 - 3) * 0.3 (not 0.125).
@@ -126,15 +126,17 @@ def test_fewer_tokens_draft_at_every_step() -> None:
             mine = (found[step] >= begin) & (found[step] < begin + 12)
             assert int(mine.sum()) <= most
     assert len(found[1]) == 4
-    assert [share(config, step) for step in (1, 2, 3)] == [0.5, 0.3, 0.3]
+    assert [compute_kept_fraction(config, step) for step in (1, 2, 3)] == [0.5, 0.3, 0.3]
     # Each sequence by itself, others with another seed.
-    alone = indexed({name: each[:1] for name, each in batch.items()}, 4)[SUPERVISION]
-    assert lineages(alone, 12, config, (5,))[1].tolist() == found[1][:2].tolist()
-    others = {tuple(lineages(learnt, 12, config, (5, s))[1][2:].tolist()) for s in range(20)}
+    alone = add_supervision({name: each[:1] for name, each in batch.items()}, 4)[SUPERVISION]
+    assert draw_step_anchors(alone, 12, config, (5,))[1].tolist() == found[1][:2].tolist()
+    others = {
+        tuple(draw_step_anchors(learnt, 12, config, (5, s))[1][2:].tolist()) for s in range(20)
+    }
     assert len(others) > 3
     # Of all 8 of the first: (8 - 1) * 0.75.
     most = settings_of("peagle", num_anchors=99, kept_share=0.75)
-    drawn = [lineages(learnt, 12, most, (s, 6))[1].tolist() for s in range(20)]
+    drawn = [draw_step_anchors(learnt, 12, most, (s, 6))[1].tolist() for s in range(20)]
     firsts = {tuple(token for token in each if token < 12) for each in drawn}
     assert {len(each) for each in firsts} == {5}
     assert len(firsts) > 1
@@ -143,18 +145,18 @@ def test_fewer_tokens_draft_at_every_step() -> None:
 def test_every_step_has_a_row() -> None:
     """So that every parameter has a gradient, whatever may be learnt."""
     batch, config = packed([[*range(4)]], 1), settings_of("peagle", kept_share=1.0)
-    found = lineages(indexed(batch, 4)[SUPERVISION], 4, config, (0,))
+    found = draw_step_anchors(add_supervision(batch, 4)[SUPERVISION], 4, config, (0,))
     assert [each.tolist() for each in found] == [[0, 1], [0], [0], [0]]
-    nothing = indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, 4)
-    found = lineages(nothing[SUPERVISION], 4, config, (0,))
+    nothing = add_supervision({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, 4)
+    found = draw_step_anchors(nothing[SUPERVISION], 4, config, (0,))
     assert [each.tolist() for each in found] == [[0]] * 4
 
 
 def test_segments_hold_all_rows_behind_their_tokens() -> None:
     drafts = [torch.tensor(each) for each in ([2, 3, 5, 8, 9], [3, 8, 9], [9])]
-    first, second = segmented(drafts, 2)
+    first, second = split_segments(drafts, 2)
     assert [each.tokens.tolist() for each in first] == [[2, 3, 5], [3]]
-    assert [each.kept.tolist() for each in first] == [[0, 1, 2], [1]]
+    assert [each.parent_rows.tolist() for each in first] == [[0, 1, 2], [1]]
     assert [each.tokens.tolist() for each in second] == [[8, 9], [8, 9], [9]]
-    assert [each.kept.tolist() for each in second] == [[0, 1], [0, 1], [1]]
-    assert len(segmented(drafts, 9)) == 5
+    assert [each.parent_rows.tolist() for each in second] == [[0, 1], [0, 1], [1]]
+    assert len(split_segments(drafts, 9)) == 5

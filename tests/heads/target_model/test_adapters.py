@@ -79,8 +79,8 @@ def settings(folder: Path, **changes: Any) -> TargetConfig:
 
 def first_loss(target: Any) -> float:
     objective = MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
-    batch = objective.prepare(objective.indexed(packed([IDS[0].tolist()])))
-    return float(objective(batch, objective.weights).total)
+    batch = objective.prepare_batch(objective.index_batch(packed([IDS[0].tolist()])))
+    return float(objective(batch, objective.term_weights).total)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

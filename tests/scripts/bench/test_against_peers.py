@@ -30,7 +30,7 @@ def job(path: str, depth: int) -> StepJob:
 @pytest.fixture(autouse=True)
 def anchors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker, which has a process of its own otherwise, says which are drawn."""
-    monkeypatch.setattr(blocks, "drawn", blocks.drawn)
+    monkeypatch.setattr(blocks, "drawn", blocks.draw_anchors)
 
 
 def losses(path: str, depth: int, num_steps: int) -> list[float]:

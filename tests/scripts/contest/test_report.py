@@ -165,7 +165,7 @@ def test_memory_of_gpus_is_what_trainings_say(
     took = measured(tmp_path)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3_500_000_000)
     (tmp_path / "logs").mkdir()
-    said = memory.afterwards({"target": 3 * 10**9}, torch.device("cuda"))
+    said = memory.format_measured_memory({"target": 3 * 10**9}, torch.device("cuda"))
     (tmp_path / "logs/train-medusa.log").write_text(f"{said}\n")
     first = {**PLAN["estimate"]["train medusa"], "device": 4e9}
     plan = {**PLAN, "estimate": {**PLAN["estimate"], "train medusa": first}}

@@ -33,7 +33,7 @@ def test_batches_of_the_steps_asked_for_in_order() -> None:
     prefetcher = Prefetcher(load, double, CPU, 3, 6)
     for step in (3, 4, 5):
         assert prefetcher.next_step() == load(step)
-        assert list(prefetcher.micro_batches()) == [double(batch) for batch in load(step)]
+        assert list(prefetcher.iter_micro_batches()) == [double(batch) for batch in load(step)]
     prefetcher.close()
 
 
@@ -59,7 +59,7 @@ def test_an_error_while_loading_comes_where_the_step_is_asked_for() -> None:
 
     prefetcher = Prefetcher(broken, double, CPU, 0, 3)
     prefetcher.next_step()
-    assert len(list(prefetcher.micro_batches())) == 2
+    assert len(list(prefetcher.iter_micro_batches())) == 2
     with pytest.raises(OSError, match="stale file handle"):
         prefetcher.next_step()
     prefetcher.close()
@@ -155,7 +155,7 @@ def test_two_batches_are_on_a_device_however_far_ahead_the_host_is(
     prefetcher = Prefetcher(load_many, device.prepare, torch.device("cuda"), 0, 3)
     for _ in range(3):
         prefetcher.next_step()
-        for batch in prefetcher.micro_batches():
+        for batch in prefetcher.iter_micro_batches():
             device.main.queue.append(("use", int(batch["y"])))
             del batch
     prefetcher.close()
@@ -178,7 +178,7 @@ def test_a_target_on_a_stream_of_its_own_gives_the_same() -> None:
     prefetcher = Prefetcher(load, slow, device, 0, 5)
     for step in range(5):
         prefetcher.next_step()
-        for batch, raw in zip(prefetcher.micro_batches(), load(step), strict=True):
+        for batch, raw in zip(prefetcher.iter_micro_batches(), load(step), strict=True):
             alone = slow({"x": raw["x"].to(device)})["y"]
             torch.testing.assert_close(batch["y"], alone)
     prefetcher.close()
@@ -198,7 +198,7 @@ def test_the_memory_of_two_batches_serves_all_and_none_is_written_over_too_early
     prefetcher = Prefetcher(load_many, prepare, device, 0, 3)
     for step in range(3):
         prefetcher.next_step()
-        for batch, raw in zip(prefetcher.micro_batches(), load_many(step), strict=True):
+        for batch, raw in zip(prefetcher.iter_micro_batches(), load_many(step), strict=True):
             late = weight
             for _ in range(50):
                 late = torch.tanh(late @ weight)

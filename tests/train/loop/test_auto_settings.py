@@ -7,7 +7,7 @@ import pytest
 from conf.errors import InputError
 from conf.settings.training import Optimizer, Schedule, TrainConfig
 from tests.train.loop.test_memory import eagle, medusa
-from train.loop.auto_settings import describe_length, resolve_length, resolve_optimizer
+from train.loop.auto_settings import format_run_length, resolve_length, resolve_optimizer
 from train.objective import Objective
 
 
@@ -52,7 +52,7 @@ def resolved(
 
 
 def test_rates_are_taken_by_optimizer_and_said() -> None:
-    muon, adam = eagle().usual_rates(Optimizer.muon)
+    muon, adam = eagle().compute_default_rates(Optimizer.muon)
     found, said = resolved(optimizer=Optimizer.muon)
     assert (found.learning_rate, found.adam_learning_rate) == (muon, adam)
     assert said == (
@@ -65,7 +65,7 @@ def test_rates_are_taken_by_optimizer_and_said() -> None:
         "optimizer: Muon at 1 for hidden matrices, AdamW at 0.0003 for the rest; schedule: wsd"
     )
     found, said = resolved(optimizer=Optimizer.adamw)
-    assert found.learning_rate == eagle().usual_rates(Optimizer.adamw)[0] != muon
+    assert found.learning_rate == eagle().compute_default_rates(Optimizer.adamw)[0] != muon
     assert said == f"optimizer: AdamW at {found.learning_rate:.2g} (auto); schedule: wsd"
 
 
@@ -85,7 +85,7 @@ def test_auto_is_what_suits_the_head_and_adamw_under_deepspeed() -> None:
     assert resolved()[0].schedule is Schedule.wsd
     assert resolved(schedule=Schedule.constant)[0].schedule is Schedule.constant
     objective = eagle()
-    objective.usual_schedule, objective.usual_optimizer = Schedule.cosine, Optimizer.adamw
+    objective.default_schedule, objective.default_optimizer = Schedule.cosine, Optimizer.adamw
     found, said = resolved(objective=objective)
     assert (found.schedule, found.optimizer) == (Schedule.cosine, Optimizer.adamw)
     assert said.endswith("; schedule: cosine")
@@ -101,4 +101,4 @@ def test_the_rest_learns_slower_in_a_wider_head(make: type) -> None:
 
 def test_the_length_of_a_run_in_words() -> None:
     config = TrainConfig(max_steps=290, batch_size=4)
-    assert describe_length(config, 1000, 512) == "290 steps of 4 x 512 = 2,048 tokens, 1.2 epochs"
+    assert format_run_length(config, 1000, 512) == "290 steps of 4 x 512 = 2,048 tokens, 1.2 epochs"

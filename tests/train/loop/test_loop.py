@@ -20,8 +20,8 @@ from heads.storage import write_head_folder
 from train import schedule
 from train.batch.supervision import NOISE_SEEDS, Batch
 from train.loop import command, evaluation, loop, refusals
-from train.loop.loop import Job, Outcome
-from train.loss.sums import Sums
+from train.loop.loop import Outcome, TrainingJob
+from train.loss.sums import LossSums
 from train.objective import Objective
 from train.parallel import checkpoint, processes
 
@@ -47,29 +47,29 @@ class ToyHead(nn.Linear):
 class ToyObjective(Objective):
     """Squared error with noise, so that resuming has random draws to get right."""
 
-    measures = ("top1", "top5")
+    metric_names = ("top1", "top5")
 
     def __init__(self, noise: float = 0.0) -> None:
         super().__init__()
         self.head = ToyHead()
-        self.weights = torch.tensor([0.5])
+        self.term_weights = torch.tensor([0.5])
         self.noise = noise
 
-    def counts(self, batch: Batch) -> Tensor:
+    def compute_divisors(self, batch: Batch) -> Tensor:
         return batch["loss_mask"].sum()[None].float()
 
-    def prepare(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         draws = []
         for seed in batch.get(NOISE_SEEDS, [0] * len(batch["x"])):
             generator = torch.Generator().manual_seed(seed)
             draws.append(self.noise * torch.randn(T, D, generator=generator))
         return {**batch, "x": batch["x"] + torch.stack(draws)}
 
-    def forward(self, batch: Batch, scale: Tensor) -> Sums:
+    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         error = (self.head(batch["x"]).squeeze(-1) - 1).pow(2) * batch["loss_mask"]
         positive = ((batch["x"][..., 0] > 0) & (batch["loss_mask"] > 0)).sum()
         terms = [error.sum(), batch["loss_mask"].sum(), positive, torch.zeros(())]
-        return Sums(scale[0] * error.sum(), torch.stack(terms).float()[:, None].detach())
+        return LossSums(scale[0] * error.sum(), torch.stack(terms).float()[:, None].detach())
 
 
 def rows(number: int) -> list[dict[str, Tensor]]:
@@ -95,8 +95,8 @@ def settings(**changes: Any) -> TrainConfig:
 
 
 def fit(out_dir: Path, config: TrainConfig, noise: float = 0.0, **changes: Any) -> Outcome:
-    job = Job(config, LogConfig(), 0, out_dir, ToyObjective(noise), rows(7), rows(3))
-    return loop.fit(processes.start(config), replace(job, **changes))
+    job = TrainingJob(config, LogConfig(), 0, out_dir, ToyObjective(noise), rows(7), rows(3))
+    return loop.fit_head(processes.start_accelerator(config), replace(job, **changes))
 
 
 def weights(out_dir: Path) -> dict[str, list[float]]:
@@ -149,18 +149,20 @@ def test_every_sequence_of_every_step_has_noise_of_its_own(tmp_path: Path) -> No
 
         def prepare(self, batch: Batch) -> Batch:
             self.seeds += batch.get(NOISE_SEEDS, ())  # a batch held out has none
-            return super().prepare(batch)
+            return super().prepare_batch(batch)
 
     drawn = []
     for size in (1, 4):
         objective = Seeded()
         fit(tmp_path / str(size), settings(micro_batch_size=size), objective=objective)
         drawn.append(objective.seeds)
-    wanted = {(step, i) for step in range(6) for i in schedule.sequences(step, 4, 7, seed=0)}
+    wanted = {
+        (step, i) for step in range(6) for i in schedule.draw_global_batch(step, 4, 7, seed=0)
+    }
     assert len(set(drawn[0])) == len(wanted) > 20
     assert drawn[0] == drawn[1]
-    first = schedule.sequences(0, 4, 7, seed=0)
-    assert drawn[0][:4] == [schedule.draw_seed(0, 0, index) for index in first]
+    first = schedule.draw_global_batch(0, 4, 7, seed=0)
+    assert drawn[0][:4] == [schedule.hash_seed(0, 0, index) for index in first]
 
 
 def test_steps_are_adamws(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_steps_are_adamws(tmp_path: Path) -> None:
     head, data, losses = ToyHead(), rows(7), []
     adamw = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.5), weight_decay=0.1)
     for step, rate in enumerate([0.025, 0.05, 0.05]):
-        picked = [data[i] for i in schedule.sequences(step, 4, 7, seed=0)]
+        picked = [data[i] for i in schedule.draw_global_batch(step, 4, 7, seed=0)]
         errors = [(head(r["x"]).squeeze(-1) - 1).pow(2)[r["loss_mask"]] for r in picked]
         loss = 0.5 * torch.cat(errors).mean()
         losses.append(loss.item())
@@ -196,7 +198,7 @@ def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
 def test_sigterm_saves_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
     fit(tmp_path / "straight", settings(), noise=0.3)
     objective = ToyObjective(0.3)
-    prepare, prepared = objective.prepare, []
+    prepare, prepared = objective.prepare_batch, []
 
     def interrupt(batch: Batch) -> Batch:
         prepared.append(batch)
@@ -204,7 +206,7 @@ def test_sigterm_saves_and_resuming_equals_never_having_stopped(tmp_path: Path) 
             os.kill(os.getpid(), signal.SIGTERM)
         return prepare(batch)
 
-    objective.prepare = interrupt
+    objective.prepare_batch = interrupt
     out_dir = tmp_path / "stopped"
     stopped = fit(out_dir, settings(), objective=objective)
     assert (stopped.finished, stopped.step) == (False, 3)
@@ -290,12 +292,12 @@ def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:
 
 def test_a_norm_that_is_not_finite_names_step_and_sequences(tmp_path: Path) -> None:
     class Steep(ToyObjective):
-        def forward(self, batch: Batch, scale: Tensor) -> Sums:
+        def forward(self, batch: Batch, scale: Tensor) -> LossSums:
             sums = super().forward(batch, scale)
             return sums._replace(total=sums.total * 1e30)
 
     config = settings(save_steps=1)
-    drawn = schedule.sequences(0, 4, 7, seed=0)
+    drawn = schedule.draw_global_batch(0, 4, 7, seed=0)
     with pytest.raises(InputError, match="the gradient's norm is not finite at step 1") as caught:
         fit(tmp_path, config, objective=Steep())
     assert str(drawn) in str(caught.value)
@@ -321,11 +323,11 @@ def test_full_disk_in_training_keeps_the_earlier_checkpoint(
 
 def test_batch_that_does_not_divide() -> None:
     with pytest.raises(InputError, match="batch_size=4: not divisible by 1 processes x"):
-        processes.start(settings(micro_batch_size=3))
+        processes.start_accelerator(settings(micro_batch_size=3))
     with pytest.raises(InputError, match="set a multiple of 6"):
         processes.check_batch(settings(batch_size=8, micro_batch_size=2), 3)
     with pytest.raises(InputError, match="float16: not trained in"):
-        processes.start(settings(dtype=Dtype.float16))
+        processes.start_accelerator(settings(dtype=Dtype.float16))
 
 
 def test_processes_that_do_not_see_each_other() -> None:
@@ -340,13 +342,13 @@ def test_processes_that_do_not_see_each_other() -> None:
 
 
 def test_out_dir_that_holds_something(tmp_path: Path) -> None:
-    refusals.check_out_dir(tmp_path, None)
-    refusals.check_out_dir(tmp_path / "new", None)
+    refusals.check_run_folder(tmp_path, None)
+    refusals.check_run_folder(tmp_path / "new", None)
     (tmp_path / "a").write_text("")
     with pytest.raises(InputError, match=r"is not empty.*train\.resume=auto"):
-        refusals.check_out_dir(tmp_path, None)
-    refusals.check_out_dir(tmp_path, "auto")
+        refusals.check_run_folder(tmp_path, None)
+    refusals.check_run_folder(tmp_path, "auto")
     with pytest.raises(InputError, match="is a file"):
-        refusals.check_out_dir(tmp_path / "a", None)
+        refusals.check_run_folder(tmp_path / "a", None)
     with pytest.raises(InputError, match="no such folder; type auto"):
-        refusals.check_out_dir(tmp_path / "new", "latest")
+        refusals.check_run_folder(tmp_path / "new", "latest")

@@ -22,11 +22,11 @@ from scripts.bench import memory as bench_memory
 from train.eagle import EagleObjective
 from train.loop import memory
 from train.loss import fused
-from train.loss.sizes import LaunchSizes
+from train.loss.sizes import LaunchSpec
 from train.medusa import MedusaObjective
 from train.objective import Objective
 
-ONE = LaunchSizes(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
+ONE = LaunchSpec(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
 V, H = 96, 64  # of the toy target
 TRAINED = 4 * 2 * (H * H + H + V * H)  # two Medusa heads of one block and a projection
 
@@ -63,8 +63,8 @@ def untrained(kind: str, num_anchors: int = 64) -> Callable[..., Any]:
     return make
 
 
-def parts_of(objective: Objective, setting: LaunchSizes = ONE, **changes: Any) -> dict[str, int]:
-    parts = memory.estimate(objective, replace(setting, **changes))
+def parts_of(objective: Objective, setting: LaunchSpec = ONE, **changes: Any) -> dict[str, int]:
+    parts = memory.estimate_memory(objective, replace(setting, **changes))
     assert parts is not None
     return parts
 
@@ -116,7 +116,7 @@ def test_copies_are_counted_where_the_dtype_is_another(labels: Labels, projectio
 def test_an_objective_without_a_formula_has_no_estimate() -> None:
     objective = Objective()
     objective.head, objective.target = medusa().head, medusa().target
-    assert memory.estimate(objective, ONE) is None
+    assert memory.estimate_memory(objective, ONE) is None
 
 
 RELATED = ("dflash", "dflash2", "dspark, gated")
@@ -165,9 +165,9 @@ def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
 
 def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> None:
     parts = {"target": 16_100_000_000, "head": 8_000_000_000}
-    memory.check(parts, 24_100_000_000)
+    memory.check_memory_fits(parts, 24_100_000_000)
     with pytest.raises(InputError) as refused:
-        memory.check(parts, 24_000_000_000)
+        memory.check_memory_fits(parts, 24_000_000_000)
     said = str(refused.value)
     assert "in GB: target 16.1, head 8.0 = 24.1 of 24.0: does not fit" in said
     for key in (
@@ -180,8 +180,8 @@ def test_a_run_that_cannot_fit_is_refused_with_its_parts_and_what_helps() -> Non
 def test_a_micro_batch_counts_all_its_tokens() -> None:
     accelerator = type("Launch", (), {"device": torch.device("cpu"), "num_processes": 2})()
     config = TrainConfig(micro_batch_size=3)
-    setting = LaunchSizes.of(config, 100, "FSDP2", accelerator)
-    assert setting == LaunchSizes(300, torch.float32, "FSDP2", 2, cuda=False, train=config)
+    setting = LaunchSpec.from_config(config, 100, "FSDP2", accelerator)
+    assert setting == LaunchSpec(300, torch.float32, "FSDP2", 2, cuda=False, train=config)
 
 
 def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
@@ -214,10 +214,10 @@ def test_the_benchmark_measures_a_gpu_with_both_targets(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("width", [8_192, 32_000, 128_256, 151_936, 262_144])
 def test_a_piece_has_rows_for_a_whole_gpu_within_a_bound(width: int) -> None:
     size, of_cpu = (fused.piece_bytes(width, cpu) for cpu in (False, True))
-    rows = fused.rows_of(size, 4 * width)
+    rows = fused.count_fitting_rows(size, 4 * width)
     assert rows >= 520 or 255 * 2**20 < size <= fused.MOST_PIECE_BYTES
     assert 5 * size < 1.4e9
     if width > 100_000:
-        chunk = fused.rows_of(fused.CHUNK_BYTES, 2 * width)
-        assert len(fused.balanced(0, chunk, rows)) == 4
+        chunk = fused.count_fitting_rows(fused.CHUNK_BYTES, 2 * width)
+        assert len(fused.split_evenly(0, chunk, rows)) == 4
     assert of_cpu == fused.CPU_PIECE_BYTES

@@ -25,7 +25,7 @@ from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_config_and_tokenizer
 from tests.train.parallel.test_launch import curve
 from train import medusa
-from train.loop.command import from_target
+from train.loop.command import load_target_source
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: 
 
     def source(**asks: Any) -> Any:
         file.write_text(json.dumps(usual | asks))
-        return from_target(run, launched)
+        return load_target_source(run, launched)
 
     assert source().target.logits_processing == {}
     found = source(repetition_penalty=1.5, stop_strings=["end"])

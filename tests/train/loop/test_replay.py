@@ -8,15 +8,15 @@ from eval.measure.answers import LocalAnswerSource
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.tree import Tree
 from heads.medusa.drafter import MedusaDrafter
-from train.loop.replay import MAX_NEW_TOKENS, HeldoutReplay, heldout_prompts
+from train.loop.replay import MAX_REPLAY_TOKENS, HeldoutReplay, select_heldout_prompts
 
 
 def test_prompts_end_where_the_first_learnt_token_is() -> None:
     chat = Sample([5, 6, 7, 8, 9], [False, False, True, True, False])
     text = Sample(list(range(10, 50)), [True] * 40)
     heldout = PackedDataset([chat, text], 64, seed=0)
-    assert sorted(heldout_prompts(heldout, 8)) == [[5, 6], list(range(10, 42))]
-    assert len(heldout_prompts(heldout, 1)) == 1
+    assert sorted(select_heldout_prompts(heldout, 8)) == [[5, 6], list(range(10, 42))]
+    assert len(select_heldout_prompts(heldout, 1)) == 1
 
 
 def test_the_replayed_tau_is_that_of_decoding() -> None:
@@ -25,7 +25,7 @@ def test_the_replayed_tau_is_that_of_decoding() -> None:
     prompts = [[5, 17, 40, 8], [61, 23, 77]]
     replayed = HeldoutReplay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
     steps = [
-        decode(target, MedusaDrafter(head, Tree.chain(3)), prompt, MAX_NEW_TOKENS).steps
+        decode(target, MedusaDrafter(head, Tree.chain(3)), prompt, MAX_REPLAY_TOKENS).steps
         for prompt in prompts
     ]
     assert replayed["tau"] == tau([PromptSteps("all", each) for each in steps])

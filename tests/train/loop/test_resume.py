@@ -30,7 +30,7 @@ from tests.train.loop.test_loop import fit, rows, settings, weights
 from tests.train.loop.test_loop import lines as metrics
 from train.eagle import EagleObjective
 from train.loop import loop, resume
-from train.loop.loop import Job
+from train.loop.loop import TrainingJob
 from train.medusa import MedusaObjective
 from train.medusa2 import Medusa2Objective
 from train.parallel import processes
@@ -38,7 +38,9 @@ from train.parallel import processes
 EAGLE = EagleConfig(num_steps=2, draft_vocab_size=40)
 
 
-def eagle_job(out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: int = 0) -> Job:
+def eagle_job(
+    out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: int = 0
+) -> TrainingJob:
     target = random_target(num_hidden_layers=6)
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(vocab_seed))
     vocab = DraftVocab.from_counts(counts, head.draft_vocab_size, [0])
@@ -46,7 +48,7 @@ def eagle_job(out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: 
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 90, (24,), generator=generator).tolist() for _ in range(4)]
     data = [{name: each[0] for name, each in packed([text]).items()} for text in texts]
-    return Job(train, LogConfig(), 0, out_dir, objective, data, data[:1])
+    return TrainingJob(train, LogConfig(), 0, out_dir, objective, data, data[:1])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def eagle_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of EAGLE-3."""
     out_dir = tmp_path_factory.mktemp("eagle")
     train = settings(max_steps=4, save_steps=2, warmup_steps=1)
-    loop.fit(processes.start(train), eagle_job(out_dir, train, EAGLE))
+    loop.fit_head(processes.start_accelerator(train), eagle_job(out_dir, train, EAGLE))
     return out_dir / "checkpoints/step-000002"
 
 
@@ -82,7 +84,7 @@ def test_an_eagle_run_does_not_go_on_as_another(
     with pytest.raises(
         InputError, match=rf"other settings: {key} was .*, is '?{written}'?\. Continue"
     ):
-        loop.fit(processes.start(train), eagle_job(tmp_path, train, head))
+        loop.fit_head(processes.start_accelerator(train), eagle_job(tmp_path, train, head))
 
 
 def test_nor_with_a_head_of_another_kind(eagle_run: Path, tmp_path: Path) -> None:
@@ -95,7 +97,9 @@ def test_nor_with_a_head_of_another_kind(eagle_run: Path, tmp_path: Path) -> Non
 def test_nor_with_other_draft_tokens(eagle_run: Path, tmp_path: Path) -> None:
     train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run))
     with pytest.raises(InputError, match="other settings: checksum of the draft vocabulary was "):
-        loop.fit(processes.start(train), eagle_job(tmp_path, train, EAGLE, vocab_seed=1))
+        loop.fit_head(
+            processes.start_accelerator(train), eagle_job(tmp_path, train, EAGLE, vocab_seed=1)
+        )
 
 
 def test_what_only_watches_or_rounds_may_change(eagle_run: Path, tmp_path: Path) -> None:
@@ -104,12 +108,16 @@ def test_what_only_watches_or_rounds_may_change(eagle_run: Path, tmp_path: Path)
         num_replay_prompts=3, save_steps=1, num_checkpoints=1, log_steps=2, micro_batch_size=1,
         dtype=Dtype.bfloat16, compile=False,
     )  # fmt: skip
-    assert loop.fit(processes.start(train), eagle_job(tmp_path, train, EAGLE)).finished
+    assert loop.fit_head(
+        processes.start_accelerator(train), eagle_job(tmp_path, train, EAGLE)
+    ).finished
 
 
 def test_every_setting_of_the_loop_is_compared_or_known_to_be_harmless() -> None:
     """A setting that is added must be put on one side."""
-    compared = {key.removeprefix("train.") for key in resume.settings("train", TrainConfig())}
+    compared = {
+        key.removeprefix("train.") for key in resume.collect_resume_settings("train", TrainConfig())
+    }
     harmless = {*resume.ONLY_WATCHED, *resume.ONLY_ROUNDED}
     assert not compared & harmless
     assert compared | harmless == {field.name for field in fields(TrainConfig)}
@@ -131,12 +139,12 @@ def test_more_steps_go_on_if_those_done_are_the_same(
 ) -> None:
     made = settings(max_steps=12, schedule=schedule, decay_fraction=0.5)
     longer = replace(made, max_steps=24)
-    then, now = (resume.settings("train", each) for each in (made, longer))
+    then, now = (resume.collect_resume_settings("train", each) for each in (made, longer))
     if allowed:
-        assert resume.check(Path("a"), then, now, longer, step) == []
+        assert resume.check_resume_settings(Path("a"), then, now, longer, step) == []
         return
     with pytest.raises(InputError, match=r"train\.max_steps was 12, is 24\. Continue"):
-        resume.check(Path("a"), then, now, longer, step)
+        resume.check_resume_settings(Path("a"), then, now, longer, step)
 
 
 def test_a_constant_rate_may_begin_to_decay_at_any_step(tmp_path: Path) -> None:

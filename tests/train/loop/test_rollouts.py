@@ -42,7 +42,7 @@ def rollouts(target: Target, data: PackedDataset, folder: Path, **changes: Any) 
 
 
 def answered(made: Rollouts, step: int = 0) -> list[tuple[list[int], list[bool]]]:
-    return documents(made.round(step, noisy_head(made.target))[0].data)
+    return documents(made.load_or_write_round(step, noisy_head(made.target))[0].data)
 
 
 def documents(sequences: Any) -> list[tuple[list[int], list[bool]]]:
@@ -62,9 +62,11 @@ def test_a_round_is_what_the_target_says_to_the_prompts_of_its_steps(
 ) -> None:
     head = noisy_head(target)
     for step, first in ((0, 0), (1, 0), (2, 2), (3, 2)):
-        found, figures = rollouts(target, data, tmp_path / str(step)).round(step, head)
+        found, figures = rollouts(target, data, tmp_path / str(step)).load_or_write_round(
+            step, head
+        )
         assert (found.first, found.last) == (first, first + 2)
-        numbers = [schedule.sequences(each, 1, 4, SEED)[0] for each in (first, first + 1)]
+        numbers = [schedule.draw_global_batch(each, 1, 4, SEED)[0] for each in (first, first + 1)]
         prompts = [ids[:6] for n in numbers for ids, _ in documents([data[n]])]
         assert len(prompts) == 4
         answers = [decode(target, NoDraft(), prompt, 9).token_ids for prompt in prompts]
@@ -78,16 +80,18 @@ def test_a_round_is_what_the_target_says_to_the_prompts_of_its_steps(
 def test_a_round_s_sequences_come_in_an_order_of_its_own(
     target: Target, data: PackedDataset, tmp_path: Path
 ) -> None:
-    first, _ = rollouts(target, data, tmp_path).round(0, noisy_head(target))
-    later, _ = rollouts(target, data, tmp_path).round(2, noisy_head(target))
-    assert first.sequences(1, 2) == schedule.sequences(1, 2, len(first.data), SEED)
-    assert later.sequences(3, 2) == schedule.sequences(1, 2, len(later.data), SEED + 1)
+    first, _ = rollouts(target, data, tmp_path).load_or_write_round(0, noisy_head(target))
+    later, _ = rollouts(target, data, tmp_path).load_or_write_round(2, noisy_head(target))
+    assert first.draw_global_batch(1, 2) == schedule.draw_global_batch(1, 2, len(first.data), SEED)
+    assert later.draw_global_batch(3, 2) == schedule.draw_global_batch(
+        1, 2, len(later.data), SEED + 1
+    )
 
 
 def test_a_round_is_written_once(target: Target, data: PackedDataset, tmp_path: Path) -> None:
     made = rollouts(target, data, tmp_path)
-    first, figures = made.round(0, noisy_head(target))
-    again, nothing = made.round(1, noisy_head(target))
+    first, figures = made.load_or_write_round(0, noisy_head(target))
+    again, nothing = made.load_or_write_round(1, noisy_head(target))
     assert figures
     assert not nothing
     assert documents(again.data) == documents(first.data)
@@ -96,7 +100,7 @@ def test_a_round_is_written_once(target: Target, data: PackedDataset, tmp_path: 
     assert kept["prompts"].tolist() == [6] * 4
     # Another run's prompts.
     other = replace(made, seed=SEED + 1)
-    found, figures = other.round(0, noisy_head(target))
+    found, figures = other.load_or_write_round(0, noisy_head(target))
     assert figures
     assert documents(found.data) != documents(first.data)
 
@@ -116,7 +120,10 @@ def test_a_round_that_was_written_in_another_way_is_written_again(
     assert answers("kept") == greedy
     monkeypatch.setattr(target, "logits_processing", {"repetition_penalty": 1.5})
     assert answers("kept") == answers("penalty") != greedy
-    assert rollouts(target, data, tmp_path / "kept").round(0, noisy_head(target))[1] == {}
+    assert (
+        rollouts(target, data, tmp_path / "kept").load_or_write_round(0, noisy_head(target))[1]
+        == {}
+    )
 
 
 def test_prompts_without_room_are_left_out(
@@ -126,7 +133,7 @@ def test_prompts_without_room_are_left_out(
     with pytest.raises(
         InputError, match=r"rollout\.max_new_tokens=9: too many for every prompt of"
     ):
-        rollouts(target, data, tmp_path).round(0, noisy_head(target))
+        rollouts(target, data, tmp_path).load_or_write_round(0, noisy_head(target))
 
 
 class Served(ChatServer):
@@ -158,36 +165,36 @@ def test_a_server_answers_in_place_of_the_target(
     target: Target, data: PackedDataset, tmp_path: Path
 ) -> None:
     head = noisy_head(target)
-    here, _ = rollouts(target, data, tmp_path / "here").round(0, head)
+    here, _ = rollouts(target, data, tmp_path / "here").load_or_write_round(0, head)
     with Served(target) as server:
         made = rollouts(target, data, tmp_path / "served", batch_size=2, temperature=0.7)
         made = replace(made, server=Endpoint(server.url, setting="rollout.endpoint"))
-        found, figures = made.round(0, head)
+        found, figures = made.load_or_write_round(0, head)
         assert documents(found.data) == documents(here.data)
         assert server.most_at_once <= 2
         seeds = {body.pop("seed") for body in server.bodies}
-        assert seeds == {schedule.draw_seed(SEED, 0, index) for index in range(4)}
+        assert seeds == {schedule.hash_seed(SEED, 0, index) for index in range(4)}
         assert [body.pop("prompt")[:0] for body in server.bodies] == [[]] * 4
         assert server.bodies == 4 * [
             {"model": "toy", "max_tokens": 9, "temperature": 0.7, "top_p": 1.0, "top_k": 0,
              "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
         ]  # fmt: skip
-        assert "tau" not in Rollouts.line(figures)
+        assert "tau" not in Rollouts.format_round(figures)
         server.bodies.clear()
-        replace(made, config=replace(made.config, temperature=0.0)).round(2, head)
+        replace(made, config=replace(made.config, temperature=0.0)).load_or_write_round(2, head)
         assert [body["temperature"] for body in server.bodies] == [0.0] * 4
         assert all("seed" not in body for body in server.bodies)
         server.first = target.vocab_size
         with pytest.raises(
             InputError, match=r"rollout\.endpoint=http.*: answers with token \d+, but"
         ):
-            made.round(4, head)
+            made.load_or_write_round(4, head)
         server.answer = lambda _: {"choices": [{"text": ""}]}  # type: ignore[method-assign]
         with pytest.raises(InputError, match=r"no choices\[0\]\.token_ids: the server must be"):
-            made.round(4, head)
+            made.load_or_write_round(4, head)
         server.fault_for = lambda _: (400, {})
         with pytest.raises(InputError, match=r"rollout\.endpoint=http.*HTTP 400: .*injected"):
-            made.round(4, head)
+            made.load_or_write_round(4, head)
 
 
 def test_a_server_answers_as_the_generation_config_says(
@@ -222,7 +229,7 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_wherever_its_target_is_served() -> None:
-    here = resume.settings("rollout", RolloutConfig(steps=5))
+    here = resume.collect_resume_settings("rollout", RolloutConfig(steps=5))
     served = RolloutConfig(steps=5, endpoint="http://localhost:8000/v1")
-    assert resume.settings("rollout", served) == here
-    assert resume.settings("rollout", replace(served, max_new_tokens=9)) != here
+    assert resume.collect_resume_settings("rollout", served) == here
+    assert resume.collect_resume_settings("rollout", replace(served, max_new_tokens=9)) != here

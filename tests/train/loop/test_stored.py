@@ -33,9 +33,9 @@ from heads.vocab import DraftVocab
 from tests.scripts.publish.test_push import hub_env
 from train import eagle, medusa
 from train.loop import command, loop
-from train.loop.loop import Job, Outcome
+from train.loop.loop import Outcome, TrainingJob
 from train.loop.replay import HeldoutReplay, StoredReplay
-from train.loop.stored import check_taps, load_embeddings_and_head, open_store
+from train.loop.stored import check_feature_layers, load_embeddings_and_head, load_store
 from train.objective import Objective
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def top_k(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_with(store: Path, target: dict[str, Any] | None = None, **data: Any) -> None:
-    open_store(DataConfig(features=str(store), **data), TargetConfig(**(target or {})))
+    load_store(DataConfig(features=str(store), **data), TargetConfig(**(target or {})))
 
 
 def test_what_agrees_with_the_store_may_be_said_again(store: Path, inputs: Path) -> None:
@@ -163,29 +163,29 @@ def test_damaged_ends_are_refused(store: Path, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    opened = open_store(DataConfig(features=str(tmp_path / "store")), TargetConfig())
+    opened = load_store(DataConfig(features=str(tmp_path / "store")), TargetConfig())
     with pytest.raises(InputError, match=r"ends\.safetensors: damaged"):
         load_embeddings_and_head(opened, CPU)
 
 
 def test_heads_that_read_what_is_not_stored_are_refused(store: Path, top_k: Path) -> None:
     hidden, without = (
-        open_store(DataConfig(features=str(each)), TargetConfig()) for each in (store, top_k)
+        load_store(DataConfig(features=str(each)), TargetConfig()) for each in (store, top_k)
     )
     for fits in (FeatureLayers(), FeatureLayers((1,)), FeatureLayers((3, 1))):
-        check_taps(hidden, fits)
-    check_taps(without, FeatureLayers((1, 2, 3)))
+        check_feature_layers(hidden, fits)
+    check_feature_layers(without, FeatureLayers((1, 2, 3)))
     with pytest.raises(InputError, match=r"head\.layers=\[4\]: .* has \[1, 2, 3\]; .*=\[1,4\]"):
-        check_taps(hidden, FeatureLayers((4, 1)))
+        check_feature_layers(hidden, FeatureLayers((4, 1)))
     with pytest.raises(InputError, match="teacher=top_k, without the last hidden states"):
-        check_taps(without, FeatureLayers())
+        check_feature_layers(without, FeatureLayers())
 
 
-def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> Job:
+def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
     """The job of a training run, which itself is left out."""
-    jobs: list[Job] = []
+    jobs: list[TrainingJob] = []
 
-    def fit(_accelerator: object, job: Job) -> Outcome:
+    def fit(_accelerator: object, job: TrainingJob) -> Outcome:
         jobs.append(job)
         return Outcome(True, 0, {})
 
@@ -203,7 +203,7 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> Job:
 
     monkeypatch.setattr(loop, "fit", fit)
     monkeypatch.setattr(command, "load_target", stop)
-    command.train(config, build)
+    command.train_head(config, build)
     return jobs[0]
 
 
@@ -224,7 +224,7 @@ def test_a_run_from_a_store_needs_neither_target_nor_data(
     assert job.provenance["data"]["num_records"] == 40
     assert job.objective.head.config.target == str(inputs / "target")
     assert job.evaluate is not None
-    opened = open_store(config.data, TargetConfig())
+    opened = load_store(config.data, TargetConfig())
     head = job.objective.head.eval()
     replay = StoredReplay(load_embeddings_and_head(opened, CPU), opened.replay, 16, 2, head.taps)
     assert job.evaluate(head) == replay(head)
@@ -247,7 +247,7 @@ def test_tau_from_a_store_is_that_of_the_target(
     teacher: str, inputs: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(teacher)
-    opened = open_store(DataConfig(features=str(folder)), TargetConfig())
+    opened = load_store(DataConfig(features=str(folder)), TargetConfig())
     ends = load_embeddings_and_head(opened, CPU)
     target = load_target(settings(inputs, folder, dtype=Dtype.bfloat16).target, CPU)
     heads = [(eagle3(ends), eagle3(target))]
@@ -276,7 +276,7 @@ def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
     )
     for name, store, depth in (("medusa", hidden, 4), ("eagle", top_k, 7)):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        opened = open_store(DataConfig(features=str(store)), TargetConfig())
+        opened = load_store(DataConfig(features=str(store)), TargetConfig())
         ends = load_embeddings_and_head(opened, CPU)
         head = load_head(str(tmp_path / name / "head")).attach(ends).eval()
         replay = StoredReplay(ends, opened.replay, 1, depth, head.taps)

@@ -64,7 +64,9 @@ def test_a_tracker_that_hangs_is_left_behind(
     monkeypatch.setattr(tracking, "START_TIMEOUT_S", 0.2)
     said: list[str] = []
     begun = time.monotonic()
-    tracking.Metrics(tmp_path, LogConfig(tracker=Tracker.wandb), {}, said.append).log(1, {"a": 1.0})
+    tracking.MetricLogger(tmp_path, LogConfig(tracker=Tracker.wandb), {}, said.append).log(
+        1, {"a": 1.0}
+    )
     release.set()
     assert time.monotonic() - begun < 5
     assert "no answer within" in said[0]

@@ -18,9 +18,14 @@ from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
 from train.batch.supervision import DOCUMENTS, NOISE_SEEDS
 from train.eagle import EagleObjective, main
-from train.loss.divergences import Pair, Softmax, divergence, top_k
-from train.loss.eagle import step_weights
-from train.loss.sums import Sums
+from train.loss.divergences import (
+    DistributionPair,
+    Softmax,
+    compute_divergence,
+    top_k_cross_entropy,
+)
+from train.loss.eagle import compute_step_weights
+from train.loss.sums import LossSums
 from train.loss.teachers import HiddenTeacher, TargetProbs
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
@@ -35,8 +40,10 @@ R_KL = 0.5 * log(2) - 0.25 * log(2)
 R_JS = 0.5 * (0.5 * log(0.5 / 0.375) + 0.25 * log(0.25 / 0.375)) * 2
 
 
-def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> Pair:
-    return TargetProbs.of(log_p.argmax(-1), log_p.exp()).pair(torch.tensor([0]), Softmax.of(log_q))
+def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> DistributionPair:
+    return TargetProbs.from_probs(log_p.argmax(-1), log_p.exp()).pair_with(
+        torch.tensor([0]), Softmax.from_logits(log_q)
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +68,7 @@ def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> Pair:
     ],
 )
 def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float) -> None:
-    found = divergence(kind, pair(P, q), eta=3.0, want_grad=False)
+    found = compute_divergence(kind, pair(P, q), eta=3.0, want_grad=False)
     assert found.loss.item() == pytest.approx(expected, abs=1e-6)
     assert found.grad is None
 
@@ -69,15 +76,17 @@ def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float)
 def test_top_k_loss_by_hand() -> None:
     both = pair(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.2, 0.3, 0.5]]).log())
     expected = -(0.5 * log(0.2) + 0.3 * log(0.3))
-    assert top_k(both, 2, False).loss.item() == pytest.approx(expected)
-    assert top_k(both, 10, False).loss.item() == pytest.approx(expected - 0.2 * log(0.5))
+    assert top_k_cross_entropy(both, 2, False).loss.item() == pytest.approx(expected)
+    assert top_k_cross_entropy(both, 10, False).loss.item() == pytest.approx(
+        expected - 0.2 * log(0.5)
+    )
 
 
 def test_step_weights() -> None:
     config = EagleConfig(num_steps=3, step_decay=0.5)
-    assert step_weights(config).tolist() == [1.0, 0.5, 0.25]
+    assert compute_step_weights(config).tolist() == [1.0, 0.5, 0.25]
     config.step_normalizer = StepNormalizer.mean
-    assert step_weights(config).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert compute_step_weights(config).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
 
 
 @pytest.mark.parametrize(
@@ -102,13 +111,13 @@ def setting():
     return target, batch
 
 
-def run(objective: EagleObjective, batch: dict, only: int | None = None) -> Sums:
+def run(objective: EagleObjective, batch: dict, only: int | None = None) -> LossSums:
     """The sums of a batch, with the total of all steps or `only` one."""
-    scale = torch.ones(len(objective.weights))
+    scale = torch.ones(len(objective.term_weights))
     if only is not None:
         scale = torch.zeros_like(scale)
         scale[only] = 1.0
-    return objective(objective.prepare(objective.indexed(batch)), scale)
+    return objective(objective.prepare_batch(objective.index_batch(batch)), scale)
 
 
 def literal_sums(
@@ -170,7 +179,7 @@ def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_
     for training, temperature in ((True, 0.6), (False, 1.0)):
         objective.train(training)
         with torch.no_grad():
-            total, found = objective(objective.prepare(objective.indexed(batch)), scale)
+            total, found = objective(objective.prepare_batch(objective.index_batch(batch)), scale)
             expected = torch.tensor(literal_sums(head, target, batch, config, temperature))
         assert total.item() == pytest.approx(float((scale * expected[:, 0]).sum()), rel=1e-4)
         torch.testing.assert_close(found.T, expected, rtol=1e-4, atol=1e-4)
@@ -193,7 +202,7 @@ def test_counts_are_what_the_losses_are_divided_by(
     head = eagle_head(target, EagleForm.eagle3, num_updates=1)
     config = EagleConfig(num_steps=4, token_normalizer=normalizer, learn_prompts=prompts)
     objective = EagleObjective(head, target, config)
-    assert objective.counts(objective.training_batch(batch)).tolist() == expected
+    assert objective.compute_divisors(objective.index_training_batch(batch)).tolist() == expected
 
 
 @pytest.mark.parametrize(("has_bias", "temperature"), [(False, 1.0), (True, 1.0), (False, 0.25)])
@@ -206,10 +215,10 @@ def test_the_teacher_says_what_the_target_says(has_bias: bool, temperature: floa
     vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
     hidden = torch.randn(4, 64)
     expected = (target.compute_logits(hidden) / temperature).log_softmax(-1)
-    known = HiddenTeacher(target, vocab, hidden, temperature).chunk(1, 4)
-    assert known.best.equal(expected[1:].argmax(-1))
+    known = HiddenTeacher(target, vocab, hidden, temperature).compute_chunk(1, 4)
+    assert known.top1_ids.equal(expected[1:].argmax(-1))
     at = torch.tensor([2, 0, 2])
-    found = known.pair(at, Softmax.of(torch.zeros(3, 3))).p
+    found = known.pair_with(at, Softmax.from_logits(torch.zeros(3, 3))).p
     torch.testing.assert_close(found, expected[1 + at][:, vocab.ids].exp())
 
 

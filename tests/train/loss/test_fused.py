@@ -18,13 +18,13 @@ from train.batch.supervision import SortedIndices
 from train.loss import fused
 from train.loss.divergences import (
     MIN_ALPHA,
-    Pair,
+    DistributionPair,
     Softmax,
     negative_log_alpha,
     total_variation,
 )
 from train.loss.eagle import EagleCriterion
-from train.loss.fused import Student, fused_linear
+from train.loss.fused import Student, compute_fused_loss
 from train.loss.medusa import text_criterion
 from train.loss.teachers import HiddenTeacher, TargetProbs, TextTeacher, TopKTeacher
 
@@ -46,7 +46,7 @@ class Exact:
 
     def chunk(self, begin: int, end: int) -> TargetProbs:
         rows = self.whole[begin:end]
-        return TargetProbs.of(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
+        return TargetProbs.from_probs(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
 
 
 def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def run(*args: Any) -> object:
         calls.append(args)
-        return fused.compared(*args)
+        return fused.apply_criterion(*args)
 
     monkeypatch.setattr(fused, "_compiled", lambda: run)
     return calls
@@ -129,7 +129,7 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
 
     projection = Projection(weight, bias, scale, cap)
     part = student(hidden, weight, rows, scales)._replace(projection=projection)
-    total, (found,) = fused_linear([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
+    total, (found,) = compute_fused_loss([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
 
     logits = scale * (hidden @ weight.T + bias)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -157,7 +157,7 @@ def test_the_text_is_learnt_where_its_token_can_be_drafted() -> None:
     columns = [0, None, 8, 1, 2, None, 5, 7, 3, 4, None]
     teacher = TextTeacher(labels, Exact(vocab, log_p))
     criterion = EagleCriterion(config, vocab)
-    total, (found,) = fused_linear([student(hidden, weight)], teacher, criterion)
+    total, (found,) = compute_fused_loss([student(hidden, weight)], teacher, criterion)
 
     logits = hidden @ weight.T
     log_q = logits.log_softmax(-1)
@@ -168,10 +168,10 @@ def test_the_text_is_learnt_where_its_token_can_be_drafted() -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def pair_of(p: list[float], q: list[float]) -> Pair:
+def pair_of(p: list[float], q: list[float]) -> DistributionPair:
     likely, said = (torch.tensor([row], dtype=torch.float64) for row in (p, q))
     logits, nothing = said.log(), torch.zeros(1, dtype=torch.float64)
-    return Pair(likely, likely.sum(-1), nothing, Softmax(logits, said, nothing))
+    return DistributionPair(likely, likely.sum(-1), nothing, Softmax(logits, said, nothing))
 
 
 def test_where_both_are_equally_likely_acceptance_counts_by_half() -> None:
@@ -210,10 +210,10 @@ def test_hard_labels_and_several_projections() -> None:
     students, leaves = hard_students([VOCAB, VOCAB])
     expected = torch.zeros((), dtype=torch.float64)
     for one in students:
-        logits, wanted = one.hidden @ one.projection.weight.T, labels[one.rows.host]
+        logits, wanted = one.hidden @ one.projection.weight.T, labels[one.teacher_rows.host]
         loss = F.cross_entropy(logits, wanted, reduction="none")
         expected = expected + (one.scales[:] * loss).sum()
-    total, found = fused_linear(students, TextTeacher(labels), text_criterion)
+    total, found = compute_fused_loss(students, TextTeacher(labels), text_criterion)
     torch.testing.assert_close(total, expected)
     for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -224,10 +224,10 @@ def test_hard_labels_and_several_projections() -> None:
 def test_what_is_compiled_is_the_comparison_of_several_rows(compiled: list) -> None:
     labels = torch.arange(NUM_ROWS) % 5
     students, leaves = hard_students([VOCAB, VOCAB])
-    total, found = fused_linear(students, TextTeacher(labels), text_criterion)
+    total, found = compute_fused_loss(students, TextTeacher(labels), text_criterion)
     expected = [total.detach(), *found, *gradients(total, *leaves)]
     assert compiled == []
-    total, found = fused_linear(students, TextTeacher(labels), text_criterion, compiled=True)
+    total, found = compute_fused_loss(students, TextTeacher(labels), text_criterion, compiled=True)
     got = [total.detach(), *found, *gradients(total, *leaves)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
     sizes = [len(args[3]) for args in compiled]
@@ -260,7 +260,7 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
                 )
                 for enabled in (True, False):
                     with torch.set_grad_enabled(enabled):
-                        fused_linear([part], Exact(vocab, log_p), criterion, compiled=True)
+                        compute_fused_loss([part], Exact(vocab, log_p), criterion, compiled=True)
                 graphs = counted["unique_graphs"] - before.get("unique_graphs", 0)
                 assert graphs == of_first_round, kind
     fused._compiled.cache_clear()
@@ -276,17 +276,17 @@ def test_logits_of_all_chunks_lie_in_one_place(
     students, _ = hard_students([VOCAB, VOCAB, VOCAB - 2, VOCAB])
     labels = torch.arange(NUM_ROWS) % 5
     with torch.no_grad():
-        fused_linear(students, TextTeacher(labels), text_criterion, compiled=True)
+        compute_fused_loss(students, TextTeacher(labels), text_criterion, compiled=True)
     assert [args[4] for args in compiled] == [False] * 4
     places = [args[3].untyped_storage().data_ptr() for args in compiled]
     assert places[0] == places[1] == places[3] != places[2]
 
 
 def test_slices_are_few_and_alike() -> None:
-    assert fused.balanced(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
-    assert fused.balanced(3, 9, 4) == [slice(3, 6), slice(6, 9)]
-    assert fused.balanced(5, 5, 3) == []
-    assert [fused.rows_of(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
+    assert fused.split_evenly(0, 7, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
+    assert fused.split_evenly(3, 9, 4) == [slice(3, 6), slice(6, 9)]
+    assert fused.split_evenly(5, 5, 3) == []
+    assert [fused.count_fitting_rows(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
 
 
 class _Added(TorchDispatchMode):
@@ -310,7 +310,7 @@ def test_a_backward_pass_only_tells_that_a_projections_gradient_is_there() -> No
     hooked: list[Tensor] = []
     weight.register_post_accumulate_grad_hook(lambda each: hooked.append(each.grad.clone()))
     for _ in range(2):
-        total, _ = fused_linear([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
+        total, _ = compute_fused_loss([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
         with _Added() as added:
             total.backward()
     assert added.num_added == [hidden.numel(), 0]
@@ -321,7 +321,9 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     (first, second), (_, weight, hidden, _) = hard_students([VOCAB, VOCAB])
     weight.requires_grad_(False)
     hidden.requires_grad_(False)
-    total, _ = fused_linear([first, second], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
+    total, _ = compute_fused_loss(
+        [first, second], TextTeacher(torch.arange(NUM_ROWS)), text_criterion
+    )
     total.backward()
     assert weight.grad is None and hidden.grad is None
     assert first.hidden.grad is not None and second.projection.weight.grad is not None
@@ -332,7 +334,7 @@ def test_under_autocast_logits_are_narrow(compiled: list) -> None:
     for enabled in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
             text = TextTeacher(torch.arange(7))
-            fused_linear([student(hidden, weight)], text, text_criterion, compiled=True)
+            compute_fused_loss([student(hidden, weight)], text, text_criterion, compiled=True)
     assert [args[3].dtype for args in compiled] == [torch.bfloat16, torch.float32]
 
 
@@ -356,7 +358,7 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     log_probs = kept.values.float()
     teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
     part = student(hidden, weight)
-    total, _ = fused_linear([part], teacher, EagleCriterion(config, vocab))
+    total, _ = compute_fused_loss([part], teacher, EagleCriterion(config, vocab))
     p = log_probs.double().exp()
     rest = 1 - p.sum(-1, keepdim=True)
     loss = bucketed(config, kept.indices, p, rest, hidden @ weight.T)
@@ -371,14 +373,14 @@ def test_ids_outside_the_draft_vocabulary_are_left_out_of_a_top_k_teacher() -> N
     ids = torch.tensor([[3, 0, 5], [7, 6, 0]])
     probs = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]])
     log_q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]).log()
-    known = TopKTeacher(vocab, ids, probs.log()).chunk(0, 2)
-    found = known.pair(torch.tensor([0, 1]), Softmax.of(log_q))
+    known = TopKTeacher(vocab, ids, probs.log()).compute_chunk(0, 2)
+    found = known.pair_with(torch.tensor([0, 1]), Softmax.from_logits(log_q))
     # Row 0: 3 and 5 are kept, .2 is left for id 1. Row 1: all of .1 is spread as q is.
     expected = torch.tensor([[0.2, 0.5, 0.1], [0.02, 0.03, 0.05]])
     torch.testing.assert_close(found.p, expected)
     torch.testing.assert_close(found.mass, expected.sum(-1))
     torch.testing.assert_close(found.p_log_p, (expected * expected.log()).sum(-1))
-    assert known.best.tolist() == [3, 7]
+    assert known.top1_ids.tolist() == [3, 7]
 
 
 def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> None:
@@ -388,7 +390,7 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
     weight = random(2, WIDTH, seed=1)
     part = student(hidden, weight)
     criterion = EagleCriterion(EagleConfig(), vocab)
-    total, (found,) = fused_linear([part], Exact(vocab, log_p), criterion)
+    total, (found,) = compute_fused_loss([part], Exact(vocab, log_p), criterion)
     (grad,) = gradients(total, hidden)
     assert torch.isfinite(total)
     assert found[0, 0] == 0
@@ -399,8 +401,12 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
 def test_a_top_k_teacher_takes_its_rest_for_one_id_at_another_temperature() -> None:
     vocab = DraftVocab.make_full(4)
     log_probs = torch.tensor([[0.6, 0.2]]).log()
-    known = TopKTeacher(vocab, torch.tensor([[2, 0]]), log_probs, temperature=0.5).chunk(0, 1)
-    found = known.pair(torch.tensor([0]), Softmax.of(torch.tensor([[0.1, 0.3, 0.5, 0.1]]).log()))
+    known = TopKTeacher(vocab, torch.tensor([[2, 0]]), log_probs, temperature=0.5).compute_chunk(
+        0, 1
+    )
+    found = known.pair_with(
+        torch.tensor([0]), Softmax.from_logits(torch.tensor([[0.1, 0.3, 0.5, 0.1]]).log())
+    )
     # Squares of .6, .2 and the rest's .2 are 9 to 1 to 1; ids 1 and 3 share as the student does.
     expected = torch.tensor([[1 / 11, 0.75 / 11, 9 / 11, 0.25 / 11]])
     torch.testing.assert_close(found.p, expected)
@@ -416,7 +422,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
     part = student(hidden, weight)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
+        total, _ = compute_fused_loss([part], teacher, EagleCriterion(EagleConfig(), vocab))
     return total, gradients(total, hidden, weight)
 
 
@@ -460,7 +466,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
         target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
         teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
         part = student(hidden, weight)
-        total, _ = fused_linear([part], teacher, EagleCriterion(EagleConfig(), vocab))
+        total, _ = compute_fused_loss([part], teacher, EagleCriterion(EagleConfig(), vocab))
         total.backward()
     assert largest.numel == 32 * vocab_size
 
@@ -472,7 +478,7 @@ def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
     weight.requires_grad_(trained)
 
     def total() -> Tensor:
-        return fused_linear([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)[0]
+        return compute_fused_loss([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)[0]
 
     for scaled in (2 * total(), total() / 4, total() + total().detach() * total()):
         with pytest.raises(RuntimeError, match="a total must be run backward once and unscaled"):
@@ -488,7 +494,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
     part = student(hidden, weight)
     with torch.no_grad():
-        total, (found,) = fused_linear([part], TextTeacher(torch.arange(4)), text_criterion)
+        total, (found,) = compute_fused_loss([part], TextTeacher(torch.arange(4)), text_criterion)
     assert not total.requires_grad
     assert not found.requires_grad
 

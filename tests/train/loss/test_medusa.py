@@ -7,10 +7,17 @@ import torch
 from torch import nn
 
 from heads.layers.projection import Projection
-from train.batch.supervision import SUPERVISION, Batch, Supervision, Unrolled, indexed, supervised
+from train.batch.supervision import (
+    SUPERVISION,
+    Batch,
+    StepTargets,
+    Supervision,
+    add_supervision,
+    build_supervision_mask,
+)
 from train.loss import fused
-from train.loss.medusa import SoftLabels, medusa_loss, medusa_weights
-from train.loss.ranking import fast_argmax, fast_topk, hits
+from train.loss.medusa import SoftLabels, compute_head_weights, compute_medusa_loss
+from train.loss.ranking import fast_argmax, fast_topk, mark_top1_and_top5
 from train.loss.teachers import TargetProbs
 
 
@@ -39,7 +46,7 @@ class Given:
         self.num_rows, self.row_bytes = len(logits), logits[0].nbytes
 
     def chunk(self, begin: int, end: int) -> TargetProbs:
-        return TargetProbs.of(self.p[begin:end].argmax(-1), self.p[begin:end])
+        return TargetProbs.from_probs(self.p[begin:end].argmax(-1), self.p[begin:end])
 
 
 ONES = torch.ones(3)
@@ -52,7 +59,7 @@ def packed(mask: list[int], documents: list[int]) -> Batch:
         "loss_mask": torch.tensor([mask], dtype=torch.bool),
         "document_ids": torch.tensor([documents]),
     }
-    return indexed(batch, 4)
+    return add_supervision(batch, 4)
 
 
 def random_batch(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -67,16 +74,16 @@ def random_batch(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, 
 
 def test_mask_is_that_of_the_predicted_token() -> None:
     batch = packed([0, 0, 0, 1, 1, 0], [0] * 6)
-    assert supervised(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
-    assert supervised(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
-    assert supervised(batch, 5).int().tolist() == [[0] * 6]
+    assert build_supervision_mask(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
+    assert build_supervision_mask(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
+    assert build_supervision_mask(batch, 5).int().tolist() == [[0] * 6]
     assert batch[SUPERVISION].counts.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
 
 
 def test_no_head_predicts_across_documents_or_into_padding() -> None:
     batch = packed([1] * 9, [0, 0, 0, 1, 1, 1, -1, -1, -1])
-    assert supervised(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0, 0]]
-    assert supervised(batch, 2).int().tolist() == [[0] * 9]
+    assert build_supervision_mask(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0, 0]]
+    assert build_supervision_mask(batch, 2).int().tolist() == [[0] * 9]
     shorter_than_heads_look_ahead = packed([1, 1], [0, 0])
     assert shorter_than_heads_look_ahead[SUPERVISION].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -90,16 +97,16 @@ def test_hand_computed_cross_entropy() -> None:
         head.table[1][3, 0] = math.log(2.0) / 2  # p(3) = 2/6
     hidden = torch.tensor([[[1.0, 0, 0]] * 4])
     batch = packed([1, 1, 1, 1], [0] * 4)  # tokens 0 1 2 3
-    sums = medusa_loss(head, hidden, batch, ONES)
+    sums = compute_medusa_loss(head, hidden, batch, ONES)
     # Head 1 at 0 and 1 predicts tokens 2 and 3; head 2 at 0 predicts token 3.
     expected = [math.log(2.0) + math.log(8.0), math.log(3.0)]
     loss, tokens, top1, top5 = sums.terms.tolist()
     assert loss == pytest.approx(expected, abs=1e-6)
     assert (tokens, top1, top5) == ([2.0, 1.0], [1.0, 1.0], [2.0, 1.0])
     assert sums.total.item() == pytest.approx(sum(expected), abs=1e-6)
-    halved = medusa_loss(head, hidden, batch, torch.tensor([0.5, 0.0]))
+    halved = compute_medusa_loss(head, hidden, batch, torch.tensor([0.5, 0.0]))
     assert halved.total.item() == pytest.approx(expected[0] / 2, abs=1e-6)
-    assert medusa_weights(3, 0.8).tolist() == pytest.approx([0.8, 0.64, 0.512])
+    assert compute_head_weights(3, 0.8).tolist() == pytest.approx([0.8, 0.64, 0.512])
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -108,11 +115,11 @@ def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
 ) -> None:
     monkeypatch.setattr("train.loss.ranking._by_groups", lambda _: groups)
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    top1, top5 = hits(logits, torch.tensor([0, 1]))
+    top1, top5 = mark_top1_and_top5(logits, torch.tensor([0, 1]))
     assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])
-    assert hits(torch.zeros(8, 8), torch.arange(8))[1].sum() == 5.0
+    assert mark_top1_and_top5(torch.zeros(8, 8), torch.arange(8))[1].sum() == 5.0
     six = torch.tensor([[6.0, 5, 4, 3, 2, 1]] * 2)
-    assert hits(six, torch.tensor([4, 5]))[1].tolist() == [1.0, 0.0]
+    assert mark_top1_and_top5(six, torch.tensor([4, 5]))[1].tolist() == [1.0, 0.0]
 
 
 def test_places_and_answers_of_every_depth_by_hand() -> None:
@@ -127,28 +134,28 @@ def test_places_and_answers_of_every_depth_by_hand() -> None:
 
 def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
     learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
-    found = Unrolled.of(Supervision(learnt.places, learnt.depths[:3]))
-    assert found.drafts.tolist() == [0, 1]
+    found = StepTargets.from_supervision(Supervision(learnt.places, learnt.depths[:3]))
+    assert found.anchors.tolist() == [0, 1]
     # Step 0 gives rows 0 and 1, step 1 rows 2 and 3; of that, row 3 (from b, depth 2) is nothing.
-    assert found.rows.places.tolist() == [0, 1, 2]
-    assert found.rows.answers.host.tolist() == [0, 1, 1]
-    assert found.steps.tolist() == [0, 0, 1]
-    assert found.by_step.tolist() == [0, 1, 2]
-    assert found.sizes == (2, 1)
-    nothing = Unrolled.of(packed([0] * 4, [0] * 4)[SUPERVISION])
-    assert nothing.drafts.tolist() == [0]
-    assert nothing.sizes == (0, 0, 0, 0)
+    assert found.matched_rows.output_indices.tolist() == [0, 1, 2]
+    assert found.matched_rows.teacher_rows.host.tolist() == [0, 1, 1]
+    assert found.row_steps.tolist() == [0, 0, 1]
+    assert found.step_order.tolist() == [0, 1, 2]
+    assert found.step_sizes == (2, 1)
+    nothing = StepTargets.from_supervision(packed([0] * 4, [0] * 4)[SUPERVISION])
+    assert nothing.anchors.tolist() == [0]
+    assert nothing.step_sizes == (0, 0, 0, 0)
 
 
 def test_rows_return_to_their_steps() -> None:
     _, batch = random_batch(3)
-    found = Unrolled.of(indexed(batch, 3)[SUPERVISION])
-    answers = found.rows.answers.host
+    found = StepTargets.from_supervision(add_supervision(batch, 3)[SUPERVISION])
+    answers = found.matched_rows.teacher_rows.host
     assert answers.diff().min() >= 0
-    steps = found.steps[found.by_step]
-    assert steps.tolist() == [step for step, n in enumerate(found.sizes) for _ in range(n)]
-    for step, part in enumerate(answers[found.by_step].split(found.sizes)):
-        assert part.equal(indexed(batch, 3)[SUPERVISION].depths[1 + step].answers.host)
+    steps = found.row_steps[found.step_order]
+    assert steps.tolist() == [step for step, n in enumerate(found.step_sizes) for _ in range(n)]
+    for step, part in enumerate(answers[found.step_order].split(found.step_sizes)):
+        assert part.equal(add_supervision(batch, 3)[SUPERVISION].depths[1 + step].answers.host)
 
 
 @pytest.mark.parametrize("columns", [5, 64, 640, 1000])
@@ -176,11 +183,11 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
         head = Heads(3, 5)
         total = torch.zeros(4, 3)
         for part in parts:
-            piece = indexed({name: value[part] for name, value in batch.items()}, 3)
+            piece = add_supervision({name: value[part] for name, value in batch.items()}, 3)
             places = piece[SUPERVISION].places
             logits = hidden[part].flatten(0, 1)[places] @ projection
             labels = SoftLabels(Given(logits), off_path_weight=0.5) if soft else None
-            sums = medusa_loss(head, hidden[part], piece, ONES, labels)
+            sums = compute_medusa_loss(head, hidden[part], piece, ONES, labels)
             sums.total.backward()
             total += sums.terms
         return total, torch.stack([table.grad for table in head.table])
@@ -189,7 +196,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
     for other in (run([slice(0, 4)], 2), run([slice(0, 1), slice(1, 4)], 3)):
         for expected, found in zip(whole, other, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert whole[0][1].tolist() == indexed(batch, 3)[SUPERVISION].counts[1:].tolist()
+    assert whole[0][1].tolist() == add_supervision(batch, 3)[SUPERVISION].counts[1:].tolist()
 
 
 def test_drafts_off_the_targets_path_weigh_less_and_far_from_it_nothing() -> None:
@@ -200,7 +207,9 @@ def test_drafts_off_the_targets_path_weigh_less_and_far_from_it_nothing() -> Non
     says = torch.tensor([1, 2, 0, 0, 0])  # after each: right twice, then wrong
     logits = 3 * torch.nn.functional.one_hot(says, 5).float()
     head = Heads(3, 5)
-    sums = medusa_loss(head, hidden, batch, ONES, SoftLabels(Given(logits), off_path_weight=0.2))
+    sums = compute_medusa_loss(
+        head, hidden, batch, ONES, SoftLabels(Given(logits), off_path_weight=0.2)
+    )
     sums.total.backward()
     grads = [table.grad.clone() for table in head.table]
     # Of head 1 at 0 to 3 after 0, 0, 1, 1 strays, head 2 at 0 to 2 after 0, 1, 2, head 3 at 0
@@ -225,7 +234,7 @@ def test_drafts_off_the_targets_path_weigh_less_and_far_from_it_nothing() -> Non
 
 def test_every_parameter_has_a_gradient_even_with_nothing_to_learn() -> None:
     head = Heads(2, 5)
-    sums = medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4), ONES)
+    sums = compute_medusa_loss(head, torch.zeros(1, 4, 3), packed([0] * 4, [0] * 4), ONES)
     sums.total.backward()
     assert all(table.grad is not None for table in head.table)
     assert sums.terms[0].tolist() == [0.0, 0.0]

@@ -13,7 +13,7 @@ from torch import nn
 from conf.errors import InputError
 from heads.storage import write_folder
 from train.parallel import checkpoint
-from train.parallel.checkpoint import Progress, Tensors
+from train.parallel.checkpoint import CheckpointTensors, Progress
 
 RUN = {"seed": 0, "train.batch_size": 2}
 
@@ -29,19 +29,19 @@ def adamw(head: nn.Module) -> dict[str, list[str]]:
     return {name: ["exp_avg", "exp_avg_sq"] for name in trained}
 
 
-def tensors(width: int = 4, value: float = 0.5) -> Tensors:
+def tensors(width: int = 4, value: float = 0.5) -> CheckpointTensors:
     weights = {"weight": torch.full((3, width), value), "bias": torch.arange(3.0)}
     keys = ("weight.exp_avg", "weight.exp_avg_sq")
-    return Tensors(weights, {key: torch.full((3, width), value + 1) for key in keys})
+    return CheckpointTensors(weights, {key: torch.full((3, width), value + 1) for key in keys})
 
 
-def save(folder: Path, made: Tensors, number: int, keep: int = 2) -> Path:
-    return checkpoint.save(folder, made, Progress(number, 10 * number, RUN), keep)
+def save(folder: Path, made: CheckpointTensors, number: int, keep: int = 2) -> Path:
+    return checkpoint.save_checkpoint(folder, made, Progress(number, 10 * number, RUN), keep)
 
 
 def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
     saved = save(tmp_path, tensors(), 3)
-    progress, found = checkpoint.read(saved)
+    progress, found = checkpoint.load_checkpoint(saved)
     assert progress == Progress(3, 30, RUN)
     state = json.loads((saved / "state.json").read_text())
     assert (state["step"], state["tokens"], state["position"]) == (3, 30, 6)
@@ -49,7 +49,7 @@ def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
     assert sorted(found.state) == ["weight.exp_avg", "weight.exp_avg_sq"]
     assert found.head["bias"].tolist() == [0.0, 1.0, 2.0]
     assert found.state["weight.exp_avg"].equal(torch.full((3, 4), 1.5))
-    checkpoint.check_fits(tmp_path, found, head_of(), adamw(head_of()))
+    checkpoint.check_checkpoint_fits(tmp_path, found, head_of(), adamw(head_of()))
 
 
 def test_only_safetensors_and_json_and_the_newest_are_kept(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_a_stopped_write_has_left_goes(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     (tmp_path / ".writing-step-000003").mkdir()
     (tmp_path / "step-000003").mkdir()
-    assert checkpoint.latest(tmp_path, print) == tmp_path / "step-000002"
+    assert checkpoint.find_latest_checkpoint(tmp_path, print) == tmp_path / "step-000002"
 
 
 def test_a_run_of_more_steps_than_six_digits_has(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_run_of_more_steps_than_six_digits_has(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-999998", "step-999999"]
     after = save(tmp_path, made, 1_000_000)
     assert sorted(tmp_path.iterdir()) == sorted([last, after])
-    assert checkpoint.latest(tmp_path, print) == after
+    assert checkpoint.find_latest_checkpoint(tmp_path, print) == after
 
 
 def test_the_fingerprint_is_that_of_all_bytes(tmp_path: Path) -> None:
@@ -112,17 +112,17 @@ def test_damaged_newest_falls_back_and_says_so(tmp_path: Path, name: str, damage
     else:
         file.unlink()
     said: list[str] = []
-    assert checkpoint.latest(tmp_path, said.append) == older
+    assert checkpoint.find_latest_checkpoint(tmp_path, said.append) == older
     assert "step-000002 is damaged" in said[0]
     with pytest.raises(InputError, match="is damaged"):
-        checkpoint.read(tmp_path / "step-000002")
+        checkpoint.load_checkpoint(tmp_path / "step-000002")
 
 
 def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path, print) is None
+    assert checkpoint.find_latest_checkpoint(tmp_path, print) is None
     (save(tmp_path, tensors(), 1) / "head.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match=r"every checkpoint .* restore one of them"):
-        checkpoint.latest(tmp_path, print)
+        checkpoint.find_latest_checkpoint(tmp_path, print)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,9 @@ def test_nothing_there_is_no_error_but_all_damaged_is(tmp_path: Path) -> None:
 def test_checkpoint_of_another_head(tmp_path: Path, head: nn.Module, message: str) -> None:
     saved = save(tmp_path, tensors(), 1)
     with pytest.raises(InputError, match=f"train.resume={saved}: of another head: {message}"):
-        checkpoint.check_fits(saved, checkpoint.read(saved)[1], head, adamw(head))
+        checkpoint.check_checkpoint_fits(
+            saved, checkpoint.load_checkpoint(saved)[1], head, adamw(head)
+        )
 
 
 def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
@@ -144,15 +146,15 @@ def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "format": 1}))
     with pytest.raises(InputError, match="format 1, this version reads 2"):
-        checkpoint.read(path)
+        checkpoint.load_checkpoint(path)
 
 
-def check_full(folder: Path, made: Tensors, older: Path, match: str) -> None:
+def check_full(folder: Path, made: CheckpointTensors, older: Path, match: str) -> None:
     with pytest.raises(InputError, match=match) as caught:
         save(folder, made, 2)
     assert str(folder / "step-000002") in str(caught.value)
     assert [p.name for p in folder.iterdir()] == [older.name]
-    assert checkpoint.latest(folder, print) == older
+    assert checkpoint.find_latest_checkpoint(folder, print) == older
 
 
 def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         pytest.skip("may not mount a small file system here")
     try:
         made = tensors(width=16_000)
-        older = checkpoint.save(tmp_path / "c", tensors(), Progress(1, 1, RUN), 2)
+        older = checkpoint.save_checkpoint(tmp_path / "c", tensors(), Progress(1, 1, RUN), 2)
         check_full(tmp_path / "c", made, older, "No space left on device")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

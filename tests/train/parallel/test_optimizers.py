@@ -188,9 +188,9 @@ def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
 ) -> None:
     monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
     warn_if_slow.cache_clear()
-    processes.start(settings(dtype=Dtype.auto))
+    processes.start_accelerator(settings(dtype=Dtype.auto))
     assert capsys.readouterr().err == ""
-    processes.start(settings(dtype=Dtype.bfloat16))
+    processes.start_accelerator(settings(dtype=Dtype.bfloat16))
     assert capsys.readouterr().err == (
         "train.dtype=bfloat16: products of many rows will be slow, as a CPU, AVX2 emulates them; "
         "set train.dtype=float32\n"

@@ -32,11 +32,11 @@ from tests.train.parallel.test_launch import (
     wait_for,
 )
 from train.loop import loop
-from train.loop.loop import Job
+from train.loop.loop import TrainingJob
 from train.objective import ParameterGroup
 from train.parallel import processes
 from train.parallel.optimizers import Muon
-from train.parallel.placement import Placement, Sharded, place
+from train.parallel.placement import Fsdp2Strategy, ParallelStrategy, make_strategy
 
 __all__ = ["inputs"]
 ONE = [sys.executable]
@@ -253,40 +253,40 @@ UNIT = torch.ones(1)
 @pytest.fixture(params=["plain", "fsdp2"])
 def layout(
     request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[type[Placement]]:
+) -> Iterator[type[ParallelStrategy]]:
     """The class of `placed` in this process alone; FSDP2 with all of its shards."""
     if request.param == "plain":
-        yield Placement
+        yield ParallelStrategy
         return
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        yield Sharded
+        yield Fsdp2Strategy
     finally:
         torch.distributed.destroy_process_group()
 
 
-def placed(**changes: Any) -> Placement:
+def placed(**changes: Any) -> ParallelStrategy:
     config = settings(weight_decay=0.1, **changes)
-    return place(processes.start(config), ToyObjective(), config)
+    return make_strategy(processes.start_accelerator(config), ToyObjective(), config)
 
 
 def batch(row: int) -> dict[str, Tensor]:
     return {name: values[None] for name, values in rows(4)[row].items()}
 
 
-def values(placement: Placement) -> list[list[float]]:
-    tensors = placement.tensors()
+def values(placement: ParallelStrategy) -> list[list[float]]:
+    tensors = placement.gather_tensors()
     return [value.flatten().tolist() for value in (tensors.head | tensors.state).values()]
 
 
-def one_step(placement: Placement, row: int, number: int = 0) -> float:
-    with placement.micro_batch(last=True):
+def one_step(placement: ParallelStrategy, row: int, number: int = 0) -> float:
+    with placement.open_micro_batch(last=True):
         placement.backward(placement.objective(batch(row), UNIT).total)
-    norm = float(placement.clip(number))
-    assert placement.step(learning_rate=0.1, number=number) == 0
+    norm = float(placement.clip_gradients(number))
+    assert placement.step_optimizers(learning_rate=0.1, number=number) == 0
     return norm
 
 
@@ -296,7 +296,7 @@ MUON = {"optimizer": Optimizer.muon, "adam_learning_rate": 0.025}
 
 @pytest.mark.parametrize("changes", [{}, MUON], ids=["adamw", "muon"])
 def test_steps_are_those_of_the_optimizers(
-    layout: type[Placement], changes: dict[str, Any]
+    layout: type[ParallelStrategy], changes: dict[str, Any]
 ) -> None:
     placement, plain = placed(**changes), ToyObjective()
     assert type(placement) is layout
@@ -314,7 +314,7 @@ def test_steps_are_those_of_the_optimizers(
         for optimizer in optimizers:
             optimizer.step()
         plain.zero_grad()
-    with placement.gathered():
+    with placement.open_whole_weights():
         for name, theirs in plain.head.named_parameters():
             assert placement.head.get_parameter(name).equal(theirs), name
 
@@ -330,42 +330,42 @@ def test_steps_are_those_of_the_optimizers(
     ],
 )  # fmt: skip
 def test_what_is_restored_goes_on_as_what_was_saved(
-    layout: type[Placement], changes: dict[str, Any], steps: int, state: list[str]
+    layout: type[ParallelStrategy], changes: dict[str, Any], steps: int, state: list[str]
 ) -> None:
     saved = placed(**changes)
     for row in range(steps):
         one_step(saved, row)
-    tensors = saved.tensors()
+    tensors = saved.gather_tensors()
     assert sorted(tensors.head) == ["bias", "weight"]
     assert sorted(tensors.state) == state
     objective, config = ToyObjective(), settings(weight_decay=0.1, **changes)
     objective.head.load_state_dict(tensors.head)
-    restored = place(processes.start(config), objective, config)
-    restored.restore(steps, tensors.state)
+    restored = make_strategy(processes.start_accelerator(config), objective, config)
+    restored.restore_optimizers(steps, tensors.state)
     one_step(saved, 3), one_step(restored, 3)
     assert values(restored) == values(saved)
 
 
 def test_averages_move_by_their_decay_and_are_seen_in_averaged_alone(
-    layout: type[Placement],
+    layout: type[ParallelStrategy],
 ) -> None:
     placement = placed(average_decay=0.25)
     average = ToyObjective().head.weight.detach()
     for number, decay in enumerate((1 / 10, 2 / 11, 0.25)):
         one_step(placement, number, number)
-        with placement.gathered():
+        with placement.open_whole_weights():
             weight = placement.head.weight.detach().clone()
         average = decay * average + (1 - decay) * weight
-    with placement.averaged():
+    with placement.open_averaged_weights():
         torch.testing.assert_close(placement.head.weight.detach(), average)
-    with placement.gathered():
+    with placement.open_whole_weights():
         assert placement.head.weight.equal(weight)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("max_value", [None, 0.03])
 def test_gradients_are_clipped_by_norm_and_by_value(
-    layout: type[Placement], max_norm: float | None, max_value: float | None
+    layout: type[ParallelStrategy], max_norm: float | None, max_value: float | None
 ) -> None:
     placement = placed(max_grad_norm=max_norm, max_grad_value=max_value)
     plain = ToyObjective()
@@ -399,15 +399,18 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
             ]
 
     config = settings(max_grad_norm=1e9, warmup_steps=2)
-    placement = place(processes.start(config), Late(), config)
+    placement = make_strategy(processes.start_accelerator(config), Late(), config)
     plain = ToyObjective()
     early = torch.optim.AdamW([plain.head.weight], lr=0.05, weight_decay=0.0, fused=True)
     late = torch.optim.AdamW([plain.head.bias], lr=0.1, weight_decay=0.0, fused=True)
     for number in range(4):
         if number == 3:
-            saved, placement = placement, place(processes.start(config), Late(), config)
-            placement.head.load_state_dict(saved.tensors().head)
-            placement.restore(3, saved.tensors().state)
+            saved, placement = (
+                placement,
+                make_strategy(processes.start_accelerator(config), Late(), config),
+            )
+            placement.head.load_state_dict(saved.gather_tensors().head)
+            placement.restore_optimizers(3, saved.gather_tensors().state)
         one_step(placement, number, number)
         plain.zero_grad()
         plain(batch(number), UNIT).total.backward()
@@ -419,11 +422,11 @@ def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
         assert placement.head.weight.equal(plain.head.weight), number
 
 
-def test_the_norm_of_gradients_that_are_not_finite_is_not(layout: type[Placement]) -> None:
+def test_the_norm_of_gradients_that_are_not_finite_is_not(layout: type[ParallelStrategy]) -> None:
     placement = placed()
     bad = batch(0) | {"x": torch.full((1, 6, 4), torch.inf), "loss_mask": torch.ones(1, 6)}
     placement.backward(placement.objective(bad, UNIT).total)
-    assert not math.isfinite(placement.clip(0))
+    assert not math.isfinite(placement.clip_gradients(0))
 
 
 def test_processes_that_see_other_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -434,9 +437,9 @@ def test_processes_that_see_other_checkpoints_are_refused(tmp_path: Path) -> Non
     accelerator: Any = SimpleNamespace(
         process_index=0, num_processes=2, device=torch.device("cpu"), reduce=reduce
     )
-    job = Job(settings(), LogConfig(), 0, tmp_path, ToyObjective(), rows(4), rows(1))
+    job = TrainingJob(settings(), LogConfig(), 0, tmp_path, ToyObjective(), rows(4), rows(1))
     with pytest.raises(InputError, match=r"steps \[0, 8\]; set out_dir=.* that all nodes share"):
-        loop.fit(accelerator, job)
+        loop.fit_head(accelerator, job)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +456,7 @@ def test_other_kinds_of_fsdp_are_refused(
     for name, value in {"ACCELERATE_USE_FSDP": "true", **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=message):
-        processes.start(settings())
+        processes.start_accelerator(settings())
 
 
 @pytest.mark.parametrize(
