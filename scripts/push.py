@@ -28,10 +28,27 @@ from data.embedded import is_embedded
 from heads.folders import PROVENANCE
 from heads.head import DraftHead
 from heads.kinds import load_head
-from scripts.publish.card import CardFacts, copied_weights, is_hub_id, model_card, repository
-from scripts.publish.exports import check_same, open_exports, stage_export, verified
-from scripts.publish.hub import Terms, ask_terms, files_of, link, upload
-from scripts.publish.staging import place, published, read_json, scrubbed, write_json
+from scripts.publish.card import (
+    CardFacts,
+    build_model_card,
+    copied_weights,
+    is_hub_id,
+    parse_hub_id,
+)
+from scripts.publish.exports import (
+    check_export_of_head,
+    load_export_folders,
+    stage_export,
+    verify_staged_export,
+)
+from scripts.publish.hub import Terms, fetch_terms, link, list_files, upload_repositories
+from scripts.publish.staging import (
+    link_file,
+    load_json,
+    scrub_private_data,
+    scrub_provenance,
+    write_json,
+)
 
 PICTURES = ("acceptance.png", "speedup.png")
 # Other files of a folder stay at home, as optimizer states, logs and data.
@@ -43,13 +60,13 @@ NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 def main(config: PushRun) -> None:
     """Stage, then write to `out_dir` (dry run) or upload, in one commit per repository."""
     check_push(config)
-    exports = open_exports(config.exports)
+    exports = load_export_folders(config.exports)
     folder = Path(str(config.head.path)).expanduser()
     head = load_head(str(folder))
     for export in exports:
-        check_same(head, export)
-    provenance = read_json(folder / PROVENANCE) or {}
-    terms = ask(config, provenance, head.config.target)
+        check_export_of_head(head, export)
+    provenance = load_json(folder / PROVENANCE) or {}
+    terms = check_source_terms(config, provenance, head.config.target)
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
         repos = {config.repo_id: Path(name) / "head"}
         stage_head(folder, provenance, repos[config.repo_id])
@@ -61,7 +78,7 @@ def main(config: PushRun) -> None:
                 repos[repo_id] = Path(name) / export.format.value
             staged = repos[repo_id] / place_in_repo
             stage_export(export, staged)
-            export_facts.append(verified(export, staged, repo_id, place_in_repo))
+            export_facts.append(verify_staged_export(export, staged, repo_id, place_in_repo))
         copied = copied_weights(head.build_card_facts(provenance, None), export_facts)
         holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
         notices = [
@@ -72,9 +89,9 @@ def main(config: PushRun) -> None:
             if its.gated
         ]
         places = [Path(config.measured)] if config.measured else [folder, folder.resolve().parent]
-        pictures = [picture for file in PICTURES if (picture := first_of(places, file))]
+        pictures = [picture for file in PICTURES if (picture := find_first_file(places, file))]
         facts = replace(
-            facts_of(config, head, folder, provenance, places),
+            collect_card_facts(config, head, folder, provenance, places),
             exports=export_facts, notices=notices, figures=[picture.name for picture in pictures],
         )  # fmt: skip
         for repo_id, staged in repos.items():
@@ -82,14 +99,14 @@ def main(config: PushRun) -> None:
             if repo_id != config.repo_id:
                 its_exports = [export for export in export_facts if export.repo_id == repo_id]
                 own = replace(facts, repo_id=repo_id, exports=its_exports, head_repo=config.repo_id)
-            (staged / "README.md").write_text(str(model_card(own)), encoding="utf-8")
+            (staged / "README.md").write_text(str(build_model_card(own)), encoding="utf-8")
             for picture in pictures:
                 shutil.copyfile(picture, staged / picture.name)
             print(repo_id)
-            for path in files_of(staged):
+            for path in list_files(staged):
                 print(f"  {path.relative_to(staged).as_posix()} ({path.stat().st_size:,} bytes)")
         if config.dry_run:
-            write_out(repos, Path(config.out_dir))
+            write_dry_run(repos, Path(config.out_dir))
             print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
             print(f"links after upload: {', '.join(map(link, repos))}")
             same = following.collect_changed_settings(config)
@@ -97,10 +114,10 @@ def main(config: PushRun) -> None:
                 same.pop(key, None)
             following.print_next_command("dry run", same)
         else:
-            print("\n".join(upload(repos, config.private)))
+            print("\n".join(upload_repositories(repos, config.private)))
 
 
-def ask(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]:
+def check_source_terms(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]:
     """Ask the Hub about the head's sources, and print its answers.
 
     Raises:
@@ -109,7 +126,7 @@ def ask(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]
     adapter = _target_settings(provenance).get("adapter")
     terms = []
     for name in filter(None, (_target_name(provenance, target), adapter)):
-        asked = ask_terms(repository(name)) if is_hub_id(name) else "not a Hub id"
+        asked = fetch_terms(parse_hub_id(name)) if is_hub_id(name) else "not a Hub id"
         if isinstance(asked, str):
             print(
                 f"{name}: {asked}. Its licence and terms are unknown here; check them before you "
@@ -141,16 +158,16 @@ def stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
         if not own or not path.is_file() or path.name.startswith((".", *NOT_WEIGHTS)):
             left_out.append(path.name)
         elif path.name == PROVENANCE:
-            write_json(staged / PROVENANCE, published(provenance))
+            write_json(staged / PROVENANCE, scrub_provenance(provenance))
         elif path.name in OWN_JSON:
-            write_json(staged / path.name, scrubbed(read_json(path)))
+            write_json(staged / path.name, scrub_private_data(load_json(path)))
         else:
-            place(path, staged / path.name)
+            link_file(path, staged / path.name)
     if left_out:
         print(f"not part of the head, skipped: {', '.join(left_out)}")
 
 
-def facts_of(
+def collect_card_facts(
     config: PushRun, head: DraftHead, folder: Path, provenance: dict[str, Any], places: list[Path]
 ) -> CardFacts:
     """Collect the facts of the head itself.
@@ -163,19 +180,19 @@ def facts_of(
         places: folders with measurements; the first that has a file is used.
     """
     most = head.max_draft_tokens
-    acceptance = scrubbed(measurement(places, "acceptance", folder, most))
+    acceptance = scrub_private_data(load_measurement(places, "acceptance", folder, most))
     return CardFacts(
         repo_id=config.repo_id,
         head=head.build_card_facts(provenance, acceptance),
         target=_target_name(provenance, head.config.target),
-        provenance=published(provenance),
+        provenance=scrub_provenance(provenance),
         license=config.license.lower() if config.license else None,
         acceptance=acceptance,
         comparisons=[
             (Path(each) / "comparison.md").read_text(encoding="utf-8").strip()
             for each in config.comparisons
         ],
-        speedup=scrubbed(measurement(places, "speedup", folder, most)),
+        speedup=scrub_private_data(load_measurement(places, "speedup", folder, most)),
     )
 
 
@@ -190,7 +207,7 @@ def _target_name(provenance: dict[str, Any], target: str) -> str | None:
     return target if is_hub_id(target) else Path(target).name
 
 
-def measurement(
+def load_measurement(
     places: list[Path], name: str, folder: Path, most: int | None
 ) -> dict[str, Any] | None:
     """Read `acceptance.json` or `speedup.json`.
@@ -204,7 +221,7 @@ def measurement(
     Raises:
         InputError: the file lacks figures of the card, or measures another head.
     """
-    path = first_of(places, f"{name}.json")
+    path = find_first_file(places, f"{name}.json")
     if path is None:
         looked = ", ".join(str(place) for place in places)
         print(
@@ -212,7 +229,7 @@ def measurement(
             "it)"
         )
         return None
-    result = read_json(path) or {}
+    result = load_json(path) or {}
     wanted = {
         "acceptance": ("tau", "alpha", "per_position", "by_category", "num_prompts", "mode"),
         "speedup": ("methods", "baseline", "baselines", "lossless"),
@@ -233,12 +250,12 @@ def measurement(
     return result
 
 
-def first_of(places: list[Path], name: str) -> Path | None:
+def find_first_file(places: list[Path], name: str) -> Path | None:
     """Find a file in the first folder that has it."""
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
-def write_out(repos: dict[str, Path], out_dir: Path) -> None:
+def write_dry_run(repos: dict[str, Path], out_dir: Path) -> None:
     """Write the upload's files: one repository, or a folder for each of several."""
     try:
         for repo_id, staged in repos.items():

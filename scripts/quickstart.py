@@ -54,7 +54,7 @@ def stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
     ]
 
 
-def run(arguments: list[str]) -> None:
+def run_stage(arguments: list[str]) -> None:
     """Run one stage.
 
     Training takes all cores, which the launcher would not. Decoding a model this small takes one,
@@ -95,7 +95,7 @@ def main(out_dir: Path) -> None:
         seconds[name] = "done before"
         if not result.exists():
             print(f"== {name}: python {' '.join(arguments)}", flush=True)
-            run(arguments)
+            run_stage(arguments)
             seconds[name] = f"{monotonic() - started:.0f} s"
         if not result.exists():
             sys.exit(f"{name} was stopped; run `make quickstart` again to continue")

@@ -19,10 +19,10 @@ from data.rows.files import check_data_paths
 from data.servers.token import RELAY_TOKEN_VARIABLE, find_relay_token
 from eval.refusals import check_inputs
 from heads.folders import PROVENANCE, check_head_files, check_target_files
-from scripts.publish.staging import read_json
+from scripts.publish.staging import load_json
 
 
-def taken(out_dir: str) -> bool:
+def is_occupied(out_dir: str) -> bool:
     """True for a file, and for a folder that is not empty."""
     path = Path(out_dir)
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
@@ -49,8 +49,8 @@ def check_export(config: ExportRun) -> None:
     Raises:
         InputError: names the setting and its allowed values.
     """
-    made = read_json(Path(config.out_dir) / PROVENANCE) or {}
-    if taken(config.out_dir) and "export" not in made:
+    made = load_json(Path(config.out_dir) / PROVENANCE) or {}
+    if is_occupied(config.out_dir) and "export" not in made:
         raise InputError(
             f"out_dir={config.out_dir}: holds other files than an export; choose another folder or "
             "empty it"
@@ -87,7 +87,7 @@ def check_mtp(config: MtpFilesRun) -> None:
             f"target.path={config.target.path}: stitch needs a folder; run hf download "
             f"{config.target.path} --local-dir DIR"
         )
-    if config.action is not MtpAction.check and taken(config.out_dir):
+    if config.action is not MtpAction.check and is_occupied(config.out_dir):
         raise InputError(f"out_dir={config.out_dir}: is not empty; choose another folder")
     check_target_files(config.target)
     check_head_files(config.head, None)
@@ -106,7 +106,7 @@ def check_prune(config: PruneRun) -> None:
             "sizes=[]: names nothing to do; type how many ids pruned heads draft, e.g. "
             "sizes=[8192,16384], or set ranks"
         )
-    if taken(config.out_dir):
+    if is_occupied(config.out_dir):
         raise InputError(f"out_dir={config.out_dir}: is not an empty folder; choose another folder")
     check_inputs(config)
 
@@ -125,7 +125,7 @@ def check_merge(config: MergeAdapterRun) -> None:
             f"target.quantization={config.target.quantization.value}: merged weights are not "
             "quantised; leave target.quantization unset"
         )
-    if taken(config.out_dir):
+    if is_occupied(config.out_dir):
         raise InputError(f"out_dir={config.out_dir}: is not empty; name another folder")
     check_inputs(config)
 
@@ -166,7 +166,7 @@ def check_push(config: PushRun) -> None:
         validate_repo_id(config.repo_id)
     except HFValidationError as error:
         raise InputError(f"{form}: {error}") from error
-    if config.dry_run and taken(config.out_dir):
+    if config.dry_run and is_occupied(config.out_dir):
         raise InputError(
             f"out_dir={config.out_dir}: is not an empty folder; choose another folder or empty it"
         )

@@ -57,7 +57,7 @@ from heads.target_model.load import (
     resolve_dtype,
 )
 from scripts.answers.dialogue import Dialogue, DialogueOutcome, RowEmpty
-from scripts.answers.local import LocalAnswers
+from scripts.answers.local import ConversationAnswerer
 
 NUM_LISTED = 10
 BATCHES_AT_A_TIME = 8
@@ -66,7 +66,7 @@ ends; with many, more is answered again when a run is resumed."""
 
 
 @dataclass
-class Tally:
+class OutcomeCounter:
     """Conversations that ended without a row, by reason; stops a run in which nothing works."""
 
     config: RegenerateRun
@@ -74,13 +74,13 @@ class Tally:
     num_failed_in_a_row: int = 0
     num_cut: int = 0
 
-    def take(self, outcomes: list[DialogueOutcome], journal: JsonlStore) -> None:
+    def record_outcomes(self, outcomes: list[DialogueOutcome], journal: JsonlStore) -> None:
         """Write the rows, then count the others.
 
         Raises:
             InputError: a row is refused but rows must not be skipped, or nothing works any more.
         """
-        journal.append([o.dialogue.row() for o in outcomes if o.problem is None])
+        journal.append([o.dialogue.build_row() for o in outcomes if o.problem is None])
         for dialogue, problem in outcomes:
             self.num_cut += problem is None and dialogue.is_cut
             failed = isinstance(problem, RequestFailedError)
@@ -109,11 +109,11 @@ Report = Callable[[list[DialogueOutcome]], None]
 def main(config: RegenerateRun) -> None:
     """Regenerate or continue, then report; exit with 1 if conversations failed."""
     fill_default_paths(config)
-    records = load(config)
+    records = load_conversations(config)
     chosen = records.records[: config.data.num_prompts]
     dialogues = [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    endpoint = None if config.endpoint is None else asyncio.run(named_endpoint(config))
+    endpoint = None if config.endpoint is None else asyncio.run(make_endpoint(config))
     # Settings that affect the contents of a row: a second start must have the same.
     manifest: dict[str, object] = {
         "data_sha256": records.sha256,
@@ -149,17 +149,17 @@ def main(config: RegenerateRun) -> None:
             f"{len(todo)} conversations to answer, at most {config.max_new_tokens} tokens a turn; "
             f"answers go to {journal.path}"
         )
-        tally = Tally(config)
+        tally = OutcomeCounter(config)
         with tqdm(desc="answering", total=len(dialogues), initial=num_done, unit="row") as bar:
 
             def report(outcomes: list[DialogueOutcome]) -> None:
-                tally.take(outcomes, journal)
+                tally.record_outcomes(outcomes, journal)
                 bar.update(len(outcomes))
 
             if todo and endpoint is not None:
-                asyncio.run(from_endpoint(todo, endpoint, config, report))
+                asyncio.run(answer_from_endpoint(todo, endpoint, config, report))
             elif todo:
-                in_process(dialogues, config, device, journal.done_ids, report)
+                answer_in_process(dialogues, config, device, journal.done_ids, report)
         rows = journal.write_sorted()
     print_report(config, rows, tally)
     if RequestFailedError in tally.problems:
@@ -171,7 +171,7 @@ def main(config: RegenerateRun) -> None:
     )
 
 
-def load(config: RegenerateRun) -> LoadedRecords:
+def load_conversations(config: RegenerateRun) -> LoadedRecords:
     """Read the conversations of the data.
 
     Raises:
@@ -201,7 +201,7 @@ def load(config: RegenerateRun) -> LoadedRecords:
     return records
 
 
-async def named_endpoint(config: RegenerateRun) -> Endpoint:
+async def make_endpoint(config: RegenerateRun) -> Endpoint:
     """Make the endpoint; ask the server for its model's name if none is given."""
     endpoint = Endpoint(
         str(config.endpoint),
@@ -216,7 +216,7 @@ async def named_endpoint(config: RegenerateRun) -> Endpoint:
         return replace(endpoint, model=await client.first_model())
 
 
-def in_process(
+def answer_in_process(
     dialogues: list[Dialogue],
     config: RegenerateRun,
     device: torch.device,
@@ -233,7 +233,7 @@ def in_process(
     apply_generation_config(target, plain=config.plain)
     pack_weights(target.model, target.output_head)
     encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
-    local = LocalAnswers(
+    local = ConversationAnswerer(
         target, encoder, config.batch_size, config.max_new_tokens, config.temperature
     )
     ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
@@ -241,20 +241,22 @@ def in_process(
     for start in range(0, len(ordered), size):
         group = ordered[start : start + size]
         if any(dialogue.id not in done for dialogue in group):
-            for outcome in answer_group(group, local):
+            for outcome in iter_group_outcomes(group, local):
                 if outcome.dialogue.id not in done:
                     report([outcome])
 
 
-def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[DialogueOutcome]:
+def iter_group_outcomes(
+    group: list[Dialogue], local: ConversationAnswerer
+) -> Iterator[DialogueOutcome]:
     """Answer all dialogues of a group, turn by turn; yield their outcomes as they end."""
     following: list[tuple[Dialogue, list[int]]] = []
 
     def ask(dialogue: Dialogue) -> Iterator[DialogueOutcome]:
         """Put the next question into the next round; yield the outcome if there is none."""
         try:
-            if dialogue.advance():
-                following.append((dialogue, local.prompt_ids(dialogue)))
+            if dialogue.advance_to_question():
+                following.append((dialogue, local.encode_prompt(dialogue)))
             else:
                 yield DialogueOutcome(dialogue)
         except RequestRefusedError as error:
@@ -264,7 +266,7 @@ def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[Dialogu
         yield from ask(dialogue)
     while following:
         asked, following = following, []
-        seeds = [dialogue.seed() for dialogue, _ in asked]
+        seeds = [dialogue.compute_seed() for dialogue, _ in asked]
         for number, ids in local.answer_with_states([prompt for _, prompt in asked], seeds):
             dialogue, _ = asked[number]
             try:
@@ -275,7 +277,7 @@ def answer_group(group: list[Dialogue], local: LocalAnswers) -> Iterator[Dialogu
                 yield from ask(dialogue)
 
 
-async def from_endpoint(
+async def answer_from_endpoint(
     dialogues: Iterable[Dialogue], endpoint: Endpoint, config: RegenerateRun, report: Report
 ) -> None:
     """Let a server answer all dialogues, many at a time."""
@@ -293,12 +295,12 @@ async def from_endpoint(
 
         async def converse(dialogue: Dialogue) -> DialogueOutcome:
             try:
-                while dialogue.advance():
+                while dialogue.advance_to_question():
                     asked = dict(settings)
                     if config.temperature > 0:
-                        asked["seed"] = dialogue.seed()
-                    asked |= dialogue.shown(config.data.chat_template_kwargs)
-                    dialogue.add(await client.request_answer(dialogue.asked, asked))
+                        asked["seed"] = dialogue.compute_seed()
+                    asked |= dialogue.build_request_arguments(config.data.chat_template_kwargs)
+                    dialogue.add(await client.request_answer(dialogue.template_messages, asked))
             except (RequestFailedError, RequestRefusedError, RowEmpty) as error:
                 return DialogueOutcome(dialogue, error)
             return DialogueOutcome(dialogue)
@@ -311,7 +313,7 @@ async def from_endpoint(
             tqdm.write(f"{client.num_retries} requests were repeated")
 
 
-def print_report(config: RegenerateRun, rows: list[dict], tally: Tally) -> None:
+def print_report(config: RegenerateRun, rows: list[dict], tally: OutcomeCounter) -> None:
     """Print the number of conversations, and what happened to the others."""
     num_truncated = sum(bool(row["truncated_turns"]) for row in rows)
     print(f"{len(rows)} conversations in {Path(config.out_dir) / ROWS_NAME}")

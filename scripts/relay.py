@@ -83,7 +83,7 @@ class RelayServer(ThreadingHTTPServer):
         if ":" in config.host:
             self.address_family = socket.AF_INET6
         try:
-            super().__init__((config.host, config.port), Handler)
+            super().__init__((config.host, config.port), RelayHandler)
         except OSError as error:
             raise InputError(f"host={config.host}, port={config.port}: {error}") from error
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -133,7 +133,7 @@ class RelayServer(ThreadingHTTPServer):
                 )
 
 
-class Handler(BaseHTTPRequestHandler):
+class RelayHandler(BaseHTTPRequestHandler):
     """Handler of one connection."""
 
     server: RelayServer

@@ -43,12 +43,12 @@ from heads.head import DraftHead
 from heads.kinds import load_head
 
 DECLARED = "as its files say"
-WORTH = 0.02
+LEAST_GAIN_FRACTION = 0.02
 """Share of tau. A smaller gain may be chance, as there are many variants, and is worth little."""
 
 
 @dataclass(frozen=True)
-class Interpretation:
+class HeadVariant:
     """A head that was read from its files in one way.
 
     Attributes:
@@ -66,26 +66,30 @@ class Interpretation:
         """The changes as text."""
         return "; ".join(self.changes) or DECLARED
 
-    def than(self, other: "Interpretation") -> tuple[float, Any]:
+    def than(self, other: "HeadVariant") -> tuple[float, Any]:
         """Difference in tau from another variant, and its interval over dialogues."""
         first, second = ([p.row() for p in variant.prompts] for variant in (other, self))
         return compare_tau(first, second, seed=0)
 
-    def beats(self, other: "Interpretation") -> bool:
+    def is_better_than(self, other: "HeadVariant") -> bool:
         """True if it is significantly better, by a relevant amount."""
         more, interval = self.than(other)
-        return interval is not None and interval[0] > 0 and more >= WORTH * tau(other.prompts)
+        return (
+            interval is not None
+            and interval[0] > 0
+            and more >= LEAST_GAIN_FRACTION * tau(other.prompts)
+        )
 
-    def row(self, declared: "Interpretation") -> dict[str, Any]:
+    def row(self, declared: "HeadVariant") -> dict[str, Any]:
         """Row of this variant in the results file."""
         more, interval = self.than(declared)
         return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": interval}
 
 
 @torch.no_grad()
-def repaired(
+def find_best_variant(
     bench: Measurement, config: RepairRun
-) -> tuple[list[dict[str, Any]], Interpretation | None]:
+) -> tuple[list[dict[str, Any]], HeadVariant | None]:
     """Return the rows of all variants tried, and the best unless it is the files' own.
 
     A better variant is varied in every way again, as files may have several faults.
@@ -98,7 +102,7 @@ def repaired(
     depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
     chain = Tree.chain(depth)
 
-    def replayed(changes: tuple[str, ...], head: DraftHead) -> Interpretation:
+    def replayed(changes: tuple[str, ...], head: DraftHead) -> HeadVariant:
         prompts, words = [], changes[-1] if changes else DECLARED
         for prompt, answer in tqdm(texts, desc=words, unit="prompt", leave=False):
             output = target.encode_response(prompt.token_ids, answer, head.taps)
@@ -106,7 +110,7 @@ def repaired(
             steps = replay_tree(chain, ranked, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)
             prompts.append(PromptSteps(prompt.category, steps, drafted, *place))
-        return Interpretation(changes, head, processes.gather_items(prompts))
+        return HeadVariant(changes, head, processes.gather_items(prompts))
 
     best = declared = replayed((), head)
     rows = [declared.row(declared)]
@@ -116,14 +120,14 @@ def repaired(
             for words, other in best.head.iter_config_variants()
         ]
         rows += [variant.row(declared) for variant in variants]
-        better = [variant for variant in variants if variant.beats(best)]
+        better = [variant for variant in variants if variant.is_better_than(best)]
         if not better:
             return rows, None if best is declared else best
         leader = max(better, key=lambda variant: tau(variant.prompts))
-        best = next(variant for variant in better if not leader.beats(variant))
+        best = next(variant for variant in better if not leader.is_better_than(variant))
 
 
-def save(variant: Interpretation, config: RepairRun, bench: Measurement, folder: Path) -> None:
+def save(variant: HeadVariant, config: RepairRun, bench: Measurement, folder: Path) -> None:
     """Write the head of a variant, with weights as exact as in the files."""
     ref = config.head
     assert ref.path is not None
@@ -155,7 +159,7 @@ def main(config: RepairRun) -> None:
             f"head.path={config.head.path}: {head.name_with_article} has no settings with known silent "
             "faults; measure it with eval/acceptance.py"
         )
-    rows, best = repaired(bench, config)
+    rows, best = find_best_variant(bench, config)
     if not bench.is_main_process:
         return
     console = Console()

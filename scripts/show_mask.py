@@ -38,7 +38,7 @@ def main(config: ShowMaskRun) -> None:
     for record in rows.records[: config.num_samples]:
         for sample in encoder.encode_record(record):
             console.rule(f"{record.where}: {summary(sample, config.data.max_length)}")
-            console.print(coloured(sample, tokenizer, brackets=console.color_system is None))
+            console.print(colour_tokens(sample, tokenizer, brackets=console.color_system is None))
     console.rule("[black on green]learnt[/] [dim]context[/]")
 
 
@@ -52,7 +52,7 @@ def summary(sample: Sample, max_length: int) -> str:
     return f"{learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%}){cut}{lost}"
 
 
-def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bool) -> Text:
+def colour_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bool) -> Text:
     """Decode a sample, with learnt tokens on green, or in [[ ]] without colours."""
     text = Text()
     pairs = zip(sample.loss_mask, sample.input_ids, strict=True)

@@ -44,7 +44,7 @@ from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 from scripts import export, prune
 from scripts.bench import engine as bench_engine
-from scripts.bench.training import fresh_objective
+from scripts.bench.training import make_objective
 from tests.scripts.publish.test_push import hub, upload
 from train import api
 from train.objective import Objective
@@ -249,8 +249,8 @@ def test_it_is_pruned(inputs: Path, head: Path, tmp_path: Path) -> None:
 
 
 def test_benchmarks_find_it(head: Path) -> None:
-    target = bench_engine.random_target(torch.float32, num_layers=4, width=128, vocab=512)
-    makes = bench_engine.drafters(target, list(range(3, 40)), 0.5)
+    target = bench_engine.make_certain_target(torch.float32, num_layers=4, width=128, vocab=512)
+    makes = bench_engine.make_drafters(target, list(range(3, 40)), 0.5)
     assert {"toy chain of 1", "toy tree of 8", "medusa chain of 4"} <= makes.keys()
-    objective = fresh_objective("toy", target, DraftVocab.make_full(512))
+    objective = make_objective("toy", target, DraftVocab.make_full(512))
     assert type(objective) is toy_train.ToyObjective

@@ -38,7 +38,7 @@ class Dialogue:
         self.num_questions = sum(m["role"] == "user" for m in self._rest)
         self.num_chars = sum(len(m["content"]) for m in self._rest)
 
-    def advance(self) -> bool:
+    def advance_to_question(self) -> bool:
         """Move on to the next question; return False at the end."""
         while self._rest and not self.is_cut:
             message = self._rest.pop(0)
@@ -65,11 +65,11 @@ class Dialogue:
         self._num_answers += 1
 
     @property
-    def asked(self) -> list[dict]:
+    def template_messages(self) -> list[dict]:
         """The conversation so far, as a chat template takes it."""
         return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
 
-    def shown(self, template_kwargs: Mapping[str, Any] | None) -> dict:
+    def build_request_arguments(self, template_kwargs: Mapping[str, Any] | None) -> dict:
         """Arguments for a server besides messages: tools, and arguments of the chat template."""
         told = {
             "tools": self.tools,
@@ -77,12 +77,12 @@ class Dialogue:
         }
         return {key: value for key, value in told.items() if value}
 
-    def seed(self) -> int:
+    def compute_seed(self) -> int:
         """A seed for the current answer that depends only on the run, the row and the turn."""
         key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
 
-    def row(self) -> dict:
+    def build_row(self) -> dict:
         """Make the row to write; `truncated_turns` counts answers from 0."""
         own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
         return {

@@ -16,7 +16,7 @@ from heads.target_model.model import Target
 from scripts.answers.dialogue import Dialogue
 
 
-class LocalAnswers:
+class ConversationAnswerer:
     """A target that answers several conversations at once, and applies its generation config."""
 
     def __init__(
@@ -40,7 +40,7 @@ class LocalAnswers:
                 f"{target.name}, {target.max_positions} tokens"
             )
 
-    def prompt_ids(self, dialogue: Dialogue) -> list[int]:
+    def encode_prompt(self, dialogue: Dialogue) -> list[int]:
         """Render a conversation up to the target's turn.
 
         Raises:
@@ -49,7 +49,7 @@ class LocalAnswers:
         """
         try:
             ids = self.encoder.encode_prompt(
-                dialogue.asked, dialogue.tools, dialogue.template_kwargs
+                dialogue.template_messages, dialogue.tools, dialogue.template_kwargs
             )
             check_token_ids(ids, self.target, "its prompt".format)
         except InputError as error:
@@ -96,5 +96,5 @@ class LocalAnswers:
         """
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         template = self.encoder.build_template(dialogue.template_kwargs, dialogue.tools)
-        message = parse_reply(written, dialogue.asked, template, dialogue.tools)
+        message = parse_reply(written, dialogue.template_messages, template, dialogue.tools)
         return Answer(message, truncated=ids[-1] not in self.target.stop_ids, token_ids=ids)

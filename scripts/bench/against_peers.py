@@ -24,7 +24,13 @@ import torch
 from tqdm import tqdm
 
 from conf.errors import InputError
-from scripts.bench.harness import add_sizes, best_device, markdown, result_of, where
+from scripts.bench.harness import (
+    add_size_flags,
+    best_device,
+    build_markdown_table,
+    format_device,
+    run_worker,
+)
 
 SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
 
@@ -66,7 +72,7 @@ def table(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
     versions: list[str] = []
     for peer in tqdm(peers, desc=f"{peers[0].path}, {job['depth']}", unit="path"):
         python = sys.executable if peer.variable is None else os.environ[peer.variable]
-        result = result_of("peer_steps", job | {"path": peer.path}, python)
+        result = run_worker("peer_steps", job | {"path": peer.path}, python)
         ours = ours or result
         # NaN compares as false, so it is refused too.
         if not abs(result["loss"] - ours["loss"]) <= TOLERANCE * abs(ours["loss"]):
@@ -85,14 +91,14 @@ def table(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
             f"{result['loss']:.5f}",
         ])  # fmt: skip
         versions.extend(result["versions"])
-    return markdown(COLUMNS, rows), ", ".join(dict.fromkeys(versions))
+    return build_markdown_table(COLUMNS, rows), ", ".join(dict.fromkeys(versions))
 
 
 def print_tables(options: argparse.Namespace) -> None:
     """Print one table per head, and for EAGLE-3 one per number of steps."""
     print(
         f"{options.tokens} tokens in one packed sequence, two thirds of them learnt; hidden size "
-        f"{options.hidden}, vocabulary {options.vocab}, float32; {where(best_device())}; median of "
+        f"{options.hidden}, vocabulary {options.vocab}, float32; {format_device(best_device())}; median of "
         f"{options.repeats} steps. Peak beyond weights, optimizer state and inputs."
     )
     peers = runnable(EAGLE3)
@@ -146,9 +152,9 @@ def arguments() -> argparse.Namespace:
         InputError: a size is too small, or the draft vocabulary exceeds the target's.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_sizes(parser, tokens=1024, hidden=512, vocab=8192, draft_vocab=4096)
-    add_sizes(parser, num_heads=8, num_kv_heads=4, head_dim=64, intermediate=1536)
-    add_sizes(parser, threads=1, repeats=3)
+    add_size_flags(parser, tokens=1024, hidden=512, vocab=8192, draft_vocab=4096)
+    add_size_flags(parser, num_heads=8, num_kv_heads=4, head_dim=64, intermediate=1536)
+    add_size_flags(parser, threads=1, repeats=3)
     options = parser.parse_args()
     least = dict.fromkeys(vars(options), 1) | {"tokens": LEAST_TOKENS}
     for name, value in vars(options).items():

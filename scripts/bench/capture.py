@@ -37,9 +37,9 @@ from data.features.writer import SHARD_BYTES, PlannedShard, ShardWriterPool
 from eval.measure.processes import join_processes
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
-from scripts.capture import batches, capture_shard
-from scripts.store.plan import Work, prepared
-from scripts.store.states import ROWS_PER_CHUNK, Source
+from scripts.capture import capture_shard, iter_batches
+from scripts.store.plan import CaptureJob, plan_capture
+from scripts.store.states import ROWS_PER_CHUNK, StatesSource
 
 STORED = [
     (StateFormat.bf16, TeacherKind.hidden),
@@ -58,11 +58,13 @@ def stored_as(
 
 
 @torch.no_grad()
-def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> None:
+def run_target_only(
+    work: CaptureJob, target: Target, with_logits: bool, shard: PlannedShard
+) -> None:
     """Run the target over the sequences of a shard, without storing."""
-    source = Source.of(target, work.plan.contents.layers)
-    for rows in batches(work, shard, source.texts):
-        states = source.states_of(
+    source = StatesSource.from_target(target, work.plan.contents.layers)
+    for rows in iter_batches(work, shard, source.texts):
+        states = source.compute_states(
             {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         )
         if with_logits:
@@ -70,9 +72,9 @@ def bare(work: Work, target: Target, with_logits: bool, shard: PlannedShard) -> 
                 target.compute_logits(part)
 
 
-def written(work: Work, target: Target, shard: PlannedShard) -> None:
+def capture_to_disk(work: CaptureJob, target: Target, shard: PlannedShard) -> None:
     """Capture a shard to disk."""
-    source = Source.of(target, work.plan.contents.layers)
+    source = StatesSource.from_target(target, work.plan.contents.layers)
     with ShardWriterPool() as writers:
         capture_shard(work, shard, target, source, writers, tqdm(disable=True))
 
@@ -142,7 +144,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
+def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per second of the bare passes and of each kind of capture, group by group."""
     config = CaptureRun(
         target=TargetConfig(path=options.target),
@@ -151,29 +153,29 @@ def speeds(options: argparse.Namespace) -> dict[str, list[float]]:
         num_replay_prompts=0,
     )
     state = join_processes()
-    work = prepared(config, state, SHARD_BYTES)
+    work = plan_capture(config, state, SHARD_BYTES)
     target = load_target(config.target, state.device)
-    lengths = work.sets["train"].parse_accepted_lengths[: options.sequences]
+    lengths = work.packed_by_split["train"].parse_accepted_lengths[: options.sequences]
     shards = [
         PlannedShard("train-00000", "train", first, first + options.group, sum(group))
         for first in range(0, len(lengths) - options.group + 1, options.group)
         for group in [lengths[first : first + options.group]]
     ]
     runs: dict[str, Callable[[PlannedShard], None]] = {
-        "target.read": partial(bare, work, target, False),
-        "target.read and logits": partial(bare, work, target, True),
+        "target.read": partial(run_target_only, work, target, False),
+        "target.read and logits": partial(run_target_only, work, target, True),
     }
     with tempfile.TemporaryDirectory() as folder:
         for way in STORED:
             plan = replace(work.plan, contents=stored_as(work.plan.contents, *way))
             own = replace(work, folder=Path(folder), plan=plan)
-            runs[label(*way)] = partial(written, own, target)
+            runs[label(*way)] = partial(capture_to_disk, own, target)
         return measured(runs, shards)
 
 
 def main() -> None:
     """Print both tables."""
-    Console().print(speed_table(speeds(arguments())))
+    Console().print(speed_table(measure_capture_rates(arguments())))
     Console().print(size_table())
 
 

@@ -47,7 +47,7 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import engine as bench_engine
 from scripts.bench import training as bench_train
-from scripts.bench.harness import ROOT, add_sizes, markdown
+from scripts.bench.harness import ROOT, add_size_flags, build_markdown_table
 
 SIZES = {
     "hidden": 256, "layers": 4, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,
@@ -76,14 +76,14 @@ Run = Callable[[], int]
 """Runs a part once, and returns its number of steps."""
 
 
-def parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
+def build_parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
     """Every part by its name.
 
     Args:
         sizes: `SIZES`, and `dtype`.
         folder: folder for the output of training.
     """
-    options = bench_train.arguments([
+    options = bench_train.parse_arguments([
         "--hidden", str(sizes["hidden"]), "--layers", str(sizes["layers"]),
         "--vocab", str(sizes["vocab"]), "--max-length", str(sizes["length"]), "--batch-size", "1",
         "--dtype", sizes["dtype"], "--optimizer", "muon",
@@ -93,10 +93,10 @@ def parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
 
 def passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]:
     """Passes of a target: over few rows, packed, as in decoding; over many, as in training."""
-    answers = bench_engine.random_target(
+    answers = bench_engine.make_certain_target(
         getattr(torch, sizes["dtype"]), sizes["layers"], sizes["hidden"], sizes["vocab"]
     )
-    teaches = bench_train.random_target(options, torch.device("cpu"))
+    teaches = bench_train.make_random_target(options, torch.device("cpu"))
 
     def forward(target: Target, num_texts: int, num_rows: int) -> int:
         ids = torch.arange(num_texts * num_rows).view(num_texts, num_rows) % sizes["vocab"]
@@ -122,7 +122,7 @@ def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
     steps: dict[str, Run] = {}
     for name, form in TRAINED.items():
         options.head = form
-        run, _ = bench_train.start(options, folder / form)
+        run, _ = bench_train.start_run(options, folder / form)
         steps[f"{name}, training step"] = partial(step, run)
     return steps
 
@@ -130,7 +130,7 @@ def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
 def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
     """A text by each drafting method, of a target whose text no rounding changes."""
     dtype, vocab = getattr(torch, sizes["dtype"]), sizes["vocab"]
-    target = bench_engine.random_target(dtype, sizes["layers"], sizes["hidden"], vocab)
+    target = bench_engine.make_certain_target(dtype, sizes["layers"], sizes["hidden"], vocab)
     length = sizes["new_tokens"]
     # Its text repeats the prompt, so that look-ups find matches.
     start = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:1].tolist()
@@ -166,7 +166,7 @@ def serve(sizes: dict[str, Any]) -> None:
     # Other output of training goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
     with tempfile.TemporaryDirectory() as folder:
-        runs = parts(sizes, Path(folder))
+        runs = build_parts(sizes, Path(folder))
         print(json.dumps([str(this_processor()), list(runs)]), file=answers, flush=True)
         for line in sys.stdin:
             watch = Stopwatch()
@@ -175,7 +175,7 @@ def serve(sizes: dict[str, Any]) -> None:
             print(f"{milliseconds} {num_steps}", file=answers, flush=True)
 
 
-class Worker:
+class WorkerProcess:
     """A process that runs parts, and stays open while others start.
 
     Args:
@@ -228,7 +228,7 @@ class Worker:
         return line
 
 
-def measured(workers: Mapping[str, Worker], repeats: int) -> Times:
+def measure_parts(workers: Mapping[str, WorkerProcess], repeats: int) -> Times:
     """Time all parts, by one process after the other, after one run to warm up.
 
     Raises:
@@ -281,7 +281,7 @@ def table(times: Times) -> tuple[list[tuple[str, ...]], float]:
 def main(given: list[str] | None = None) -> int:
     """Print the table; return 1 if a part exceeds the limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_sizes(parser, **SIZES, repeats=5)
+    add_size_flags(parser, **SIZES, repeats=5)
     parser.add_argument("--limit", type=float, default=3.0, help="largest allowed ratio of times")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(given)
@@ -291,19 +291,19 @@ def main(given: list[str] | None = None) -> int:
     sizes = {name: getattr(options, name) for name in SIZES}
     with ExitStack() as stack:
         workers = {
-            column: Worker(variables, sizes | {"dtype": dtype})
+            column: WorkerProcess(variables, sizes | {"dtype": dtype})
             for column, (variables, dtype) in COLUMNS.items()
         }
         for worker in workers.values():
             stack.callback(worker.end)
         try:
             here, old, *_ = (worker.about[0] for worker in workers.values())
-            times = measured(workers, options.repeats)
+            times = measure_parts(workers, options.repeats)
         except InputError as error:
             sys.exit(f"error: {error}")
     rows, worst = table(times)
     print(f"{here} / {old}, {options.threads} thread(s), processor time, milliseconds\n")
-    print(markdown(("part", "as it is", "AVX2", "ratio", *list(COLUMNS)[2:]), rows))
+    print(build_markdown_table(("part", "as it is", "AVX2", "ratio", *list(COLUMNS)[2:]), rows))
     if worst > options.limit:
         print(f"\n{rows[-1][0]}: {worst:.1f} times as long with AVX2, {options.limit:g} allowed")
     return int(worst > options.limit)

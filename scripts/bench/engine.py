@@ -44,7 +44,7 @@ PROMPT_LENGTH, NUM_TOKENS, NUM_REPEATS = 128, 96, 3
 PARTS = STEP_PARTS if torch.cuda.is_available() else [p for p in STEP_PARTS if p != "step"]
 
 
-class Corrected:
+class OracleCorrectedDrafter:
     """Runs a drafter, then proposes an oracle's draft instead of its own."""
 
     def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
@@ -68,13 +68,13 @@ class Corrected:
         self.drafter.select_rows(rows)
         self.oracle.select_rows(rows)
 
-    def insert_row(self, row: int, other: "Corrected") -> None:
+    def insert_row(self, row: int, other: "OracleCorrectedDrafter") -> None:
         """Take a row of another object's drafters."""
         self.drafter.insert_row(row, other.drafter)
         self.oracle.insert_row(row, other.oracle)
 
 
-def random_target(
+def make_certain_target(
     dtype: torch.dtype, num_layers: int = 32, width: int = 512, vocab: int = 4096
 ) -> Target:
     """Make a packed target with sure texts; the default sizes give 105M parameters."""
@@ -103,11 +103,11 @@ def make_sure(model: Any) -> None:
     model.lm_head.weight.data = embedding[order].clone()
 
 
-def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
+def make_drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
     """Make a fresh drafter of each kind, whose drafts are accepted at `rate`."""
 
     def corrected(make: Callable[[], Drafter], tree: Tree) -> Callable[[], Drafter]:
-        return lambda: Corrected(make(), Oracle([text], tree, rate, target.vocab_size))
+        return lambda: OracleCorrectedDrafter(make(), Oracle([text], tree, rate, target.vocab_size))
 
     makes = {
         "prompt lookup, 4": corrected(lambda: PromptLookup(4), Tree.chain(4)),
@@ -129,7 +129,7 @@ def drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable
     return makes
 
 
-def measure(
+def decode_texts(
     target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
 ) -> dict[str, list[Generation]]:
     """Texts of every drafter, interleaved, after a warm-up; on a GPU as captured steps."""
@@ -161,21 +161,21 @@ def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]
 
 
 @torch.no_grad()
-def measured(
+def measure_drafters(
     dtype: str, rate: float, num_layers: int
 ) -> tuple[Target, dict[str, list[Generation]]]:
     """The target, and texts without drafting and of every drafter."""
-    target = random_target(getattr(torch, dtype), num_layers)
+    target = make_certain_target(getattr(torch, dtype), num_layers)
     generator = torch.Generator().manual_seed(1)
     prompt: Any = torch.randint(10, 4096, (PROMPT_LENGTH,), generator=generator).tolist()
     text = decode(target, NoDraft(), prompt, NUM_TOKENS + 16).token_ids
     makes: dict[str, Callable[[], Drafter]] = {"no drafting": NoDraft}
-    return target, measure(target, prompt, makes | drafters(target, text, rate))
+    return target, decode_texts(target, prompt, makes | make_drafters(target, text, rate))
 
 
 def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
     """Print the table."""
-    target, texts = measured(dtype, float(rate), int(num_layers))
+    target, texts = measure_drafters(dtype, float(rate), int(num_layers))
     size = sum(p.numel() for p in target.model.parameters()) / 1e6
     where = f"{target.device.type}, {torch.get_num_threads()} threads"
     table = Table(

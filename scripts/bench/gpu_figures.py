@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from conf.command.clock import Stopwatch, measure_seconds
-from scripts.bench.harness import ROOT, best_device, result_of
+from scripts.bench.harness import ROOT, best_device, run_worker
 
 Figures = Iterator[tuple[str, float]]
 Row = dict[str, Any]
@@ -62,11 +62,11 @@ MOST_S = {"ceilings": 30.0, "decode": 90.0, "train medusa": 70.0}
 
 def ceilings(small: bool) -> Figures:
     """Measure what the card does at most, and what a launch and a graph's node cost."""
-    from scripts.bench.training import matmul_flops_per_s
+    from scripts.bench.training import measure_matmul_flops
 
     device = best_device()
     dtype = torch.float32 if small else torch.bfloat16
-    yield "matmul, TFLOP/s", matmul_flops_per_s(device, dtype) / 1e12
+    yield "matmul, TFLOP/s", measure_matmul_flops(device, dtype) / 1e12
     source = torch.empty(1 << 20 if small else 1 << 30, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     seconds = statistics.median(
@@ -92,7 +92,7 @@ def train(head: str, small: bool) -> Figures:
     """Measure the training loop itself, with a head."""
     from scripts.bench import training as bench_train
 
-    options = bench_train.arguments(_sizes(head, small))
+    options = bench_train.parse_arguments(_sizes(head, small))
     with bench_train.running(options) as (run, data):
         estimated = bench_train.estimated_bytes(run, options)
         speed = bench_train.measure_steps(run, data, options)
@@ -104,7 +104,7 @@ def train(head: str, small: bool) -> Figures:
         if estimated is not None:
             yield "peak, GB, estimated", estimated / 1e9
         yield "padding", speed.padding
-        for name, share in bench_train.shares(run, 3).items():
+        for name, share in bench_train.measure_part_fractions(run, 3).items():
             yield f"share of {name}", share
 
 
@@ -123,9 +123,9 @@ def decode(small: bool) -> Figures:
     from eval.decode.generate import hf_generate
     from heads.decoding.sampling import GREEDY
     from scripts.bench.engine import make_sure
-    from scripts.bench.training import arguments, random_target
+    from scripts.bench.training import make_random_target, parse_arguments
 
-    target = random_target(arguments(_sizes("eagle3", small)), best_device())
+    target = make_random_target(parse_arguments(_sizes("eagle3", small)), best_device())
     make_sure(target.model)
     num_prompt, num_tokens = (32, 16) if small else (PROMPT_LENGTH, NUM_TOKENS)
     generator = torch.Generator().manual_seed(1)
@@ -170,7 +170,7 @@ def _with_head(
     from heads.decoding.tree import DynamicShape, Tree
     from heads.kinds import make_untrained_head
     from heads.vocab import DraftVocab
-    from scripts.bench.engine import Corrected, Oracle
+    from scripts.bench.engine import Oracle, OracleCorrectedDrafter
 
     plain, drawn = base
     num_tokens, size = len(plain.token_ids), target.vocab_size
@@ -192,7 +192,7 @@ def _with_head(
 
     def corrected(seeds: list[int]) -> Any:
         oracle = Oracle([answer], chain, ACCEPTANCE, size)
-        return Corrected(head.make_drafter(chain, GREEDY, seeds), oracle)
+        return OracleCorrectedDrafter(head.make_drafter(chain, GREEDY, seeds), oracle)
 
     text = _captured(target, corrected, prompt, num_tokens)
     yield f"tau at {ACCEPTANCE:.0%}, {kind} chain", (num_tokens - 1) / len(text.steps)
@@ -226,10 +226,10 @@ def _ms_per_step(text: Any) -> float:
 
 def loss(small: bool) -> Figures:
     """Compare the fused loss with complete logits."""
-    from scripts.bench.plain_forms import loss_costs
+    from scripts.bench.plain_forms import measure_loss_costs
 
     sizes = (256, 64, 512) if small else (8192, 4096, 128256)
-    costs = loss_costs(*sizes, torch.float32 if small else torch.bfloat16)
+    costs = measure_loss_costs(*sizes, torch.float32 if small else torch.bfloat16)
     fused, whole = costs["fused"], costs["whole"]
     yield "textbook's time over ours", whole.seconds / fused.seconds
     yield "textbook's memory over ours", whole.peak_bytes / fused.peak_bytes
@@ -237,13 +237,13 @@ def loss(small: bool) -> Figures:
 
 def documents(small: bool) -> Figures:
     """Compare ways to run the target over packed documents."""
-    from scripts.bench.plain_forms import document_costs
-    from scripts.bench.training import arguments as sizes_of
+    from scripts.bench.plain_forms import measure_document_costs
+    from scripts.bench.training import parse_arguments as sizes_of
 
     sizes = "--max-length 512 --hidden 64 --layers 4"
     if not small:
         sizes = "--max-length 8192 --hidden 2048 --layers 8 --vocab 32000 --dtype bfloat16"
-    costs = document_costs(sizes_of(sizes.split()))
+    costs = measure_document_costs(sizes_of(sizes.split()))
     ours, mask = costs["read"], costs["mask"]
     yield "time of a written mask over ours", mask.seconds / ours.seconds
     yield "its memory over ours", mask.peak_bytes / ours.peak_bytes
@@ -252,9 +252,11 @@ def documents(small: bool) -> Figures:
 
 def unroll(small: bool) -> Figures:
     """Compare ways to compute attention of the training-time test at 7 steps."""
-    from scripts.bench.plain_forms import unroll_costs
+    from scripts.bench.plain_forms import measure_unroll_costs
 
-    costs = unroll_costs(*((128, torch.float32) if small else (4096, torch.bfloat16)), num_steps=7)
+    costs = measure_unroll_costs(
+        *((128, torch.float32) if small else (4096, torch.bfloat16)), num_steps=7
+    )
     fused, plain, full = (costs[name] for name in ("fused", "plain", "full"))
     yield "time of full masks over ours, 7 steps", full.seconds / fused.seconds
     yield "their memory over ours", full.peak_bytes / fused.peak_bytes
@@ -289,7 +291,7 @@ def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> d
             "intermediate": 5632, "vocab": 32000, "draft_vocab": 32000,
         }  # fmt: skip
     job |= {"path": path, "depth": depth, "threads": torch.get_num_threads(), "repeats": 3}
-    return result_of("peer_steps", job, python)
+    return run_worker("peer_steps", job, python)
 
 
 def capture(small: bool) -> Figures:
@@ -301,7 +303,7 @@ def capture(small: bool) -> Figures:
         few = ["--tokens", "128", "--sequences", "6", "--group", "2"]
         given = few if small else ["--sequences", "60"]
         options = ["--target", target, "--data", data, *given]
-        speeds = bench_capture.speeds(bench_capture.arguments(options))
+        speeds = bench_capture.measure_capture_rates(bench_capture.arguments(options))
     median = {name: statistics.median(each) for name, each in speeds.items()}
     bare, with_logits = median["target.read"], median["target.read and logits"]
     yield "int8, hidden over the bare pass", median["int8, hidden"] / bare
@@ -319,7 +321,9 @@ def _inputs(folder: Path, small: bool) -> tuple[str, str]:
     tokenizer = train_tokenizer(texts[:20], 1024, 4096)
     shape = "--hidden 64 --layers 6" if small else "--hidden 2048 --layers 16 --dtype bfloat16"
     sizes = f"{shape} --vocab {len(tokenizer)} --max-length 4096"
-    target = bench_train.random_target(bench_train.arguments(sizes.split()), torch.device("cpu"))
+    target = bench_train.make_random_target(
+        bench_train.parse_arguments(sizes.split()), torch.device("cpu")
+    )
     target.model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     data = folder / "texts.jsonl"

@@ -34,14 +34,14 @@ class Footprint(NamedTuple):
     peak_bytes: int
 
 
-def footprint(run: Callable[[], object], device: torch.device, repeats: int) -> Footprint:
+def measure_footprint(run: Callable[[], object], device: torch.device, repeats: int) -> Footprint:
     """Call once to warm up, once for the memory and `repeats` times for the time."""
     run()
-    peak = peak_bytes(run, device)
+    peak = measure_peak_bytes(run, device)
     return Footprint(statistics.median(measure_seconds(run, device) for _ in range(repeats)), peak)
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Measure the peak of the tensor memory that a call allocates."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -51,10 +51,10 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     # Every allocation; resident memory would also count freed memory.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    return highest(profiler.profiler.kineto_results.events())
+    return compute_peak_bytes(profiler.profiler.kineto_results.events())
 
 
-def highest(events: list[Any], within: str | None = None) -> int:
+def compute_peak_bytes(events: list[Any], within: str | None = None) -> int:
     """Most bytes that are alive at the same time.
 
     Args:
@@ -72,7 +72,7 @@ def highest(events: list[Any], within: str | None = None) -> int:
     return peak
 
 
-def result_of(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
+def run_worker(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
     """Run a job in a separate process, and return its result.
 
     A separate process keeps the memory of different paths apart; another toolkit also needs other
@@ -96,7 +96,7 @@ def result_of(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
         return json.loads(answer.read_text())
 
 
-def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+def add_size_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """A flag for each whole number."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -107,14 +107,14 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def where(device: torch.device) -> str:
+def format_device(device: torch.device) -> str:
     """Name of the machine in tables."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} thread(s)"
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def build_markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose first column is text and whose others are numbers."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))

@@ -37,13 +37,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from data.templates.encoder import Sample
 from heads.kinds import build_variant_table
 from heads.vocab import DraftVocab
-from scripts.bench.harness import ROOT, best_device, highest, where
+from scripts.bench.harness import ROOT, best_device, compute_peak_bytes, format_device
 from scripts.bench.training import (
-    arguments,
     forget_peak,
-    fresh_objective,
-    random_target,
-    start,
+    make_objective,
+    make_random_target,
+    parse_arguments,
+    start_run,
 )
 from train.loop import loop
 from train.loop.memory import BytesByPart, estimate_memory
@@ -61,12 +61,12 @@ FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
 def sizes(head: str, scale: int, *more: str) -> argparse.Namespace:
     """Llama-3-8B's shape, its width and vocabulary divided by `scale`, in bfloat16."""
     shape = ["--hidden", str(4096 // scale), "--vocab", str(128256 // scale)]
-    return arguments(
+    return parse_arguments(
         [head, *shape, "--draft-vocab", str(32000 // scale), "--dtype", "bfloat16", *more]
     )
 
 
-def large(length: int) -> Table:
+def build_estimate_table(length: int) -> Table:
     """The estimates on 8 processes."""
     title = f"8B target, {length} tokens, 8 processes, bfloat16: GB on each"
     table = Table("part", title=title)
@@ -74,9 +74,9 @@ def large(length: int) -> Table:
     for name in HEADS:
         options = sizes(name, 1, "--layers", "32", "--max-length", str(length))
         with torch.device("meta"):
-            target = random_target(options, torch.device("meta"))
+            target = make_random_target(options, torch.device("meta"))
             vocab = DraftVocab(torch.arange(options.draft_vocab), target.vocab_size)
-            objective = fresh_objective(name, target, vocab)
+            objective = make_objective(name, target, vocab)
         for strategy in FILES:
             table.add_column(f"{name}\n{strategy}", justify="right")
             setting = LaunchSpec(length, torch.bfloat16, strategy, 8, cuda=True)
@@ -95,7 +95,7 @@ def texts(options: argparse.Namespace, num_texts: int) -> list[Sample]:
     return [Sample(ids, [True] * length) for ids in made]
 
 
-def measured(name: str, length: int) -> dict[str, Any]:
+def measure_step(name: str, length: int) -> dict[str, Any]:
     """Strategy, estimate and measured peak in bytes of the third step, of this process."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -105,13 +105,13 @@ def measured(name: str, length: int) -> dict[str, Any]:
             name, 8, "--layers", "4", "--max-length", str(length), "--batch-size",
             os.environ.get("WORLD_SIZE", "1"),
         )  # fmt: skip
-        run, _ = start(options, Path(folder) / "out", texts(options, 8))
+        run, _ = start_run(options, Path(folder) / "out", texts(options, 8))
         for _ in range(2):  # DDP lays its buckets out anew in the second step
             run.optimizer_step()
         with record_function("measured"):
             run.optimizer_step()
         run.close()
-    peak = highest(profiler.profiler.kineto_results.events(), "measured")
+    peak = compute_peak_bytes(profiler.profiler.kineto_results.events(), "measured")
     return result(run, length, peak)
 
 
@@ -123,7 +123,7 @@ def measured_on_cuda(name: str, length: int, target: str) -> dict[str, Any]:
     options = sizes(name, 1, *TARGETS[target], "--max-length", str(length), "--compile")
     with tempfile.TemporaryDirectory() as folder:
         stored = target.endswith("stored")
-        run, _ = start(options, Path(folder) / "out", texts(options, 8), stored)
+        run, _ = start_run(options, Path(folder) / "out", texts(options, 8), stored)
         forget_peak(run.device)
         peak: int | None = None
         with suppress(torch.OutOfMemoryError):
@@ -158,7 +158,9 @@ def launched(name: str, length: int, *more: str, file: str | None = None) -> dic
 
 def on_cuda(length: int) -> Table:
     """Estimates and peaks on a CUDA device at full size."""
-    title = f"{length} tokens, bfloat16, compiled, one process on {where(best_device())}: GB"
+    title = (
+        f"{length} tokens, bfloat16, compiled, one process on {format_device(best_device())}: GB"
+    )
     table = Table("target", "head", "estimated", "measured", "ratio", title=title)
     for target in TARGETS:
         for name in HEADS:
@@ -174,7 +176,7 @@ def on_cuda(length: int) -> Table:
     return table
 
 
-def small(length: int) -> Table:
+def build_comparison_table(length: int) -> Table:
     """Estimates and peaks at an eighth of the width."""
     title = f"an eighth of the width, 4 layers, {length} tokens, bfloat16, CPU: MB on each"
     table = Table("head", "launch", "estimated", "measured", "ratio", title=title)
@@ -199,15 +201,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         given = options.worker, options.length
-        found = measured_on_cuda(*given, options.target) if options.target else measured(*given)
+        found = measured_on_cuda(*given, options.target) if options.target else measure_step(*given)
         print(json.dumps(found), flush=True)
         return
     console = Console(width=110)
     if options.cuda:
         console.print(on_cuda(options.large_length))
         return
-    console.print(large(options.large_length))
-    console.print(small(options.length))
+    console.print(build_estimate_table(options.large_length))
+    console.print(build_comparison_table(options.length))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from scripts.bench.harness import best_device, footprint
+from scripts.bench.harness import best_device, measure_footprint
 
 NORM_EPS = 1e-5
 NUM_LAYERS = 3
@@ -88,14 +88,14 @@ class StepInputs:
 
     text: dict[str, Tensor]
     layers: Tensor
-    last: Tensor
+    prenorm_states: Tensor
     embedding: Tensor
     output_head: Tensor
     draft_ids: Tensor
     weights: dict[str, Tensor]
 
     @classmethod
-    def of(cls, job: StepJob, device: torch.device) -> "StepInputs":
+    def from_job(cls, job: StepJob, device: torch.device) -> "StepInputs":
         """The same numbers in every process."""
         generator = torch.Generator().manual_seed(0)
 
@@ -132,7 +132,7 @@ class StepInputs:
     @property
     def hidden_states(self) -> Tensor:
         """[T, H] after the final norm."""
-        return F.rms_norm(self.last, self.last.shape[-1:], eps=NORM_EPS)
+        return F.rms_norm(self.prenorm_states, self.prenorm_states.shape[-1:], eps=NORM_EPS)
 
 
 def _text(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTrai
     vocab = DraftVocab(inputs.draft_ids, job.vocab)
     head = EagleHead.from_settings(target, config, vocab, seed=0)
     _fill(head, "layer.", inputs.weights)
-    return ours(EagleObjective(head, target, config), inputs, compiled)
+    return build_own_step(EagleObjective(head, target, config), inputs, compiled)
 
 
 def medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
@@ -190,7 +190,7 @@ def medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
     config = MedusaConfig(num_heads=job.depth, loss_decay=1.0, labels=Labels.hard)
     target = target_of(job, inputs)
     head = MedusaHead.from_target(target, job.depth, config.num_layers)
-    return ours(MedusaObjective(head, target, config), inputs, False)
+    return build_own_step(MedusaObjective(head, target, config), inputs, False)
 
 
 def target_of(job: StepJob, inputs: StepInputs) -> Any:
@@ -203,14 +203,14 @@ def target_of(job: StepJob, inputs: StepInputs) -> Any:
     return EmbeddingsAndOutputHead(job.llama(), embedding, output_head, None, None, "random")
 
 
-def ours(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
+def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
     """Make a step of an objective as the training loop runs it."""
     from train.batch.prefetch import batch_to_device
 
     if compiled:
         objective.compile_parts()
     layers = {f"layers.{i}": states[None] for i, states in enumerate(inputs.layers, start=1)}
-    device = inputs.last.device
+    device = inputs.prenorm_states.device
     text = objective.indexed({name: rows.cpu() for name, rows in inputs.text.items()})
     weights, counts = objective.weights.to(device), objective.counts(text).to(device)
     batch = {**batch_to_device(text, device), **layers, "hidden_states": inputs.hidden_states[None]}
@@ -258,7 +258,7 @@ def speculators(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
 
-    on_cuda = inputs.last.is_cuda
+    on_cuda = inputs.prenorm_states.is_cuda
     llama = job.llama()
     llama.num_hidden_layers = 1
     llama._attn_implementation = "simple_flex_attention" if on_cuda else "sdpa"
@@ -271,7 +271,7 @@ def speculators(job: StepJob, inputs: StepInputs) -> PeerTraining:
         "embed_tokens.weight": inputs.embedding,
     }  # fmt: skip
     _fill(model, "layers.0.", inputs.weights | frozen)
-    model.to(inputs.last.device).train()
+    model.to(inputs.prenorm_states.device).train()
     implementation = "fused" if on_cuda else "eager"
     settings, _validation = model.get_trainer_kwargs(
         loss_fn="kl_div", loss_implementation=implementation,
@@ -301,7 +301,7 @@ def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
             # Its mask lies one token before ours; shift it so that the same tokens are learnt.
             "loss_mask": F.pad(text["loss_mask"][own][1:], (0, 1)),
             "hidden_states": fused[own],
-            "verifier_last_hidden_states": inputs.last[own],
+            "verifier_last_hidden_states": inputs.prenorm_states[own],
             "lengths": own.sum()[None],
         }
         shifted = shift_batch(document)
@@ -350,7 +350,7 @@ def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     objective = DFlashObjective(head, target, config)
     # speculators divides by all draft tokens, not by those of one depth.
     objective.term_weights = objective.term_weights / len(objective.term_weights)
-    return ours(objective, inputs, compiled=False)
+    return build_own_step(objective, inputs, compiled=False)
 
 
 def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
@@ -358,7 +358,7 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from speculators.models.dflash import DFlashSpeculatorConfig, core
     from transformers import Qwen3Config
 
-    inputs, on_cuda = one_document(job, inputs), inputs.last.is_cuda
+    inputs, on_cuda = one_document(job, inputs), inputs.prenorm_states.is_cuda
     shape = Qwen3Config(
         vocab_size=job.vocab, hidden_size=job.hidden, intermediate_size=job.intermediate,
         num_hidden_layers=NUM_BLOCK_LAYERS, num_attention_heads=job.num_heads,
@@ -377,8 +377,8 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     for name in FROZEN:
         weight = inputs.embedding if name == "embed_tokens.weight" else inputs.output_head
         model.get_parameter(name).requires_grad_(False).copy_(weight)
-    model.to(inputs.last.device).train()
-    anchors = _anchors(job).to(inputs.last.device)
+    model.to(inputs.prenorm_states.device).train()
+    anchors = _anchors(job).to(inputs.prenorm_states.device)
     drawn = anchors, torch.ones_like(anchors, dtype=torch.bool)
     core.select_anchors = lambda *_args: drawn
     settings, _validation = model.get_trainer_kwargs(
@@ -390,7 +390,7 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
         **{name: inputs.text[name] for name in ("input_ids", "position_ids", "document_ids")},
         "loss_mask": inputs.text["loss_mask"].float(),
         "hidden_states": torch.cat(list(inputs.layers), -1)[None],
-        "verifier_last_hidden_states": inputs.last[None],
+        "verifier_last_hidden_states": inputs.prenorm_states[None],
     }
 
     def loss() -> Tensor:
@@ -415,7 +415,7 @@ def _fill_alike(head: nn.Module) -> None:
 
 def one_document(job: StepJob, inputs: StepInputs) -> StepInputs:
     """The inputs with all tokens in one document, the first third of which is a prompt."""
-    places = torch.arange(job.tokens, device=inputs.last.device)[None]
+    places = torch.arange(job.tokens, device=inputs.prenorm_states.device)[None]
     text = {
         "input_ids": inputs.text["input_ids"],
         "position_ids": places,
@@ -425,7 +425,7 @@ def one_document(job: StepJob, inputs: StepInputs) -> StepInputs:
     return replace(inputs, text=text)
 
 
-PATHS: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
+STEPS_BY_NAME: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
     "eagle3": eagle3,
     "eagle3_compiled": partial(eagle3, compiled=True),
     "speculators": speculators,
@@ -453,14 +453,14 @@ def stepper(training: PeerTraining) -> Callable[[], Tensor]:
     return step
 
 
-def measured(job: StepJob, training: PeerTraining, device: torch.device) -> dict[str, Any]:
+def measure_peer_step(job: StepJob, training: PeerTraining, device: torch.device) -> dict[str, Any]:
     """The loss of the first step, the cost of later ones, and the versions that ran."""
     step = stepper(training)
     loss = float(step())
     names = ["torch", *(["speculators"] if "speculators" in job.path else [])]
     return {
         "loss": loss,
-        **footprint(step, device, job.repeats)._asdict(),
+        **measure_footprint(step, device, job.repeats)._asdict(),
         "versions": [f"{name} {version(name)}" for name in names],
     }
 
@@ -471,8 +471,8 @@ def main() -> None:
     job = StepJob(**json.loads(question.read_text()))
     torch.set_num_threads(job.threads)
     device = best_device()
-    training = PATHS[job.path](job, StepInputs.of(job, device))
-    answer.write_text(json.dumps(measured(job, training, device)))
+    training = STEPS_BY_NAME[job.path](job, StepInputs.from_job(job, device))
+    answer.write_text(json.dumps(measure_peer_step(job, training, device)))
 
 
 if __name__ == "__main__":

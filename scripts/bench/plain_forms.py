@@ -23,8 +23,8 @@ from heads.layers.documents import Documents
 from heads.layers.projection import Projection
 from heads.target_model.attention import build_dense_mask
 from heads.vocab import DraftVocab
-from scripts.bench.harness import Footprint, best_device, footprint, peak_bytes
-from scripts.bench.training import documents, random_target
+from scripts.bench.harness import Footprint, best_device, measure_footprint, measure_peak_bytes
+from scripts.bench.training import iter_documents, make_random_target
 from train.batch.supervision import SortedIndices
 from train.loss.eagle import EagleCriterion
 from train.loss.fused import Student, compute_fused_loss
@@ -33,7 +33,7 @@ from train.loss.teachers import HiddenTeacher
 REPEATS = 3
 
 
-def loss_costs(
+def measure_loss_costs(
     num_tokens: int, hidden: int, vocab_size: int, dtype: torch.dtype
 ) -> dict[str, Footprint]:
     """KL(teacher || student), forward and backward: `fused`, and `whole` logits by autograd."""
@@ -64,11 +64,14 @@ def loss_costs(
         student.grad = None
         loss().backward()
 
-    return {run.__name__: footprint(partial(step, run), device, REPEATS) for run in (fused, whole)}
+    return {
+        run.__name__: measure_footprint(partial(step, run), device, REPEATS)
+        for run in (fused, whole)
+    }
 
 
 @torch.no_grad()
-def document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
+def measure_document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
     """Cost of a target over one packed sequence: by `Target.read`, and with an explicit `mask`.
 
     Args:
@@ -78,8 +81,8 @@ def document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
         RuntimeError: the two give different states.
     """
     device = best_device()
-    target = random_target(options, device)
-    row = PackedDataset(documents(options, 4), options.max_length, seed=0)[0]
+    target = make_random_target(options, device)
+    row = PackedDataset(iter_documents(options, 4), options.max_length, seed=0)[0]
     lying = Documents.from_ids(row["document_ids"][None]).to_device(device)
     ids, positions = (row[name][None].to(device) for name in ("input_ids", "position_ids"))
     allowed = build_dense_mask(lying, 1)
@@ -92,10 +95,12 @@ def document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
     error = float((ours - exact).norm() / exact.norm())
     if not error < bound:
         raise RuntimeError(f"the states differ by {error:.1e}, more than {bound}")
-    return {name: footprint(way, device, REPEATS) for name, way in ways.items()}
+    return {name: measure_footprint(way, device, REPEATS) for name, way in ways.items()}
 
 
-def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[str, Footprint]:
+def measure_unroll_costs(
+    num_tokens: int, dtype: torch.dtype, num_steps: int
+) -> dict[str, Footprint]:
     """Cost of the training-time test's attention over one text, forward and backward.
 
     Compares `branch_attention`, which training runs, `plain_attention`, which writes the scores of
@@ -113,18 +118,18 @@ def unroll_costs(num_tokens: int, dtype: torch.dtype, num_steps: int) -> dict[st
         attend(query, keys, values).sum().backward()
 
     runs = {
-        "fused": partial(run, partial(unrolled, branch_attention)),
-        "plain": partial(run, partial(unrolled, plain_branch_attention)),
+        "fused": partial(run, partial(run_unrolled_attention, branch_attention)),
+        "plain": partial(run, partial(run_unrolled_attention, plain_branch_attention)),
         "full": partial(run, full_masks),
     }
-    peaks = {name: peak_bytes(call, device) for name, call in runs.items()}
+    peaks = {name: measure_peak_bytes(call, device) for name, call in runs.items()}
     # They take turns, so that other load affects all.
     turns = [[measure_seconds(call, device) for call in runs.values()] for _ in range(REPEATS)]
     medians = map(statistics.median, zip(*turns, strict=True))
     return {name: Footprint(next(medians), peak) for name, peak in peaks.items()}
 
 
-def unrolled(
+def run_unrolled_attention(
     attend: Callable[[Tensor, BranchCache], Tensor], query: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """[J, T, Q, d]: every step over the text and its own earlier drafts."""

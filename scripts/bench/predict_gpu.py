@@ -28,14 +28,14 @@ from typing import Any
 from tqdm import tqdm
 
 from conf.errors import InputError
-from scripts.bench.harness import ROOT, markdown
+from scripts.bench.harness import ROOT, build_markdown_table
 
 LAUNCH_S, PEAK_FLOPS = 5e-6, 990e12
 TARGETS = {
     "8b": {"hidden": 4096, "layers": 32, "vocab": 128256},
     "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
 }
-PREDICTED = ROOT / "scripts" / "bench" / "predicted.json"
+PREDICTIONS_FILE = ROOT / "scripts" / "bench" / "predicted.json"
 """Figures by stage, which `scripts/bench/gpu.py` shows beside its measurements."""
 TRAINED = ("medusa", "eagle1", "eagle3", "dflash", "peagle")
 DECODED = (
@@ -73,14 +73,14 @@ STEPS = (
 )  # fmt: skip
 
 
-def counted(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> dict[str, Any]:
+def count_operations(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> dict[str, Any]:
     """Count operations of a step, in a separate process."""
     bar.set_postfix_str(f"{name}, {shape}")
     job = {"name": name, "shape": shape, **sizes}
     with tempfile.TemporaryDirectory() as folder:
         question = Path(folder) / "job.json"
         question.write_text(json.dumps(job))
-        command = [sys.executable, "-c", WORKER, str(guard()), str(question)]
+        command = [sys.executable, "-c", WORKER, str(compile_emulator()), str(question)]
         paths = os.pathsep.join(map(str, (ROOT, TESTS)))
         done = subprocess.run(
             command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
@@ -92,12 +92,12 @@ def counted(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> dict[str
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def seconds_of(step: dict[str, Any]) -> float:
+def estimate_step_seconds(step: dict[str, Any]) -> float:
     """Time of the slower of host and device, which work side by side."""
     return max(LAUNCH_S * step["num_launches"], step["device_s"])
 
 
-def guard() -> Path:
+def compile_emulator() -> Path:
     """Compile the library that makes PyTorch report a GPU.
 
     Raises:
@@ -113,10 +113,10 @@ def guard() -> Path:
     return compiled(folder)
 
 
-def training(name: str, step: dict[str, Any]) -> tuple[str, ...]:
+def format_training_row(name: str, step: dict[str, Any]) -> tuple[str, ...]:
     """Make a row of the table of training steps."""
     host, device = LAUNCH_S * step["num_launches"], step["device_s"]
-    seconds, products = seconds_of(step), step["product_s"]
+    seconds, products = estimate_step_seconds(step), step["product_s"]
     binds = "launches" if host > device else "products" if products > device / 2 else "memory"
     return (
         name, f"{step['num_launches']:,.0f}", f"{step['num_waits']}", f"{step['num_shapes']}",
@@ -125,13 +125,13 @@ def training(name: str, step: dict[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def decoding(name: str, step: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
+def format_decoding_row(name: str, step: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
     """Make a row of the table of decoding steps, compared with a step that drafts nothing."""
-    seconds = seconds_of(step)
+    seconds = estimate_step_seconds(step)
     return (
         name, f"{step['num_launches']:.0f}", f"{step['num_waits']:.0f}",
         f"{step['num_shapes']:.0f}", f"{step['num_kernels']:,.0f}", f"{step['bytes'] / 1e9:.1f}",
-        f"{1000 * seconds:.1f}", f"{seconds / seconds_of(plain):.2f}",
+        f"{1000 * seconds:.1f}", f"{seconds / estimate_step_seconds(plain):.2f}",
     )  # fmt: skip
 
 
@@ -139,17 +139,20 @@ def predict(target: str, names: list[str], bar: tqdm) -> None:
     """Print both tables of a target."""
     sizes = TARGETS[target]
     trained = [name for name in names if name in RECIPES]
-    rows = [training(name, counted(bar, name, "train", sizes | TRAINING)) for name in trained]
+    rows = [
+        format_training_row(name, count_operations(bar, name, "train", sizes | TRAINING))
+        for name in trained
+    ]
     tqdm.write(f"\nTraining beside a {target} target, 2 sequences of 4,096 tokens a step\n")
-    tqdm.write(markdown(HEADER, rows))
-    plain = counted(bar, "none", "chain", sizes | DECODING)
-    steps = [decoding("none", plain, plain)]
+    tqdm.write(build_markdown_table(HEADER, rows))
+    plain = count_operations(bar, "none", "chain", sizes | DECODING)
+    steps = [format_decoding_row("none", plain, plain)]
     for name in names:
         for shape in shapes_of(name):
-            step = counted(bar, name, shape, sizes | DECODING)
-            steps.append(decoding(f"{name}, {shape}", step, plain))
+            step = count_operations(bar, name, shape, sizes | DECODING)
+            steps.append(format_decoding_row(f"{name}, {shape}", step, plain))
     tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
-    tqdm.write(markdown(STEPS, steps))
+    tqdm.write(build_markdown_table(STEPS, steps))
 
 
 def shapes_of(name: str) -> tuple[str, ...]:
@@ -163,16 +166,18 @@ def save(bar: tqdm) -> None:
     """Write predictions of the stages of `scripts/bench/gpu.py` that run at 8B sizes."""
     sizes, stages = TARGETS["8b"], dict[str, dict[str, float]]()
     for name in TRAINED:
-        step = counted(bar, name, "train", sizes | TRAINING)
-        stages[f"train {name}"] = {"tokens/s": round(step["num_tokens"] / seconds_of(step))}
-    plain = seconds_of(counted(bar, "none", "chain", sizes | DECODING))
+        step = count_operations(bar, name, "train", sizes | TRAINING)
+        stages[f"train {name}"] = {
+            "tokens/s": round(step["num_tokens"] / estimate_step_seconds(step))
+        }
+    plain = estimate_step_seconds(count_operations(bar, "none", "chain", sizes | DECODING))
     stages["decode"] = {"ms per token, captured": round(1000 * plain, 2)}
     for name, shape in DECODED:
-        ratio = plain / seconds_of(counted(bar, name, shape, sizes | DECODING))
+        ratio = plain / estimate_step_seconds(count_operations(bar, name, shape, sizes | DECODING))
         stages["decode"][f"speed-up / tau, {name} {shape}"] = round(ratio, 2)
     text = json.dumps(stages, indent=1)
-    PREDICTED.write_text(text + "\n")
-    tqdm.write(f"{text}\nwritten to {PREDICTED}")
+    PREDICTIONS_FILE.write_text(text + "\n")
+    tqdm.write(f"{text}\nwritten to {PREDICTIONS_FILE}")
 
 
 def main() -> None:
@@ -181,7 +186,9 @@ def main() -> None:
     known = (*RECIPES, *OTHERS)
     parser.add_argument("--names", nargs="+", default=list(known), choices=known)
     parser.add_argument("--targets", nargs="+", default=["8b"], choices=tuple(TARGETS))
-    parser.add_argument("--save", action="store_true", help=f"write {PREDICTED.name} and no table")
+    parser.add_argument(
+        "--save", action="store_true", help=f"write {PREDICTIONS_FILE.name} and no table"
+    )
     options = parser.parse_args()
     names, targets = options.names, options.targets
     of_target = sum((name in RECIPES) + len(shapes_of(name)) for name in names)

@@ -37,7 +37,7 @@ from data.prepared.prepare import prepare_datasets
 from data.prepared.tokenise import num_cores
 from data.rows.records import load_records
 from data.templates.encoder import RecordEncoder
-from scripts.bench.harness import add_sizes
+from scripts.bench.harness import add_size_flags
 
 MIB = 2**20
 NUM_READERS = 2
@@ -69,7 +69,7 @@ class Memory(NamedTuple):
     pss: int
 
 
-def memory(pid: int | str = "self") -> Memory:
+def measure_process_memory(pid: int | str = "self") -> Memory:
     """Memory of a process as Linux counts it; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -79,14 +79,14 @@ def memory(pid: int | str = "self") -> Memory:
     return Memory(*(int(sizes[name].split()[0]) * 1024 for name in ("Rss", "Pss")))
 
 
-def family(pid: int) -> list[int]:
+def find_process_tree(pid: int) -> list[int]:
     """A process and all its descendants."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(c) for task in tasks for c in (task / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         children = []
-    return [pid, *(member for child in children for member in family(child))]
+    return [pid, *(member for child in children for member in find_process_tree(child))]
 
 
 def processor_seconds(pid: int) -> float:
@@ -104,7 +104,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
-    add_sizes(parser, rows=1_000_000, baseline_rows=20_000, tokens=1024, num_proc=num_cores())
+    add_size_flags(parser, rows=1_000_000, baseline_rows=20_000, tokens=1024, num_proc=num_cores())
     return parser.parse_args(given)
 
 
@@ -124,7 +124,7 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
 def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
     """Run the baseline: a loop over the rows, which stay in memory."""
     encoder = RecordEncoder(AutoTokenizer.from_pretrained(target))
-    before = memory().pss
+    before = measure_process_memory().pss
     watch = Stopwatch()
     records = load_records(path).records
     samples = (sample for record in records for sample in encoder.encode_record(record))
@@ -135,7 +135,7 @@ def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
     return Cost(len(records), seconds, busy, sizes, packed.checksum)
 
 
-def prepared(config: DataConfig, target: str) -> Cost:
+def measure_first_start(config: DataConfig, target: str) -> Cost:
     """Measure the first start with all its processes, sampled twice a second."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     sizes: list[list[int]] = []
@@ -144,8 +144,8 @@ def prepared(config: DataConfig, target: str) -> Cost:
 
     def look() -> None:
         while not done.wait(INTERVAL_S):
-            pids = family(os.getpid())
-            sizes.append([memory(pid).pss for pid in pids])
+            pids = find_process_tree(os.getpid())
+            sizes.append([measure_process_memory(pid).pss for pid in pids])
             for pid in pids:
                 busy[pid] = max(busy.get(pid, 0.0), processor_seconds(pid))
 
@@ -168,10 +168,10 @@ def prepared(config: DataConfig, target: str) -> Cost:
     return Cost(report.num_records, seconds, spent, peaks, train.checksum)
 
 
-def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
+def measure_second_start(config: DataConfig, target: str, meeting: Any) -> Cost:
     """Measure a later start, in one of several processes that read every sequence."""
     tokenizer = AutoTokenizer.from_pretrained(target)
-    before = memory()
+    before = measure_process_memory()
     meeting.wait()
     watch = Stopwatch()
     train, _, report = prepare_datasets(config, tokenizer, seed=0, progress=False)
@@ -179,7 +179,7 @@ def opened(config: DataConfig, target: str, meeting: Any) -> Cost:
     for index in range(len(train)):
         train[index]
     meeting.wait()
-    after = memory()
+    after = measure_process_memory()
     meeting.wait()
     sizes = {
         f"each of {NUM_READERS}, all read, RSS": after.rss,
@@ -209,9 +209,12 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
         ProcessPoolExecutor(NUM_READERS, context, max_tasks_per_child=1) as pool,
     ):
         baseline = pool.submit(one_at_a_time, str(few), options.target, options.tokens).result()
-        first = pool.submit(prepared, config, options.target).result()
+        first = pool.submit(measure_first_start, config, options.target).result()
         meeting = manager.Barrier(NUM_READERS)
-        readers = [pool.submit(opened, config, options.target, meeting) for _ in range(NUM_READERS)]
+        readers = [
+            pool.submit(measure_second_start, config, options.target, meeting)
+            for _ in range(NUM_READERS)
+        ]
         seconds = [reader.result() for reader in readers]
     if {cost.checksum for cost in seconds} != {first.checksum}:
         raise RuntimeError("a second start has other tokens than the first")

@@ -49,7 +49,7 @@ from heads.kinds import build_variant_table, find_kind_name, make_untrained_head
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.bench.harness import add_sizes, best_device, where
+from scripts.bench.harness import add_size_flags, best_device, format_device
 from train.batch.prefetch import Dataset
 from train.loop import loop, memory
 from train.loop.loop import TrainingJob
@@ -61,11 +61,11 @@ NUM_WARM_UP = 2
 MEAN_DOCUMENT_TOKENS = 400
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Read the settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(build_variant_table()))
-    add_sizes(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
+    add_size_flags(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
     parser.add_argument("--max-length", type=int, default=1024, help="tokens per sequence")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
     parser.add_argument("--steps", type=int, default=6, help="number of timed steps")
@@ -75,7 +75,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def random_target(options: argparse.Namespace, device: torch.device) -> Target:
+def make_random_target(options: argparse.Namespace, device: torch.device) -> Target:
     """Make a Llama with 128-wide heads, four per key-value head."""
     torch.manual_seed(0)
     num_heads = max(4, options.hidden // 128)
@@ -92,7 +92,7 @@ def random_target(options: argparse.Namespace, device: torch.device) -> Target:
 
 def random_ends(options: argparse.Namespace, device: torch.device) -> EmbeddingsAndOutputHead:
     """Make the embedding and the output head of a `random_target`, as beside a feature store."""
-    model = random_target(options, torch.device("meta")).model
+    model = make_random_target(options, torch.device("meta")).model
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
         end.to_empty(device=device).weight.data.normal_(std=0.02)
     return EmbeddingsAndOutputHead.from_model(model, None, "random")
@@ -122,7 +122,7 @@ class StoredRows:
         return {**states, **row}
 
 
-def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
+def iter_documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
     """Make random tokens, with log-normal lengths; the first third is a prompt."""
     generator = random.Random(0)
     left = num_sequences * options.max_length
@@ -134,7 +134,7 @@ def documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sampl
         left -= length
 
 
-def fresh_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVocab) -> Any:
+def make_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVocab) -> Any:
     """Make the objective with which an entry script trains an untrained head.
 
     Args:
@@ -147,7 +147,7 @@ def fresh_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftV
     return entry.main.default_objective(head, target)
 
 
-def start(
+def start_run(
     options: argparse.Namespace,
     out_dir: Path,
     samples: Iterable[Sample] | None = None,
@@ -170,13 +170,13 @@ def start(
     )  # fmt: skip
     accelerator = processes.start_accelerator(config)
     target: EmbeddingsAndOutputHead
-    target = (random_ends if stored else random_target)(options, accelerator.device)
+    target = (random_ends if stored else make_random_target)(options, accelerator.device)
     if samples is None:
-        samples = documents(options, max(64, options.batch_size))
+        samples = iter_documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
     counts = train.count_token_ids(target.vocab_size)
     vocab = DraftVocab.from_counts(counts, options.draft_vocab, [])
-    objective = fresh_objective(options.head, target, vocab)
+    objective = make_objective(options.head, target, vocab)
     if options.compile:
         objective.compile_parts()
     rows: Dataset = train
@@ -188,7 +188,7 @@ def start(
     return loop.TrainingLoop(accelerator, job), train
 
 
-def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a product of two square matrices, by the median time of several."""
     size = 8192 if device.type == "cuda" else 1536
     a = torch.randn(size, size, device=device).to(dtype)
@@ -241,7 +241,7 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def shares(run: loop.TrainingLoop, num_steps: int) -> dict[str, float]:
+def measure_part_fractions(run: loop.TrainingLoop, num_steps: int) -> dict[str, float]:
     """Share of each part in the time of some steps, under the profiler."""
     cuda = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -285,7 +285,7 @@ class Speed:
 def running(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
     """A run of the training loop before its first step, and its data, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        run, train = start(options, Path(folder) / "out")
+        run, train = start_run(options, Path(folder) / "out")
         try:
             yield run, train
         finally:
@@ -311,7 +311,7 @@ def measure_steps(
     for _ in range(options.steps):
         times.append(measure_seconds(run.optimizer_step, run.device))
     tokens = run.tokens - tokens
-    rate = matmul_flops_per_s(run.device, getattr(torch, options.dtype))
+    rate = measure_matmul_flops(run.device, getattr(torch, options.dtype))
     step_s = statistics.median(times)
     if run.device.type == "cuda":
         peak_gib = torch.cuda.max_memory_allocated(run.device) / 2**30
@@ -330,11 +330,14 @@ def measure_steps(
 
 def main() -> None:
     """Print the table."""
-    options = arguments()
+    options = parse_arguments()
     with running(options) as (run, train):
-        speed, parts = measure_steps(run, train, options), shares(run, options.steps)
+        speed, parts = (
+            measure_steps(run, train, options),
+            measure_part_fractions(run, options.steps),
+        )
     head = f"{options.head}, head of {speed.head_size / 1e6:.1f} M, {options.dtype}"
-    table = Table("figure", "value", title=f"{head}, {where(best_device())}")
+    table = Table("figure", "value", title=f"{head}, {format_device(best_device())}")
     table.add_row("time of a step", f"{1000 * speed.step_s:.0f} ms")
     table.add_row("tokens per second", f"{speed.tokens_per_s:,.0f}")
     table.add_row("peak memory", f"{speed.peak_gib:.2f} GiB")

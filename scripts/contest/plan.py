@@ -21,13 +21,13 @@ from conf.settings.scripts import ContestRun
 from conf.settings.target import TargetConfig
 from data.rows.records import load_records
 from heads.kinds import HEADS, build_variant_table
-from scripts.contest.tasks import Task, Took, bytes_of, device_memory
+from scripts.contest.tasks import Task, TaskCosts, bytes_of, device_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "conf" / "head"
 SETTLED = ("max_steps", "num_epochs", "batch_size", "batch_tokens", "micro_batch_size", "resume")
 """Settings of `train` that the contest sets for all heads."""
-WAYS = ("chain", "tree")
+DRAFT_SHAPES = ("chain", "tree")
 SAVED_EVERY_S = 300.0
 NUM_PROBED = 2
 """Dialogues of the measurement that estimates the time of measuring."""
@@ -50,7 +50,7 @@ class Entrant:
     overrides: tuple[str, ...]
 
 
-def read_recipes(entries: list[str]) -> list[Entrant]:
+def parse_recipes(entries: list[str]) -> list[Entrant]:
     """Read the entries of `recipes`.
 
     Raises:
@@ -89,18 +89,18 @@ def _kind_of_file(name: str) -> str:
     )
 
 
-def methods_of(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
+def list_head_methods(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
     """Methods of `eval/speedup.py`: the methods of each head, by label and method."""
     counts: Counter[str] = Counter()
     methods = {}
     for entrant in entrants:
         counts[entrant.kind] += 1
         number = f"_{counts[entrant.kind]}" if counts[entrant.kind] > 1 else ""
-        methods[entrant.label] = {way: f"{entrant.kind}_{way}{number}" for way in WAYS}
+        methods[entrant.label] = {way: f"{entrant.kind}_{way}{number}" for way in DRAFT_SHAPES}
     return methods
 
 
-def overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
+def format_overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
     """Settings of a group that differ from the schema's, for a command line."""
     usual = to_json(type(config)())
     return [
@@ -120,34 +120,36 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def training(config: ContestRun, entrant: Entrant, out_dir: Path, *more: str) -> list[str]:
+def build_training_command(
+    config: ContestRun, entrant: Entrant, out_dir: Path, *more: str
+) -> list[str]:
     """Make the command that trains a head and evaluates it once, at the end, without replay."""
     launcher = ["-m", "accelerate.commands.launch", *config.launch] if config.launch else []
     size = config.train
     return [
         sys.executable, *launcher, str(ROOT / "train" / f"{entrant.kind}.py"),
-        *overrides("target", config.target), *overrides("data", config.data),
+        *format_overrides("target", config.target), *format_overrides("data", config.data),
         f"train.batch_size={size.batch_size}", f"train.micro_batch_size={size.micro_batch_size}",
         "train.num_checkpoints=1", "train.num_replay_prompts=0", "train.resume=auto",
         f"seed={config.seed}", *entrant.overrides, *more, f"out_dir={_written(str(out_dir))}",
     ]  # fmt: skip
 
 
-def measuring(
+def build_measuring_command(
     config: ContestRun, script: str, heads: list[Path], out_dir: Path, *more: str
 ) -> list[str]:
     """Make a command that measures heads on the prompts."""
     first, *others = map(str, heads)
     return [
         sys.executable, str(ROOT / script),
-        *overrides("target", config.target), *overrides("data", config.prompts),
+        *format_overrides("target", config.target), *format_overrides("data", config.prompts),
         f"head.path={_written(first)}", *([f"heads={_written(others)}"] if others else []),
         f"max_new_tokens={config.max_new_tokens}", f"num_turns={config.num_turns}",
         f"seed={config.seed}", *more, f"out_dir={_written(str(out_dir))}",
     ]  # fmt: skip
 
 
-def settings(config: ContestRun) -> dict[str, Any]:
+def list_deciding_settings(config: ContestRun) -> dict[str, Any]:
     """Settings that affect the result of a contest, by dotted key."""
     free = {"out_dir", "parts", "launch"}
     return flatten_settings(
@@ -155,13 +157,13 @@ def settings(config: ContestRun) -> dict[str, Any]:
     )
 
 
-def check_folder(config: ContestRun, out_dir: Path) -> None:
+def claim_folder(config: ContestRun, out_dir: Path) -> None:
     """Start a contest in a folder, or check that the folder holds this contest.
 
     Raises:
         InputError: the folder holds something else.
     """
-    path, now = out_dir / "settings.json", settings(config)
+    path, now = out_dir / "settings.json", list_deciding_settings(config)
     if path.exists():
         before = json.loads(path.read_text())
         check_unchanged(f"out_dir={out_dir} holds a contest", before, now)
@@ -173,7 +175,7 @@ def check_folder(config: ContestRun, out_dir: Path) -> None:
     write_atomically(path, json.dumps(now, indent=1) + "\n")
 
 
-def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
+def list_probe_tasks(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
     """Tasks for a few steps of every head, and a short measurement of the results."""
     more = [
         f"train.{name}={config.probe_steps}" for name in ("max_steps", "eval_steps", "save_steps")
@@ -181,13 +183,13 @@ def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[T
     more += ["train.log_steps=1", "train.warmup_steps=0"]
     tasks = []
     for entrant in entrants:
-        folder = probe_of(out_dir, entrant.label)
-        command = training(config, entrant, folder, *more)
+        folder = probe_folder(out_dir, entrant.label)
+        command = build_training_command(config, entrant, folder, *more)
         tasks.append(Task(f"probe {entrant.label}", command, folder / "head/config.json", folder))
-    folder = probe_of(out_dir, "speed")
-    heads = [probe_of(out_dir, entrant.label) / "head" for entrant in entrants]
+    folder = probe_folder(out_dir, "speed")
+    heads = [probe_folder(out_dir, entrant.label) / "head" for entrant in entrants]
     num_prompts = min(NUM_PROBED, config.prompts.num_prompts or NUM_PROBED)
-    command = measuring(
+    command = build_measuring_command(
         config, "eval/speedup.py", heads, folder, "num_repeats=1", "num_warmups=0",
         _methods(config, entrants),
     )  # fmt: skip
@@ -195,10 +197,10 @@ def probes(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[T
         f"data.num_prompts={num_prompts}"
     )  # after the number in `prompts`, which it replaces
     tasks.append(Task("probe speed", command, folder / "speedup.json", folder))
-    return [*tasks, timing(config, heads, probe_of(out_dir, "costs"), "probe costs")]
+    return [*tasks, timing(config, heads, probe_folder(out_dir, "costs"), "probe costs")]
 
 
-def trainings(
+def list_training_tasks(
     config: ContestRun, entrants: list[Entrant], out_dir: Path, plan: dict[str, Any]
 ) -> list[Task]:
     """Tasks for the training of every head, according to the plan."""
@@ -206,7 +208,7 @@ def trainings(
     for entrant in entrants:
         label, folder = entrant.label, out_dir / "heads" / entrant.label
         steps = plan["steps"][label]
-        command = training(
+        command = build_training_command(
             config, entrant, folder, f"train.max_steps={steps}", f"train.eval_steps={steps}",
             f"train.save_steps={plan['save_steps'][label]}",
         )  # fmt: skip
@@ -220,12 +222,12 @@ def measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> 
     tasks = []
     for entrant, head in zip(entrants, heads, strict=True):
         folder = out_dir / "acceptance" / entrant.label
-        command = measuring(config, "eval/acceptance.py", [head], folder)
+        command = build_measuring_command(config, "eval/acceptance.py", [head], folder)
         tasks.append(Task(f"acceptance {entrant.label}", command, folder / "acceptance.json"))
     tasks.append(timing(config, heads, out_dir / "costs", "costs"))
     folder = out_dir / "speed"
     sizes = sorted(set(config.concurrency))
-    command = measuring(
+    command = build_measuring_command(
         config, "eval/speedup.py", heads, folder, f"batch_size={sizes[0]}",
         f"concurrency=[{','.join(map(str, sizes))}]", f"num_repeats={config.num_repeats}",
         "num_warmups=1", _methods(config, entrants),
@@ -236,22 +238,24 @@ def measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> 
 def timing(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Task:
     """Task that times steps with these heads at each batch size."""
     sizes = ",".join(map(str, sorted({1, *config.concurrency})))
-    command = measuring(config, "scripts/contest/costs.py", heads, folder, f"concurrency=[{sizes}]")
+    command = build_measuring_command(
+        config, "scripts/contest/costs.py", heads, folder, f"concurrency=[{sizes}]"
+    )
     return Task(name, command, folder / "costs.json")
 
 
-def probe_of(out_dir: Path, name: str) -> Path:
+def probe_folder(out_dir: Path, name: str) -> Path:
     """Folder of a probe."""
     return out_dir / "probes" / name
 
 
 def _methods(config: ContestRun, entrants: list[Entrant]) -> str:
-    names = [name for ways in methods_of(entrants).values() for name in ways.values()]
+    names = [name for ways in list_head_methods(entrants).values() for name in ways.values()]
     return f"methods=[{','.join([*names, *config.untrained])}]"
 
 
 def make_plan(
-    config: ContestRun, entrants: list[Entrant], out_dir: Path, took: Took
+    config: ContestRun, entrants: list[Entrant], out_dir: Path, took: TaskCosts
 ) -> dict[str, Any]:
     """Read the probes, write `plan.json`, which never changes again, and delete the probes.
 
@@ -259,23 +263,25 @@ def make_plan(
         InputError: the budget allows a head no step.
     """
     step_s = {
-        entrant.label: seconds_per_step(probe_of(out_dir, entrant.label) / "metrics.jsonl")
+        entrant.label: compute_step_seconds(probe_folder(out_dir, entrant.label) / "metrics.jsonl")
         for entrant in entrants
     }
-    steps = {label: num_steps(config, label, s, len(entrants)) for label, s in step_s.items()}
+    steps = {
+        label: compute_num_steps(config, label, s, len(entrants)) for label, s in step_s.items()
+    }
     estimate = {}
     for label, number in steps.items():
         row = took.rows[f"probe {label}"]
         around = max(0.0, row["seconds"] - config.probe_steps * step_s[label])
         estimate[f"train {label}"] = {
             "seconds": around + number * step_s[label],
-            "bytes": bytes_of(probe_of(out_dir, label)),
+            "bytes": bytes_of(probe_folder(out_dir, label)),
             "memory": row["memory"],
             **device_memory(out_dir, f"probe {label}"),
         }
     num_prompts = len(load_records(str(config.prompts.path), config.prompts).records)
     num_prompts = min(num_prompts, config.prompts.num_prompts or num_prompts)
-    estimate |= measuring_takes(config, methods_of(entrants), out_dir, num_prompts, took)
+    estimate |= measuring_takes(config, list_head_methods(entrants), out_dir, num_prompts, took)
     plan = {
         "steps": steps,
         "seconds_per_step": step_s,
@@ -287,7 +293,7 @@ def make_plan(
     return plan
 
 
-def seconds_per_step(metrics: Path) -> float:
+def compute_step_seconds(metrics: Path) -> float:
     """Median seconds per step of a run, without its first two steps."""
     rows = map(json.loads, metrics.read_text().splitlines())
     times = [
@@ -298,7 +304,7 @@ def seconds_per_step(metrics: Path) -> float:
     return statistics.median(after - before for before, after in pairwise(times[1:]))
 
 
-def num_steps(config: ContestRun, label: str, step_s: float, num_entrants: int) -> int:
+def compute_num_steps(config: ContestRun, label: str, step_s: float, num_entrants: int) -> int:
     """Number of optimizer steps that the budget allows.
 
     Args:
@@ -323,7 +329,11 @@ def num_steps(config: ContestRun, label: str, step_s: float, num_entrants: int) 
 
 
 def measuring_takes(
-    config: ContestRun, ways: dict[str, dict[str, str]], out_dir: Path, num_prompts: int, took: Took
+    config: ContestRun,
+    ways: dict[str, dict[str, str]],
+    out_dir: Path,
+    num_prompts: int,
+    took: TaskCosts,
 ) -> dict[str, dict[str, Any]]:
     """Seconds and memory of the tasks after training.
 
@@ -335,7 +345,7 @@ def measuring_takes(
         took: costs of the probes.
     """
     speed, costs = (
-        json.loads((probe_of(out_dir, folder) / name).read_text())
+        json.loads((probe_folder(out_dir, folder) / name).read_text())
         for folder, name in (("speed", "speedup.json"), ("costs", "costs.json"))
     )
     probed = [took.rows[f"probe {name}"] for name in ("speed", "costs")]

@@ -18,8 +18,8 @@ from eval.report.page import Axis
 from heads.folders import PROVENANCE
 from heads.storage import write_folder
 from scripts import compare
-from scripts.contest.plan import Entrant, methods_of
-from scripts.contest.tasks import Took, bytes_of, device_memory
+from scripts.contest.plan import Entrant, list_head_methods
+from scripts.contest.tasks import TaskCosts, bytes_of, device_memory
 
 Lines = list[Sequence[str]]
 ARROW = " \N{RIGHTWARDS ARROW} "
@@ -47,21 +47,23 @@ def shown_plan(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: Took) -> str:
+def write_report(
+    entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: TaskCosts
+) -> str:
     """Write `contest.json`, `contest.md`, `contest.html` and `winner/head`; return the table.
 
     Raises:
         InputError: a measurement is missing, or heads were trained on different texts.
     """
-    check_alike(entrants, out_dir)
+    check_same_data(entrants, out_dir)
     speed, costs = (_read(out_dir, name) for name in ("speed/speedup.json", "costs/costs.json"))
-    ways = methods_of(entrants)
-    label, method = winner(speed, ways)
+    ways = list_head_methods(entrants)
+    label, method = find_winner(speed, ways)
     order = [label, *(name for name in ways if name != label)]
     folders = [str(out_dir / "acceptance" / name) for name in order]
     heads = compare.load_results(folders) if len(order) > 1 else {}
     results = {name: _read(out_dir, f"acceptance/{name}/acceptance.json") for name in ways}
-    figures = methods(speed, costs, results, ways, method)
+    figures = collect_method_figures(speed, costs, results, ways, method)
     spent = taken(plan, took, out_dir)
     words = f"{label} wins, drafting by {method}."
     faster = list(figures)[: list(figures).index(method)]
@@ -71,7 +73,7 @@ def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: To
         ("Speed", "tokens/s, prompts included [as predicted], and the speed-up over the faster "
          "loop that drafts nothing (95% interval)", speed_rows(figures)),
         ("Acceptance", "replayed over the target's own texts; differences prompt by prompt",
-         compare.rows(heads) if heads else []),
+         compare.build_acceptance_rows(heads) if heads else []),
         ("Cost", f"estimated{ARROW}taken", cost_rows(plan, spent)),
     ]  # fmt: skip
     tables = [table for table in tables if table[2]]
@@ -79,7 +81,7 @@ def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: To
     content |= {"steps": plan["steps"], "estimate": plan["estimate"], "took": spent}
     text = words + "\n"
     for title, about, lines in tables:
-        text += f"\n**{title}**: {about}\n\n{compare.markdown(lines)}\n"
+        text += f"\n**{title}**: {about}\n\n{compare.build_markdown_table(lines)}\n"
     write_atomically(out_dir / "contest.json", json.dumps(content, indent=1) + "\n")
     write_atomically(out_dir / "contest.md", text)
     write_atomically(out_dir / "contest.html", _page(words, tables, figures))
@@ -88,7 +90,7 @@ def write(entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: To
     return f"{text}\nwrote {out_dir / 'contest.html'}; winner: {out_dir / 'winner/head'}"
 
 
-def check_alike(entrants: list[Entrant], out_dir: Path) -> None:
+def check_same_data(entrants: list[Entrant], out_dir: Path) -> None:
     """Refuse heads of different data, as when a file changed between two trainings.
 
     Raises:
@@ -114,19 +116,19 @@ def _read(out_dir: Path, name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def winner(speed: dict[str, Any], ways: dict[str, dict[str, str]]) -> tuple[str, str]:
+def find_winner(speed: dict[str, Any], ways: dict[str, dict[str, str]]) -> tuple[str, str]:
     """Find the head that is fastest over all batch sizes, and its faster method."""
     drafting = [(label, method) for label, names in ways.items() for method in names.values()]
-    return max(drafting, key=lambda pair: score(speed, pair[1]))
+    return max(drafting, key=lambda pair: compute_score(speed, pair[1]))
 
 
-def score(speed: dict[str, Any], method: str) -> float:
+def compute_score(speed: dict[str, Any], method: str) -> float:
     """Geometric mean of tokens/s over batch sizes, so that each size counts the same."""
     sizes = speed["concurrency"].values()
     return geometric_mean(size["methods"][method]["tokens_per_s"] for size in sizes)
 
 
-def methods(
+def collect_method_figures(
     speed: dict[str, Any],
     costs: dict[str, Any],
     results: dict[str, dict[str, Any]],
@@ -145,7 +147,7 @@ def methods(
     expected = predicted(costs, results, ways)
     labels = {name: label for label, names in ways.items() for name in names.values()}
     reference, figures = speed["methods"][first]["prompts"], {}
-    for name in sorted(speed["methods"], key=partial(score, speed), reverse=True):
+    for name in sorted(speed["methods"], key=partial(compute_score, speed), reverse=True):
         row = speed["methods"][name]
         more, interval = compare_tau(reference, row["prompts"], seed=0)
         sizes = {}
@@ -215,7 +217,7 @@ def speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
     return lines
 
 
-def taken(plan: dict[str, Any], took: Took, out_dir: Path) -> dict[str, dict[str, Any]]:
+def taken(plan: dict[str, Any], took: TaskCosts, out_dir: Path) -> dict[str, dict[str, Any]]:
     """Seconds of each task over all starts, bytes that it left, and peak memory of a process."""
     spent = {}
     for name in plan["estimate"]:

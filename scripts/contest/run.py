@@ -36,7 +36,7 @@ from scripts.contest import plan, report, tasks
 
 
 def run_missing(
-    todo: list[tasks.Task], out_dir: Path, took: tasks.Took, estimate: dict[str, Any]
+    todo: list[tasks.Task], out_dir: Path, took: tasks.TaskCosts, estimate: dict[str, Any]
 ) -> None:
     """Run the tasks without a result, and print the current task and the next ones."""
     missing = [task for task in todo if not task.result.exists()]
@@ -45,11 +45,11 @@ def run_missing(
         about = estimate.get(task.name)
         words = "" if about is None else f", about {report.minutes(about['seconds'])} min"
         print(f"{task.name}{words}; then {following}", flush=True)
-        tasks.run(task, out_dir, took)
+        tasks.run_task(task, out_dir, took)
 
 
 @contextmanager
-def stop_raises() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM into an exception, so that the running command is stopped too."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -61,7 +61,7 @@ def stop_raises() -> Iterator[None]:
 def main(config: ContestRun) -> None:
     """Plan, train, measure; write `contest.md`, `contest.html`, `contest.json` and `winner`."""
     check_contest(config)
-    entrants = plan.read_recipes(config.recipes)
+    entrants = plan.parse_recipes(config.recipes)
     check_methods(config.untrained)
     fill_default_paths(config)
     fill_default_paths(DataRun(config.target, config.prompts), prompts=True)
@@ -71,12 +71,12 @@ def main(config: ContestRun) -> None:
         lock = lock_file(out_dir / ".lock")
     except OSError as error:
         raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
-    with lock, stop_raises():
-        plan.check_folder(config, out_dir)
+    with lock, raise_on_sigterm():
+        plan.claim_folder(config, out_dir)
         tasks.end_orphans(out_dir)
-        took, path = tasks.Took(out_dir), out_dir / "plan.json"
+        took, path = tasks.TaskCosts(out_dir), out_dir / "plan.json"
         if ContestPart.plan in config.parts and not path.exists():
-            run_missing(plan.probes(config, entrants, out_dir), out_dir, took, {})
+            run_missing(plan.list_probe_tasks(config, entrants, out_dir), out_dir, took, {})
             plan.make_plan(config, entrants, out_dir, took)
         if not path.exists():
             raise InputError(f"parts: {path} is missing; run the part plan first")
@@ -84,12 +84,12 @@ def main(config: ContestRun) -> None:
         print(report.shown_plan(settled))
         todo: list[tasks.Task] = []
         if ContestPart.train in config.parts:
-            todo += plan.trainings(config, entrants, out_dir, settled)
+            todo += plan.list_training_tasks(config, entrants, out_dir, settled)
         if ContestPart.measure in config.parts:
             todo += plan.measurements(config, entrants, out_dir)
         run_missing(todo, out_dir, took, settled["estimate"])
         if ContestPart.report in config.parts:
-            print(report.write(entrants, out_dir, settled, took))
+            print(report.write_report(entrants, out_dir, settled, took))
 
 
 if __name__ == "__main__":

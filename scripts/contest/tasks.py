@@ -40,7 +40,7 @@ class Task:
     fresh: Path | None = None
 
 
-class Took:
+class TaskCosts:
     """Seconds and peak memory of each task over all starts, stored in `took.json`."""
 
     def __init__(self, out_dir: Path) -> None:
@@ -50,18 +50,18 @@ class Took:
             self.rows = json.loads(self.path.read_text())
         for name, row in self.rows.items():
             if row["since"] is not None:  # killed: it worked until its last output
-                log = log_of(out_dir, name)
+                log = log_path(out_dir, name)
                 last = log.stat().st_mtime if log.exists() else row["since"]
                 row["seconds"] += max(0.0, last - row["since"])
                 row["since"] = None
 
-    def begin(self, name: str) -> None:
+    def start_task(self, name: str) -> None:
         """Start to count."""
         row = self.rows.setdefault(name, {"seconds": 0.0, "memory": 0})
         row["since"] = time.time()
         self._write()
 
-    def end(self, name: str, memory: int) -> None:
+    def end_task(self, name: str, memory: int) -> None:
         """Stop to count, with the peak bytes of one of the processes."""
         row = self.rows[name]
         row["seconds"] += time.time() - row["since"]
@@ -72,7 +72,7 @@ class Took:
         write_atomically(self.path, json.dumps(self.rows, indent=1) + "\n")
 
 
-def run(task: Task, out_dir: Path, took: Took) -> None:
+def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
     """Run a task.
 
     Raises:
@@ -80,19 +80,19 @@ def run(task: Task, out_dir: Path, took: Took) -> None:
     """
     if task.fresh is not None:
         shutil.rmtree(task.fresh, ignore_errors=True)
-    log = log_of(out_dir, task.name)
+    log = log_path(out_dir, task.name)
     log.parent.mkdir(exist_ok=True)
     environ = os.environ | {MARK: str(out_dir.resolve())}
-    took.begin(task.name)
+    took.start_task(task.name)
     with log.open("ab") as file:
         child = subprocess.Popen(task.command, stdout=file, stderr=file, env=environ)
         try:
             code, memory = _wait(child)
         except BaseException:  # a signal: the command saves its state
             child.terminate()
-            took.end(task.name, _wait(child)[1])
+            took.end_task(task.name, _wait(child)[1])
             raise
-    took.end(task.name, memory)
+    took.end_task(task.name, memory)
     if not task.result.exists():
         lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()[-TAIL:]
         shown = "\n".join(f"  {line}" for line in lines)
@@ -108,21 +108,21 @@ def _wait(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
     return child.returncode, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def log_of(out_dir: Path, name: str) -> Path:
+def log_path(out_dir: Path, name: str) -> Path:
     """File for a task's output."""
     return out_dir / "logs" / f"{name.replace(' ', '-')}.log"
 
 
 def end_orphans(out_dir: Path) -> None:
     """End processes that a killed contest in this folder left, and wait for them."""
-    while pids := list(orphans(out_dir)):
+    while pids := list(iter_orphan_pids(out_dir)):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         time.sleep(1)
 
 
-def orphans(out_dir: Path) -> Iterator[int]:
+def iter_orphan_pids(out_dir: Path) -> Iterator[int]:
     """Ids of processes that contests in this folder started."""
     wanted = f"{MARK}={out_dir.resolve()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -133,7 +133,7 @@ def orphans(out_dir: Path) -> Iterator[int]:
 
 def device_memory(out_dir: Path, name: str) -> dict[str, float]:
     """`device`: most bytes of a training on each GPU, as its log states; empty if it does not."""
-    log = log_of(out_dir, name)
+    log = log_path(out_dir, name)
     text = log.read_text(errors="replace") if log.exists() else ""
     said = re.findall(r"([\d.]+) GB measured at most", text)
     return {"device": float(said[-1]) * 1e9} if said else {}

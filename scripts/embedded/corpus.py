@@ -142,7 +142,7 @@ def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
     return texts
 
 
-def cut_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
+def iter_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
     """Cut a file into chats: at every def and class, and within those above `max_chars`.
 
     Skips blocks of fewer than three lines, tables, and comment lines: licence headers and rulers
@@ -190,7 +190,7 @@ def _split(lines: list[str], max_chars: int) -> Iterator[list[str]]:
     yield block
 
 
-def choose(
+def choose_prompts(
     pieces: list[CodeChat],
     count: int,
     tokenizer: PreTrainedTokenizerFast,

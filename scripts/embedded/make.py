@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scripts.embedded import corpus
-from scripts.embedded.target import Recipe, respond, train_target, unlearn_loops
+from scripts.embedded.target import Recipe, answer_prompts, train_target, unlearn_loops
 
 STDLIB_EPOCHS = 3
 """Times that the standard library is read per reading of the packages, as prompts are like it."""
@@ -34,14 +34,14 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
     library = corpus.find_source_files(recipe.num_files)
     texts = corpus.read_source(library, library.train)
     learnt, held_out = (
-        [p for text in side.items() for p in corpus.cut_chats(*text, recipe.max_piece_chars)]
+        [p for text in side.items() for p in corpus.iter_chats(*text, recipe.max_piece_chars)]
         for side in (texts, corpus.read_source(library, library.held_out))
     )
     trained, place = folder / "trained", folder / "model"
     if not trained.is_dir():
         packages = corpus.find_packages(recipe.num_files)
         others = corpus.read_source(packages, packages.train).items()
-        pieces = [p for text in others for p in corpus.cut_chats(*text, recipe.max_piece_chars)]
+        pieces = [p for text in others for p in corpus.iter_chats(*text, recipe.max_piece_chars)]
         tokenizer = corpus.train_tokenizer(
             list(texts.values()), recipe.vocab_size, recipe.max_position_embeddings
         )
@@ -53,10 +53,10 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
         save(target, tokenizer, place)
     target, tokenizer = load(place)
     rng = random.Random(recipe.seed)
-    chosen = corpus.choose(
+    chosen = corpus.choose_prompts(
         learnt, recipe.num_conversations, tokenizer, recipe.max_prompt_tokens, rng
     )
-    answers = respond(target, tokenizer, chosen, recipe, progress)
+    answers = answer_prompts(target, tokenizer, chosen, recipe, progress)
     rows = []
     for piece, answer in zip(chosen, answers, strict=True):
         if answer.strip():
@@ -64,7 +64,9 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
             messages = [{"role": role, "content": content} for role, content in turns]
             rows.append({"messages": messages, "category": piece.category, "file": piece.file})
     write_jsonl(folder / "train.jsonl", rows)
-    prompts = corpus.choose(held_out, recipe.num_prompts, tokenizer, recipe.max_prompt_tokens, rng)
+    prompts = corpus.choose_prompts(
+        held_out, recipe.num_prompts, tokenizer, recipe.max_prompt_tokens, rng
+    )
     asked = [
         {"question_id": i, "category": p.category, "turns": [p.prompt], "file": p.file}
         for i, p in enumerate(prompts)

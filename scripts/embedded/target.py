@@ -155,7 +155,7 @@ def unlearn_loops(
                 ended = [*padded, tokenizer.eos_token_id].index(tokenizer.eos_token_id)
                 answer = padded[: ended + 1]
                 answered[row, first : first + len(answer)] = True
-                for place, tokens in enumerate(repeating(answer), first - 1):
+                for place, tokens in enumerate(find_loop_tokens(answer), first - 1):
                     loops += [(row, place, token) for token in tokens]
             real = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, first:])], dim=1)
             positions = (real.cumsum(1) - 1).clamp(min=0)
@@ -185,7 +185,7 @@ def _autocast() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=this_processor().is_fast(torch.bfloat16))
 
 
-def repeating(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
+def find_loop_tokens(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
     """Forbidden tokens per place: those that would complete `length` tokens seen before."""
     after: dict[tuple[int, ...], set[int]] = {}
     forbidden = []
@@ -223,7 +223,7 @@ def _batches(
         stream = stream[need:]
 
 
-def respond(
+def answer_prompts(
     target: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     pieces: list[corpus.CodeChat],

@@ -17,7 +17,7 @@ import xllamacpp as llama
 CONTEXT = 2048
 
 
-def opened(
+def open_server(
     target: str,
     draft: dict[str, Any] | None,
     batch: int = CONTEXT,
@@ -48,6 +48,6 @@ def opened(
 
 
 if __name__ == "__main__":
-    server = opened(**json.loads(sys.argv[1]))
+    server = open_server(**json.loads(sys.argv[1]))
     print(server.listening_address, flush=True)
     sys.stdin.read()

@@ -20,12 +20,12 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from scripts.llamacpp.server import opened
+from scripts.llamacpp.server import open_server
 
 LOOPBACK = build_opener(ProxyHandler({}))
 
 
-def asked(url: str, path: str, **body: Any) -> Any:
+def request_json(url: str, path: str, **body: Any) -> Any:
     """Send a request to a server and return its answer."""
     request = Request(
         f"{url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -35,7 +35,7 @@ def asked(url: str, path: str, **body: Any) -> Any:
 
 def answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any:
     """Get a greedy answer, with its token ids and times."""
-    return asked(
+    return request_json(
         url, "completion", prompt=prompt, n_predict=num_tokens, temperature=0, return_tokens=True,
         cache_prompt=False, **settings,
     )  # fmt: skip
@@ -46,13 +46,15 @@ def prompts(url: str, questions: list[str]) -> list[list[int]]:
     found = []
     for question in questions:
         messages = [{"role": "user", "content": question}]
-        text = asked(url, "apply-template", messages=messages)["prompt"]
-        ids = asked(url, "tokenize", content=text, add_special=True, parse_special=True)["tokens"]
+        text = request_json(url, "apply-template", messages=messages)["prompt"]
+        ids = request_json(url, "tokenize", content=text, add_special=True, parse_special=True)[
+            "tokens"
+        ]
         found.append(ids)
     return found
 
 
-def counted(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
+def summarise_passes(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
     """Tokens, steps and seconds over the prompts; seconds are the sum of each answer's median.
 
     The first token of an answer comes with its prompt; neither of them is timed.
@@ -69,7 +71,9 @@ def counted(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
     }
 
 
-def parting(url: str, prompt: list[int], usual: list[int], other: list[int]) -> dict[str, Any]:
+def find_first_difference(
+    url: str, prompt: list[int], usual: list[int], other: list[int]
+) -> dict[str, Any]:
     """Place where a text differs from the usual one, and the target's two best scores."""
     pairs = zip(usual, other, strict=False)
     place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(usual), len(other)))
@@ -82,7 +86,7 @@ def parting(url: str, prompt: list[int], usual: list[int], other: list[int]) -> 
     }
 
 
-def measured(settings: dict[str, Any]) -> dict[str, Any]:
+def measure_speed(settings: dict[str, Any]) -> dict[str, Any]:
     """Make the result.
 
     All servers are open at the same time and take turns, so that other load affects all equally.
@@ -91,7 +95,7 @@ def measured(settings: dict[str, Any]) -> dict[str, Any]:
     (head,) = Path(settings["head"]).glob("*.gguf")
     draft = {"model": str(head), "method": settings["method"]}
     servers = [
-        opened(
+        open_server(
             settings["target"],
             draft | {"num_tokens": depth} if depth else None,
             num_threads=settings["num_threads"],
@@ -113,14 +117,14 @@ def measured(settings: dict[str, Any]) -> dict[str, Any]:
     usual, *drafted = [found[0] for found in passes]
     partings = [
         {"question": question, "depth": depth}
-        | parting(urls[0], prompt, plain["tokens"], answered["tokens"])
+        | find_first_difference(urls[0], prompt, plain["tokens"], answered["tokens"])
         for depth, answers in zip(depths[1:], drafted, strict=True)
         for question, prompt, plain, answered in zip(questions, asking, usual, answers, strict=True)
         if plain["tokens"] != answered["tokens"]
     ]
     return {
         "questions": questions,
-        "rows": [counted(*each) for each in zip(depths, passes, strict=True)],
+        "rows": [summarise_passes(*each) for each in zip(depths, passes, strict=True)],
         "answers": [[each["content"] for each in found[0]] for found in passes],
         "partings": partings,
     }
@@ -130,5 +134,5 @@ if __name__ == "__main__":
     result = Path(sys.argv[2])
     # Written completely or not at all; this environment lacks the packages of conf.files.
     partial = result.with_name(f"{result.name}.tmp")
-    partial.write_text(json.dumps(measured(json.loads(sys.argv[1])), indent=1))
+    partial.write_text(json.dumps(measure_speed(json.loads(sys.argv[1])), indent=1))
     partial.replace(result)

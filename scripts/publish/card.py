@@ -52,7 +52,7 @@ class ExportFacts:
         return f"{self.repo_id}/{self.folder}".removesuffix("/")
 
     @property
-    def parity(self) -> str:
+    def parity_text(self) -> str:
         """Distance from the trained head's logits, in words."""
         return f"max |difference| {self.max_difference:.1e} of logits up to {self.scale:.1f}"
 
@@ -92,7 +92,7 @@ def is_hub_id(name: str) -> bool:
         return False
 
 
-def repository(name: str) -> str:
+def parse_hub_id(name: str) -> str:
     """Id of a Hub repository; the name may end in a GGUF file."""
     parts = split_gguf_path(name)
     return name if parts is None else parts[0]
@@ -104,7 +104,7 @@ def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]
     return list(dict.fromkeys([*head.copied, *of_exports]))
 
 
-def model_card(facts: CardFacts) -> ModelCard:
+def build_model_card(facts: CardFacts) -> ModelCard:
     """Write the card, with its metadata."""
     sections = [
         _introduction(facts), *facts.notices, _use(facts), _measured(facts), _training(facts)
@@ -120,7 +120,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
         # The Hub refuses a base_model that is not an id, and treats every unnamed relation as a
         # finetune. It knows adapter, finetune, merge and quantized; an adapter adds to a base model
         # without changing it. No pipeline_tag: a head by itself generates nothing.
-        base_model=repository(str(facts.target)) if on_hub else None,
+        base_model=parse_hub_id(str(facts.target)) if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
         datasets=[data_path] if is_hub_id(data_path) else None,
         library_name="headsmith",
@@ -159,7 +159,7 @@ def _introduction(facts: CardFacts) -> str:
     head = facts.head
     target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
     if facts.target and is_hub_id(facts.target):
-        target = f"[{facts.target}](https://huggingface.co/{repository(facts.target)})"
+        target = f"[{facts.target}](https://huggingface.co/{parse_hub_id(facts.target)})"
     paper = f" ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper}))" if head.paper else ""
     trained = "on a frozen target. The head works with this target only."
     if "adapter" in facts.provenance:
@@ -233,7 +233,12 @@ def _acceptance(acceptance: dict[str, Any]) -> list[str]:
     by_depth = ["depth", "accepted when reached (alpha)", "accepted of all passes"]
     held = format_conditions(acceptance)
     under = [f"Measured under: {held}."] if held else []
-    return [words, *under, _table(header, rows), _table(by_depth, depths)]
+    return [
+        words,
+        *under,
+        build_markdown_table(header, rows),
+        build_markdown_table(by_depth, depths),
+    ]
 
 
 def _setting(result: dict[str, Any]) -> str:
@@ -261,7 +266,10 @@ def _speedup(speedup: dict[str, Any]) -> list[str]:
         ]
         for name, row in speedup["methods"].items()
     ]
-    parts = [words, _table(["method", "tau", "tokens/s", "speed-up", "efficiency"], rows)]
+    parts = [
+        words,
+        build_markdown_table(["method", "tau", "tokens/s", "speed-up", "efficiency"], rows),
+    ]
     lossless = speedup["lossless"]
     if lossless is not None:  # sampled texts are not compared
         parts.append(
@@ -294,7 +302,7 @@ def _use(facts: CardFacts) -> str:
 def _exports(facts: CardFacts) -> str:
     """List the engine of each export, its distance from the trained head, and how to serve it."""
     rows = [
-        [export.format, f"`{export.where}`", export.loaders, export.parity]
+        [export.format, f"`{export.where}`", export.loaders, export.parity_text]
         for export in facts.exports
     ]
     intro = "Serve it from the export for your engine."
@@ -310,7 +318,12 @@ def _exports(facts: CardFacts) -> str:
     )
     commands = [f"{export.format}:\n\n```\n{export.commands}\n```" for export in facts.exports]
     return "\n\n".join(
-        [intro, _table(["format", "where", "loaders read", "parity"], rows), parity, *commands]
+        [
+            intro,
+            build_markdown_table(["format", "where", "loaders read", "parity"], rows),
+            parity,
+            *commands,
+        ]
     )
 
 
@@ -330,7 +343,7 @@ def _training(facts: CardFacts) -> str:
     ]
     rows += [["seed", config["seed"]]] if "seed" in config else []
     if rows:
-        table = _table(["setting", "value"], rows)
+        table = build_markdown_table(["setting", "value"], rows)
         parts.append(f"<details><summary>{len(rows)} settings</summary>\n\n{table}\n\n</details>")
     parts.append(format_template_note(provenance))
     about = provenance.get("about_head")
@@ -356,7 +369,7 @@ def _data_text(data: dict[str, Any]) -> str:
     return f"Data: `{name}`, {count}{form}{digest}."
 
 
-def _table(header: list[str], rows: list[list[Any]]) -> str:
+def build_markdown_table(header: list[str], rows: list[list[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
         "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"

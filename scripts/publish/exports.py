@@ -17,7 +17,13 @@ from heads.folders import PROVENANCE
 from heads.head import DraftHead
 from heads.kinds import load_head
 from scripts.publish.card import ExportFacts
-from scripts.publish.staging import place, published, read_json, scrubbed, write_json
+from scripts.publish.staging import (
+    link_file,
+    load_json,
+    scrub_private_data,
+    scrub_provenance,
+    write_json,
+)
 
 # For these, too, only the root of a repository works; the others open local folders.
 TAKE_HUB_IDS = (
@@ -44,7 +50,7 @@ class ExportFolder:
     dtype: torch.dtype
 
 
-def open_exports(folders: list[str]) -> list[ExportFolder]:
+def load_export_folders(folders: list[str]) -> list[ExportFolder]:
     """Read export folders, without their weights.
 
     Raises:
@@ -57,7 +63,7 @@ def open_exports(folders: list[str]) -> list[ExportFolder]:
             raise InputError(
                 f"exports={name}: no such folder; name a folder that scripts/export.py wrote"
             )
-        facts = (read_json(folder / PROVENANCE) or {}).get("export") or {}
+        facts = (load_json(folder / PROVENANCE) or {}).get("export") or {}
         try:
             engine = ExportFormat(facts.get("format"))
             dtype = ExportDtype(facts.get("dtype"))
@@ -75,7 +81,7 @@ def open_exports(folders: list[str]) -> list[ExportFolder]:
     return list(exports.values())
 
 
-def check_same(head: DraftHead, export: ExportFolder) -> None:
+def check_export_of_head(head: DraftHead, export: ExportFolder) -> None:
     """Check that an export is of this head.
 
     Args:
@@ -102,19 +108,21 @@ def stage_export(export: ExportFolder, staged: Path) -> None:
     staged.mkdir()
     for path in sorted(export.folder.iterdir()):
         if path.name == PROVENANCE:
-            write_json(staged / PROVENANCE, published(read_json(path) or {}))
+            write_json(staged / PROVENANCE, scrub_provenance(load_json(path) or {}))
         elif path.suffix == ".json":
-            write_json(staged / path.name, scrubbed(read_json(path)))
+            write_json(staged / path.name, scrub_private_data(load_json(path)))
         elif path.suffix in TEXTS:
-            (staged / path.name).write_text(scrubbed(path.read_text("utf-8")), "utf-8")
+            (staged / path.name).write_text(scrub_private_data(path.read_text("utf-8")), "utf-8")
         elif path.suffix in (WEIGHTS, GGUF):
-            place(path, staged / path.name)
+            link_file(path, staged / path.name)
     if (export.folder / PARITY).is_file():
         (staged / PARITY).parent.mkdir()
-        place(export.folder / PARITY, staged / PARITY)
+        link_file(export.folder / PARITY, staged / PARITY)
 
 
-def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> ExportFacts:
+def verify_staged_export(
+    export: ExportFolder, staged: Path, repo_id: str, folder: str
+) -> ExportFacts:
     """Check a staged export with the independent reader.
 
     Args:
@@ -158,7 +166,7 @@ def verified(export: ExportFolder, staged: Path, repo_id: str, folder: str) -> E
         scale=verdict.scale,
         target_weights=tuple(words for name, words in TARGET_WEIGHTS.items() if name in names),
     )
-    print(f"exports={export.folder}: parity: {facts.parity}")
+    print(f"exports={export.folder}: parity: {facts.parity_text}")
     return facts
 
 

@@ -41,7 +41,7 @@ class Terms:
     license: str | None
 
 
-def ask_terms(name: str) -> Terms | str:
+def fetch_terms(name: str) -> Terms | str:
     """Ask the Hub about a repository, as the user whose token is set.
 
     Args:
@@ -60,7 +60,7 @@ def ask_terms(name: str) -> Terms | str:
     except errors.OfflineModeIsEnabled:
         return "HF_HUB_OFFLINE is set, so the Hub was not asked"
     except errors.HTTPError as error:
-        return f"cannot reach {api.endpoint}: {told(error)}"
+        return f"cannot reach {api.endpoint}: {format_hub_error(error)}"
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
     license_id = card.get("license")
     if license_id == "other":
@@ -73,7 +73,7 @@ def link(repo_id: str) -> str:
     return f"{HfApi().endpoint}/{repo_id}"
 
 
-def upload(folders: dict[str, Path], private: bool) -> list[str]:
+def upload_repositories(folders: dict[str, Path], private: bool) -> list[str]:
     """Upload each folder to its repository, in one commit each.
 
     `HfApi.upload_folder` and `upload_large_folder` commit in batches if Xet is installed, and users
@@ -93,15 +93,15 @@ def upload(folders: dict[str, Path], private: bool) -> list[str]:
     api = HfApi()
     urls = []
     for repo_id in folders:  # before the first upload, as a missing right to one must stop all
-        with _explained(repo_id, api.endpoint):
+        with _translate_hub_errors(repo_id, api.endpoint):
             urls.append(str(api.create_repo(repo_id, private=private, exist_ok=True)))
             if private and not api.repo_info(repo_id).private:
                 raise InputError(
                     f"repo_id={repo_id}: exists and is public; set private=false to publish there"
                 )
     for repo_id, folder in folders.items():
-        files = {path.relative_to(folder).as_posix(): path for path in files_of(folder)}
-        with _explained(repo_id, api.endpoint):
+        files = {path.relative_to(folder).as_posix(): path for path in list_files(folder)}
+        with _translate_hub_errors(repo_id, api.endpoint):
             stale = _stale(api.list_repo_files(repo_id), files)
             api.create_commit(
                 repo_id,
@@ -123,19 +123,19 @@ def _stale(there: list[str], files: dict[str, Path]) -> list[str]:
     return sorted(old - files.keys())
 
 
-def files_of(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """Every file in a folder and its subfolders, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def told(error: BaseException) -> str:
+def format_hub_error(error: BaseException) -> str:
     """Message of an error and its cause, on one line and without keys."""
     cause = f" {error.__cause__}" if error.__cause__ else ""
     return " ".join(str(to_json(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
 
 
 @contextmanager
-def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
+def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
     """Turn the client's errors into messages for the user."""
     try:
         yield
@@ -143,18 +143,18 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
         raise
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        problem = f"{endpoint} answered HTTP {status}: {told(error)}; {RESUME}"
+        problem = f"{endpoint} answered HTTP {status}: {format_hub_error(error)}; {RESUME}"
         if status == 401:
             problem = f"not logged in to {endpoint}: run `hf auth login` or set HF_TOKEN"
         elif status == 403:
             problem = (
-                f"this token may not write there (HTTP 403): {told(error)}; set HF_TOKEN to one "
+                f"this token may not write there (HTTP 403): {format_hub_error(error)}; set HF_TOKEN to one "
                 "that may"
             )
         raise InputError(f"repo_id={repo_id}: {problem}") from error
     except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:
-        raise InputError(f"cannot reach {endpoint}: {told(error)}; {RESUME}") from error
+        raise InputError(f"cannot reach {endpoint}: {format_hub_error(error)}; {RESUME}") from error
     except ValueError as error:
-        raise InputError(f"repo_id={repo_id}: {told(error)}") from error
+        raise InputError(f"repo_id={repo_id}: {format_hub_error(error)}") from error
     except (RuntimeError, OSError) as error:  # the client's errors about a file's transfer
-        raise InputError(f"repo_id={repo_id}: {told(error)}; {RESUME}") from error
+        raise InputError(f"repo_id={repo_id}: {format_hub_error(error)}; {RESUME}") from error

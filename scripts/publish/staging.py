@@ -20,24 +20,24 @@ LOCAL_PATH = re.compile(
 OWN_SERVER = re.compile(r"(https?://)(?!localhost|127\.)[^/\s,\]]+:\d+")
 
 
-def published(provenance: dict[str, Any]) -> dict[str, Any]:
+def scrub_provenance(provenance: dict[str, Any]) -> dict[str, Any]:
     """Publishable contents of a `headsmith.json`."""
     data = provenance.get("data")
     if isinstance(data, dict):
         # Malformed rows are quoted there; they are private data and not needed.
         provenance = {**provenance, "data": {k: v for k, v in data.items() if k != "bad"}}
-    return dict(scrubbed(provenance))
+    return dict(scrub_private_data(provenance))
 
 
-def scrubbed(value: Any) -> Any:
+def scrub_private_data(value: Any) -> Any:
     """Leave only the last name of every absolute local path in a JSON value, and mask keys.
 
     Also removes the hosts of URLs with a port, as these are private servers.
     """
     if isinstance(value, dict):
-        return {_scrubbed_text(str(key)): scrubbed(item) for key, item in value.items()}
+        return {_scrubbed_text(str(key)): scrub_private_data(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [scrubbed(item) for item in value]
+        return [scrub_private_data(item) for item in value]
     return _scrubbed_text(to_json(value)) if isinstance(value, str) else value
 
 
@@ -53,7 +53,7 @@ def _scrubbed_text(text: str) -> str:
     return LOCAL_PATH.sub(r"\1", text)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def load_json(path: Path) -> dict[str, Any] | None:
     """Read the object in a JSON file; None if there is no such file.
 
     Raises:
@@ -77,7 +77,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def place(source: Path, there: Path) -> None:
+def link_file(source: Path, there: Path) -> None:
     """Place a large file there without copying it.
 
     A hard link keeps the checked contents even if training rewrites the head. Without hard links,

@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Work:
+class CaptureJob:
     """One capture: its data, and the place of each part.
 
     Attributes:
@@ -46,19 +46,19 @@ class Work:
     folder: Path
     plan: StorePlan
     shards: list[PlannedShard]
-    sets: dict[str, PackedDataset]
+    packed_by_split: dict[str, PackedDataset]
     prompts: list[list[int]]
     report: DataReport
 
 
-def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
+def plan_capture(config: CaptureRun, state: PartialState, shard_bytes: int) -> CaptureJob:
     """Tokenise, pack and plan; this does not need the target's weights yet.
 
     Raises:
         InputError: bad data, or layers that the target does not have.
     """
     model_config, tokenizer = load_config_and_tokenizer(config.target)
-    contents = contents_of(config, model_config.get_text_config())
+    contents = choose_contents(config, model_config.get_text_config())
     train, heldout, report = prepare_datasets(
         config.data, tokenizer, config.seed, state.is_main_process
     )
@@ -82,7 +82,7 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         if name not in NON_CONTENT_SETTINGS
     }
     plan = StorePlan(
-        target=target_json(config, tokenizer, state.device, loaded=False),
+        target=describe_target(config, tokenizer, state.device, loaded=False),
         contents=contents,
         data=data,
         sha256=report.sha256,
@@ -92,10 +92,10 @@ def prepared(config: CaptureRun, state: PartialState, shard_bytes: int) -> Work:
         splits=splits,
         shard_bytes=shard_bytes,
     )
-    return Work(config, Path(config.out_dir), plan, shards, sets, prompts, report)
+    return CaptureJob(config, Path(config.out_dir), plan, shards, sets, prompts, report)
 
 
-def contents_of(config: CaptureRun, model_config: Any) -> StoreContents:
+def choose_contents(config: CaptureRun, model_config: Any) -> StoreContents:
     """Choose the parts of a target's pass to store.
 
     Raises:
@@ -122,7 +122,7 @@ def contents_of(config: CaptureRun, model_config: Any) -> StoreContents:
     return StoreContents(ends, tuple(sorted(layers)), config.teacher, k, config.format)
 
 
-def target_json(
+def describe_target(
     config: CaptureRun, tokenizer: Any, device: torch.device, loaded: bool
 ) -> dict[str, Any]:
     """Identity of the target, and how it runs.
@@ -149,7 +149,7 @@ def target_json(
     }
 
 
-def check_disk(work: Work, say: bool) -> None:
+def check_disk(work: CaptureJob, print_sizes: bool) -> None:
     """Print how much will be written, in each format, and refuse what does not fit.
 
     Raises:
@@ -161,7 +161,7 @@ def check_disk(work: Work, say: bool) -> None:
     folder = work.folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
-    if say:
+    if print_sizes:
         contents = work.plan.contents
         print(*work.report.format_lines(), sep="\n")
         print(f"store: {contents.line()}, {tokens:,} tokens")

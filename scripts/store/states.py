@@ -32,12 +32,12 @@ from train.loss.ranking import fast_topk
 ROWS_PER_CHUNK = 1024
 GROUP = 8
 
-StatesOf = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+ComputeStates = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """From a batch of packed sequences, [B, T] tensors on the CPU, to [B, T, D] `hidden_states` and
 `layers.{i}`, in any dtype."""
 
 
-def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
+def make_target_states(target: Target, layers: tuple[int, ...]) -> ComputeStates:
     """Make states with the target's own forward pass."""
 
     def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,22 +55,22 @@ def states_from_target(target: Target, layers: tuple[int, ...]) -> StatesOf:
 
 
 @dataclass(frozen=True)
-class Source:
+class StatesSource:
     """The target's states of texts, and its own texts."""
 
-    states_of: StatesOf
+    compute_states: ComputeStates
     texts: AnswerSource
 
     @classmethod
-    def of(cls, target: Target, layers: tuple[int, ...]) -> "Source":
+    def from_target(cls, target: Target, layers: tuple[int, ...]) -> "StatesSource":
         """Source from a target in this process, and its layers."""
-        return cls(states_from_target(target, layers), LocalAnswerSource(target))
+        return cls(make_target_states(target, layers), LocalAnswerSource(target))
 
 
 @contextmanager
-def source_of(
+def open_source(
     config: TargetConfig, target: EmbeddingsAndOutputHead, layers: tuple[int, ...], text: list[int]
-) -> Iterator[Source]:
+) -> Iterator[StatesSource]:
     """Open a source of the target's states and own texts, from a pass here or from engines.
 
     Args:
@@ -83,7 +83,7 @@ def source_of(
         InputError: an engine does not write these states.
     """
     if isinstance(target, Target):
-        yield Source.of(target, layers)
+        yield StatesSource.from_target(target, layers)
         return
     assert isinstance(target, RemoteTarget)
     with open_states_pool(config, target, layers, text, target.final_norm) as pool:
@@ -94,11 +94,11 @@ def source_of(
             read = list(pool.stream_sequence_states(rows))
             return {name: torch.stack([states[name] for states in read]) for name in read[0]}
 
-        yield Source(states_of, EngineAnswerSource(pool, target))
+        yield StatesSource(states_of, EngineAnswerSource(pool, target))
 
 
 @torch.no_grad()
-def top_k(
+def compute_top_k(
     target: EmbeddingsAndOutputHead, hidden_states: Tensor, k: int, asked: Tensor
 ) -> dict[str, Tensor]:
     """Compute the target's likeliest tokens, where a loss will ask for them.
@@ -123,7 +123,7 @@ def top_k(
     return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs}
 
 
-def stored(
+def build_stored_tensors(
     target: EmbeddingsAndOutputHead,
     contents: StoreContents,
     states: Mapping[str, Tensor],
@@ -147,11 +147,13 @@ def stored(
         # Losses compare heads with the target wherever a token of the document follows.
         asked = tokens["document_ids"].roll(-1) == tokens["document_ids"]
         asked[-1] = False
-        tensors |= top_k(target, states[HIDDEN_STATES].to(target.device), contents.top_k, asked)
+        tensors |= compute_top_k(
+            target, states[HIDDEN_STATES].to(target.device), contents.top_k, asked
+        )
     return tensors
 
 
-def token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Ids, documents and masks [n] of a packed sequence, as the store holds them."""
     num_tokens = int((row["document_ids"] >= 0).sum())
     return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in TOKEN_FIELDS}

@@ -34,7 +34,7 @@ from conf.errors import InputError
 from conf.files import write_atomically
 from scripts.zoo.checks import COLUMNS, check_target
 from scripts.zoo.families import NO_TARGET
-from scripts.zoo.tiny import MADE, model_types, tiny_target
+from scripts.zoo.tiny import MADE_FILE, make_tiny_target, model_types
 
 PROCESSES = multiprocessing.get_context("forkserver")
 HEADINGS = {
@@ -60,7 +60,7 @@ def main(config: TargetsRun) -> None:
     with tqdm(left, unit="model type") as bar:
         for name in bar:
             bar.set_postfix_str(name)
-            check_apart(out_dir, name, config.timeout)
+            check_in_process(out_dir, name, config.timeout)
     results = {
         n: json.loads(result_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET
     }
@@ -77,7 +77,7 @@ def main(config: TargetsRun) -> None:
     }
     write_atomically(out_dir / "targets.json", json.dumps(content, indent=1) + "\n")
     write_atomically(out_dir / "targets.md", table(results, left_out))
-    print(counts(results))
+    print(format_counts(results))
     print(f"wrote {out_dir / 'targets.md'} and {out_dir / 'targets.json'}")
 
 
@@ -99,7 +99,7 @@ def result_at(out_dir: Path, name: str) -> Path:
     return out_dir / "found" / f"{name}.json"
 
 
-def check_apart(out_dir: Path, name: str, timeout: float) -> None:
+def check_in_process(out_dir: Path, name: str, timeout: float) -> None:
     """Check a model type in a separate process, which may crash or hang."""
     log = out_dir / "found" / f"{name}.log"
     process = PROCESSES.Process(target=check_one, args=(name, out_dir, log))
@@ -126,12 +126,12 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # matrices this small take longer with more
     try:
-        folder = tiny_target(name, out_dir / "made")
+        folder = make_tiny_target(name, out_dir / "made")
     except Exception as error:  # noqa: BLE001 any error of transformers
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
     else:
-        result = {**check_target(folder), "made": json.loads((folder / MADE).read_text())}
+        result = {**check_target(folder), "made": json.loads((folder / MADE_FILE).read_text())}
     write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
@@ -141,7 +141,7 @@ def counted(results: Results) -> dict[str, int]:
     return {state: numbers[state] for state in STATES if numbers[state]}
 
 
-def counts(results: Results) -> str:
+def format_counts(results: Results) -> str:
     """Summarise on one line how many work, are refused and so on."""
     parts = ", ".join(f"{number} {state}" for state, number in counted(results).items())
     return f"{len(results)} model types of transformers {transformers.__version__}: {parts}"
@@ -153,7 +153,7 @@ def table(results: Results, left_out: dict[str, str]) -> str:
     lines = [
         "# Targets",
         "",
-        f"{counts(results)}. Written by `scripts/zoo/check.py`; each is a random model of 4 "
+        f"{format_counts(results)}. Written by `scripts/zoo/check.py`; each is a random model of 4 "
         "layers, hidden size 64, vocabulary 320. Texts of 48 tokens after prompts of 40 to 70, "
         "beyond windows of 12, chunks of 8 and RoPE switches at 64, are compared with `generate`.",
         "",

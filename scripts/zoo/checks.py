@@ -36,7 +36,7 @@ from heads.target_model.model import Target
 from heads.upload import to_device
 from heads.vocab import DraftVocab
 from scripts.embedded.corpus import SPECIAL_TOKENS
-from scripts.zoo.tiny import MADE, NUM_TOKENS, PAD
+from scripts.zoo.tiny import MADE_FILE, NUM_TOKENS, PAD
 from train.eagle import EagleObjective
 from train.medusa import MedusaObjective
 from train.objective import Objective
@@ -93,11 +93,11 @@ class Findings:
             if word in values.values():
                 return state
         if {**values, "tree": YES} == dict.fromkeys(COLUMNS, YES):
-            return "works" if self.ok("tree") else "works with chains"
+            return "works" if self.has_passed("tree") else "works with chains"
         return "refused"
 
     @contextmanager
-    def column(self, name: str) -> Iterator[None]:
+    def open_column(self, name: str) -> Iterator[None]:
         """Run one check; its column gets any error that it raises."""
         try:
             yield
@@ -110,7 +110,7 @@ class Findings:
             self.columns[name] = f"FAILED: {type(error).__name__}: {_line(error, self.folder)}"
             self.traceback = self.traceback or traceback.format_exc()
 
-    def ok(self, name: str) -> bool:
+    def has_passed(self, name: str) -> bool:
         """True for a check that passed."""
         return self.columns.get(name) == YES
 
@@ -131,12 +131,12 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
     """
     findings = Findings(str(folder))
     config = TargetConfig(path=str(folder))
-    with findings.column("loads"):
+    with findings.open_column("loads"):
         load_model(config, load_config_and_tokenizer(config)[0], torch.float32, CPU)
-    if findings.ok("loads"):
-        with findings.column("check"):
+    if findings.has_passed("loads"):
+        with findings.open_column("check"):
             target = load_target(config, CPU)
-        if findings.ok("check"):
+        if findings.has_passed("check"):
             _Checks(target, findings).run(heads)
     kept = {name: value for name, value in asdict(findings).items() if name != "folder"}
     return {"state": findings.state, **kept}
@@ -157,30 +157,30 @@ class _Checks:
 
     def run(self, heads: bool) -> None:
         """Run every column after the check."""
-        with self.findings.column("loads"):
+        with self.findings.open_column("loads"):
             self._stop_at([])
             self.texts = self._generated()
             self._same_as_saved()
         if not self.texts:
             return
-        with self.findings.column("chain"):
+        with self.findings.open_column("chain"):
             self._lossless(Oracle, CHAIN, 1)
-        with self.findings.column("tree"):
+        with self.findings.open_column("tree"):
             # With several texts: a target that sees one token too many usually still gives the same
             # ones.
             self._lossless(Oracle, TREE, len(self.prompts))
-            self._lossless(Shaped, TREE, 1)
-        with self.findings.column("batch"):
+            self._lossless(VaryingTreeOracle, TREE, 1)
+        with self.findings.open_column("batch"):
             # Texts end at different places, after a third and two thirds.
             self._stop_at([self.texts[n][n * len(self.texts[n]) // 3] for n in (1, 2)])
             self._lossless(Oracle, CHAIN, len(self.prompts))
-            if self.findings.ok("tree"):
-                self._lossless(Shaped, TREE, len(self.prompts))
+            if self.findings.has_passed("tree"):
+                self._lossless(VaryingTreeOracle, TREE, len(self.prompts))
         self._stop_at([])
         if not heads:
             return
         for name, trained in (("medusa", self._medusa), ("eagle", self._eagle)):
-            with self.findings.column(name):
+            with self.findings.open_column(name):
                 trained()
 
     def _stop_at(self, ids: list[int]) -> None:
@@ -189,7 +189,7 @@ class _Checks:
 
     def _same_as_saved(self) -> None:
         """Check that the complete model, loaded by transformers itself, gives the same text."""
-        made = json.loads((Path(self.findings.folder) / MADE).read_text())
+        made = json.loads((Path(self.findings.folder) / MADE_FILE).read_text())
         if made["left_out"]:
             return
         model = getattr(transformers, made["class"]).from_pretrained(self.findings.folder).eval()
@@ -241,7 +241,7 @@ class _Checks:
     def _medusa(self) -> None:
         head = MedusaHead.from_target(self.target, 3, 1)
         _train(MedusaObjective(head, self.target, MedusaConfig(num_heads=3)), self._data())
-        for tree in (Tree.chain(3), MEDUSA_TREE)[: 1 + self.findings.ok("tree")]:
+        for tree in (Tree.chain(3), MEDUSA_TREE)[: 1 + self.findings.has_passed("tree")]:
             self._replayed("medusa", head, tree, MedusaDrafter(head, tree))
 
     def _eagle(self) -> None:
@@ -251,7 +251,7 @@ class _Checks:
         head = EagleHead.from_settings(self.target, config, vocab, seed=0)
         _train(EagleObjective(head, self.target, config), self._data())
         self._replayed("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
-        if self.findings.ok("tree"):
+        if self.findings.has_passed("tree"):
             self._same_texts(self._decoded(EagleTree(head, DynamicShape(4, 3, 8)), 2))
 
     def _data(self) -> PackedDataset:
@@ -266,7 +266,7 @@ class _Checks:
         """Check that decoding is lossless, and that its steps equal those of replay."""
         decoded = self._decoded(drafter)
         self._same_texts(decoded)
-        with self.findings.column("replay"):
+        with self.findings.open_column("replay"):
             told = replay_response(self.target, head, tree, self.prompts[0], self.texts[0])
             self.findings.tau.setdefault(name, round(tau([PromptSteps("all", told)]), 3))
             if told != decoded[0].steps:
@@ -277,7 +277,7 @@ class _Checks:
                 raise Differs(f"{name}, from pass {place} of {len(told)}")
 
 
-class Shaped(Oracle):
+class VaryingTreeOracle(Oracle):
     """Trees of another shape for every text and place, like dynamic trees."""
 
     @property

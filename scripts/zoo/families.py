@@ -3,7 +3,7 @@
 from typing import Any
 
 MAMBA_2 = {"mamba_d_head": 16, "mamba_n_heads": 8}
-HEAD_DIM = {"head_dim": 16}
+SET_HEAD_DIM = {"head_dim": 16}
 QWEN_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
@@ -86,7 +86,7 @@ _SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 8, "num_heads": 4},
     },
     "unset by default, but needed": {
-        "hunyuan_v1_dense hunyuan_v1_moe ministral": HEAD_DIM,
+        "hunyuan_v1_dense hunyuan_v1_moe ministral": SET_HEAD_DIM,
         "hunyuan_vl_text": {
             "head_dim": 16, "rope_parameters": {**QWEN_MROPE, "mrope_section": [2, 2, 2, 2]},
         },
@@ -159,11 +159,11 @@ _SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
-BY_HAND: dict[str, dict[str, Any]] = {}
+MANUAL_SETTINGS: dict[str, dict[str, Any]] = {}
 for _families in _SETTINGS.values():
     for _names, _settings in _families.items():
         for _name in _names.split():
-            BY_HAND[_name] = BY_HAND.get(_name, {}) | _settings
+            MANUAL_SETTINGS[_name] = MANUAL_SETTINGS.get(_name, {}) | _settings
 
 _NO_TARGET = {
     "an encoder: its checkpoints read the tokens to come as well":

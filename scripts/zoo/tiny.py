@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from scripts.embedded.corpus import train_tokenizer
-from scripts.zoo.families import BY_HAND
+from scripts.zoo.families import MANUAL_SETTINGS
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 4, 64, 4, 16, 320
 WINDOW, CHUNK, SWITCH, CONTEXT = 12, 8, 64, 512
@@ -114,7 +114,7 @@ INDEXES: dict[str, Any] = {
     "moe_layer_end_index": -1, "mlp_only_layers": [], "downsample_channels": [32, 64],
 }  # fmt: skip
 
-MADE = "made.json"
+MADE_FILE = "made.json"
 WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
 """Gain of a matrix (its output's deviation over its input's) and deviation of embeddings. The first
 pair that gives suitable texts is used. With large tied embeddings a token predicts itself."""
@@ -134,7 +134,7 @@ def model_types() -> list[str]:
     )
 
 
-def tiny_target(model_type: str, root: Path) -> Path:
+def make_tiny_target(model_type: str, root: Path) -> Path:
     """Folder of a tiny random target, made on first use.
 
     Args:
@@ -142,7 +142,7 @@ def tiny_target(model_type: str, root: Path) -> Path:
         root: folder with a folder for each.
     """
     folder = root / model_type
-    if not (folder / MADE).is_file():
+    if not (folder / MADE_FILE).is_file():
         staging = folder.with_name(f"{model_type}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -166,12 +166,14 @@ def _make(model_type: str, folder: Path) -> None:
     made = {
         "class": name,
         "layers": _layers(text),
-        "by_hand": {each: BY_HAND[each] for each in _types(config) if each in BY_HAND},
+        "by_hand": {
+            each: MANUAL_SETTINGS[each] for each in _types(config) if each in MANUAL_SETTINGS
+        },
         "left_out": left_out,
         **weights,
         "num_parameters": sum(each.numel() for each in model.parameters()),
     }
-    (folder / MADE).write_text(json.dumps(made, indent=1, default=str) + "\n")
+    (folder / MADE_FILE).write_text(json.dumps(made, indent=1, default=str) + "\n")
 
 
 def tiny_config(model_type: str) -> Any:
@@ -180,7 +182,7 @@ def tiny_config(model_type: str) -> Any:
     try:
         default = make()
     except ValueError:  # some defaults contradict themselves; values set by hand correct them
-        default = make(**BY_HAND[model_type])
+        default = make(**MANUAL_SETTINGS[model_type])
     return make(**_settings(default))
 
 
@@ -191,7 +193,7 @@ def _settings(config: Any) -> dict[str, Any]:
         if isinstance(part, PreTrainedConfig)
     }
     settings = tiny_sizes(config) | parts
-    for name, value in BY_HAND.get(config.model_type, {}).items():
+    for name, value in MANUAL_SETTINGS.get(config.model_type, {}).items():
         both = isinstance(value, dict) and isinstance(settings.get(name), dict)
         settings[name] = settings[name] | value if both else value
     return settings
@@ -345,8 +347,8 @@ def random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
     for gain, embedding in WEIGHTS:
         torch.manual_seed(0)
         model = kind._from_config(config, dtype=torch.float32).eval()
-        spread(model, gain, embedding)
-        facts = {"gain": gain, "embedding": embedding, **judged(model)}
+        scale_weights(model, gain, embedding)
+        facts = {"gain": gain, "embedding": embedding, **measure_text_quality(model)}
         fit = min(facts["num_distinct_tokens"] / DISTINCT, 1) * min(facts["reach"] / REACH, 1)
         if fit > best[0]:
             best = fit, model, facts
@@ -356,7 +358,7 @@ def random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @torch.no_grad()
-def spread(model: Any, gain: float, embedding: float) -> None:
+def scale_weights(model: Any, gain: float, embedding: float) -> None:
     """Scale matrices so that they pass on their input, and add noise to constant weights.
 
     In every family, a matrix of n inputs gets a deviation of gain / sqrt(n). A bias that starts as
@@ -380,7 +382,7 @@ def spread(model: Any, gain: float, embedding: float) -> None:
     # them.
     head = model.get_output_embeddings()
     if head is not None:
-        head.weight[placeholders(model.config)] = 0
+        head.weight[find_placeholder_ids(model.config)] = 0
     # The final norm gets a gain, so that the logits of any family have a deviation of 2, in
     # addition to the 1 that norms start with, in the weight or in code.
     deviation, norm = _deviation(model)
@@ -388,12 +390,12 @@ def spread(model: Any, gain: float, embedding: float) -> None:
         norm.weight.add_(2 / deviation - 1)
 
 
-def placeholders(config: Any) -> list[int]:
+def find_placeholder_ids(config: Any) -> list[int]:
     """Ids of tokens that stand for pictures and so on, in a config and its parts."""
     ids = set()
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            ids |= set(placeholders(value))
+            ids |= set(find_placeholder_ids(value))
         elif name.endswith(TOKENS) and isinstance(value, int) and value >= FIRST_OTHER:
             ids.add(value)
     return sorted(ids)
@@ -414,7 +416,7 @@ def _deviation(model: Any) -> tuple[float, Any]:
 
 
 @torch.no_grad()
-def judged(model: Any) -> dict[str, Any]:
+def measure_text_quality(model: Any) -> dict[str, Any]:
     """Facts that tell whether texts of a model can be compared.
 
     Returns:

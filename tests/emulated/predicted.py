@@ -41,7 +41,7 @@ from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import training as bench_train
-from scripts.bench.training import fresh_objective
+from scripts.bench.training import make_objective
 from train.eagle import EagleObjective
 from train.medusa2 import Medusa2Objective
 
@@ -55,7 +55,7 @@ def trained(job: dict[str, Any]) -> Row:
     options = _options(job)
     objective = patch.object(bench_train, "fresh_objective", _objective)
     with hollow(), objective, tempfile.TemporaryDirectory() as folder:
-        run, _ = bench_train.start(options, Path(folder) / "out")
+        run, _ = bench_train.start_run(options, Path(folder) / "out")
         run.optimizer_step()
         with metered() as meter, counted() as counts:
             run.optimizer_step()
@@ -85,7 +85,7 @@ def decoded(job: dict[str, Any]) -> Row:
 def _target(job: dict[str, Any]) -> Target:
     """With room for what is answered."""
     room = {**job, "length": 2 * job["length"]}
-    return bench_train.random_target(_options(room), torch.device("cuda"))
+    return bench_train.make_random_target(_options(room), torch.device("cuda"))
 
 
 class Whole:
@@ -120,7 +120,7 @@ def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
         adapter = Adapter(target, run.adapter, seed=0)
         return Medusa2Objective(AdaptedMedusa(heads, adapter), target, run)
     if name in build_variant_table():
-        return fresh_objective(name, target, vocab)
+        return make_objective(name, target, vocab)
     config = entry.head_recipe(EagleConfig, name)
     head = EagleHead.from_settings(target, config, vocab, seed=0)
     return EagleObjective(head, target, config)
@@ -156,7 +156,7 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
 
 def _options(job: dict[str, Any]) -> Namespace:
     """Options of `bench_train`."""
-    options = bench_train.arguments(["--dtype", "bfloat16"])
+    options = bench_train.parse_arguments(["--dtype", "bfloat16"])
     options.head = job["name"]
     options.hidden, options.layers, options.vocab = job["hidden"], job["layers"], job["vocab"]
     options.max_length, options.batch_size = job["length"], job.get("batch_size", 1)

@@ -72,8 +72,8 @@ def test_a_step_launches_as_much_as_where_there_are_numbers(
 def test_what_the_benchmark_shows_is_what_would_be_predicted(name: str) -> None:
     sizes = predict_gpu.TARGETS["8b"] | predict_gpu.TRAINING
     found = predicted.trained({**sizes, "name": name})
-    speed = found["num_tokens"] / predict_gpu.seconds_of(found)
-    shown = json.loads(predict_gpu.PREDICTED.read_text())[f"train {name}"]["tokens/s"]
+    speed = found["num_tokens"] / predict_gpu.estimate_step_seconds(found)
+    shown = json.loads(predict_gpu.PREDICTIONS_FILE.read_text())[f"train {name}"]["tokens/s"]
     assert shown == pytest.approx(speed, rel=0.1)
 
 

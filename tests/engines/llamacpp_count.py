@@ -17,7 +17,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.llamacpp.server import opened
+from scripts.llamacpp.server import open_server
 
 COUNTER = re.compile(
     r'^llamacpp:spec_decode_num_(\w+)_total(?:\{position="(\d+)"\})? (\d+)', re.MULTILINE
@@ -53,7 +53,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     results = []
     for settings in job["servers"]:
-        server = opened(**settings)
+        server = open_server(**settings)
         depth = settings["draft"]["num_tokens"]
         results.append(counted(server.listening_address, job, depth))
         del server

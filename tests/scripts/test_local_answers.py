@@ -14,7 +14,7 @@ from data.rows.records import Record
 from data.templates.encoder import RecordEncoder
 from scripts import regenerate
 from scripts.answers.dialogue import Dialogue
-from scripts.answers.local import LocalAnswers
+from scripts.answers.local import ConversationAnswerer
 from tests.chats import chats, rows_in, write_rows
 from tests.toys import random_model, tokenizer
 
@@ -69,8 +69,10 @@ def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> N
     target = regenerate.load_target(TargetConfig(path=str(target_path)), torch.device("cpu"))
     (question, answer) = batched[1]["messages"]
     asked = Dialogue(1, Record([question], None, "in.jsonl:2"), seed=0)
-    assert asked.advance()
-    ids = LocalAnswers(target, RecordEncoder(target.tokenizer), 4, 12, 0.0).prompt_ids(asked)
+    assert asked.advance_to_question()
+    ids = ConversationAnswerer(target, RecordEncoder(target.tokenizer), 4, 12, 0.0).encode_prompt(
+        asked
+    )
     prompt_length = len(ids)
     own = AutoModelForCausalLM.from_pretrained(target_path)
     text = own.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
@@ -120,7 +122,7 @@ def test_resumed_answers_equal_uninterrupted_ones(
     settings = {"batch_size": 3, "temperature": temperature}
     monkeypatch.setattr(regenerate, "BATCHES_AT_A_TIME", 1)
     clean = run_local(target_path, data, tmp_path / "clean", **settings)
-    answer_group = regenerate.answer_group
+    answer_group = regenerate.iter_group_outcomes
     calls: list[int] = []
 
     def killed_in_the_second_group(group: Any, local: Any) -> Any:

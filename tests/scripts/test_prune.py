@@ -135,7 +135,7 @@ def test_choices_are_the_targets_first_along_the_answers() -> None:
         with torch.no_grad():
             logits = target.model(torch.tensor([document])).logits[0, 3:-1]
         expected += torch.bincount(logits.argmax(-1), minlength=target.vocab_size)
-    found = prune.target_choices(target, rows, num_sequences=5)  # type: ignore[arg-type]
+    found = prune.count_target_choices(target, rows, num_sequences=5)  # type: ignore[arg-type]
     assert torch.equal(found, expected)
     assert int(found.sum()) == 30
 

@@ -23,7 +23,7 @@ from heads.medusa.head import MedusaHead
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.bench.harness import peak_bytes
+from scripts.bench.harness import measure_peak_bytes
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 
@@ -131,7 +131,7 @@ def test_memory_beyond_the_cache_does_not_grow_with_a_prompt(
         prompt = torch.randint(128, (num_tokens,), generator=torch.Generator()).tolist()
         drafter = make(target)
         gc.collect()  # what is let go of while it is measured would be taken off
-        peak = peak_bytes(lambda: decode(target, drafter, prompt, 2), target.device)
+        peak = measure_peak_bytes(lambda: decode(target, drafter, prompt, 2), target.device)
         # Keys and values of a head of 32 channels, float32, in each layer and in EAGLE's.
         return peak - num_cached * 2 * 32 * 4 * reserved(num_tokens)
 

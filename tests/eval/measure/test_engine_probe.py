@@ -17,7 +17,7 @@ from eval.measure.engines import open_states_pool
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget, load_early_layers
-from scripts.zoo.tiny import tiny_target
+from scripts.zoo.tiny import make_tiny_target
 from tests.servers import EngineServer, serving
 
 LAYERS = [1, NUM_LAYERS]
@@ -124,7 +124,7 @@ def test_first_layers_that_hang_on_later_ones_are_not_compared(
     model_type: str, tmp_path: Path
 ) -> None:
     """Gemma 4's share the caches of others; the number of layers scales each of MiniCPM's."""
-    path = str(tiny_target(model_type, tmp_path))
+    path = str(make_tiny_target(model_type, tmp_path))
     assert load_early_layers(TargetConfig(path=path, dtype=Dtype.float32), 2) is None
 
 

@@ -36,7 +36,7 @@ from heads.target_model.decoder import (
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import find_final_norm, load_remote
 from heads.vocab import DraftVocab
-from scripts.store.plan import contents_of
+from scripts.store.plan import choose_contents
 
 CPU = torch.device("cpu")
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
@@ -289,9 +289,9 @@ def test_states_of_two_widths_are_not_stored() -> None:
     with pytest.raises(
         InputError, match=r"layers=\[1, 2\]: .* have width 64, but its last ones 32"
     ):
-        contents_of(run, config)
+        choose_contents(run, config)
     run.layers = []
-    assert contents_of(run, config).hidden_size == 32
+    assert choose_contents(run, config).hidden_size == 32
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gemma4", "bamba", "longcat"])

@@ -16,7 +16,7 @@ from heads.target_model.attention import FLASH, FUSED, PLAIN, ScoreRule, by_docu
 from heads.target_model.attention_pattern import AttentionPattern
 from heads.target_model.check import check_target_support
 from heads.target_model.model import FeatureLayers, Target
-from scripts.bench.harness import peak_bytes
+from scripts.bench.harness import measure_peak_bytes
 from tests.heads.target_model.test_attention import in_order, textbook
 
 CPU = torch.device("cpu")
@@ -247,7 +247,7 @@ def test_nor_with_a_gradient(scores: ScoreRule) -> None:
             each.grad = None
 
     scores_of_four_heads = 4 * 4 * (T // 2) ** 2
-    assert peak_bytes(run, CPU) < scores_of_four_heads
+    assert measure_peak_bytes(run, CPU) < scores_of_four_heads
 
 
 SINKS = torch.tensor([-1.0, 0.0, 2.0, 5.0])

@@ -25,7 +25,7 @@ from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target, load_target_tokenizer
 from heads.target_model.model import Target
 from scripts import merge_adapter
-from scripts.bench.harness import peak_bytes
+from scripts.bench.harness import measure_peak_bytes
 from train.medusa import MedusaObjective
 
 CPU = torch.device("cpu")
@@ -295,7 +295,7 @@ def test_so_they_do_with_masks() -> None:
 def test_layers_that_are_run_again_take_a_fraction_of_the_memory() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 8}
     kept, again = (
-        peak_bytes(trained("llama", recompute, **sizes).gradients, CPU)
+        measure_peak_bytes(trained("llama", recompute, **sizes).gradients, CPU)
         for recompute in (False, True)
     )
     assert again < kept / 3

@@ -20,7 +20,7 @@ from heads.target_model.kernels import (
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target, iter_prefill
 from heads.target_model.model import prefill as read_rows
-from scripts.bench.harness import peak_bytes
+from scripts.bench.harness import measure_peak_bytes
 from tests.toys import FAMILIES, random_target, save_target, texts
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -127,7 +127,9 @@ def test_each_text_has_a_mask_of_its_own(kind: str) -> None:
 
 def test_a_mask_takes_no_memory_beside_itself() -> None:
     allowed = torch.ones(1, 3, 1 << 14, dtype=torch.bool)
-    taken = peak_bytes(lambda: build_folded_mask(allowed, 2, torch.float32), torch.device("cpu"))
+    taken = measure_peak_bytes(
+        lambda: build_folded_mask(allowed, 2, torch.float32), torch.device("cpu")
+    )
     assert taken == 2 * 3 * (1 << 14) * 4
 
 

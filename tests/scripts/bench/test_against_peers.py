@@ -11,8 +11,8 @@ import torch
 from conf.errors import InputError
 from scripts.bench import against_peers as bench_peers
 from scripts.bench.against_peers import Peer
-from scripts.bench.harness import result_of
-from scripts.bench.peer_steps import PATHS, StepInputs, StepJob, measured, stepper
+from scripts.bench.harness import run_worker
+from scripts.bench.peer_steps import STEPS_BY_NAME, StepInputs, StepJob, measure_peer_step, stepper
 from train.blocks import objective as blocks
 
 CPU = torch.device("cpu")
@@ -35,18 +35,18 @@ def anchors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses(path: str, depth: int, num_steps: int) -> list[float]:
     asked = job(path, depth)
-    step = stepper(PATHS[path](asked, StepInputs.of(asked, CPU)))
+    step = stepper(STEPS_BY_NAME[path](asked, StepInputs.from_job(asked, CPU)))
     return [float(step()) for _ in range(num_steps)]
 
 
 def here(_worker: str, question: dict[str, Any], _python: str) -> dict[str, Any]:
     asked = StepJob(**question)
-    training = PATHS[asked.path](asked, StepInputs.of(asked, CPU))
-    return measured(asked, training, CPU)
+    training = STEPS_BY_NAME[asked.path](asked, StepInputs.from_job(asked, CPU))
+    return measure_peer_step(asked, training, CPU)
 
 
 def test_documents_have_prompts_longer_than_any_depth() -> None:
-    text = StepInputs.of(job("medusa", 4), CPU).text
+    text = StepInputs.from_job(job("medusa", 4), CPU).text
     documents, answers = text["document_ids"][0], text["loss_mask"][0]
     assert {row.shape for row in text.values()} == {(1, 256)}
     for number in documents.unique():
@@ -73,7 +73,7 @@ def test_the_original_medusa_step_trains_the_same_heads() -> None:
 )
 def test_speculators_trains_the_same_head(theirs: str, ours: str, depth: int) -> None:
     question = SIZES | {"path": theirs, "depth": depth}
-    result = result_of("peer_steps", question, os.environ[bench_peers.SPECULATORS])
+    result = run_worker("peer_steps", question, os.environ[bench_peers.SPECULATORS])
     assert result["loss"] == pytest.approx(losses(ours, depth, 1)[0], rel=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_a_worker_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(subprocess, "run", run)
     question = SIZES | {"path": "medusa", "depth": 2}
-    result = result_of("peer_steps", question, sys.executable)
+    result = run_worker("peer_steps", question, sys.executable)
     assert result["loss"] == pytest.approx(losses("medusa", 2, 1)[0], rel=1e-6)
     assert result["seconds"] > 0 and result["peak_bytes"] > 0
     assert begun == ["-m", "scripts.bench.peer_steps"]

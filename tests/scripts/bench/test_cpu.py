@@ -67,7 +67,7 @@ def test_texts_of_other_steps_are_not_compared(monkeypatch) -> None:
 
 
 def test_parts_are_what_the_quickstart_does(tmp_path: Path) -> None:
-    found = bench_cpu.parts(SMALL | {"dtype": "float32"}, tmp_path)
+    found = bench_cpu.build_parts(SMALL | {"dtype": "float32"}, tmp_path)
     steps = {name: run() for name, run in found.items()}
     # The prompt's pass gives one token of six; look-ups find the rest, untrained heads none of it.
     assert steps == {
@@ -94,7 +94,7 @@ def test_the_table_of_processes(capsys) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_fails_says_why() -> None:
-    worker = bench_cpu.Worker({}, SMALL | {"dtype": "float32", "layers": 1})
+    worker = bench_cpu.WorkerProcess({}, SMALL | {"dtype": "float32", "layers": 1})
     with pytest.raises(InputError, match=r"a process failed:\n(.|\n)*head\.layers is unset"):
         worker.run("target, 1 row")
     worker.end()

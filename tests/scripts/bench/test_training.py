@@ -13,13 +13,13 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.training import (
     FLASH_FLOPS,
-    arguments,
     counted_flops,
     forget_peak,
-    fresh_objective,
-    start,
+    make_objective,
+    parse_arguments,
+    start_run,
 )
-from scripts.bench.training import random_target as target_of_sizes
+from scripts.bench.training import make_random_target as target_of_sizes
 
 FORWARD, BACKWARD = (
     torch.ops.aten._flash_attention_forward,
@@ -41,7 +41,7 @@ def test_the_usual_rates_of_a_head(
 ) -> None:
     target = random_target(hidden_size=64, num_hidden_layers=4)
     vocab = DraftVocab.make_full(target.vocab_size)
-    assert fresh_objective(form, target, vocab).usual_rates(optimizer) == rates
+    assert make_objective(form, target, vocab).usual_rates(optimizer) == rates
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
@@ -89,7 +89,7 @@ class _Made(TorchDispatchMode):
 
 def test_a_random_target_is_made_in_its_own_dtype() -> None:
     sizes = "eagle3 --hidden 64 --layers 2 --vocab 256 --dtype bfloat16"
-    options = arguments(sizes.split())
+    options = parse_arguments(sizes.split())
     with _Made() as made:
         target = target_of_sizes(options, torch.device("cpu"))
     assert {each.dtype for each in target.model.parameters()} == {torch.bfloat16}
@@ -100,7 +100,7 @@ def test_a_random_target_is_made_in_its_own_dtype() -> None:
 
 def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path) -> None:
     sizes = "eagle3 --hidden 64 --layers 6 --vocab 256 --draft-vocab 96 --max-length 32"
-    run, packed = start(arguments(sizes.split()), tmp_path, stored=True)
+    run, packed = start_run(parse_arguments(sizes.split()), tmp_path, stored=True)
     target = run.job.objective.target
     assert not isinstance(target, Target)
     assert [each.weight.shape for each in (target.embedding, target.output_head)] == [(256, 64)] * 2

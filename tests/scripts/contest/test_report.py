@@ -17,7 +17,7 @@ from conf.errors import InputError
 from heads.kinds import load_head
 from scripts.contest import report
 from scripts.contest.plan import Entrant
-from scripts.contest.tasks import Took
+from scripts.contest.tasks import TaskCosts
 from tests.train.parallel.test_launch import ENV, wait_for
 from train.loop import memory
 
@@ -81,7 +81,7 @@ PLAN = {
 }
 
 
-def measured(out_dir: Path) -> Took:
+def measured(out_dir: Path) -> TaskCosts:
     """A folder in which all but the report is done."""
     contents = {"speed/speedup": speed(), "costs/costs": COSTS}
     contents["acceptance/medusa/acceptance"] = acceptance(2.0, 2, 3)
@@ -101,7 +101,7 @@ def measured(out_dir: Path) -> Took:
             "rows_per_s": len(name),
         }
         (folder / "headsmith.json").write_text(json.dumps({"data": data}))
-    took = Took(out_dir)
+    took = TaskCosts(out_dir)
     took.rows["train medusa"] = {"seconds": 120.0, "memory": 3 * 10**9, "since": None}
     took.rows["speed"] = {"seconds": 30.0, "memory": 10**9, "since": None}
     return took
@@ -109,7 +109,7 @@ def measured(out_dir: Path) -> Took:
 
 def test_the_fastest_head_over_all_batch_sizes_wins() -> None:
     # 200 x 380 = 76,000 beats 150 x 450 = 67,500, 300 x 200 and 120 x 420.
-    assert report.winner(speed(), WAYS) == ("eagle3_1", "eagle_chain")
+    assert report.find_winner(speed(), WAYS) == ("eagle3_1", "eagle_chain")
 
 
 def test_speed_is_predicted_from_acceptance_and_costs() -> None:
@@ -123,7 +123,7 @@ def test_speed_is_predicted_from_acceptance_and_costs() -> None:
 
 
 def test_a_contest_ends_with_a_table_a_page_and_a_head(tmp_path: Path) -> None:
-    said = report.write(RECIPES, tmp_path, PLAN, measured(tmp_path))
+    said = report.write_report(RECIPES, tmp_path, PLAN, measured(tmp_path))
     text = (tmp_path / "contest.md").read_text()
     assert said.startswith(text)
     lines = text.splitlines()
@@ -156,7 +156,7 @@ def test_a_report_needs_what_is_measured(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"costs\.json is missing; run the other parts before report"
     ):
-        report.write(RECIPES, tmp_path, PLAN, took)
+        report.write_report(RECIPES, tmp_path, PLAN, took)
 
 
 def test_memory_of_gpus_is_what_trainings_say(
@@ -178,7 +178,7 @@ def test_heads_of_other_data_do_not_compete(tmp_path: Path) -> None:
     took, path = measured(tmp_path), tmp_path / "heads/eagle3_1/head/headsmith.json"
     path.write_text(path.read_text().replace("900", "901"))
     with pytest.raises(InputError, match=r"medusa and eagle3_1, .* num_tokens was 900, is 901"):
-        report.write(RECIPES, tmp_path, PLAN, took)
+        report.write_report(RECIPES, tmp_path, PLAN, took)
 
 
 def test_a_plan_says_what_it_will_take() -> None:

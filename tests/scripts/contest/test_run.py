@@ -20,11 +20,11 @@ from conf.settings.scripts import ContestPart, ContestRun, ContestTrainConfig
 from conf.settings.target import TargetConfig
 from scripts.contest import plan, tasks
 from scripts.contest import run as contest
-from scripts.contest.tasks import Task, Took
+from scripts.contest.tasks import Task, TaskCosts
 
 
 def test_a_recipe_is_a_name_with_settings_behind() -> None:
-    found = plan.read_recipes(
+    found = plan.parse_recipes(
         ["medusa", "dspark head.num_layers=2", "eagle3_1", "hass", "dspark 'head.layers=[1, 2]'"]
     )
     assert [(each.label, each.kind, each.overrides) for each in found] == [
@@ -34,7 +34,10 @@ def test_a_recipe_is_a_name_with_settings_behind() -> None:
         ("hass", "eagle", ("head=hass",)),
         ("dspark-2", "dspark", ("head.layers=[1, 2]",)),
     ]
-    assert plan.methods_of(found)["hass"] == {"chain": "eagle_chain_2", "tree": "eagle_tree_2"}
+    assert plan.list_head_methods(found)["hass"] == {
+        "chain": "eagle_chain_2",
+        "tree": "eagle_tree_2",
+    }
 
 
 @pytest.mark.parametrize(
@@ -56,14 +59,14 @@ def test_a_recipe_is_a_name_with_settings_behind() -> None:
 )
 def test_unknown_recipes_and_unfair_settings_are_refused(entry: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        plan.read_recipes([entry])
+        plan.parse_recipes([entry])
 
 
 def test_settings_reach_a_command_as_they_are() -> None:
     given = DataConfig(
         path="it's, here [1]=x", columns={"prompt": "my ask"}, num_prompts=3, streaming=True
     )
-    words = plan.overrides("data", given)
+    words = plan.format_overrides("data", given)
     parsed = OverridesParser.create().parse_overrides(words)
     assert {each.key_or_group: each.value() for each in parsed} == {
         "data.path": "it's, here [1]=x",
@@ -71,7 +74,7 @@ def test_settings_reach_a_command_as_they_are() -> None:
         "data.num_prompts": 3,
         "data.streaming": True,
     }
-    assert plan.overrides("target", TargetConfig()) == []
+    assert plan.format_overrides("target", TargetConfig()) == []
 
 
 def settings(folder: Path, **changes: Any) -> ContestRun:
@@ -97,13 +100,13 @@ def begin_inputs(folder: Path) -> None:
 
 def test_a_budget_buys_steps(tmp_path: Path) -> None:
     in_tokens, in_minutes = settings(tmp_path), settings(tmp_path, tokens=None, minutes=3.0)
-    assert plan.num_steps(in_tokens, "medusa", 100.0, 2) == 15
+    assert plan.compute_num_steps(in_tokens, "medusa", 100.0, 2) == 15
     # Half of three minutes, at 4 s each.
-    assert plan.num_steps(in_minutes, "medusa", 4.0, 2) == 22
+    assert plan.compute_num_steps(in_minutes, "medusa", 4.0, 2) == 22
     with pytest.raises(InputError, match=r"tokens=511: allows medusa no step of 512 tokens; raise"):
-        plan.num_steps(settings(tmp_path, tokens=511), "medusa", 1.0, 2)
+        plan.compute_num_steps(settings(tmp_path, tokens=511), "medusa", 1.0, 2)
     with pytest.raises(InputError, match=r"minutes=3: allows eagle no step of 91\.00 s"):
-        plan.num_steps(in_minutes, "eagle", 91.0, 2)
+        plan.compute_num_steps(in_minutes, "eagle", 91.0, 2)
 
 
 def metrics(*ends: float) -> str:
@@ -117,31 +120,31 @@ def metrics(*ends: float) -> str:
 
 def test_a_step_takes_what_it_takes_once_the_run_is_warm(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(metrics(30.0, 40.0, 42.0, 44.5, 46.5))
-    assert plan.seconds_per_step(tmp_path / "metrics.jsonl") == pytest.approx(2.0)
+    assert plan.compute_step_seconds(tmp_path / "metrics.jsonl") == pytest.approx(2.0)
 
 
-def probed(config: ContestRun, took: Took) -> None:
+def probed(config: ContestRun, took: TaskCosts) -> None:
     """Leaves what probes would."""
     out_dir = Path(config.out_dir)
     for label, a_step in (("medusa", 1.0), ("eagle3_1", 3.0)):
-        folder = plan.probe_of(out_dir, label)
+        folder = plan.probe_folder(out_dir, label)
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(metrics(*(a_step * n for n in range(1, 9))))
         (folder / "weights").write_bytes(bytes(1000))
         took.rows[f"probe {label}"] = {"seconds": 8 * a_step + 5, "memory": 10**9, "since": None}
-    names = [name for each in plan.methods_of(plan.read_recipes(config.recipes)).values()
+    names = [name for each in plan.list_head_methods(plan.parse_recipes(config.recipes)).values()
              for name in each.values()]  # fmt: skip
     row = {"tau": 1.0, "prompts": [{"seconds": {"total": [1.0]}}] * 2}
-    plan.probe_of(out_dir, "speed").mkdir()
-    path = plan.probe_of(out_dir, "speed") / "speedup.json"
+    plan.probe_folder(out_dir, "speed").mkdir()
+    path = plan.probe_folder(out_dir, "speed") / "speedup.json"
     path.write_text(json.dumps({"methods": dict.fromkeys(["vanilla", *names], row)}))
     took.rows["probe speed"] = {"seconds": 20.0, "memory": 2 * 10**9, "since": None}
     heads = [{"chain": 0.2, "tree": 0.3}] * 2
     alone = {"plain": 0.1, "heads": heads}
     # Four at a time: a step of all takes twice as long as one of one.
     together = {"plain": 0.2, "heads": [{w: 2 * s for w, s in each.items()} for each in heads]}
-    plan.probe_of(out_dir, "costs").mkdir()
-    path = plan.probe_of(out_dir, "costs") / "costs.json"
+    plan.probe_folder(out_dir, "costs").mkdir()
+    path = plan.probe_folder(out_dir, "costs") / "costs.json"
     path.write_text(json.dumps({"sizes": {"1": alone, "4": together}}))
     took.rows["probe costs"] = {"seconds": 7.0, "memory": 10**9, "since": None}
 
@@ -150,9 +153,9 @@ def made(tmp_path: Path, **changes: Any) -> tuple[ContestRun, dict[str, Any]]:
     save_inputs(tmp_path)
     config, out_dir = settings(tmp_path, **changes), tmp_path / "out"
     out_dir.mkdir()
-    took = Took(out_dir)
+    took = TaskCosts(out_dir)
     probed(config, took)
-    return config, plan.make_plan(config, plan.read_recipes(config.recipes), out_dir, took)
+    return config, plan.make_plan(config, plan.parse_recipes(config.recipes), out_dir, took)
 
 
 def test_a_plan_is_made_of_probes(tmp_path: Path) -> None:
@@ -197,13 +200,17 @@ def test_a_dialogue_takes_what_its_steps_do_and_less_once_a_head_has_learnt() ->
 
 def test_what_was_planned_is_trained(tmp_path: Path) -> None:
     config, found = made(tmp_path, recipes=["medusa", "eagle3_1 head.num_steps=2"], seed=3)
-    todo = plan.trainings(config, plan.read_recipes(config.recipes), tmp_path / "out", found)
+    todo = plan.list_training_tasks(
+        config, plan.parse_recipes(config.recipes), tmp_path / "out", found
+    )
     command = todo[1].command
     assert command[:2] == [sys.executable, str(ROOT / "train/eagle.py")]
     assert {"head=eagle3_1", "head.num_steps=2", "train.max_steps=15", "train.batch_size=4",
             "train.resume=auto", "data.max_length=128", "seed=3"} <= set(command)  # fmt: skip
     config.launch = ["--num_processes", "2"]
-    (first, _) = plan.trainings(config, plan.read_recipes(config.recipes), tmp_path, found)
+    (first, _) = plan.list_training_tasks(
+        config, plan.parse_recipes(config.recipes), tmp_path, found
+    )
     assert first.command[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
 
 
@@ -211,15 +218,15 @@ def test_a_folder_holds_one_contest(tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     out_dir.mkdir()
     config = settings(tmp_path)
-    plan.check_folder(config, out_dir)
+    plan.claim_folder(config, out_dir)
     again = settings(tmp_path, launch=["--cpu"], parts=[ContestPart.train], out_dir="elsewhere")
-    plan.check_folder(again, out_dir)
+    plan.claim_folder(again, out_dir)
     with pytest.raises(InputError, match=r"holds a contest made in another way: tokens was 7680,"):
-        plan.check_folder(settings(tmp_path, tokens=9000), out_dir)
+        plan.claim_folder(settings(tmp_path, tokens=9000), out_dir)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
     with pytest.raises(InputError, match=r"mine: is not empty and holds no contest; name another"):
-        plan.check_folder(config, tmp_path / "mine")
+        plan.claim_folder(config, tmp_path / "mine")
 
 
 @pytest.mark.parametrize(
@@ -249,8 +256,8 @@ def task(folder: Path, code: str, **changes: Any) -> Task:
 def test_a_task_is_counted(tmp_path: Path) -> None:
     (tmp_path / "stale").mkdir()
     code = f"open({str(tmp_path / 'result')!r}, 'x').close(); b = bytearray(100_000_000)"
-    one, took = task(tmp_path, code, fresh=tmp_path / "stale"), Took(tmp_path)
-    tasks.run(one, tmp_path, took)
+    one, took = task(tmp_path, code, fresh=tmp_path / "stale"), TaskCosts(tmp_path)
+    tasks.run_task(one, tmp_path, took)
     assert not (tmp_path / "stale").exists()
     (row,) = json.loads((tmp_path / "took.json").read_text()).values()
     assert 0 < row["seconds"] < 60
@@ -264,7 +271,7 @@ def test_what_is_there_is_not_made_again(
     done = task(tmp_path, "raise SystemExit(3)")
     left = Task("left", [sys.executable, "-c", f"open({str(tmp_path / 'new')!r}, 'x')"],
                 tmp_path / "new")  # fmt: skip
-    took = Took(tmp_path)
+    took = TaskCosts(tmp_path)
     contest.run_missing([done, left], tmp_path, took, {"left": {"seconds": 90.0}})
     assert capsys.readouterr().out == "left, about 1.5 min; then nothing more\n"
     assert list(took.rows) == ["left"]
@@ -273,9 +280,9 @@ def test_what_is_there_is_not_made_again(
 
 
 def test_a_task_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
-    took = Took(tmp_path)
+    took = TaskCosts(tmp_path)
     with pytest.raises(InputError, match=r"a task ended with code 3, but without .*\n  error: why"):
-        tasks.run(task(tmp_path, "print('error: why'); raise SystemExit(3)"), tmp_path, took)
+        tasks.run_task(task(tmp_path, "print('error: why'); raise SystemExit(3)"), tmp_path, took)
     assert took.rows["a task"]["since"] is None
 
 
@@ -294,9 +301,9 @@ def test_a_contest_that_is_stopped_stops_its_task(
         return found
 
     monkeypatch.setattr(tasks, "_wait", stopped)
-    took = Took(tmp_path)
+    took = TaskCosts(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        tasks.run(task(tmp_path, "import time; time.sleep(20)"), tmp_path, took)
+        tasks.run_task(task(tmp_path, "import time; time.sleep(20)"), tmp_path, took)
     assert codes == [-signal.SIGTERM]
     assert took.rows["a task"]["since"] is None
 
@@ -319,7 +326,7 @@ def test_what_a_killed_start_took_is_known_from_its_log(tmp_path: Path) -> None:
     os.utime(tmp_path / "logs/a-task.log", (1030.0, 1030.0))
     row = {"seconds": 5.0, "memory": 7, "since": 1000.0}
     (tmp_path / "took.json").write_text(json.dumps({"a task": row}))
-    assert Took(tmp_path).rows == {"a task": {"seconds": 35.0, "memory": 7, "since": None}}
+    assert TaskCosts(tmp_path).rows == {"a task": {"seconds": 35.0, "memory": 7, "since": None}}
 
 
 def test_a_command_that_was_left_alone_is_ended(tmp_path: Path) -> None:
@@ -328,7 +335,7 @@ def test_a_command_that_was_left_alone_is_ended(tmp_path: Path) -> None:
     ours, others = (subprocess.Popen(wait, env=os.environ | each) for each in environs)
     try:
         until = time.monotonic() + 10
-        while not list(tasks.orphans(tmp_path)):  # it takes its environment when it begins
+        while not list(tasks.iter_orphan_pids(tmp_path)):  # it takes its environment when it begins
             assert time.monotonic() < until
         tasks.end_orphans(tmp_path)
         assert ours.wait(10) == -15

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from scripts.embedded.corpus import CATEGORIES, CodeChat, cut_chats, find_source_files, render
+from scripts.embedded.corpus import CATEGORIES, CodeChat, find_source_files, iter_chats, render
 from scripts.embedded.make import make
-from scripts.embedded.target import Recipe, repeating
+from scripts.embedded.target import Recipe, find_loop_tokens
 
 SMALL = Recipe(
     num_files=60, vocab_size=320, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
@@ -91,7 +91,7 @@ def test_rows(made):
 def test_pieces_keep_the_code_and_name_their_construct():
     text = '"""Doc."""\nimport os\n# why\nimport re\n\n@deco\ndef f(a,\n      b):\n    return a\n\n'
     text += "class C:\n    x = 1\n    y = 2\n    def g(self):\n        a = 1\n        return a\n"
-    pieces = list(cut_chats("a.py", text, max_chars=500))
+    pieces = list(iter_chats("a.py", text, max_chars=500))
     assert [(p.category, p.prompt, p.continuation) for p in pieces] == [
         ("module", '"""Doc."""', "import os\nimport re"),
         ("function", "@deco\ndef f(a,", "      b):\n    return a"),
@@ -99,12 +99,12 @@ def test_pieces_keep_the_code_and_name_their_construct():
         ("method", "def g(self):", "    a = 1\n    return a"),
     ]
     long = "def f():\n" + "".join(f"    value = {n}\n" for n in range(20))
-    assert {p.category for p in cut_chats("a.py", long, max_chars=60)} == {"function", "body"}
+    assert {p.category for p in iter_chats("a.py", long, max_chars=60)} == {"function", "body"}
 
 
 def test_tables_are_left_out():
     table = "".join(f"    'name_{n}': 'name_{n}',\n" for n in range(24))
-    assert list(cut_chats("a.py", "NAMES = {\n" + table + "}\n", max_chars=700)) == []
+    assert list(iter_chats("a.py", "NAMES = {\n" + table + "}\n", max_chars=700)) == []
 
 
 def test_a_second_start_takes_the_target_that_is_there(made, monkeypatch):
@@ -117,5 +117,15 @@ def test_a_second_start_takes_the_target_that_is_there(made, monkeypatch):
 
 def test_tokens_that_would_repeat_four():
     ids = [1, 2, 3, 4, 9, 1, 2, 3, 4, 1, 2, 3]
-    assert repeating(ids, 4)[3:] == [set(), set(), set(), set(), set(), {4}, {9}, set(), set()]
-    assert repeating([7] * 6, 4) == [set(), set(), set(), set(), {7}, {7}]
+    assert find_loop_tokens(ids, 4)[3:] == [
+        set(),
+        set(),
+        set(),
+        set(),
+        set(),
+        {4},
+        {9},
+        set(),
+        set(),
+    ]
+    assert find_loop_tokens([7] * 6, 4) == [set(), set(), set(), set(), {7}, {7}]

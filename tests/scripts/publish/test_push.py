@@ -16,7 +16,7 @@ from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
 from heads.medusa.network import MedusaHeadConfig
 from scripts import push
-from scripts.publish.staging import scrubbed
+from scripts.publish.staging import scrub_private_data
 from tests.conf.command.test_following import pasted
 from tests.hub_server import TOKEN, HubServer
 
@@ -287,7 +287,7 @@ def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path)
     ],
 )
 def test_scrubbed(text: str, expected: str) -> None:
-    assert scrubbed({"a": [text]}) == {"a": [expected]}
+    assert scrub_private_data({"a": [text]}) == {"a": [expected]}
 
 
 def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from conf.errors import InputError
 from conf.settings.scripts import TargetsRun
 from scripts.zoo import check as check_targets
-from scripts.zoo.check import check_apart, counts, result_at, table
+from scripts.zoo.check import check_in_process, format_counts, result_at, table
 
 assert commands.FORKS  # the server of processes that tests share, begun as it wants to be
 YES = dict.fromkeys(
@@ -29,7 +29,7 @@ ROWS = {
 
 def test_what_was_checked_is_not_checked_again(tmp_path: Path) -> None:
     (tmp_path / "found").mkdir()
-    check_apart(tmp_path, "bloom", timeout=120)
+    check_in_process(tmp_path, "bloom", timeout=120)
     assert [path.name for path in (tmp_path / "found").iterdir()] == ["bloom.json"]
     found = json.loads(result_at(tmp_path, "bloom").read_text())
     assert (found["state"], found["columns"]["loads"]) == ("refused", "yes")
@@ -44,12 +44,12 @@ def test_what_was_checked_is_not_checked_again(tmp_path: Path) -> None:
 
 def test_a_process_that_hangs_or_dies_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "found").mkdir()
-    check_apart(tmp_path, "llama", timeout=0.01)
+    check_in_process(tmp_path, "llama", timeout=0.01)
     found = json.loads(result_at(tmp_path, "llama").read_text())
     assert found["columns"] == {"loads": "FAILED: took more than 0.01 s"}
     assert found["state"] == "fails"
     (tmp_path / "found/qwen2.log").mkdir()  # it cannot write there
-    check_apart(tmp_path, "qwen2", timeout=60)
+    check_in_process(tmp_path, "qwen2", timeout=60)
     found = json.loads(result_at(tmp_path, "qwen2").read_text())
     assert found["columns"] == {"loads": "FAILED: its process ended with code 1"}
 
@@ -69,8 +69,8 @@ def test_an_out_dir_that_is_a_file_is_named(tmp_path: Path) -> None:
 
 def test_the_table() -> None:
     lines = table(ROWS, {"bert": "an encoder"}).splitlines()
-    assert lines[2].startswith(counts(ROWS))
-    assert counts(ROWS).endswith(": 1 works, 1 refused, 1 not made")
+    assert lines[2].startswith(format_counts(ROWS))
+    assert format_counts(ROWS).endswith(": 1 works, 1 refused, 1 not made")
     start = lines.index("|---|" + "---|" * 10)
     assert lines[start + 1 :] == [
         "| llama | yes | yes | yes | yes | yes | yes, tau 2.12 | yes, tau 1.50 | yes | sdpa "

@@ -15,13 +15,13 @@ from scripts.zoo import checks
 from scripts.zoo.checks import YES, Findings, check_target
 from scripts.zoo.families import NO_TARGET
 from scripts.zoo.tiny import (
-    MADE,
+    MADE_FILE,
     PAD,
+    find_placeholder_ids,
+    make_tiny_target,
     model_types,
-    placeholders,
     tiny_config,
     tiny_sizes,
-    tiny_target,
 )
 
 LOSSLESS = ("loads", "check", "chain", "tree", "batch")
@@ -72,14 +72,14 @@ def short_texts(monkeypatch) -> None:
 def test_texts_are_those_of_generate(zoo, model_type: str) -> None:
     if model_type == "phi3" and transformers.__version__.startswith("5.17"):
         pytest.skip("whose generate reads one token alone at the switch")
-    found = check_target(tiny_target(model_type, zoo), heads=False)
+    found = check_target(make_tiny_target(model_type, zoo), heads=False)
     assert found["columns"] == dict.fromkeys(LOSSLESS, YES), found["traceback"]
 
 
 @pytest.mark.usefixtures("short_texts")
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_who_is_not_served_is_told_in_a_line(zoo, model_type: str) -> None:
-    found = check_target(tiny_target(model_type, zoo), heads=False)
+    found = check_target(make_tiny_target(model_type, zoo), heads=False)
     wrong = {name: each for name, each in found["columns"].items() if each != YES}
     first = next(f"{name}: {wrong[name]}" for name in LOSSLESS if name in wrong)
     assert re.match(REFUSED[model_type], first), first
@@ -124,23 +124,23 @@ def test_nothing_grows() -> None:
 
 
 def test_a_tiny_target_is_made_once_and_says_how(zoo) -> None:
-    folder = tiny_target("granite", zoo)
-    made = json.loads((folder / MADE).read_text())
+    folder = make_tiny_target("granite", zoo)
+    made = json.loads((folder / MADE_FILE).read_text())
     assert (made["class"], made["layers"]) == ("GraniteForCausalLM", "4")
     assert made["num_distinct_tokens"] >= 8
     assert made["logits_std"] == pytest.approx(2, abs=0.2)
     assert made["reach"] > 0.05
     weights = folder / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    assert tiny_target("granite", zoo) == folder
+    assert make_tiny_target("granite", zoo) == folder
     assert weights.stat().st_mtime_ns == before
 
 
 def test_tokens_that_stand_for_pictures_are_never_said(zoo) -> None:
-    assert placeholders(tiny_config("llava")) == [300]
-    assert placeholders(tiny_config("qwen3_5")) == [300, 301, 302, 303]
-    assert placeholders(tiny_config("llama")) == []
-    weights = load_file(tiny_target("gemma3", zoo) / "model.safetensors")
+    assert find_placeholder_ids(tiny_config("llava")) == [300]
+    assert find_placeholder_ids(tiny_config("qwen3_5")) == [300, 301, 302, 303]
+    assert find_placeholder_ids(tiny_config("llama")) == []
+    weights = load_file(make_tiny_target("gemma3", zoo) / "model.safetensors")
     rows = next(each for name, each in weights.items() if name.endswith("embed_tokens.weight"))
     assert (rows == 0).all(1).nonzero().flatten().tolist() == [PAD, 300, 301, 302]
 
@@ -174,7 +174,7 @@ def test_a_tree_whose_siblings_see_each_other_differs(zoo, monkeypatch) -> None:
         target.extend = causal
 
     broken(monkeypatch, change)
-    found = check_target(tiny_target("llama", zoo), heads=False)
+    found = check_target(make_tiny_target("llama", zoo), heads=False)
     assert found["columns"]["chain"] == YES
     assert re.match(
         r"differs: 3 of 4 texts, the first from token \d+ of 48, margin there 0\.\d",
@@ -190,7 +190,7 @@ def test_states_that_replay_reads_otherwise_differ(zoo, monkeypatch) -> None:
         target.read_text = lambda ids, taps: read_text([ids[1], *ids[1:]], taps)
 
     broken(monkeypatch, change)
-    found = check_target(tiny_target("llama", zoo))
+    found = check_target(make_tiny_target("llama", zoo))
     assert re.match(r"differs: medusa, from pass \d+ of \d+", found["columns"]["replay"])
     assert {each for name, each in found["columns"].items() if name != "replay"} == {YES}
 
@@ -200,7 +200,7 @@ def test_a_traceback_is_a_failure_and_is_kept(zoo, monkeypatch) -> None:
         target.new_cache = None
 
     broken(monkeypatch, change)
-    found = check_target(tiny_target("llama", zoo), heads=False)
+    found = check_target(make_tiny_target("llama", zoo), heads=False)
     assert found["columns"]["chain"] == "FAILED: TypeError: 'NoneType' object is not callable"
     assert "in decode_batch" in found["traceback"]
     assert found["state"] == "fails"

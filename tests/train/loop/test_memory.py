@@ -185,7 +185,7 @@ def test_a_micro_batch_counts_all_its_tokens() -> None:
 
 
 def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
-    table = bench_memory.large(256)
+    table = bench_memory.build_estimate_table(256)
     assert [column.header for column in table.columns][1:3] == ["eagle1\nDDP", "eagle1\nFSDP2"]
     assert table.row_count > 5
 
