@@ -93,7 +93,7 @@ def decoding() -> str:
     return svg(890, 260, title, parts)
 
 
-def speedups(results: str) -> dict[str, tuple[float, str]]:
+def parse_speedups(results: str) -> dict[str, tuple[float, str]]:
     """Speed-up and interval by method, of the first table under `What it gains`."""
     section = results.split("## What it gains", maxsplit=1)[1].split("\n## ", maxsplit=1)[0]
     rows = [[cell.strip(" *`") for cell in line.split("|")[1:-1]] for line in section.splitlines()]
@@ -105,9 +105,9 @@ def speedups(results: str) -> dict[str, tuple[float, str]]:
     return found
 
 
-def chart(results: str) -> str:
+def draw_speedups(results: str) -> str:
     """Bars from the slowest method to the fastest."""
-    left, width, found = 250, 420, speedups(results)
+    left, width, found = 250, 420, parse_speedups(results)
     order = sorted(found, key=lambda method: found[method][0])
     scale = width / max(value for value, _ in found.values())
     parts = [text(10, 24, "Tokens per second over the same engine without drafts")]
@@ -130,7 +130,7 @@ def chart(results: str) -> str:
 def main() -> None:
     """Writes both."""
     (FOLDER / "decoding.svg").write_text(decoding())
-    (FOLDER / "speedup.svg").write_text(chart(RESULTS.read_text()))
+    (FOLDER / "speedup.svg").write_text(draw_speedups(RESULTS.read_text()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ TABLE = """
 
 def test_speed_ups_are_those_of_the_table() -> None:
     found = {"vanilla": (1.0, ""), "eagle_tree": (1.34, "1.25 to 1.44")}
-    assert pictures.speedups(TABLE) == found
+    assert pictures.parse_speedups(TABLE) == found
 
 
 def test_committed_pictures_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
