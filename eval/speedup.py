@@ -60,7 +60,8 @@ def print_speedup(result: dict[str, Any], console: Console) -> None:
     for name, row in result["methods"].items():
         table.add_row(
             f"{name} (lossy)" if row["lossy"] else name, f"{row['tau']:.3f}",
-            f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}", format_interval(row["speedup_ci95"]),
+            f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}",
+            format_interval(row["speedup_ci95"]),
             "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
         )  # fmt: skip
     console.print(table)

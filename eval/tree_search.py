@@ -153,7 +153,9 @@ def read_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay:
 
     top_ks = sorted({*config.top_ks, make_dynamic_shape(_gpu(config)).top_k})
     longest = min(LONGEST, head.max_useful_depth)
-    return DynamicTreeReplay.read(bench.target, make, bench.prompts, length, longest, top_ks)
+    return DynamicTreeReplay.from_prompts(
+        bench.target, make, bench.prompts, length, longest, top_ks
+    )
 
 
 def measure_shape_costs(

@@ -28,7 +28,7 @@ class FeatureHead(DraftHead):
     """Head over hidden states, with an embedding and an output head of its own or the target's.
 
     Attributes:
-        chain, tree: classes of its drafters.
+        chain_drafter, tree_drafter: classes of its drafters.
         fc: fusion layer; its weight has the head's dtype.
         lm_head: [W, H]; None drafts with the target's output head.
         embed_tokens: [V, H] frozen; None uses the target's embedding.

@@ -91,7 +91,8 @@ class GgufTarget:
                 kind = GGMLQuantizationType(number)
             except ValueError as error:
                 raise InputError(
-                    f"{self.label}: {name} has type {number}, which the package gguf does not know; "
+                    f"{self.label}: {name} has type {number}, which the package gguf does not "
+                    "know; "
                     "install a newer gguf, or name the original model"
                 ) from error
             values, size = GGML_QUANT_SIZES[kind]

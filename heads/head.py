@@ -149,21 +149,22 @@ class DraftHead(nn.Module, ABC):
         config_type: dataclass of the config, for the default `load` and `files`.
         vocab: draft vocabulary.
         taps: hidden states of the target that it reads.
-        window: number of positions that it knows, beyond which it does not draft; None for all.
+        max_positions: number of positions that it knows, beyond which it does not draft; None for
+            all.
         variant: name in its files, a key of `variants`.
         variants: variants of this kind of head.
-        phrase: name of this kind with an article, for messages.
-        static: whether its trees have one shape for every text.
-        output_rows: name patterns of parameters that turn states into logits, with one row per
-            draft id. A head without them drafts with the target's output head.
-        drafted_rows: patterns of other trained parameters with one row per draft id.
-        id_rows: patterns of trained parameters with one row per target id.
-        compiled: classes of modules that are faster compiled.
+        name_with_article: name of this kind with an article, for messages.
+        has_static_tree: whether its trees have one shape for every text.
+        output_head_patterns: name patterns of parameters that turn states into logits, with one row
+            per draft id. A head without them drafts with the target's output head.
+        draft_id_patterns: patterns of other trained parameters with one row per draft id.
+        target_id_patterns: patterns of trained parameters with one row per target id.
+        compiled_modules: classes of modules that are faster compiled.
         default_layers: function that gives the hidden states that a new head reads of a target with
             this many layers, besides the last one, or refuses the named setting; None for none.
-        doubts: functions that yield what its files may have meant: a description and an attached
-            head of the same weights, the likeliest first.
-        prunable: which heads of this kind can be pruned, for the message of those that cannot.
+        ambiguities: functions that yield what its files may have meant: a description and an
+            attached head of the same weights, the likeliest first.
+        pruning_hint: which heads of this kind can be pruned, for the message of those that cannot.
     """
 
     config: Any

@@ -34,7 +34,7 @@ class Processor:
     Attributes:
         name: name of the chip.
         vectors: widest vectors in use: AVX512, AVX2, ...; DEFAULT for neither.
-        products: available instructions of `PRODUCTS`.
+        instructions: available instructions of `PRODUCTS`.
         packs: whether oneDNN and MKL are available, as on x86 only.
     """
 

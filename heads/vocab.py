@@ -141,7 +141,8 @@ def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -
     kept = _emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
     shares = (
-        f"{size:,} {compute_covered_fraction(counts, DraftVocab.from_counts(counts, size, kept)):.1%}"
+        f"{size:,} "
+        f"{compute_covered_fraction(counts, DraftVocab.from_counts(counts, size, kept)):.1%}"
         for size in sizes
         if size >= max(1, len(kept))
     )

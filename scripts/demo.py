@@ -171,7 +171,7 @@ class LlamacppSpeed:
     Attributes:
         tau: tokens per step.
         step: seconds per step.
-        needed: tau at which drafts cost as much as they save.
+        break_even_tau: tau at which drafts cost as much as they save.
     """
 
     depth: int

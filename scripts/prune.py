@@ -284,7 +284,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     for row in (*result["pruned"], *result["low_rank"], result["before"]):
         table.add_row(
             f"{row['num_ids']:,}", f"{row['rank'] or ''}", f"{row['coverage']:.2%}",
-            f"{row['tau']:.3f}", format_interval(row["tau_ci95"]), f"{row['weight_bytes'] / 1e6:.1f}",
+            f"{row['tau']:.3f}", format_interval(row["tau_ci95"]),
+            f"{row['weight_bytes'] / 1e6:.1f}",
             f"{1000 * row['draft_s']:.2f}", f"{row['speedup']:.2f}",
         )  # fmt: skip
     console.print(table)

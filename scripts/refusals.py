@@ -139,7 +139,8 @@ def check_relay(config: RelayRun) -> None:
     if find_relay_token() is None and not is_loopback(config.host):
         raise InputError(
             f"host={config.host}: other machines can reach it, so a token is needed; run export "
-            f"{RELAY_TOKEN_VARIABLE}=$(openssl rand -hex 32) here, and set the same value where trainers run"
+            f"{RELAY_TOKEN_VARIABLE}=$(openssl rand -hex 32) here, and set the same value where "
+            "trainers run"
         )
 
 

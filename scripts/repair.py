@@ -156,7 +156,8 @@ def main(config: RepairRun) -> None:
     head = bench.head.draft_head
     if next(head.iter_config_variants(), None) is None:
         raise InputError(
-            f"head.path={config.head.path}: {head.name_with_article} has no settings with known silent "
+            f"head.path={config.head.path}: {head.name_with_article} has no settings with known "
+            "silent "
             "faults; measure it with eval/acceptance.py"
         )
     rows, best = find_best_variant(bench, config)

@@ -60,7 +60,8 @@ class MtpTraining(command.TrainingCommand):
             promised, held = find_mtp_layers(target.path, target.revision)
             if promised and not held:
                 raise InputError(
-                    f"target.path={target.path}: {format_dropped_layers(promised)}; set head.path to the "
+                    f"target.path={target.path}: {format_dropped_layers(promised)}; set head.path "
+                    "to the "
                     "original model, or that count to 0 for a new layer"
                 )
             if held:

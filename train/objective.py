@@ -42,18 +42,18 @@ class Objective(nn.Module):
     Attributes:
         head: head that holds all trained parameters; has `save(folder, provenance)`.
         target: the frozen target, or its ends beside a feature store.
-        weights: [K] float32 weight of each term; evaluations always use these.
-        measures: names of the rows of `Sums.terms` after losses and tokens.
-        about: description of the head to print.
-        parts: groups of its parameters, if they are not all trained alike.
+        term_weights: [K] float32 weight of each term; evaluations always use these.
+        metric_names: names of the rows of `Sums.terms` after losses and tokens.
+        description: description of the head to print.
+        own_parameter_groups: groups of its parameters, if they are not all trained alike.
         criterion: compares rows with the teacher's; compiled with the head. None without one.
         first_depth: depth of the first term; 0 is the target, 1 the first draft token.
         resume_settings: settings by key that must not change when a run continues.
-        slow_logits: logits per token whose loss is faster compiled on a CPU.
+        loss_logits_per_token: logits per token whose loss is faster compiled on a CPU.
         learns_prompts: whether training learns every token, prompts included.
         trains_target: whether `forward` runs the target itself, with gradients.
-        usual_optimizer: value of `train.optimizer=auto`.
-        usual_schedule: value of `train.schedule=auto`.
+        default_optimizer: value of `train.optimizer=auto`.
+        default_schedule: value of `train.schedule=auto`.
         muon_rate, adam_rate_times_width: constants of the `auto` learning rates.
     """
 

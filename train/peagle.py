@@ -52,7 +52,7 @@ class MaskRows:
 
     Attributes:
         tokens: [N] int64 rising among all flattened tokens, the last text token that each row sees.
-        kept: [N] int64, the row one step nearer to the text that each row follows.
+        parent_rows: [N] int64, the row one step nearer to the text that each row follows.
     """
 
     tokens: Tensor

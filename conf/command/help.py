@@ -43,10 +43,10 @@ class Setting:
         section: the dataclass that it stands in, as a dotted name; empty for the command itself.
         name: dotted, as it is set.
         value: unless it is set, as it is typed.
-        kind: what may be given.
-        words: about it, from its dataclass.
+        allowed: what may be given.
+        description: about it, from its dataclass.
         choices: the values of an enum, with the words that some have.
-        about: its section, from that dataclass.
+        section_description: its section, from that dataclass.
     """
 
     section: str

@@ -25,8 +25,8 @@ class JsonlStore:
     the same work or stops. Use as a context manager: it holds the folder's lock.
 
     Attributes:
-        done: the ids on disk.
-        num_torn: bytes of a half-written last line that were dropped at the start.
+        done_ids: the ids on disk.
+        num_dropped_bytes: bytes of a half-written last line that were dropped at the start.
     """
 
     def __init__(

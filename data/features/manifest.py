@@ -165,7 +165,8 @@ class Manifest:
             return cls(StorePlan.from_json(stored), shards, stored["files"], stored["provenance"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"data.features={folder}: {path.name} is damaged: {error!r}; {format_repair_advice(folder)}"
+                f"data.features={folder}: {path.name} is damaged: {error!r}; "
+                f"{format_repair_advice(folder)}"
             ) from error
 
 

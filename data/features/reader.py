@@ -179,7 +179,8 @@ def _checked_index(folder: Path, entry: ShardEntry) -> ShardIndex:
     path = folder / f"{entry.name}{SAFETENSORS_SUFFIX}"
     if (index.size, index.checksum) != (entry.size, entry.checksum):
         raise InputError(
-            f"{folder / entry.name}.json: not the index of the manifest; {format_repair_advice(folder)}"
+            f"{folder / entry.name}.json: not the index of the manifest; "
+            f"{format_repair_advice(folder)}"
         )
     size = path.stat().st_size if path.is_file() else None
     if size != index.size:

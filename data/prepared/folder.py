@@ -69,10 +69,10 @@ class PreparedFolder:
         sha256: checksum of the data.
         num_records: R well-formed rows.
         samples: untruncated samples of all records.
-        record: [N] int64 record of each sample.
-        refused: [n] int64 records that cannot be rendered.
-        bad: one message per malformed or refused row, in row order.
-        malformed: places of the malformed rows.
+        record_of_sample: [N] int64 record of each sample.
+        refused_records: [n] int64 records that cannot be rendered.
+        bad_row_messages: one message per malformed or refused row, in row order.
+        malformed_locations: places of the malformed rows.
         unread: number of rows per field that has a value but is not read.
         unrendered: number of parts that the chat template does not render, by name.
         source: source of the rows.

@@ -228,7 +228,7 @@ class Row:
     """Row as stored in the data.
 
     Attributes:
-        where: `file:line`, `file[row n]` or `id[split]:row`, counted from 1.
+        location: `file:line`, `file[row n]` or `id[split]:row`, counted from 1.
         raw: undecoded line of JSON.
         value: decoded content, if any.
         problem: reason why the row cannot be decoded.
@@ -318,7 +318,8 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
         values = values[0]
     if not isinstance(values, list):
         raise InputError(
-            f"{file}: found {format_found_value(values)}; allowed: a list of objects, or one object per line"
+            f"{file}: found {format_found_value(values)}; allowed: a list of objects, or one "
+            "object per line"
         )
     for number, value in enumerate(values, 1):
         yield Row(f"{file}[row {number}]", value=value)

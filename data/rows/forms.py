@@ -191,9 +191,9 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         record = replace(
             record,
             messages=talk.messages,
-            unlearnt=frozenset(talk.unlearnt),
-            cut_off=_cut_off(fields, talk.messages),
-            written=talk.written,
+            unlearnt_messages=frozenset(talk.unlearnt),
+            truncated_messages=_cut_off(fields, talk.messages),
+            written_ids=talk.written,
         )
     elif form is Form.text:
         record = replace(record, text=parse_text(fields.pop("text"), "text"))
@@ -202,7 +202,7 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
     else:
         record = replace(record, tokens=_tokens(fields))
     left = [name for name, value in fields.items() if not is_empty(value)]
-    return replace(record, unread=(*left, *hidden, *talk.unread))
+    return replace(record, unread_fields=(*left, *hidden, *talk.unread))
 
 
 def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:

@@ -160,7 +160,8 @@ class Conversation:
         if given.strip() != message["content"].strip():
             raise MalformedRowError(
                 f"{name}.content",
-                f"another system text, {format_found_value(message['content'])}, than the row's own",
+                f"another system text, {format_found_value(message['content'])}, than the row's "
+                "own",
                 "one of them",
             )
         self.messages[0] = message

@@ -42,7 +42,7 @@ class HiddenStatesPool:
 
     Attributes:
         concurrency: number of documents in flight.
-        told: one line per server.
+        server_lines: one line per server.
     """
 
     def __init__(

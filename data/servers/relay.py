@@ -132,7 +132,8 @@ class RelayFiles:
         who = f"target.relay={self.url}"
         if response.status in (401, 403):
             raise InputError(
-                f"{who}: HTTP {response.status}: wrong token; set {RELAY_TOKEN_VARIABLE} here as on the relay"
+                f"{who}: HTTP {response.status}: wrong token; set {RELAY_TOKEN_VARIABLE} here as "
+                "on the relay"
             )
         if response.status == 404:
             raise HiddenStatesError(

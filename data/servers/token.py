@@ -16,6 +16,7 @@ def find_relay_token() -> str | None:
     found = os.environ.get(RELAY_TOKEN_VARIABLE)
     if found and not (found.isascii() and found.isprintable() and " " not in found):
         raise InputError(
-            f"{RELAY_TOKEN_VARIABLE}: cannot be sent; allowed are ASCII letters, digits and signs, without spaces"
+            f"{RELAY_TOKEN_VARIABLE}: cannot be sent; allowed are ASCII letters, digits and "
+            "signs, without spaces"
         )
     return found or None

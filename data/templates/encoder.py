@@ -172,7 +172,7 @@ class RecordEncoder:
                 else template.render_conversation(messages, record.tools)
             )
             samples = [self._mark(text, spans) for text, spans in _join([*learnt.values()], whole)]
-        return [replace(samples[0], left_out=tuple(left_out)), *samples[1:]]
+        return [replace(samples[0], unrendered_parts=tuple(left_out)), *samples[1:]]
 
     def _mark(self, text: str, spans: list[Span]) -> Sample:
         """Tokenise a rendering; tokens inside the character spans are learnt."""

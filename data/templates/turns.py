@@ -37,8 +37,8 @@ class Turn:
     Attributes:
         prompt: text that the model had read.
         written: text of the model, including its end-of-turn token.
-        through: rendering of the conversation up to the end of the turn.
-        left_out: names of the turn's parts that the template does not render.
+        conversation_text: rendering of the conversation up to the end of the turn.
+        unrendered_parts: names of the turn's parts that the template does not render.
     """
 
     prompt: str

@@ -40,7 +40,8 @@ def list_methods() -> dict[str, str]:
     for name, kind in HEADS.items():
         of_heads |= {f"{name}_{way}": kind.name_with_article for way in ("chain", "tree", "suffix")}
         of_heads[f"{name}_cut"] = (
-            f"{kind.name_with_article} calibrated by eval/calibrate.py on this machine, at this depth"
+            f"{kind.name_with_article} calibrated by eval/calibrate.py on this machine, at this "
+            "depth"
         )
         if kind.has_static_tree:
             of_heads[f"{name}_typical"] = f"{kind.name_with_article}; temperature above 0; lossy"

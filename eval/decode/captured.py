@@ -487,7 +487,8 @@ class CapturedPasses(_Rows):
         shape = PassShape.from_draft(draft)
         if shape.num_tokens > PADDED_DRAFT_SIZES[-1]:
             raise CaptureError(
-                f"{shape.num_tokens} draft tokens, more than the largest graph of {PADDED_DRAFT_SIZES[-1]}"
+                f"{shape.num_tokens} draft tokens, more than the largest graph of "
+                f"{PADDED_DRAFT_SIZES[-1]}"
             )
         self.most = max(self.most, shape.num_tokens)
         if not self.fits(self.longest):

@@ -108,7 +108,7 @@ class VerifyResult:
         nodes: the trees.
         accepted: accepted paths.
         on_path: [B, N] int64 tokens of the accepted nodes.
-        record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
+        host_record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
     """
 
     nodes: "TreeOutputs"

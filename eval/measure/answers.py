@@ -73,7 +73,7 @@ class AnswerSource(AnswerWriter, Protocol):
     """Writes the target's own greedy texts and reads them, with a target here or in engines.
 
     Attributes:
-        num_together: best number of texts to ask for at a time.
+        preferred_batch_size: best number of texts to ask for at a time.
     """
 
     @property

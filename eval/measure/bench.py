@@ -65,7 +65,7 @@ class Measurement:
     A context manager, as its end closes engines that run the target's layers.
 
     Attributes:
-        ends: complete target, or the parts that engines leave to us.
+        embeddings_and_output_head: complete target, or the parts that engines leave to us.
         heads: heads; the head of `head.path` is first, if given.
         prompts: this process's share, dialogue by dialogue within each turn.
         spare: first questions of dialogues that are not measured, for searches.
@@ -74,7 +74,7 @@ class Measurement:
         held: closes the engines.
         sampling: how tokens are chosen.
         data: origin of the prompts, for the results file.
-        main: whether this process prints and writes.
+        is_main_process: whether this process prints and writes.
     """
 
     embeddings_and_output_head: EmbeddingsAndOutputHead

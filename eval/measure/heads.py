@@ -31,10 +31,10 @@ class MeasuredHead:
 
     Attributes:
         path: its folder or Hub id.
-        head: the head.
+        draft_head: the head.
         tree: static tree, or shape of dynamic trees.
         chain: one candidate per depth.
-        searched_on: checksum of the data of the tree search; None without a search.
+        tree_data_sha256: checksum of the data of the tree search; None without a search.
         calibration: calibration for cutting the chain; None if there is none for this depth and
             device.
         calibrated_on: checksum of the data of the calibration.

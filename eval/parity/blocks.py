@@ -34,7 +34,7 @@ class BlockShape(HeadShape):
     Attributes:
         num_layers: layers of the head.
         block_size: number R of rows.
-        anchored: whether row j drafts the next token instead of its own.
+        drafts_next_token: whether row j drafts the next token instead of its own.
         causal: whether rows see no later rows of their block.
         window: tokens that a row sees; None for all.
         full: layers whose rows see everything, regardless of `causal` and `window`.

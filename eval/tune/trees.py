@@ -180,7 +180,7 @@ class DynamicTreeReplay:
     Attributes:
         responses: [n] tokens per text.
         drawn: drawn trees by depth and top-k, [n - 1] per text.
-        nested: whether shallower trees are the tops of deeper ones.
+        has_nested_trees: whether shallower trees are the tops of deeper ones.
     """
 
     responses: list[list[int]]
@@ -189,7 +189,7 @@ class DynamicTreeReplay:
 
     @classmethod
     @torch.no_grad()
-    def read(
+    def from_prompts(
         cls,
         target: Target,
         make: Callable[[DynamicShape], DynamicDrafter],
@@ -227,7 +227,7 @@ class DynamicTreeReplay:
         """All drawn values of top-k, rising."""
         return sorted({top_k for _, top_k in self.drawn})
 
-    def steps(self, shape: DynamicShape) -> list[list[Step]]:
+    def replay_shape(self, shape: DynamicShape) -> list[list[Step]]:
         """Verify passes that decoding each text with a shape would take, exactly."""
         drawn = self.drawn[self.depth if self.has_nested_trees else shape.depth, shape.top_k]
         return [

@@ -53,10 +53,10 @@ class BlockRange:
     Attributes:
         first: [A] int64, first token of its text that a block sees.
         end: [A] int64, one after the last token seen: the position of the block's first row.
-        size: number R of rows.
+        num_rows: number R of rows.
         causal: whether rows see no later rows of their block.
         window: tokens that a row sees, its own included; None for all.
-        host: `first` and `end` on the CPU, for a single text.
+        bounds_on_cpu: `first` and `end` on the CPU, for a single text.
     """
 
     first: Tensor
@@ -121,7 +121,7 @@ class ChunkPlan:
 
     Attributes:
         chunks: in the order of the rows.
-        own: [G * R, R] to add to the scores inside a block; None for nothing.
+        block_bias: [G * R, R] to add to the scores inside a block; None for nothing.
         num_rows, num_tokens: sizes padded to the end of the last possible chunk.
     """
 

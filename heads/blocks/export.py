@@ -29,11 +29,12 @@ class BlockLayout:
     """Names that loaders use for a kind of block drafter.
 
     Attributes:
-        name: name of the method in speculators.
-        vllm: name of the method in vLLM and llama.cpp, and in capitals in SGLang.
+        speculators_method: name of the method in speculators.
+        vllm_method: name of the method in vLLM and llama.cpp, and in capitals in SGLang.
         title: name of the heads in sentences.
-        speculators: class name in speculators.
-        with_ends: whether the authors' files hold the target's embedding and output head.
+        speculators_class: class name in speculators.
+        with_embeddings_and_head: whether the authors' files hold the target's embedding and output
+            head.
     """
 
     speculators_method: str

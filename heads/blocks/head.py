@@ -28,7 +28,7 @@ class BlockHead(BlockNetwork):
         architectures: names in its files by which it is recognised.
         layout: names that engines use.
         method, paper: name and paper of the method.
-        words: words of a model card about its slots.
+        slot_description: words of a model card about its slots.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -100,7 +100,8 @@ class BlockHead(BlockNetwork):
                 f"{config.llama.num_hidden_layers} decoder layers (hidden size "
                 f"{config.llama.hidden_size}, {self.vocab.describe_size()}) that read the target's "
                 f"hidden states {', '.join(map(str, config.layers))} (as `output_hidden_states` "
-                f"counts them). It drafts {config.num_draft_tokens} tokens in one pass{self.slot_description}"
+                f"counts them). It drafts {config.num_draft_tokens} tokens in one "
+                f"pass{self.slot_description}"
             ),
             num_draft_tokens=config.num_draft_tokens,
             vllm_method=None if problem else self.layout.vllm_method,

@@ -120,7 +120,7 @@ class BlockNetwork(FeatureHead):
         Args:
             roots: [A] int64, last known tokens.
             places: [A] int64, positions of these tokens.
-            text: keys and values that blocks may see.
+            context: keys and values that blocks may see.
             sight: the part of the text that they see, except in `full_layers`.
         """
         rows = torch.arange(sight.num_rows, device=roots.device)
@@ -158,7 +158,7 @@ class BlockNetwork(FeatureHead):
         Args:
             base: [N, W] logits of the output head, not changed.
             outputs: [N, H] outputs of the slot.
-            before: [N] int64 target ids of the previous tokens.
+            previous_ids: [N] int64 target ids of the previous tokens.
             state: [N, .] state of the previous slots; None for the first slot or without a state.
         """
 

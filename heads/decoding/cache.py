@@ -152,8 +152,8 @@ class CacheSlots:
     Attributes:
         lengths: committed tokens per text.
         committed: committed tokens per text on the device, [B, 1] int64.
-        held: slots that every pass reads when the host does not know the texts' lengths; None when
-            it does.
+        fixed_width: slots that every pass reads when the host does not know the texts' lengths;
+            None when it does.
     """
 
     def __init__(self, num_texts: int, device: torch.device) -> None:
@@ -315,12 +315,12 @@ class TreeCache(Cache):
 
     Attributes:
         slots: slots of the committed tokens.
-        sure: number of pending tokens per text that are certain; empty for a draft.
-        ends: certain tokens per text after the pass.
-        needed: largest of `ends`.
-        even: whether new tokens have the same slots in every text that has any.
-        to: slots [B, n] int64 that the next pass writes; the first of them if `even`.
-        width: slots that the next pass reads.
+        num_certain: number of pending tokens per text that are certain; empty for a draft.
+        certain_lengths: certain tokens per text after the pass.
+        num_needed_slots: largest of `ends`.
+        has_shared_slots: whether new tokens have the same slots in every text that has any.
+        write_slots: slots [B, n] int64 that the next pass writes; the first of them if `even`.
+        read_width: slots that the next pass reads.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Frontier(NamedTuple):
     """Nodes of one depth to expand.
 
     Attributes:
-        level: depth of the nodes, from 1.
+        depth: depth of the nodes, from 1.
         rows: [B * w] int64 rows of the previous depth that they came from.
         tokens: [B * w] int64 target ids.
     """
@@ -48,7 +48,7 @@ class DynamicDrafter(Drafter, Protocol):
     """Drafter whose trees have another shape for every text.
 
     Attributes:
-        nested: whether a tree begins with the tree of a smaller depth.
+        has_nested_trees: whether a tree begins with the tree of a smaller depth.
     """
 
     has_nested_trees: bool

@@ -28,9 +28,10 @@ class HeadDrafter(ABC):
         calibration: cuts chains; None leaves them whole.
 
     Attributes:
-        state: names of the attributes with one entry per text: tensors [B, ...], `Committed`, or
+        row_attributes: names of the attributes with one entry per text: tensors [B, ...],
+            `Committed`, or
             objects with `rows` and `take` like `Generators`; None before the first tokens.
-        taps, static_nodes: see `heads.decoding.drafting.Drafter`.
+        taps, num_static_nodes: see `heads.decoding.drafting.Drafter`.
     """
 
     row_attributes: tuple[str, ...] = ()
@@ -113,7 +114,7 @@ class DynamicTreeDrafter(HeadDrafter):
     """Drafts the likeliest of all expanded nodes.
 
     Attributes:
-        nested: see `heads.decoding.drafting.DynamicDrafter`.
+        has_nested_trees: see `heads.decoding.drafting.DynamicDrafter`.
     """
 
     has_nested_trees: ClassVar[bool] = True

@@ -22,7 +22,7 @@ class CausalRange(NamedTuple):
     Attributes:
         first: [N] int64, first token seen.
         end: [N] int64, one after the last token seen; above `first`.
-        rows: [N] int64, token from which a row drafts, if it sees its document up to that token.
+        anchors: [N] int64, token from which a row drafts, if it sees its document up to that token.
         documents: documents of the text, with `rows`.
     """
 
@@ -83,8 +83,8 @@ class BranchCache:
 
     Attributes:
         keys, values: [T, S, K, d] of the texts.
-        seen: stretch of the text that each row sees.
-        own_keys, own_values: J tensors [N, K, d] of the row's draft tokens so far.
+        context_range: stretch of the text that each row sees.
+        draft_keys, draft_values: J tensors [N, K, d] of the row's draft tokens so far.
     """
 
     keys: Tensor

@@ -288,7 +288,8 @@ def _layers(found: EagleCheckpoint, layers: Sequence[int] | None, width: int) ->
     fc = found.tensors.get("fc.weight")
     if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:
         raise found.error(
-            f"{found.stored_name('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} hidden "
+            f"{found.stored_name('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} "
+            "hidden "
             f"states of {width}, but head.layers or config.json names "
             f"{list(chosen) or 'none, which is 3'}"
         )
@@ -328,7 +329,8 @@ def load_into(head: Head, found: EagleCheckpoint) -> Head:
     """
     expected, tensors = head.state_dict(), found.tensors
     shapes = {
-        name: f"{found.stored_name(name)} {list(tensors[name].shape)}, not {list(expected[name].shape)}"
+        name: f"{found.stored_name(name)} {list(tensors[name].shape)}, "
+        f"not {list(expected[name].shape)}"
         for name in set(expected) & set(tensors)
         if expected[name].shape != tensors[name].shape
     }

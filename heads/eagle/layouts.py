@@ -52,10 +52,10 @@ class EagleLayout:
         num_layers: number of hidden states that it fuses; None for any.
         any_order: whether it takes hidden states in the head's order.
         zero_fc_bias: whether it builds `fc` with a bias, which other heads must set to zero.
-        embedding: whether it needs `embed_tokens.weight`, even if that is the target's.
-        own_embedding: whether it uses a head's own embedding if the target's would fit.
-        output_head: whether it needs `lm_head.weight`, even if that is the target's.
-        d2t: dtype of `d2t`.
+        needs_embedding: whether it needs `embed_tokens.weight`, even if that is the target's.
+        prefers_own_embedding: whether it uses a head's own embedding if the target's would fit.
+        needs_output_head: whether it needs `lm_head.weight`, even if that is the target's.
+        d2t_dtype: dtype of `d2t`.
         t2d: whether it has a place for `t2d`.
         exclusive_norms: whether it takes `fc_norm` or `norm_before_fc`, but not both.
         equal_widths: whether hidden states must be as wide as the head.
@@ -63,7 +63,7 @@ class EagleLayout:
             must be hidden / heads.
         unread_rope: RoPE settings that it does not read.
         gguf: whether it is a GGUF file, which has its own RoPE keys.
-        method: kind of head in speculators.
+        speculators_method: kind of head in speculators.
     """
 
     architecture: str
@@ -246,7 +246,8 @@ def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayo
         return
     if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
         raise InputError(
-            f"format={engine.value}: {ENGINE_NAMES[engine]} drafts with the target's embedding, but "
+            f"format={engine.value}: {ENGINE_NAMES[engine]} drafts with the target's embedding, "
+            "but "
             "this head has another embed_tokens.weight; formats that keep it: vllm, original, "
             "llamacpp"
         )
@@ -260,7 +261,8 @@ def _check_layers(
         fixed = [2, num_layers // 2, num_layers - 3]
         if list(layers) != fixed:
             raise InputError(
-                f"{start}, but {ENGINE_NAMES[engine]} always {fixed}; train with head.layers={fixed}, "
+                f"{start}, but {ENGINE_NAMES[engine]} always {fixed}; train with "
+                f"head.layers={fixed}, "
                 "or choose another format"
             )
     elif min(layers) < -layout.layer_offset or max(layers) >= num_layers:

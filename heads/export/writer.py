@@ -125,7 +125,8 @@ def readme(
     taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (
         f"# {head.variants[head.variant].title} for {head.target_name}\n\n"
-        f"For speculative decoding with {ENGINE_NAMES[engine]}, {format_dtype(head)} weights{taps}. "
+        f"For speculative decoding with {ENGINE_NAMES[engine]}, {format_dtype(head)} "
+        f"weights{taps}. "
         f"Written by Headsmith after the loaders of {LOADER_VERSIONS[engine]}.\n\n"
         "## Serve\n\n"
         f"```\n{export.command}\n```\n\n`DIR` is this folder.\n\n{further}"

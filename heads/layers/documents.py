@@ -24,7 +24,7 @@ class Documents:
 
     Attributes:
         lengths: tokens of each.
-        bounds: [documents + 1] int32 on the device, the start of each, and S.
+        cu_seqlens: [documents + 1] int32 on the device, the start of each, and S.
     """
 
     lengths: tuple[int, ...]

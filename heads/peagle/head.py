@@ -27,7 +27,7 @@ VLLM = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layer
 SPECULATORS = replace(
     LAYOUTS[ExportFormat.speculators][EagleForm.eagle3],
     architecture="PEagleSpeculator",
-    method="peagle",
+    speculators_method="peagle",
     # vLLM drops `fc_norm` when it converts such a config.
     parts=("norm_before_fc", "norm_before_residual", "qk_norm", "mlp_bias"),
 )

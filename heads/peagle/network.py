@@ -59,7 +59,7 @@ class RowGroup:
         residual: [N, H].
         rotation: [N, 2, d].
         seen: stretch of the text that they see.
-        kept: [N] int64 rows of the previous group that they follow; None for all.
+        parent_rows: [N] int64 rows of the previous group that they follow; None for all.
     """
 
     inputs: Tensor
@@ -147,7 +147,7 @@ class PEagleNetwork(EagleNetwork):
         Args:
             text: rows of new text, if any.
             masks: groups of rows, those directly after the text first.
-            text_of: stores new keys and values and returns all.
+            store: stores new keys and values and returns all.
         """
         groups = [*([] if text is None else [text]), *masks]
         sizes = [len(group.rotation) for group in groups]

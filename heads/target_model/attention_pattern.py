@@ -39,7 +39,7 @@ class AttentionPattern:
         layer_types: type of each layer, as in the config.
         window: tokens that a query sees in a sliding layer, its own included.
         chunk: tokens per chunk; a query sees no earlier chunks.
-        recurrent: whether any layer may carry a state.
+        is_recurrent: whether any layer may carry a state.
         shares_keys: whether layers use the keys of an earlier layer.
     """
 

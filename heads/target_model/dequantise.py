@@ -151,7 +151,8 @@ def _check_room(gguf: GgufTarget, place: Path) -> None:
             f"GB are free in {place}; make room, or set HEADSMITH_CACHE to a folder on another disk"
         )
     print(  # noqa: T201
-        f"{gguf.label}: dequantising {gguf.quantization} to {place}, once; takes {needed / 1e9:.1f} "
+        f"{gguf.label}: dequantising {gguf.quantization} to {place}, once; takes "
+        f"{needed / 1e9:.1f} "
         "GB of disk, and as much memory meanwhile",
         file=sys.stderr,
     )
@@ -204,12 +205,14 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
     scales += [f"rope.scaling.type={kind}"] if kind not in (None, "none") else []
     if scales and kinds == {"default"}:
         raise InputError(
-            f"{gguf.label}: scales RoPE ({scales[0]}), which transformers does not read from a GGUF "
+            f"{gguf.label}: scales RoPE ({scales[0]}), which transformers does not read from a "
+            "GGUF "
             f"file; {_put_config(gguf)}"
         )
     if kinds & SCALED and not scales:
         raise InputError(
-            f"{gguf.label}: does not scale RoPE, but its config does ({sorted(kinds & SCALED)[0]}); "
+            f"{gguf.label}: does not scale RoPE, but its config does "
+            f"({sorted(kinds & SCALED)[0]}); "
             f"{_put_config(gguf)}"
         )
 

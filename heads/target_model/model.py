@@ -121,7 +121,7 @@ class Target(EmbeddingsAndOutputHead):
         attention_pattern: what each layer sees of a text.
         is_recurrent: whether layers carry states along the text.
         state_bytes: bytes of these states per draft token of a text, as measured by the check.
-        rope: knows whether longer texts are read differently.
+        long_rope: knows whether longer texts are read differently.
         attention_calls: window and kernel of each attention layer in the last `read`.
         numerical_difference: description of how decoding differs from reading, if a recurrent layer
             treats one token and many differently; replay then differs too.

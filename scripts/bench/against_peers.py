@@ -98,7 +98,8 @@ def print_tables(options: argparse.Namespace) -> None:
     """Print one table per head, and for EAGLE-3 one per number of steps."""
     print(
         f"{options.tokens} tokens in one packed sequence, two thirds of them learnt; hidden size "
-        f"{options.hidden}, vocabulary {options.vocab}, float32; {format_device(best_device())}; median of "
+        f"{options.hidden}, vocabulary {options.vocab}, float32; {format_device(best_device())}; "
+        "median of "
         f"{options.repeats} steps. Peak beyond weights, optimizer state and inputs."
     )
     peers = runnable(EAGLE3)

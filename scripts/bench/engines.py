@@ -224,9 +224,9 @@ def measured_seconds() -> FunctionTimers:
     """Measure the parts of a reader from now on."""
     seconds = FunctionTimers()
     for module in (files, relay):
-        seconds.time_function(module, "read_tensors", "copies")
+        seconds.time_function(module, "load_safetensors", "copies")
     for way in (SharedFolder, RelayFiles):
-        seconds.time_function(way, "take", "taking")
+        seconds.time_function(way, "load_and_delete", "taking")
     seconds.time_function(HiddenStatesClient, "_collect", "collecting")
     return seconds
 

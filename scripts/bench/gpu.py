@@ -503,7 +503,8 @@ def about(small: bool) -> Row:
     except FileNotFoundError:
         driver = ""
     return {
-        "device": format_device(best_device()), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "device": format_device(best_device()),
+        "torch": torch.__version__, "cuda": torch.version.cuda,
         "transformers": version("transformers"), "driver": driver, "num_cores": os.cpu_count(),
         "small": small,
     }  # fmt: skip

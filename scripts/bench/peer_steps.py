@@ -80,7 +80,7 @@ class StepInputs:
         text: `input_ids`, `position_ids`, `document_ids` [1, T] int64, `loss_mask` [1, T] bool;
             the first third of each document is a prompt.
         layers: [L, T, H] states that EAGLE-3 fuses.
-        last: [T, H] states before the final norm, whose weight is one.
+        prenorm_states: [T, H] states before the final norm, whose weight is one.
         embedding, output_head: [V, H].
         draft_ids: [W] int64, sorted.
         weights: the trained matrices of an EAGLE-3 head by name.
@@ -122,7 +122,7 @@ class StepInputs:
         return cls(
             text={name: row.to(device) for name, row in _text(job, generator).items()},
             layers=draw(NUM_LAYERS, job.tokens, job.hidden),
-            last=draw(job.tokens, job.hidden),
+            prenorm_states=draw(job.tokens, job.hidden),
             embedding=draw(job.vocab, job.hidden),
             output_head=output_head,
             draft_ids=order[: job.draft_vocab].sort().values.to(device),

@@ -144,7 +144,7 @@ def make_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVo
     """
     head = make_untrained_head(variant, target, vocab)
     entry: Any = importlib.import_module(f"train.{find_kind_name(head)}")
-    return entry.main.default_objective(head, target)
+    return entry.main.build_default_objective(head, target)
 
 
 def start_run(

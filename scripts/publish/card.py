@@ -370,6 +370,7 @@ def _data_text(data: dict[str, Any]) -> str:
 
 
 def build_markdown_table(header: list[str], rows: list[list[Any]]) -> str:
+    """Build a Markdown table; bars and line breaks inside cells are escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
         "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"

@@ -148,7 +148,8 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
             problem = f"not logged in to {endpoint}: run `hf auth login` or set HF_TOKEN"
         elif status == 403:
             problem = (
-                f"this token may not write there (HTTP 403): {format_hub_error(error)}; set HF_TOKEN to one "
+                f"this token may not write there (HTTP 403): {format_hub_error(error)}; set "
+                "HF_TOKEN to one "
                 "that may"
             )
         raise InputError(f"repo_id={repo_id}: {problem}") from error

@@ -37,7 +37,7 @@ class CaptureJob:
         folder: folder of the store.
         plan: planned contents.
         shards: all shards in order; process s % num_processes writes shard s.
-        sets: packed sequences by split.
+        packed_by_split: packed sequences by split.
         prompts: prompts that the target answers.
         report: what happened to the rows of the data.
     """

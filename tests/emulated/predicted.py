@@ -53,7 +53,7 @@ DRAFT_VOCAB = 32000
 def trained(job: dict[str, Any]) -> Row:
     """The second step of a run: the first makes what lasts."""
     options = _options(job)
-    objective = patch.object(bench_train, "fresh_objective", _objective)
+    objective = patch.object(bench_train, "make_objective", _objective)
     with hollow(), objective, tempfile.TemporaryDirectory() as folder:
         run, _ = bench_train.start_run(options, Path(folder) / "out")
         run.optimizer_step()

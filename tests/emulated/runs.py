@@ -122,7 +122,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def short() -> Iterator[None]:
     """Evaluations are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "MAX_NEW_TOKENS", 4)
+        patch.setattr(replay, "MAX_REPLAY_TOKENS", 4)
         yield
 
 

@@ -138,6 +138,6 @@ def test_states_of_two_micro_batches_are_on_the_device(
         most.append(len(live))
         return found
 
-    monkeypatch.setattr(Objective, "prepare", noted)
+    monkeypatch.setattr(Objective, "prepare_batch", noted)
     on_cuda(run_of("eagle-3", inputs, tmp_path / "run", batch_size=8))
     assert max(most) == 2

@@ -266,7 +266,7 @@ def test_it_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch) -> None:
         killed_after(8, patch)  # all six texts, what passes cost, and one that is timed
         with pytest.raises(KilledError):
             calibrated(setting, head, tmp_path / "killed")
-    monkeypatch.setattr(calibrate, "time_steps", None)
+    monkeypatch.setattr(calibrate, "measure_step_costs", None)
     monkeypatch.setattr(calibrate, "decode", None)
     again = calibrated(setting, head, tmp_path / "killed")
     for name in ("temperatures", "offsets", "ece", "reliability"):

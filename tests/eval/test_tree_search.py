@@ -234,7 +234,7 @@ def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
     monkeypatch.setattr(cost, "NUM_PLAIN", 1)
     monkeypatch.setattr(
-        tree_search, "time_steps", partial(cost.measure_step_costs, sizes=(2, 4, 12))
+        tree_search, "measure_step_costs", partial(cost.measure_step_costs, sizes=(2, 4, 12))
     )
     monkeypatch.setattr(advice, "SIZES", (2, 4))
 

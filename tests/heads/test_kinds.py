@@ -173,7 +173,7 @@ def test_what_is_pushed_says_what_it_is_and_comes_back_the_same(
 def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        patch.setattr(replay, "MAX_NEW_TOKENS", 12)
+        patch.setattr(replay, "MAX_REPLAY_TOKENS", 12)
         yield
 
 

@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        patch.setattr(replay, "MAX_NEW_TOKENS", 12)
+        patch.setattr(replay, "MAX_REPLAY_TOKENS", 12)
         yield
 
 
@@ -271,7 +271,7 @@ def in_turn(processes: int, config: CaptureRun, monkeypatch: pytest.MonkeyPatch)
             device=real.device, wait_for_everyone=lambda: None,
             main_process_first=real.main_process_first,
         )  # fmt: skip
-        monkeypatch.setattr(script, "start", lambda state=state: state)
+        monkeypatch.setattr(script, "join_processes", lambda state=state: state)
         if index == processes - 1:  # what the first one does before the others go on
             script.plan_capture(config, state, SHARD_BYTES).plan.save(Path(config.out_dir))
         capture(config, SHARD_BYTES)

@@ -147,7 +147,7 @@ def test_the_environment_of_llamacpp_is_looked_for_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "LLAMACPP", tmp_path / "python")
-    monkeypatch.setattr(demo, "shipped", lambda: pytest.fail("something was begun"))
+    monkeypatch.setattr(demo, "fetch_model_file", lambda: pytest.fail("something was begun"))
     with pytest.raises(SystemExit, match="python is missing; run `make demo`, which creates it"):
         demo.main(tmp_path / "out")
 
@@ -249,7 +249,7 @@ def test_the_whole_of_it_with_a_small_model(
         "tokenizer.ggml.token_type": [3 if each else 1 for each in special] + [5] * len(unused),
     }
     save_gguf(tmp_path / "model.gguf", "Q4_1", metadata, num_hidden_layers=6)
-    monkeypatch.setattr(demo, "shipped", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(demo, "fetch_model_file", lambda: tmp_path / "model.gguf")
     monkeypatch.setattr(demo, "LLAMACPP", Path(os.environ[LLAMACPP]).absolute())
     monkeypatch.setattr(demo, "ANSWERS", ["data.num_prompts=16", "max_new_tokens=24"])
     monkeypatch.setattr(demo, "MEASURE", demo.MEASURE | {"num_tokens": 16, "skip": 70})

@@ -90,7 +90,7 @@ def test_the_target_multiplies_over_packed_weights(
     target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[object] = []
-    monkeypatch.setattr(regenerate, "pack", lambda *modules: found.extend(modules))
+    monkeypatch.setattr(regenerate, "pack_weights", lambda *modules: found.extend(modules))
     run_local(target_path, chats(tmp_path / "in.jsonl", num_rows=1), tmp_path / "out")
     assert [type(each).__name__ for each in found] == ["LlamaForCausalLM", "Linear"]
 
@@ -132,7 +132,7 @@ def test_resumed_answers_equal_uninterrupted_ones(
                 raise KeyboardInterrupt
             yield outcome
 
-    monkeypatch.setattr(regenerate, "answer_group", killed_in_the_second_group)
+    monkeypatch.setattr(regenerate, "iter_group_outcomes", killed_in_the_second_group)
     with pytest.raises(KeyboardInterrupt):
         run_local(target_path, data, tmp_path / "out", **settings)
     # The last row is torn off too.

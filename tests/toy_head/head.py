@@ -32,7 +32,7 @@ class ToyDrafter(HeadDrafter):
         if self.calibration is not None:
             draws = ChainSampler(vocab, calibration=self.calibration)
             return draws.make_draft(self.shape, draws.choose_token(logits).unsqueeze(1))
-        best = vocab.to_target(logits.topk(self.shape.width).indices)
+        best = vocab.to_target_ids(logits.topk(self.shape.width).indices)
         return Draft.from_tree(self.shape, best[:, list(self.shape.ranks[1:])])
 
 

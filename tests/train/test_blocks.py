@@ -188,7 +188,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
             place = anchor + 1 + slot
             p = said[place][head.vocab.ids]
             loss = config.divergence_weight * (p / p.sum() * ((p / p.sum()).log() - log_q)).sum()
-            label = head.vocab.to_draft(ids[place + 1][None])[0]
+            label = head.vocab.to_draft_ids(ids[place + 1][None])[0]
             if label >= 0:
                 loss = loss - config.text_weight * log_q[label]
             if getattr(head, "confidence_head", None) is not None:
@@ -220,7 +220,7 @@ def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) ->
                 chances.append(0.0)
                 continue
             logits, state = head.step(head.logits(mine), mine, before, state)
-            column = int(head.vocab.to_draft(ids[anchor + 2 + slot][None])[0])
+            column = int(head.vocab.to_draft_ids(ids[anchor + 2 + slot][None])[0])
             q = 0.0 if column < 0 else float(logits.detach()[0].softmax(-1)[column])
             reached *= config.slot_smoothing + (1 - config.slot_smoothing) * q
             chances.append(reached)
@@ -249,7 +249,7 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
     for place, token in ((8, 40), (9, 41), (10, 42)):  # that the target would not have said
         documents[0][place] = documents[1][place] = token
     batch = {**packed(documents), NOISE_SEEDS: (5,)}
-    batch = objective.prepare(objective.training_batch(batch))
+    batch = objective.prepare(objective.index_training_batch(batch))
     assert len(batch[STEP_TARGETS].drafts) == 7
     scale = torch.rand(len(objective.weights), generator=torch.Generator().manual_seed(0))
     sums = objective(batch, scale)
@@ -271,7 +271,9 @@ def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
     objective = objective_of(fresh(target, config), target, config)
     batch = packed(texts(target, 2, 12))
     found = [
-        objective.training_batch({**batch, NOISE_SEEDS: (seed,)})[STEP_TARGETS].drafts.tolist()
+        objective.index_training_batch({**batch, NOISE_SEEDS: (seed,)})[
+            STEP_TARGETS
+        ].drafts.tolist()
         for seed in (1, 1, 2)
     ]
     assert found[0] == found[1] != found[2]

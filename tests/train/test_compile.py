@@ -22,7 +22,7 @@ def asked(device: str = "cpu", processes: int = 1, logits: int = 3, **train: obj
     """The answer for a run of 1,000 steps of 10 sequences of 1,000 tokens."""
     config = TrainConfig(**{"max_steps": 1000, "batch_size": 10, "warmup_steps": 0, **train})
     accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
-    return needs_compile(config, 1000, SimpleNamespace(slow_logits=logits), accelerator)
+    return needs_compile(config, 1000, SimpleNamespace(loss_logits_per_token=logits), accelerator)
 
 
 def test_a_gpu_compiles_and_a_setting_has_the_last_word() -> None:

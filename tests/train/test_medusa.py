@@ -76,7 +76,9 @@ def test_a_run_starts_from_the_heads_that_are_named(target, tmp_path: Path, monk
     saved = noisy_head(target, 2)
     saved.save(tmp_path / "whole")
     built = []
-    monkeypatch.setattr(command, "train", lambda _config, build: built.append(build(target, None)))
+    monkeypatch.setattr(
+        command, "train_head", lambda _config, build: built.append(build(target, None))
+    )
     for path, num_heads in ((None, 4), (str(tmp_path / "whole"), 2)):
         medusa.main(MedusaRun(head=MedusaConfig(path=path, num_heads=4)))
         objective, (line,) = built.pop()

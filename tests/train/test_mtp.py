@@ -39,7 +39,7 @@ FAMILY = "MiMoForCausalLM"
 def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        patch.setattr(replay, "MAX_NEW_TOKENS", 12)
+        patch.setattr(replay, "MAX_REPLAY_TOKENS", 12)
         yield
 
 

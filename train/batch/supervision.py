@@ -42,8 +42,8 @@ class MatchedRows:
     """Rows of a student, in the order of the teacher's rows to compare them with.
 
     Attributes:
-        places: [M] int64 positions in the student's outputs.
-        answers: M rows of the teacher.
+        output_indices: [M] int64 positions in the student's outputs.
+        teacher_rows: M rows of the teacher.
     """
 
     output_indices: Tensor
@@ -55,8 +55,8 @@ class Supervision:
     """Places of a batch that are learnt from, by depth.
 
     Attributes:
-        places: [P] int64 among S, tokens before those in the loss mask. The teacher has one row per
-            place.
+        token_indices: [P] int64 among S, tokens before those in the loss mask. The teacher has one
+            row per place.
         depths: K + 1 entries. Depth d reads the teacher d tokens further; depth 0 is the target.
             Their places are among S.
     """
@@ -74,7 +74,7 @@ class Supervision:
             places = build_supervision_mask(batch, depth).flatten().nonzero().squeeze(1)
             answers = number[places + depth]
             depths.append(MatchedRows(places, SortedIndices(answers, answers)))
-        return cls(depths[0].places, tuple(depths))
+        return cls(depths[0].output_indices, tuple(depths))
 
     @property
     def depth_counts(self) -> Tensor:
@@ -87,12 +87,13 @@ class StepTargets:
     """Rows of tokens that draft in parallel, step by step.
 
     Attributes:
-        drafts: [N] int64 among S, rising; tokens from which drafts start. At least one.
-        tokens: [M] int64 among S, the token from which each row drafts.
-        rows: rows of all steps. Places index the concatenated outputs of the steps.
-        steps: [M] int64, the step of each row, from 0.
-        by_step: [M] int64, the numbers of the rows, sorted by step.
-        sizes: rows of each step.
+        anchors: [N] int64 among S, rising; tokens from which drafts start. At least one.
+        row_anchors: [M] int64 among S, the token from which each row drafts.
+        matched_rows: rows of all steps. Their output indices index the concatenated outputs of the
+            steps.
+        row_steps: [M] int64, the step of each row, from 0.
+        step_order: [M] int64, the numbers of the rows, sorted by step.
+        step_sizes: rows of each step.
     """
 
     anchors: Tensor
@@ -129,14 +130,14 @@ class StepTargets:
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
         sorted_answers, order = torch.cat(answers).sort(stable=True)
         return cls(
-            drafts=drafts[0],
-            tokens=torch.cat(tokens)[order],
-            rows=MatchedRows(
+            anchors=drafts[0],
+            row_anchors=torch.cat(tokens)[order],
+            matched_rows=MatchedRows(
                 torch.cat(places)[order], SortedIndices(sorted_answers, sorted_answers)
             ),
-            steps=steps[order],
-            by_step=order.argsort(),
-            sizes=sizes,
+            row_steps=steps[order],
+            step_order=order.argsort(),
+            step_sizes=sizes,
         )
 
 

@@ -77,11 +77,11 @@ class TrainingSource:
         heldout: packed sequences to evaluate on.
         report: counts of the prepared data.
         lines: lines to print about the data.
-        replay: makes a replay of tau on held-out prompts from a depth and the layers the head
+        make_replay: makes a replay of tau on held-out prompts from a depth and the layers the head
             reads.
         served_by: names the servers that give hidden states, if any.
         prompts: held-out prompts for these servers to answer.
-        told: lines about these servers.
+        server_lines: lines about these servers.
     """
 
     target: EmbeddingsAndOutputHead
@@ -115,7 +115,13 @@ class TrainingSource:
         with open_states_pool(self.served_by, target, layers, text) as pool:
             replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
             train, heldout = ServedSequences(self.train, pool), ServedSequences(self.heldout, pool)
-            yield replace(self, train=train, heldout=heldout, replay=replay, told=pool.server_lines)
+            yield replace(
+                self,
+                train=train,
+                heldout=heldout,
+                make_replay=replay,
+                server_lines=pool.server_lines,
+            )
 
     def count_prefetch_steps(self, num_tokens: int) -> int:
         """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""

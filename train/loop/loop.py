@@ -53,14 +53,14 @@ class TrainingJob:
         train: packed sequences, each a dict of [T] tensors.
         heldout: packed sequences to evaluate on.
         provenance: written as `head/headsmith.json`.
-        made_of: the statement of the target and of the training data.
-        goes_on: whether the head was trained before; then it is also evaluated before the first
-            step.
+        fingerprint: the statement of the target and of the training data.
+        has_trained_head: whether the head was trained before; then it is also evaluated before the
+            first step.
         rollouts: the target's answers to learn instead of `train`.
         evaluate: function that adds figures at each evaluation, given the head in eval mode; on
             rank 0 only. Their names get the prefix `eval/`.
-        steps_ahead: number of optimizer steps to load in advance.
-        served: whether engines give the hidden states.
+        num_prefetch_steps: number of optimizer steps to load in advance.
+        has_served_states: whether engines give the hidden states.
     """
 
     config: TrainConfig
@@ -382,7 +382,7 @@ class TrainingLoop:
 
         Args:
             losses: [processes * M] losses, some not finite.
-            again: whether the step was loaded before these sequences were left out.
+            is_reloaded: whether the step was loaded before these sequences were left out.
 
         Raises:
             InputError: the head is at fault (see `SkippedSequences`), or too many sequences are

@@ -46,7 +46,7 @@ class MetricLogger:
             config: tracker and names.
             run: resolved configuration to show in the tracker.
             say: prints a tracker's failure.
-            goes_on: whether wandb knows the run under an id.
+            is_resumed: whether wandb knows the run under an id.
         """
         if not is_resumed:
             (out_dir / WANDB_ID).unlink(missing_ok=True)

@@ -107,31 +107,35 @@ class BlockCriterion:
         self.config, self.vocab, self.compiled = config, vocab, compiled
 
     def __call__(
-        self, chunk: tuple[Tensor, Distribution], at: Tensor, student: Softmax, want_grad: bool
+        self,
+        chunk: tuple[Tensor, Distribution],
+        chunk_rows: Tensor,
+        student: Softmax,
+        needs_grad: bool,
     ) -> RowLosses:
         """See `train.loss.fused.Criterion`."""
-        labels, soft = chunk[0][at], chunk[1]
-        top1 = is_top1_match(self.vocab, student, soft.top1_ids[at])
-        pair, config = soft.pair_with(at, student), self.config
+        labels, soft = chunk[0][chunk_rows], chunk[1]
+        top1 = is_top1_match(self.vocab, student, soft.top1_ids[chunk_rows])
+        pair, config = soft.pair_with(chunk_rows, student), self.config
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         terms: list[LossGrad] = []
         if config.divergence_weight:
-            of_target = compute_divergence(config.divergence, pair, config.lk_eta, want_grad)
+            of_target = compute_divergence(config.divergence, pair, config.lk_eta, needs_grad)
             terms.append(of_target.scale(config.divergence_weight))
         if config.text_weight:
-            of_text = self._cross_entropy(labels, student, want_grad)
+            of_text = self._cross_entropy(labels, student, needs_grad)
             terms.append(of_text.scale(config.text_weight))
         loss, grad = reduce(LossGrad.add, terms)
         return RowLosses(torch.stack([loss, top1.to(alpha), alpha]), grad)
 
-    def _cross_entropy(self, labels: Tensor, student: Softmax, want_grad: bool) -> LossGrad:
+    def _cross_entropy(self, labels: Tensor, student: Softmax, needs_grad: bool) -> LossGrad:
         """Cross-entropy against the text; 0 for labels outside the draft vocabulary."""
         columns = labels if self.vocab.is_full else self.vocab.to_draft_ids(labels)
         inside = columns >= 0
         column = columns.clamp_min(0).unsqueeze(1)
         loss = -student.log_q_at(column).squeeze(1)
         grad = None
-        if want_grad:
+        if needs_grad:
             grad = student.q.scatter_add(1, column, student.q.new_full(column.shape, -1.0))
         return LossGrad(loss, grad).mask_rows(inside)
 
@@ -139,16 +143,16 @@ class BlockCriterion:
 class _Surprise:
     """-log q of the text's token, infinite outside the draft vocabulary."""
 
-    num_measures = 0
+    num_metrics = 0
 
     def __init__(self, vocab: DraftVocab) -> None:
         self.vocab = vocab
 
     def __call__(
-        self, chunk: tuple[Tensor, None], at: Tensor, student: Softmax, want_grad: bool
+        self, chunk: tuple[Tensor, None], chunk_rows: Tensor, student: Softmax, needs_grad: bool
     ) -> RowLosses:
         """See `train.loss.fused.Criterion`. Without a gradient."""
-        assert not want_grad
-        columns = self.vocab.to_draft_ids(chunk[0][at]).unsqueeze(1)
+        assert not needs_grad
+        columns = self.vocab.to_draft_ids(chunk[0][chunk_rows]).unsqueeze(1)
         surprise = -student.log_q_at(columns.clamp_min(0)).masked_fill(columns < 0, -torch.inf)
         return RowLosses(surprise.T, None)

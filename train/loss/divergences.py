@@ -127,24 +127,24 @@ def p_log_p(p: Tensor) -> Tensor:
     return dot(p, finite_log(p))
 
 
-def kl(pair: DistributionPair, want_grad: bool) -> LossGrad:
+def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """KL(p || q), with gradient q - p."""
     loss = (pair.p_log_p - pair.p_log_q()) / pair.mass - pair.mass.log()
-    if not want_grad:
+    if not needs_grad:
         return LossGrad(loss, None)
     return LossGrad(loss, torch.addcdiv(pair.q, pair.p, pair.mass.unsqueeze(1), value=-1.0))
 
 
-def reverse_kl(pair: DistributionPair, want_grad: bool) -> LossGrad:
+def reverse_kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """KL(q || p)."""
     ratio = pair.student.log_q().sub_(pair.log_p())
     loss = dot(pair.q, ratio) + pair.mass.log()
-    if not want_grad:
+    if not needs_grad:
         return LossGrad(loss, None)
     return LossGrad(loss, ratio.add_((pair.mass.log() - loss).unsqueeze(1)).mul_(pair.q))
 
 
-def js(pair: DistributionPair, want_grad: bool) -> LossGrad:
+def js(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """Jensen-Shannon divergence: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     log_p = pair.log_p().sub_(pair.mass.log().unsqueeze(1))
     log_q = pair.student.log_q()
@@ -153,16 +153,16 @@ def js(pair: DistributionPair, want_grad: bool) -> LossGrad:
     to_m = log_q.sub_(log_m)
     from_q = dot(pair.q, to_m)
     loss = 0.5 * (from_p + from_q)
-    if not want_grad:
+    if not needs_grad:
         return LossGrad(loss, None)
     return LossGrad(loss, to_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5))
 
 
-def total_variation(pair: DistributionPair, want_grad: bool) -> LossGrad:
+def total_variation(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """1 - alpha, alpha = sum of min(p, q): half the sum of |p - q| over the whole vocabulary."""
     least = torch.minimum(pair.p, pair.q)
     loss = 1 - least.sum(-1)
-    if not want_grad:
+    if not needs_grad:
         return LossGrad(loss, None)
     # Where p and q are equal, half of the gradient goes to each, as in min.
     half = pair.q.new_full((), 0.5)
@@ -170,38 +170,38 @@ def total_variation(pair: DistributionPair, want_grad: bool) -> LossGrad:
     return LossGrad(loss, (dot(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
 
 
-def negative_log_alpha(pair: DistributionPair, want_grad: bool) -> LossGrad:
+def negative_log_alpha(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """-log alpha (LK losses, arXiv 2602.23881)."""
-    loss, grad = total_variation(pair, want_grad)
+    loss, grad = total_variation(pair, needs_grad)
     alpha = (1 - loss).clamp_min(MIN_ALPHA)
     if grad is not None:
         grad.mul_(((1 - loss > MIN_ALPHA) / alpha).unsqueeze(1))
     return LossGrad(-alpha.log(), grad)
 
 
-def hybrid(pair: DistributionPair, eta: float, want_grad: bool) -> LossGrad:
+def hybrid(pair: DistributionPair, eta: float, needs_grad: bool) -> LossGrad:
     """l KL + (1 - l) (1 - alpha), with l = exp(-eta alpha) per token, treated as a constant.
 
     Source: LK losses, arXiv 2602.23881.
     """
-    accept = total_variation(pair, want_grad)
+    accept = total_variation(pair, needs_grad)
     mix = torch.exp(-eta * (1 - accept.loss))
-    return kl(pair, want_grad).scale(mix).add(accept.scale(1 - mix))
+    return kl(pair, needs_grad).scale(mix).add(accept.scale(1 - mix))
 
 
-def top_k_cross_entropy(pair: DistributionPair, k: int, want_grad: bool) -> LossGrad:
+def top_k_cross_entropy(pair: DistributionPair, k: int, needs_grad: bool) -> LossGrad:
     """-sum of p log q over the k likeliest tokens of p (HASS, arXiv 2408.15766, eq. 5)."""
     k = min(k, pair.p.shape[1])
     p, best = pair.p.topk(k)
     p = p / pair.mass.unsqueeze(1)
     loss = -(p * pair.student.log_q_at(best)).sum(-1)
-    if not want_grad:
+    if not needs_grad:
         return LossGrad(loss, None)
     grad = pair.q * p.sum(-1, keepdim=True)
     return LossGrad(loss, grad.scatter_add_(1, best, -p))
 
 
-def text_cross_entropy(student: Softmax, columns: Tensor, want_grad: bool) -> LossGrad:
+def text_cross_entropy(student: Softmax, columns: Tensor, needs_grad: bool) -> LossGrad:
     """-log q of each row's text token; 0 where `columns` [N] int64 is -1.
 
     The gradient, q - 1 at the token, overwrites q.
@@ -209,7 +209,7 @@ def text_cross_entropy(student: Softmax, columns: Tensor, want_grad: bool) -> Lo
     column = columns.clamp_min(0).unsqueeze(1)
     loss = -student.log_q_at(column).squeeze(1)
     minus_one = student.q.new_full(column.shape, -1.0)
-    grad = student.q.scatter_add_(1, column, minus_one) if want_grad else None
+    grad = student.q.scatter_add_(1, column, minus_one) if needs_grad else None
     return LossGrad(loss, grad).mask_rows(columns >= 0)
 
 
@@ -223,9 +223,9 @@ _SIMPLE: dict[Divergence, Callable[[DistributionPair, bool], LossGrad]] = {
 
 
 def compute_divergence(
-    kind: Divergence, pair: DistributionPair, eta: float, want_grad: bool
+    kind: Divergence, pair: DistributionPair, eta: float, needs_grad: bool
 ) -> LossGrad:
     """Compute a divergence of a kind. Only `hybrid` reads `eta`."""
     if kind is Divergence.hybrid:
-        return hybrid(pair, eta, want_grad)
-    return _SIMPLE[kind](pair, want_grad)
+        return hybrid(pair, eta, needs_grad)
+    return _SIMPLE[kind](pair, needs_grad)

@@ -78,23 +78,25 @@ class EagleCriterion:
     def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
         self.config, self.vocab, self.compiled = config, vocab, compiled
 
-    def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
+    def __call__(
+        self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
+    ) -> RowLosses:
         """See `train.loss.fused.Criterion`. With a text loss, the chunk is a `TextTeacher`'s."""
         config, columns = self.config, None
         if config.text_weight:
             labels, chunk = chunk
-            columns = self.vocab.to_draft_ids(labels[at])
-        best = chunk.best[at]
+            columns = self.vocab.to_draft_ids(labels[chunk_rows])
+        best = chunk.top1_ids[chunk_rows]
         top1 = is_top1_match(self.vocab, student, best)
-        pair = chunk.pair(at, student)
+        pair = chunk.pair_with(chunk_rows, student)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         terms: list[LossGrad] = []
         if config.divergence_weight:
-            of_target = compute_divergence(config.divergence, pair, config.lk_eta, want_grad)
+            of_target = compute_divergence(config.divergence, pair, config.lk_eta, needs_grad)
             terms.append(of_target.scale(config.divergence_weight))
         if config.top_k_weight:
             terms.append(
-                top_k_cross_entropy(pair, config.top_k, want_grad).scale(config.top_k_weight)
+                top_k_cross_entropy(pair, config.top_k, needs_grad).scale(config.top_k_weight)
             )
         if not terms:  # only the regression loss is trained
             terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
@@ -103,7 +105,7 @@ class EagleCriterion:
             losses = losses.mask_rows(self.vocab.to_draft_ids(best) >= 0)
         if columns is not None:
             losses = (
-                text_cross_entropy(student, columns, want_grad)
+                text_cross_entropy(student, columns, needs_grad)
                 .scale(config.text_weight)
                 .add(losses)
             )

@@ -81,7 +81,7 @@ class Student(NamedTuple):
     Attributes:
         hidden: [M, D] hidden states.
         projection: output projection. It gets a gradient if its weight is a trained parameter.
-        rows: the M teacher rows to compare with.
+        teacher_rows: the M teacher rows to compare with.
         scales: [M] float32 weight of each row in the total. Read after the teacher's chunk of the
             rows, and once more at the end.
         added: low-rank term to add to the projection's logits.
@@ -133,18 +133,18 @@ class Criterion(Protocol):
 
         Args:
             chunk: chunk of the teacher.
-            at: [r] int64 rows of `chunk`.
+            chunk_rows: [r] int64 rows of `chunk`.
             student: softmax of the student rows. All but the logits may be overwritten.
-            want_grad: whether the gradient is needed.
+            needs_grad: whether the gradient is needed.
         """
 
 
 def apply_criterion(
-    criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
+    criterion: Criterion, chunk: Any, chunk_rows: Tensor, logits: Tensor, needs_grad: bool
 ) -> RowLosses:
     """Apply a criterion to logits [r, W]: everything between the matrix products."""
     precise = torch.promote_types(logits.dtype, torch.float32)
-    return criterion(chunk, at, Softmax.from_logits(logits.to(precise)), want_grad)
+    return criterion(chunk, chunk_rows, Softmax.from_logits(logits.to(precise)), needs_grad)
 
 
 @cache
@@ -159,11 +159,11 @@ def _compiled() -> Compare:
 
 
 def _compare_compiled(
-    criterion: Criterion, chunk: Any, at: Tensor, logits: Tensor, want_grad: bool
+    criterion: Criterion, chunk: Any, chunk_rows: Tensor, logits: Tensor, needs_grad: bool
 ) -> RowLosses:
     # Dynamo would compile a single row separately, as it takes 1 for a constant.
     compare = apply_criterion if len(logits) == 1 else _compiled()
-    return compare(criterion, chunk, at, logits, want_grad)
+    return compare(criterion, chunk, chunk_rows, logits, needs_grad)
 
 
 def compute_fused_loss(
@@ -187,10 +187,10 @@ def compute_fused_loss(
         values: [1 + L, M] float32 loss and measures per row of each student, without gradients.
     """
     inputs = [tensor for student in students for tensor in student.inputs]
-    want_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     compare = partial(_compare_compiled if compiled else apply_criterion, criterion)
     total, *values = _Fused.apply(
-        students, teacher, criterion.num_metrics, compare, want_grad, *inputs
+        students, teacher, criterion.num_metrics, compare, needs_grad, *inputs
     )
     return total, values
 
@@ -201,9 +201,9 @@ class _Fused(torch.autograd.Function):
         ctx: Any,
         students: Sequence[Student],
         teacher: Teacher,
-        num_measures: int,
+        num_metrics: int,
         compare: Compare,
-        want_grad: bool,
+        needs_grad: bool,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         device, dtype = inputs[0].device, None
@@ -215,7 +215,7 @@ class _Fused(torch.autograd.Function):
             edges = [0, *(rows.stop for rows in chunks)]
             buffers: Buffers = {}
             passes = [
-                _StudentPass(student, num_measures, want_grad, dtype, edges, buffers)
+                _StudentPass(student, num_metrics, needs_grad, dtype, edges, buffers)
                 for student in students
             ]
             for number, (begin, end) in enumerate(pairwise(edges)):
@@ -253,28 +253,28 @@ class _StudentPass:
     def __init__(
         self,
         student: Student,
-        num_measures: int,
-        want_grad: bool,
+        num_metrics: int,
+        needs_grad: bool,
         dtype: torch.dtype | None,
         edges: list[int],
         buffers: Buffers,
     ) -> None:
-        self.student, self.want_grad, self.buffers = student, want_grad, buffers
+        self.student, self.needs_grad, self.buffers = student, needs_grad, buffers
         weight = student.projection.weight
         self.dtype, self.last_chunk = dtype or weight.dtype, len(edges) - 2
         self.projection: Projection | None = None
         self.added: LowRank | None = None
         self.bounds = torch.searchsorted(student.teacher_rows.host, torch.tensor(edges)).tolist()
         precise = torch.promote_types(weight.dtype, torch.float32)
-        shape = (1 + num_measures, len(student.hidden))
+        shape = (1 + num_metrics, len(student.hidden))
         self.values = torch.zeros(shape, dtype=precise, device=weight.device)
         pairs = list(zip(student.inputs[::2], student.inputs[1::2], strict=True))
         self.state_grads = [
-            torch.zeros_like(states) if want_grad and states.requires_grad else None
+            torch.zeros_like(states) if needs_grad and states.requires_grad else None
             for states, _ in pairs
         ]
         self.weight_grads = [
-            _grad_of(factor) if want_grad and factor.requires_grad else None for _, factor in pairs
+            _grad_of(factor) if needs_grad and factor.requires_grad else None for _, factor in pairs
         ]
 
     def compare(self, compare: Compare, number: int, begin: int) -> None:
@@ -289,7 +289,7 @@ class _StudentPass:
         first, last = self.bounds[number : number + 2]
         rows: RowSelection = slice(first, last)
         num_rows = last - first
-        late = self.want_grad and not isinstance(student.scales, Tensor)
+        late = self.needs_grad and not isinstance(student.scales, Tensor)
         if late and weight.device.type == "cpu":
             # Only rows with weight; on other devices this would wait.
             weighty = student.scales[rows].nonzero().squeeze(1)
@@ -310,7 +310,7 @@ class _StudentPass:
         added = self._add_low_rank(rows, logits)
         at = self.student.teacher_rows.device[rows] - begin
         for piece in split_evenly(0, len(logits), piece_rows(logits)):
-            result, here = compare(at[piece], logits[piece], self.want_grad), part_of(rows, piece)
+            result, here = compare(at[piece], logits[piece], self.needs_grad), part_of(rows, piece)
             self.values[:, here] = result.values
             if result.grad is not None:
                 if self.added is not None:
@@ -318,7 +318,7 @@ class _StudentPass:
                     self._carry_back(1, result.grad.to(self.dtype), here, states[here], weight)
                 of_projection = logits[piece] if added is None else logits[piece] - added[piece]
                 logits[piece] = projection.scale_gradient(result.grad, of_projection)
-        if self.want_grad:
+        if self.needs_grad:
             self._carry_back(0, logits, rows, hidden, projection.weight)
 
     def _buffer(self, num_rows: int) -> Tensor:

@@ -146,15 +146,17 @@ def compute_target_loss(
 class _TextCriterion:
     """Cross-entropy against the text or KL from a teacher; top-1 and top-5 of the text."""
 
-    num_measures = 2
+    num_metrics = 2
 
-    def __call__(self, chunk: Any, at: Tensor, student: Softmax, want_grad: bool) -> RowLosses:
-        labels, soft = chunk[0][at], chunk[1]
+    def __call__(
+        self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
+    ) -> RowLosses:
+        labels, soft = chunk[0][chunk_rows], chunk[1]
         measures = mark_top1_and_top5(student.logits, labels)
         if soft is not None:
-            loss, grad = kl(soft.pair(at, student), want_grad)
+            loss, grad = kl(soft.pair_with(chunk_rows, student), needs_grad)
             return RowLosses(torch.stack([loss, *measures]), grad)
-        loss, grad = text_cross_entropy(student, labels, want_grad)
+        loss, grad = text_cross_entropy(student, labels, needs_grad)
         return RowLosses(torch.stack([loss, *measures]), grad)
 
 

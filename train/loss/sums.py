@@ -46,8 +46,8 @@ class OffPathTokens:
 
     Attributes:
         longest: largest depth of a draft token.
-        strays: [S] bool, whether the next token is not the target's choice. Tokens outside the loss
-            mask were given to the target and count as its own.
+        is_off_path: [S] bool, whether the next token is not the target's choice. Tokens outside the
+            loss mask were given to the target and count as its own.
     """
 
     def __init__(self, batch: Batch, weight: float) -> None:

@@ -27,11 +27,11 @@ class Distribution(Protocol):
     def top1_ids(self) -> Tensor:
         """[c] int64 likeliest id of the whole vocabulary."""
 
-    def pair_with(self, at: Tensor, student: Softmax) -> DistributionPair:
+    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
         """Pair the distribution with the students', over the draft vocabulary.
 
         Args:
-            at: [r] int64 rows of the chunk.
+            chunk_rows: [r] int64 rows of the chunk.
             student: softmax of r rows.
         """
 
@@ -100,10 +100,10 @@ class HiddenTeacher:
             _target_softmax(logits[rows], drafted[rows])
             for rows in split_evenly(0, len(logits), piece_rows(logits))
         ]
-        best, log_norm, mass, of_p = (torch.cat(column) for column in zip(*pieces, strict=True))
+        top1_ids, log_norm, mass, of_p = (torch.cat(column) for column in zip(*pieces, strict=True))
         if drafted.dtype is torch.float32:
-            return TargetProbs(best, drafted, mass, of_p)
-        return _TargetLogits(drafted, best, log_norm, mass, of_p)
+            return TargetProbs(top1_ids, drafted, mass, of_p)
+        return _TargetLogits(drafted, top1_ids, log_norm, mass, of_p)
 
 
 def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -125,23 +125,23 @@ def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Te
 class _TargetLogits(NamedTuple):
     logits: Tensor
     """[c, W] in the target's dtype, half as wide as probabilities."""
-    best: Tensor
+    top1_ids: Tensor
     log_norm: Tensor
     """[c], over the whole vocabulary."""
     mass: Tensor
     p_log_p: Tensor
 
-    def pair(self, at: Tensor, student: Softmax) -> DistributionPair:
-        logits = self.logits.index_select(0, at).to(student.q)
-        p = (logits - self.log_norm[at].unsqueeze(1)).exp_()
-        return DistributionPair(p, self.mass[at], self.p_log_p[at], student)
+    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
+        logits = self.logits.index_select(0, chunk_rows).to(student.q)
+        p = (logits - self.log_norm[chunk_rows].unsqueeze(1)).exp_()
+        return DistributionPair(p, self.mass[chunk_rows], self.p_log_p[chunk_rows], student)
 
 
 class TargetProbs(NamedTuple):
     """Distribution given by its probabilities.
 
     Attributes:
-        best: [c] int64.
+        top1_ids: [c] int64.
         p: [c, W], normalised over the whole vocabulary.
         mass: [c], the sum of p.
         p_log_p: [c], the sum of p log p.
@@ -153,14 +153,17 @@ class TargetProbs(NamedTuple):
     p_log_p: Tensor
 
     @classmethod
-    def from_probs(cls, best: Tensor, p: Tensor) -> "TargetProbs":
+    def from_probs(cls, top1_ids: Tensor, p: Tensor) -> "TargetProbs":
         """Make the distribution from probabilities [c, W]."""
-        return cls(best, p, p.sum(-1), p_log_p(p))
+        return cls(top1_ids, p, p.sum(-1), p_log_p(p))
 
-    def pair_with(self, at: Tensor, student: Softmax) -> DistributionPair:
+    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
         """See `Distribution`."""
         return DistributionPair(
-            self.p.index_select(0, at), self.mass[at], self.p_log_p[at], student
+            self.p.index_select(0, chunk_rows),
+            self.mass[chunk_rows],
+            self.p_log_p[chunk_rows],
+            student,
         )
 
 
@@ -205,7 +208,7 @@ class TopKTeacher:
 
 
 class _TargetTopK(NamedTuple):
-    best: Tensor
+    top1_ids: Tensor
     columns: Tensor
     """[c, k] int64, -1 outside the draft vocabulary."""
     probs: Tensor
@@ -213,11 +216,11 @@ class _TargetTopK(NamedTuple):
     rest: Tensor
     """[c, 1]."""
 
-    def pair(self, at: Tensor, student: Softmax) -> DistributionPair:
-        columns, rest = self.columns[at], self.rest[at]
+    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
+        columns, rest = self.columns[chunk_rows], self.rest[chunk_rows]
         inside = columns >= 0
         columns = columns.clamp_min(0)
-        probs = self.probs[at].to(student.q).masked_fill(~inside, 0.0)
+        probs = self.probs[chunk_rows].to(student.q).masked_fill(~inside, 0.0)
         kept = torch.zeros_like(student.q).scatter_add_(1, columns, probs)
         others = student.q.masked_fill(kept > 0, 0.0)
         left = others.sum(-1, keepdim=True).clamp_min(MIN_MASS)

@@ -39,7 +39,8 @@ class ServedEagle(ServedLayers):
     shape: EagleShape
 
     def __init__(
-        self, export: Export, golden: ReferenceLogits, conventions: EngineConventions, shape: EagleShape,
+        self, export: Export, golden: ReferenceLogits, conventions: EngineConventions, shape:
+            EagleShape,
         num_layers: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(export, golden, conventions.title, shape)

@@ -55,7 +55,7 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         places.append(Path(record.where).name)
         return real(self, record)
 
-    monkeypatch.setattr(RecordEncoder, "encode", watched)
+    monkeypatch.setattr(RecordEncoder, "encode_record", watched)
     return places
 
 
@@ -183,7 +183,7 @@ def test_a_killed_start_is_continued(
         return watched(self, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RecordEncoder, "encode", stop_at)
+        patch.setattr(RecordEncoder, "encode_record", stop_at)
         with pytest.raises(KeyboardInterrupt):
             opened(config)
     assert tokenised == [f"rows.jsonl:{n}" for n in range(1, 11)]
@@ -220,7 +220,7 @@ def test_a_damaged_shard_is_made_again(
 def test_a_disk_that_damages_what_is_written(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenise.PreparedShard, "is_whole", lambda *_: False)
+    monkeypatch.setattr(tokenise.PreparedShard, "is_shard_whole", lambda *_: False)
     with pytest.raises(InputError, match="newly written data are damaged; name another f"):
         opened(config)
 
@@ -319,7 +319,7 @@ def test_a_file_that_grows_while_it_is_read(
         write(path, [*ROWS, *ROWS])
         return real(self, record)
 
-    monkeypatch.setattr(RecordEncoder, "encode", grow)
+    monkeypatch.setattr(RecordEncoder, "encode_record", grow)
     with pytest.raises(InputError, match=r"rows.jsonl: changed while being read"):
         opened(config)
 

@@ -126,8 +126,8 @@ def test_a_worker_that_is_killed(config: DataConfig, monkeypatch: pytest.MonkeyP
 
     real, digest = prepared.iter_rows, hashlib.sha256()
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "read_rows", rows)
-        patch.setattr(prepared, "NUM_LOOKED_AT", 1)
+        patch.setattr(prepared, "iter_rows", rows)
+        patch.setattr(prepared, "NUM_ROWS_TO_DETECT", 1)
         with pytest.raises(InputError, match=r"data.num_proc=2: a worker was k"):
             load_or_prepare_data(str(config.path), config, TOKENIZER)
     assert load_or_prepare_data(str(config.path), config, TOKENIZER).num_records == 22

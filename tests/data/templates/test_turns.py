@@ -61,7 +61,7 @@ def test_turns_of_a_long_conversation_are_those_of_its_parts(family, monkeypatch
         return through(messages, tools)
 
     template.find_turn_ending(calls=False)
-    monkeypatch.setattr(template, "through", counted)
+    monkeypatch.setattr(template, "render_conversation", counted)
     found = [(t.prompt, t.written) for t in find_turns(said.messages, indices, template, None)]
     assert len(rendered) < 15 if family in ALIGNED else len(rendered) >= 150
     assert [text for _, text in found] == [written(FAMILIES[family], turn) for turn in ANSWERS]
@@ -250,10 +250,10 @@ def test_a_turn_cut_short_is_learnt_without_its_end() -> None:
 
 
 def test_turns_that_are_not_to_be_learnt_are_read() -> None:
-    said = replace(chat("Hi", "Yes", "So?", "No"), unlearnt=frozenset({1}))
+    said = replace(chat("Hi", "Yes", "So?", "No"), unlearnt_messages=frozenset({1}))
     so = "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
     assert marked(said, CHATML) == [HI + f"Yes<|im_end|>\n{so}[[No<|im_end|>]]\n"]
-    said = replace(chat("Hi", "Yes", "So?", "No"), unlearnt=frozenset({3}))
+    said = replace(chat("Hi", "Yes", "So?", "No"), unlearnt_messages=frozenset({3}))
     assert marked(said, CHATML) == [HI + f"[[Yes<|im_end|>]]\n{so}No<|im_end|>\n"]
 
 
@@ -383,7 +383,7 @@ NEMOTRON = "<function=look>\n<parameter=at>\nOslo\n</parameter>\n</function>"
     ],
 )
 def test_a_call_that_was_cut_off_is_not_closed(family: str, expected: str) -> None:
-    said = replace(record(["Where?", CALLS]), cut_off=frozenset({1}))
+    said = replace(record(["Where?", CALLS]), truncated_messages=frozenset({1}))
     ((_, call),) = turns_of(encoder(family).encode_record(said), family)
     assert call == expected
 

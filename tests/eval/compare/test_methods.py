@@ -155,7 +155,7 @@ def test_what_is_known_of_decoding_stands_beside_the_layers_that_are_skipped(
             super().__init__(*args)
             self.settings["captured"] = "step"
 
-    monkeypatch.setattr(methods, "Decoding", OnGpu)
+    monkeypatch.setattr(methods, "PromptDecoder", OnGpu)
     settings = llama | {"self_draft": SelfDraftConfig(skip=[1], num_tokens=3)}
     row = measured(settings, tmp_path / "o", methods=["skip_layers"])["methods"]["skip_layers"]
     assert {name: row[name] for name in ("captured", "skip", "chain")} == {

@@ -189,7 +189,7 @@ def test_typical_acceptance_does_not_keep_the_distribution() -> None:
 def as_if_sampled(draft, tokens, logits, sampling, generators) -> AcceptedPaths:
     """`verify`, but told that the tokens were sampled from q."""
     last = tokens[:, : max(draft.tree.parents) + 1].clamp_min(0)
-    q = sampling.probabilities(DRAFT_LOGITS)[last]
+    q = sampling.compute_probabilities(DRAFT_LOGITS)[last]
     return verify(replace(draft, draft_probs=q), tokens, logits, sampling, generators)
 
 

@@ -64,7 +64,7 @@ def test_probabilities_by_hand() -> None:
         # Top-k comes first: two thirds of what it leaves is more than top-p asks for.
         (Sampling(1.0, top_p=0.6, top_k=2), [1.0, 0, 0, 0]),
     ]:
-        torch.testing.assert_close(sampling.probabilities(logits), torch.tensor([expected]))
+        torch.testing.assert_close(sampling.compute_probabilities(logits), torch.tensor([expected]))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
@@ -149,7 +149,7 @@ def test_a_refused_draw_gives_way_to_what_the_drafter_underrates() -> None:
 def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(q, monkeypatch) -> None:
     # Half of p's mass is lost, to see it often.
     lost = torch.tensor([[0.0, 0.5], [1.0, 0.0]]).expand(100, -1, -1)
-    monkeypatch.setattr(Sampling, "probabilities", lambda self, logits: lost)
+    monkeypatch.setattr(Sampling, "compute_probabilities", lambda self, logits: lost)
     draft = drafted(Tree.chain(1), [1], *q, num_texts=100)
     assert outcomes(verified(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
 
@@ -272,7 +272,7 @@ def same(
 def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(sampled, tree, sampling) -> None:
     draft, tokens, logits = random_draft(sampled, tree)
     accepted = verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
-    generators, p = seeded(NUM_TEXTS), sampling.probabilities(logits).double().numpy()
+    generators, p = seeded(NUM_TEXTS), sampling.compute_probabilities(logits).double().numpy()
     uniforms = generators.draw_uniform(tokens.shape[1]).double().numpy()
     found = [walked(draft, text, p[text], uniforms[text]) for text in range(NUM_TEXTS)]
     same(accepted, [path for path, _ in found], [rest for _, rest in found], generators)

@@ -75,7 +75,7 @@ def test_of_long_texts_a_draft_model_keeps_the_last_states_alone(monkeypatch) ->
     expected = commit_tokens(model, model.new_cache(3), LONG[:3])
     monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
     joined = TargetOutput.concat
-    monkeypatch.setattr(TargetOutput, "joined", lambda each: asked.append(each) or joined(each))
+    monkeypatch.setattr(TargetOutput, "concat", lambda each: asked.append(each) or joined(each))
     found = commit_tokens(model, model.new_cache(3), LONG[:3])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert asked == []

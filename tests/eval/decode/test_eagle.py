@@ -35,7 +35,7 @@ def test_drafts_read_texts_of_few_lengths(target, monkeypatch, kind: str) -> Non
         widths.append(branches.keys.shape[1])
         return usual(query, branches, *more)
 
-    monkeypatch.setattr(branch_attention, "plain_attention", plain_attention)
+    monkeypatch.setattr(branch_attention, "plain_branch_attention", plain_attention)
     head = learnt("eagle3")
     drafter = EagleChain(head, 3) if kind == "chain" else EagleTree(head, DynamicShape(3, 2, 4))
     decode(target, drafter, prompts()[0], 80)

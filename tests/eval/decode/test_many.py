@@ -139,9 +139,11 @@ def ends_after(lengths: list[int], target: Target, monkeypatch) -> list[Request]
     """Prompts of a token each, whose texts, told by their first, end after so many."""
     prompts = {decode(target, NoDraft(), [ids], 1).token_ids[0]: [ids] for ids in range(5, 60)}
     wanted = dict(zip(prompts, lengths, strict=False))
-    monkeypatch.setattr(StopRules, "ended", lambda _, tokens: len(tokens) == wanted[tokens[0]])
+    monkeypatch.setattr(StopRules, "has_ended", lambda _, tokens: len(tokens) == wanted[tokens[0]])
     monkeypatch.setattr(
-        StopRules, "cut", lambda _, before, tokens: tokens[: wanted[before[0]] - len(before)]
+        StopRules,
+        "cut_after_end",
+        lambda _, before, tokens: tokens[: wanted[before[0]] - len(before)],
     )
     return [Request(prompts[first], seed) for seed, first in enumerate(wanted)]
 
@@ -177,7 +179,7 @@ def test_what_a_text_took_and_when_its_tokens_came(monkeypatch) -> None:
         now[0] += 1.0
         return extend(*args, **kwargs)
 
-    monkeypatch.setattr(target, "extend", slow)
+    monkeypatch.setattr(target, "run_pending", slow)
     first, second, third = decode_many(target, lambda _: NoDraft(), requests, 9, 2)
     assert first.arrivals == [1, 2, 3]
     # Between its third token and the next the third text's prompt was read.

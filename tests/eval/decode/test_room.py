@@ -37,7 +37,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             lengths.append(len(request.prompt_ids))
             yield number, target.tokenizer("y" * length)["input_ids"]
 
-    monkeypatch.setattr(own_texts, "answers", answers)
+    monkeypatch.setattr(own_texts, "stream_answers", answers)
     return lengths
 
 

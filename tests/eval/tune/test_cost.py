@@ -141,7 +141,7 @@ def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> No
     drafters = {"a": NoDraft(), "b": NoDraft()}
     for (name, drafter), seconds in zip(drafters.items(), (2.0, 4.0), strict=True):
         drafter.propose = clock.taking(draft_seconds(name, seconds), drafter.propose)
-    monkeypatch.setattr(target, "extend", clock.taking(pass_seconds, target.run_pending))
+    monkeypatch.setattr(target, "run_pending", clock.taking(pass_seconds, target.run_pending))
     monkeypatch.setattr(eval_clock, "time", clock)
     monkeypatch.setattr(cost, "NUM_ROUNDS", 3)
     curve, drafts = measure_step_costs(target, drafters, PROMPT, 1, (2, 3, 7))
@@ -191,7 +191,7 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
         assert max_new_tokens == 9
         return 10, seconds[len(prompts)].pop(0)
 
-    monkeypatch.setattr(advice, "full_batch", batch)
+    monkeypatch.setattr(advice, "measure_full_batch", batch)
     bench_head = MeasuredHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
     prompts = [Prompt("all", [number]) for number in range(2)]
     bench = Measurement(target, [bench_head], prompts, GREEDY, {}, True)
@@ -211,7 +211,7 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
 
 
 def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
-    monkeypatch.setattr(advice, "full_batch", lambda *_: (0, 0.0))
+    monkeypatch.setattr(advice, "measure_full_batch", lambda *_: (0, 0.0))
     bench_head = MeasuredHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
     bench = Measurement(target, [bench_head], [Prompt("all", [5])], GREEDY, {}, True)
     found = measured_advice(Advice([BatchSizeAdvice(1, [2.0])]), bench, TreeSearchRun())
@@ -251,7 +251,7 @@ def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None
     prompts, clock = [PROMPT, [9, 10, 11]], Clock()
     with monkeypatch.context() as patch:  # passes of a second
         patch.setattr(eval_clock, "time", clock)
-        patch.setattr(target, "extend", clock.taking(lambda *_, **__: 1.0, target.extend))
+        patch.setattr(target, "run_pending", clock.taking(lambda *_, **__: 1.0, target.run_pending))
         # The prompts give the first token of each.
         assert measure_full_batch(target, NoDraft(), prompts, 7) == (2 * 6, 6.0)
     drafter = MedusaDrafter(noisy_head(target), Tree.chain(3))

@@ -79,9 +79,9 @@ def test_rows_see_their_text_and_their_block(
     for name in ("ROWS_PER_CHUNK", "ROWS_PER_LAUNCH"):
         monkeypatch.setattr(attention, name, rows)
     # Elsewhere in whole tiles, of which there is more than one here.
-    monkeypatch.setattr(attention, "TOKENS", 4)
-    monkeypatch.setattr(attention, "MORE_TOKENS", 4)
-    monkeypatch.setattr(kernels, "on_cpu", lambda _: cpu)
+    monkeypatch.setattr(attention, "SHORT_LENGTH_STEP", 4)
+    monkeypatch.setattr(attention, "LENGTH_STEP", 4)
+    monkeypatch.setattr(kernels, "is_on_cpu", lambda _: cpu)
     made = inputs(heads)
     expected = expected_of(heads, causal, window)
     for attend in (block_attention, plain_block_attention):
@@ -173,7 +173,9 @@ def test_off_the_cpu_a_run_sees_few_lengths() -> None:
 def test_what_hides_tokens_is_made_once_for_all_layers(monkeypatch) -> None:
     made = []
     of_text = BlockRange.build_context_mask
-    monkeypatch.setattr(BlockRange, "of_text", lambda *given: made.append(1) or of_text(*given))
+    monkeypatch.setattr(
+        BlockRange, "build_context_mask", lambda *given: made.append(1) or of_text(*given)
+    )
     seen, inside = sight(window=3), inputs()
     for number, attend in enumerate((block_attention, plain_block_attention), 1):
         for _ in range(3):

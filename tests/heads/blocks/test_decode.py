@@ -44,7 +44,7 @@ def test_a_tree_holds_the_likeliest_paths_of_all(name: str) -> None:
         logits, after = head.step(base[:, slot], outputs[:, slot], before, state)
         best = logits[0].log_softmax(-1).topk(width)
         for log_q, index in zip(best.values.tolist(), best.indices, strict=True):
-            longer = (*path, int(head.vocab.to_target(index)))
+            longer = (*path, int(head.vocab.to_target_ids(index)))
             paths[longer] = score + log_q
             if len(longer) < 3:
                 follow(longer, paths[longer], after)
@@ -123,7 +123,7 @@ def test_a_chain_takes_the_best_token_after_the_one_before(name: str) -> None:
     state: Tensor | None = None
     for slot in range(4):
         logits, state = head.step(base[:, slot], outputs[:, slot], before, state)
-        before = head.vocab.to_target(logits.argmax(-1))
+        before = head.vocab.to_target_ids(logits.argmax(-1))
         expected.append(int(before))
     assert tokens == expected
-    assert tokens != head.vocab.to_target(base[0, :4].argmax(-1)).tolist()
+    assert tokens != head.vocab.to_target_ids(base[0, :4].argmax(-1)).tolist()

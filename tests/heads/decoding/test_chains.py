@@ -236,7 +236,7 @@ def test_cut_chains_keep_the_targets_distribution(threshold: float) -> None:
 
 
 def test_chains_that_are_cut_by_what_was_drawn_do_not(monkeypatch) -> None:
-    monkeypatch.setattr(ChainSampler, "token", wrong_token)
+    monkeypatch.setattr(ChainSampler, "choose_token", wrong_token)
     assert distance(emitted(Calibration((1.0, 1.0), (0.0, 0.0), 0.3))) > 3 * (8 / NUM_TEXTS) ** 0.5
 
 

@@ -173,9 +173,9 @@ def flash_backward(grad: Tensor, text: tuple, found: tuple, documents: Documents
 def test_one_call_for_all_documents_equals_the_plain_path(
     num_own: int, heads: tuple[int, int], rows: Tensor, joined_bytes: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr("heads.eagle.branch_attention.fits_flash", lambda _: True)
-    monkeypatch.setattr("heads.eagle.branch_kernels.flash", flash)
-    monkeypatch.setattr("heads.eagle.branch_kernels.flash_backward", flash_backward)
+    monkeypatch.setattr("heads.eagle.branch_attention.can_use_flash", lambda _: True)
+    monkeypatch.setattr("heads.eagle.branch_kernels.flash_attention", flash)
+    monkeypatch.setattr("heads.eagle.branch_kernels.flash_attention_backward", flash_backward)
     monkeypatch.setattr("heads.eagle.branch_kernels.OWN_BYTES", joined_bytes)
     inputs = tensors(num_own, rows, heads, torch.float32)
     expected = with_grads(plain_branch_attention, inputs, rows)
@@ -206,8 +206,8 @@ def test_own_drafts_are_joined_in_float32_under_autocast_too() -> None:
 @pytest.mark.parametrize("by_flash", [False, True])
 def test_what_a_step_leaves_is_freed_with_it(by_flash: bool, monkeypatch) -> None:
     """A step's keys are made of the output before; whoever keeps both keeps them for ever."""
-    monkeypatch.setattr("heads.eagle.branch_attention.fits_flash", lambda _: by_flash)
-    monkeypatch.setattr("heads.eagle.branch_kernels.flash", flash)
+    monkeypatch.setattr("heads.eagle.branch_attention.can_use_flash", lambda _: by_flash)
+    monkeypatch.setattr("heads.eagle.branch_kernels.flash_attention", flash)
     query, keys, values, _ = tensors(0, ALL, (2, 2), torch.float32)
     branches = branches_of(keys, values, ALL)
     for _ in range(2):

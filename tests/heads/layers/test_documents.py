@@ -140,7 +140,7 @@ def flash_kernel(monkeypatch) -> None:
 
 
 def use_flash(monkeypatch) -> None:
-    monkeypatch.setattr("heads.target_model.attention.fits_flash", lambda _query: True)
+    monkeypatch.setattr("heads.target_model.attention.can_use_flash", lambda _query: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_in_plain_torch)
 
 

@@ -34,7 +34,7 @@ def test_a_tree_holds_the_likeliest_paths_of_all(head) -> None:
     observed(again := PEagleTree(head, DynamicShape(3, width, kept)), text)
     best = again._logits(Roots.from_ids(text[-1:]))[0].log_softmax(-1).topk(width)
     rows = [
-        list(zip(scores.tolist(), head.vocab.to_target(ids).tolist(), strict=True))
+        list(zip(scores.tolist(), head.vocab.to_target_ids(ids).tolist(), strict=True))
         for scores, ids in zip(best.values, best.indices, strict=True)
     ]
     paths: dict[tuple[int, ...], float] = {(): 0.0}

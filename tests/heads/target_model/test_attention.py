@@ -105,7 +105,7 @@ def test_values_may_have_another_size_than_keys() -> None:
 def test_tokens_behind_others_need_no_mask(monkeypatch) -> None:
     (query, *text), masks = heads(1, 300), []
     usual = kernels.masked_attention
-    monkeypatch.setattr(kernels, "masked", lambda *a: masks.append(1) or usual(*a))
+    monkeypatch.setattr(kernels, "masked_attention", lambda *a: masks.append(1) or usual(*a))
     with torch.no_grad():
         causal_attention(query[:, :, -200:], *text, ScoreRule())
     assert masks == []

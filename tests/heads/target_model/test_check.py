@@ -28,7 +28,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         found.append(target.config._attn_implementation)
         check_target_support(target)
 
-    monkeypatch.setattr(checking, "check_served", check)
+    monkeypatch.setattr(checking, "check_target_support", check)
     monkeypatch.setattr(checking, "WORTH_S", 0.0)
     monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path / "cache"))
     return found
@@ -141,7 +141,7 @@ def test_a_target_that_was_refused_is_checked_again(
         raise InputError("it differs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checking, "check_served", refuse)
+        patch.setattr(checking, "check_target_support", refuse)
         with pytest.raises(InputError, match="it differs"):
             load_target(settings(folder), CPU)
     assert len(checked) == 2  # with SDPA and with eager attention
@@ -202,7 +202,7 @@ def test_eager_attention_is_taken_where_sdpa_differs(
             raise InputError("sdpa differs")
         check_target_support(target)
 
-    monkeypatch.setattr(checking, "check_served", differs)
+    monkeypatch.setattr(checking, "check_target_support", differs)
     assert load_target(settings(folder), CPU).config._attn_implementation == "eager"
     assert checked == ["sdpa", "eager"]
     with pytest.raises(InputError, match="sdpa differs"):

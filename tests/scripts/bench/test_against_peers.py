@@ -30,7 +30,7 @@ def job(path: str, depth: int) -> StepJob:
 @pytest.fixture(autouse=True)
 def anchors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker, which has a process of its own otherwise, says which are drawn."""
-    monkeypatch.setattr(blocks, "drawn", blocks.draw_anchors)
+    monkeypatch.setattr(blocks, "draw_anchors", blocks.draw_anchors)
 
 
 def losses(path: str, depth: int, num_steps: int) -> list[float]:
@@ -86,7 +86,7 @@ def test_tables_of_our_paths(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     threads = torch.get_num_threads()
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
     monkeypatch.setattr(sys, "argv", ["against_peers.py", *sizes])
-    monkeypatch.setattr(bench_peers, "result_of", here)
+    monkeypatch.setattr(bench_peers, "run_worker", here)
     compiles = bench_peers.EAGLE3[1]
     monkeypatch.setattr(
         bench_peers, "EAGLE3", [row for row in bench_peers.EAGLE3 if row != compiles]
@@ -128,7 +128,7 @@ def test_a_step_with_another_loss_is_refused(loss: float, monkeypatch: pytest.Mo
     told = {"medusa": 2.0, "original_medusa": loss}
     monkeypatch.setattr(
         bench_peers,
-        "result_of",
+        "run_worker",
         lambda _worker, question, _python: {
             "loss": told[question["path"]], "seconds": 1.0, "peak_bytes": 1, "versions": [],
         },

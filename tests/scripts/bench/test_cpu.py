@@ -51,7 +51,7 @@ class Quick:
 
 @pytest.mark.parametrize(("limit", "code"), [("3", 1), ("3.2", 0)])
 def test_a_part_that_falls_off_ends_with_1(limit, code, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(bench_cpu, "Worker", Quick)
+    monkeypatch.setattr(bench_cpu, "WorkerProcess", Quick)
     assert bench_cpu.main(["--limit", limit, "--repeats", "1"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "NEW / OLD, 1 thread(s), processor time, milliseconds"
@@ -60,7 +60,7 @@ def test_a_part_that_falls_off_ends_with_1(limit, code, monkeypatch, capsys) -> 
 
 
 def test_texts_of_other_steps_are_not_compared(monkeypatch) -> None:
-    monkeypatch.setattr(bench_cpu, "Worker", Quick)
+    monkeypatch.setattr(bench_cpu, "WorkerProcess", Quick)
     monkeypatch.setattr(Quick, "wrong", True)
     with pytest.raises(SystemExit, match="a pass: takes different steps in different processes"):
         bench_cpu.main(["--repeats", "1"])

@@ -41,7 +41,7 @@ def test_the_usual_rates_of_a_head(
 ) -> None:
     target = random_target(hidden_size=64, num_hidden_layers=4)
     vocab = DraftVocab.make_full(target.vocab_size)
-    assert make_objective(form, target, vocab).usual_rates(optimizer) == rates
+    assert make_objective(form, target, vocab).compute_default_rates(optimizer) == rates
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 8])

@@ -52,7 +52,7 @@ def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setenv("NO_PROXY", "127.0.0.1")
-        patch.setattr(replay, "MAX_NEW_TOKENS", 12)
+        patch.setattr(replay, "MAX_REPLAY_TOKENS", 12)
         patch.setattr(endpoint, "FIRST_DELAY_S", 0.01)
         patch.setattr(files, "VISIBLE_S", 0.05)
         yield

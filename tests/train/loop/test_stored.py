@@ -201,7 +201,7 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
     def stop(*_: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(loop, "fit", fit)
+    monkeypatch.setattr(loop, "fit_head", fit)
     monkeypatch.setattr(command, "load_target", stop)
     command.train_head(config, build)
     return jobs[0]

@@ -25,8 +25,9 @@ def test_the_share_is_of_the_time_since_the_last_look() -> None:
 
 
 def test_the_side_that_waits_is_named() -> None:
-    assert format_server_balance(0.6).endswith("60% of the time; 2.5 times as many servers in target.engine "
-                                 "would keep it busy")  # fmt: skip
+    assert format_server_balance(0.6).endswith(
+        "60% of the time; 2.5 times as many servers in target.engine would keep it busy"
+    )
     assert "the servers keep up" in format_server_balance(0.04)
 
 

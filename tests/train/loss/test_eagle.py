@@ -68,7 +68,7 @@ def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> DistributionPair:
     ],
 )
 def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float) -> None:
-    found = compute_divergence(kind, pair(P, q), eta=3.0, want_grad=False)
+    found = compute_divergence(kind, pair(P, q), eta=3.0, needs_grad=False)
     assert found.loss.item() == pytest.approx(expected, abs=1e-6)
     assert found.grad is None
 

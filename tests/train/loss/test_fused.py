@@ -176,7 +176,7 @@ def pair_of(p: list[float], q: list[float]) -> DistributionPair:
 
 def test_where_both_are_equally_likely_acceptance_counts_by_half() -> None:
     # With a third of [0.5, 0, 1] each, as p is as likely as q, less and more: by the mean 0.45.
-    found = total_variation(pair_of([0.5, 0.25, 0.25], [0.5, 0.3, 0.2]), want_grad=True)
+    found = total_variation(pair_of([0.5, 0.25, 0.25], [0.5, 0.3, 0.2]), needs_grad=True)
     assert found.loss.tolist() == pytest.approx([0.05])
     assert found.grad is not None
     assert found.grad[0].tolist() == pytest.approx([-0.05 * 0.5, 0.45 * 0.3, -0.55 * 0.2])
@@ -184,7 +184,7 @@ def test_where_both_are_equally_likely_acceptance_counts_by_half() -> None:
 
 def test_acceptance_too_small_to_take_the_logarithm_of_pulls_no_more() -> None:
     for alpha, pulled in ((MIN_ALPHA / 2, 0.0), (MIN_ALPHA * 2, 1.0)):
-        found = negative_log_alpha(pair_of([1.0, 0.0], [alpha, 1 - alpha]), want_grad=True)
+        found = negative_log_alpha(pair_of([1.0, 0.0], [alpha, 1 - alpha]), needs_grad=True)
         assert found.loss.tolist() == pytest.approx([-math.log(max(alpha, MIN_ALPHA))])
         assert found.grad is not None
         expected = [-pulled * (1 - alpha), pulled * (1 - alpha)]
