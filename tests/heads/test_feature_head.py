@@ -111,7 +111,7 @@ def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
 def test_no_row_lies_beyond_the_window(name: str, monkeypatch) -> None:
     head, text = learnt(name), texts_of_target(1, 12)[0]
     # A block's root has a row of its own, and its first draft the next.
-    monkeypatch.setattr(head, "window", len(text) + (2 if name == "dflash2" else 0))
+    monkeypatch.setattr(head, "max_positions", len(text) + (2 if name == "dflash2" else 0))
     drafter = head.chain(head, 4)
     observed(drafter, text)
     tokens = drafter.propose(Roots.from_ids(text[-1:])).tokens[0].tolist()
