@@ -8,7 +8,7 @@ from conf.command.entry import Command
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ("scripts/bench/peer_steps.py", "scripts/contest/costs.py", "scripts/llamacpp/")
 """Scripts that other scripts start, and no user."""
-DOOR = 'if __name__ == "__main__":\n    COMMAND.begin()\n'
+DOOR = 'if __name__ == "__main__":\n    COMMAND.parse_command_line()\n'
 
 
 def _declared(script: Path) -> "Command[Any]":

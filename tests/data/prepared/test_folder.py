@@ -220,7 +220,7 @@ def test_a_damaged_shard_is_made_again(
 def test_a_disk_that_damages_what_is_written(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenise.PreparedShard, "is_shard_whole", lambda *_: False)
+    monkeypatch.setattr(tokenise.PreparedShard, "is_whole", lambda *_: False)
     with pytest.raises(InputError, match="newly written data are damaged; name another f"):
         opened(config)
 
