@@ -127,8 +127,8 @@ def iter_rope_variants(head: Any) -> ConfigVariants:
 def iter_vocab_variants(head: Any) -> ConfigVariants:
     """A map of draft ids as target ids, if it could be read as offsets."""
     vocab = head.vocab
-    ids = vocab.offsets()
-    if not vocab.full and bool((ids.diff() > 0).all()):
+    ids = vocab.compute_offsets()
+    if not vocab.is_full and bool((ids.diff() > 0).all()):
         yield (
             "d2t holds target ids, not offsets",
             make_config_variant(head, DraftVocab(ids, vocab.size)),

@@ -205,7 +205,7 @@ def count_target_choices(target: Target, data: PackedDataset, num_sequences: int
         row = {name: values.unsqueeze(0) for name, values in data[index].items()}
         batch = batch_to_device(add_supervision(row, 0), target.device)
         hidden = add_target_states(target, batch, FeatureLayers())[HIDDEN_STATES][0]
-        for states in hidden[batch[SUPERVISION].places].split(ROWS_PER_CHUNK):
+        for states in hidden[batch[SUPERVISION].token_indices].split(ROWS_PER_CHUNK):
             best = target.compute_logits(states).argmax(-1)
             counts.index_add_(0, best, torch.ones_like(best))
     return counts.cpu()

@@ -73,7 +73,7 @@ def medusa() -> MedusaHead:
 def blocks(name: str) -> BlockHead:
     """Block drafters that are sometimes right."""
     head = feature_head(small_target(), name, num_updates=25)
-    head.window = SHORT_WINDOW
+    head.max_positions = SHORT_WINDOW
     return head
 
 
@@ -81,7 +81,7 @@ def blocks(name: str) -> BlockHead:
 def peagle() -> PEagleHead:
     """A head that is sometimes right."""
     head = feature_head(small_target(), "peagle", num_updates=25)
-    head.window = SHORT_WINDOW
+    head.max_positions = SHORT_WINDOW
     return head
 
 

@@ -91,7 +91,7 @@ def fresh(target: Target, config: Any, name: str = "") -> Any:
     # The commonest ids lie scattered, so that draft ids and target ids differ.
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
     vocab = DraftVocab.from_counts(counts, config.draft_vocab_size, [0, 1, 2])
-    return CLASSES[type(config)][0].untrained(target, config, vocab, seed=0)
+    return CLASSES[type(config)][0].from_settings(target, config, vocab, seed=0)
 
 
 def objective_of(head: Any, target: Target, config: Any) -> Any:

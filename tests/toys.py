@@ -176,9 +176,9 @@ def trained(
     """The head of an objective after some steps on documents."""
     head = objective.head
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
-    batch = objective.indexed(packed(documents, num_prompt_tokens))
-    scale = objective.weights / objective.counts(batch).clamp_min(1)
-    batch = objective.prepare(batch)
+    batch = objective.index_batch(packed(documents, num_prompt_tokens))
+    scale = objective.term_weights / objective.compute_divisors(batch).clamp_min(1)
+    batch = objective.prepare_batch(batch)
     for _ in range(num_updates):
         optimizer.zero_grad()
         objective(batch, scale).total.backward()

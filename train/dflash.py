@@ -29,7 +29,9 @@ class DFlashObjective(BlockObjective):
         """Make students of the slots' rows, through the output head alone."""
         unrolled: StepTargets = batch[STEP_TARGETS]
         rows = self.select_supervised_rows(outputs, unrolled)
-        return Student(rows, self.head.projection(), unrolled.matched_rows.teacher_rows, scales)
+        return Student(
+            rows, self.head.make_projection(), unrolled.matched_rows.teacher_rows, scales
+        )
 
 
 main = command.TrainingCommand(DFlashHead, DFlashObjective, COMMAND)

@@ -58,7 +58,7 @@ class DSparkObjective(BlockObjective):
 
     def _before(self, batch: Batch) -> Tensor:
         """[A, D] int64 tokens directly before the drafted ones."""
-        ids, anchors = batch["input_ids"].flatten(), batch[STEP_TARGETS].drafts
+        ids, anchors = batch["input_ids"].flatten(), batch[STEP_TARGETS].anchors
         slots = torch.arange(len(self.term_weights), device=ids.device)
         # Nothing is learnt after the end of the text.
         return ids[(anchors.unsqueeze(1) + 1 + slots).clamp_max(len(ids) - 1)]

@@ -108,7 +108,7 @@ class EagleObjective(Objective):
         kept = tokens * (num_steps * a_step + text)
         grads = sizes.FLOAT32_BYTES * num_steps * tokens * hidden
         students = num_steps * tokens
-        one = head.projection().weight.shape[0], hidden
+        one = head.make_projection().weight.shape[0], hidden
         loss = (
             grads
             + sizes.estimate_loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
@@ -146,8 +146,8 @@ class EagleObjective(Objective):
         unrolled: StepTargets = batch[STEP_TARGETS]
         scales = scale[unrolled.row_steps]
         part = Student(
-            self.head.normed(learnt),
-            self.head.projection(),
+            self.head.apply_final_norm(learnt),
+            self.head.make_projection(),
             unrolled.matched_rows.teacher_rows,
             scales,
         )
@@ -158,8 +158,8 @@ class EagleObjective(Objective):
         head, ids = self.head, batch["input_ids"].flatten()
         features = self._noisy(head.features(collect_states(batch)).flatten(0, 1), batch)
         positions = batch["position_ids"].flatten()
-        text = head.read(head.fuse(features), ids.roll(-1), positions)
-        drafts = batch[STEP_TARGETS].drafts
+        text = head.encode_context(head.fuse(features), ids.roll(-1), positions)
+        drafts = batch[STEP_TARGETS].anchors
         seen = build_causal_range(batch[DOCUMENTS], drafts)
         branches = BranchCache(text.keys[None], text.values[None], seen)
         config = self.config
@@ -167,7 +167,7 @@ class EagleObjective(Objective):
 
     def _teacher(self, batch: Batch) -> Teacher:
         """The target's distributions after the answered places."""
-        vocab, places = self.head.vocab, batch[SUPERVISION].places
+        vocab, places = self.head.vocab, batch[SUPERVISION].token_indices
         temperature = self.distillation_temperature(self.config.teacher_temperature)
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
@@ -189,7 +189,7 @@ class EagleObjective(Objective):
         ]
         shape = (len(features) // len(generators), features.shape[1])
         draws = [torch.rand(shape, generator=g, device=features.device) for g in generators]
-        lengths = batch[DOCUMENTS].bounds.diff()
+        lengths = batch[DOCUMENTS].cu_seqlens.diff()
         lengths = lengths.repeat_interleave(lengths, output_size=len(features)).unsqueeze(1)
         width = self.config.noise * 512 / lengths
         return features + ((torch.cat(draws) - 0.5) * width).to(features)

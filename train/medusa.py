@@ -76,7 +76,7 @@ class MedusaObjective(Objective):
         hidden = batch[HIDDEN_STATES].to(next(self.head.parameters()).dtype)
         soft = None
         if self.soft:
-            states = hidden.flatten(0, 1)[batch[SUPERVISION].places]
+            states = hidden.flatten(0, 1)[batch[SUPERVISION].token_indices]
             temperature = self.distillation_temperature(self.temperature)
             teacher = HiddenTeacher(self.target, self.vocab, states, temperature)
             soft = SoftLabels(teacher, self.off_path_weight)

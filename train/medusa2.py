@@ -148,7 +148,7 @@ class Medusa2Objective(Objective):
 
     @torch.no_grad()
     def _bare(self, batch: Batch) -> Tensor:
-        with self.head.adapter.off():
+        with self.head.adapter.pause():
             return self._hidden(batch)
 
     def _adapted(self, batch: Batch) -> Tensor:

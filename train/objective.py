@@ -93,7 +93,7 @@ class Objective(nn.Module):
         `COUNTS` are the supervised tokens, unless the loss takes another mean.
         """
         batch = add_supervision(batch, self.depth)
-        counts = batch[SUPERVISION].counts[self.first_depth :]
+        counts = batch[SUPERVISION].depth_counts[self.first_depth :]
         return {**batch, DIVISORS: tuple(counts.tolist())}
 
     def start_step(self, step: int) -> Tensor:

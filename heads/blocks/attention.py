@@ -252,10 +252,10 @@ class _BlockAttention(torch.autograd.Function):
         plan, (query, keys, values, *own, output, norms) = ctx.plan, ctx.saved_tensors
         num_kv_heads, group = keys.shape[1], query.shape[2] // keys.shape[1]
         rows, grads, found = (
-            plan.rows(each, num_kv_heads) for each in (query, grad.contiguous(), output)
+            plan.arrange_rows(each, num_kv_heads) for each in (query, grad.contiguous(), output)
         )
         found = found.transpose(1, 2).contiguous().transpose(1, 2)
-        text = [plan.text(each, group) for each in (keys, values)]
+        text = [plan.arrange_context(each, group) for each in (keys, values)]
         # A token's gradient is summed over many chunks, so in float32 at least.
         wide = torch.promote_types(query.dtype, torch.float32)
         d_text = [torch.zeros_like(each[0], dtype=wide) for each in text]
@@ -271,7 +271,7 @@ class _BlockAttention(torch.autograd.Function):
         blocks, grads, found = (_in_blocks(each, group) for each in (query, grad, output))
         norms = _of_rows(norms, query).permute(0, 2, 3, 1).flatten(2, 3)
         here = blocks, *_heads_first(own)
-        part, *d_own = attend_backward(grads, here, plan.own, found, norms)
+        part, *d_own = attend_backward(grads, here, plan.block_bias, found, norms)
         of_own = _of_blocks(part, group)
         d_query = torch.add(d_rows, of_own, out=query.new_empty(of_own.shape)).flatten(2, 3)
         d_text = [each[:, : len(keys)].transpose(0, 1).to(query.dtype) for each in d_text]

@@ -60,7 +60,7 @@ class HeadDrafter(ABC):
             if isinstance(held, Tensor):
                 setattr(self, name, held[to_device(rows, held.device)])
             elif held is not None:
-                setattr(self, name, held.rows(rows))
+                setattr(self, name, held.select_rows(rows))
 
     @final
     def insert_row(self, row: int, other: Self) -> None:
@@ -73,7 +73,7 @@ class HeadDrafter(ABC):
             elif isinstance(held, CommittedTokens):
                 setattr(self, name, held.insert_row(row, new))
             else:
-                held.take(row, new)
+                held.insert_row(row, new)
 
     def _prepare_insert(self, other: Self) -> None:
         """Prepare both drafters for moving a text."""

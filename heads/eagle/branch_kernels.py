@@ -61,7 +61,7 @@ class FlashBranchAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs of `forward`."""
         query, keys, values, output, log_norm, *own = ctx.saved_tensors
-        rows, size = ctx.seen.rows, len(keys)
+        rows, size = ctx.seen.anchors, len(keys)
         grad = grad.contiguous()
         every, outputs, grads = (_scattered(each, rows, size) for each in (query, output, grad))
         # Without a query, scores, output and gradient are 0, and everything after them.
@@ -132,7 +132,7 @@ class ChunkedBranchAttention(torch.autograd.Function):
         for span, norms in zip(ctx.spans, ctx.kept, strict=True):
             rows, tokens, _ = span
             heads = [_grouped(each[rows], keys) for each in (query, output, grad)]
-            text = (keys[tokens], values[tokens], span.bias(keys.dtype))
+            text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
             found, *parts = _text_backward(heads, text, norms)
             for whole, part in zip(d_text, parts, strict=True):
                 whole[tokens] += part

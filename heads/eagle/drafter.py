@@ -25,7 +25,7 @@ class EagleDrafter(HeadDrafter):
     """Keeps keys and values of the committed texts in each of a head's layers."""
 
     head: AutoregressiveHead
-    row_attributes = ("seen", "cache")
+    row_attributes = ("pending", "cache")
 
     def __init__(self, head: AutoregressiveHead, *how: Any) -> None:
         super().__init__(head, *how)

@@ -43,7 +43,7 @@ class MedusaDrafter(HeadDrafter):
         """Draft the tree's candidates: head k fills the nodes of depth k."""
         assert self.hidden is not None
         self.slots = self.slots.to(self.hidden.device)
-        candidates = self.head.best(self.hidden, self.tree.depth, self.tree.width)
+        candidates = self.head.rank_token_ids(self.hidden, self.tree.depth, self.tree.width)
         return Draft.from_tree(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
 
 

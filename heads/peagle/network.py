@@ -170,7 +170,7 @@ class PEagleNetwork(EagleNetwork):
                     ]
                 branches = BranchCache(keys, values, group.seen, *own)
                 attended.append(branch_attention(query[place], branches))
-            states = layer.finish(states, torch.cat(attended))
+            states = layer.add_attention_and_mlp(states, torch.cat(attended))
         return list(states.split(sizes))
 
     def _every_layer(self) -> list[Any]:

@@ -211,8 +211,8 @@ def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTr
         objective.compile_parts()
     layers = {f"layers.{i}": states[None] for i, states in enumerate(inputs.layers, start=1)}
     device = inputs.prenorm_states.device
-    text = objective.indexed({name: rows.cpu() for name, rows in inputs.text.items()})
-    weights, counts = objective.weights.to(device), objective.counts(text).to(device)
+    text = objective.index_batch({name: rows.cpu() for name, rows in inputs.text.items()})
+    weights, counts = objective.term_weights.to(device), objective.compute_divisors(text).to(device)
     batch = {**batch_to_device(text, device), **layers, "hidden_states": inputs.hidden_states[None]}
 
     def loss() -> Tensor:

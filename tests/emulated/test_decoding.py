@@ -64,11 +64,13 @@ def untrained(name: str) -> HeadMaker:
 
 
 def chain(name: str) -> Callable[..., Drafter]:
-    return lambda target, *drawn: (made := untrained(name)(target)).chain(made, 3, *drawn)
+    return lambda target, *drawn: (made := untrained(name)(target)).chain_drafter(made, 3, *drawn)
 
 
 def tree(name: str) -> Callable[..., Drafter]:
-    return lambda target, *_: (made := untrained(name)(target)).tree(made, DynamicShape(3, 3, 8))
+    return lambda target, *_: (made := untrained(name)(target)).tree_drafter(
+        made, DynamicShape(3, 3, 8)
+    )
 
 
 def cut(make: Callable[[Target], DraftHead]) -> Callable[..., Drafter]:

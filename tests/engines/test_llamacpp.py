@@ -137,7 +137,7 @@ def feature_head(
     usual = fresh(target, config)
     head = type(usual)(replace(usual.config, **changes or {}), usual.vocab)
     start = (config.output_head,) if kind == "eagle3" else ()
-    head.begin(target, *start, seed=0)
+    head.initialise(target, *start, seed=0)
     if head.embed_tokens is not None:
         rows = head.embed_tokens.weight.data
         rows.add_(0.5 * rows.std() * torch.randn(rows.shape, generator=torch.manual_seed(0)))

@@ -80,7 +80,9 @@ def test_speculators_drafts_blocks_as_we_do(tmp_path: Path, kind: str) -> None:
     run(SPECULATORS, "speculators_blocks.py", *arguments)
 
     with torch.no_grad():
-        ours = head.golden(target, list(states), ids, torch.arange(num_rows)).logits
+        ours = head.compute_reference_logits(
+            target, list(states), ids, torch.arange(num_rows)
+        ).logits
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
     torch.testing.assert_close(ours[..., head.vocab.ids], theirs, rtol=0, atol=1e-4)
 
@@ -120,7 +122,7 @@ def test_an_export_of_modelopt_drafts_what_modelopt_does(tmp_path: Path, rope, i
     # It counts the layer whose output is read.
     head = load_head(str(export), layers=[1, 3, 5]).attach(target)
     assert head.vocab.ids.tolist() == (list(range(300)) if ids is None else ids)
-    features = head.features(target.encode_text(text, head.taps))[0]
+    features = head.collect_features(target.encode_text(text, head.taps))[0]
     told = torch.tensor(text + theirs["tokens"].tolist())
     steps = unrolled(head, told, features, NUM_DRAFTS)
     torch.testing.assert_close(steps[0], theirs["text"], rtol=0, atol=2e-5)

@@ -148,11 +148,11 @@ def make(request, target, eagle):
 @pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
     """Blocks are checked too: they draft other tokens where fewer are asked for."""
-    texts = DynamicTreeReplay.read(target, make, PROMPTS, 24, 4, [top_k])
+    texts = DynamicTreeReplay.from_prompts(target, make, PROMPTS, 24, 4, [top_k])
     for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
         found = [decode(target, make(shape), p.token_ids, 24) for p in PROMPTS]
-        assert texts.steps(shape) == [each.steps for each in found]
+        assert texts.replay_shape(shape) == [each.replay_shape for each in found]
         assert texts.responses == [each.token_ids for each in found]
     assert any(step.num_accepted for text in texts.steps(shape) for step in text)
 
@@ -194,7 +194,7 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
     target, eagle
 ) -> None:
     static = StaticTreeReplay.from_prompts(target, noisy_head(target), PROMPTS, 30, widest(3))
-    dynamic = DynamicTreeReplay.read(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
+    dynamic = DynamicTreeReplay.from_prompts(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
     config = TreeSearchRun(max_nodes=24, top_ks=[4])
     for texts in (static, dynamic):
         usual, best, found = tree_search.search(texts, ShapeCosts(FREE, {}), config)
@@ -207,7 +207,9 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
 
 
 def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
-    texts = DynamicTreeReplay.read(target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4])
+    texts = DynamicTreeReplay.from_prompts(
+        target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4]
+    )
     usual, found = tree_search.build_candidate_shapes(
         texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4])
     )

@@ -66,7 +66,7 @@ def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
     chain = decode(target, head.chain(head, 4), PROMPT, 40)
     assert chain.token_ids == expected
     assert replay_response(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
-    tree = head.tree(head, DynamicShape(4, 4, 16))
+    tree = head.tree_drafter(head, DynamicShape(4, 4, 16))
     assert decode(target, tree, PROMPT, 40).token_ids == expected
     sampling = Sampling(temperature=1.0, top_k=1)
     sampled = decode(target, head.chain(head, 4, sampling), PROMPT, 40, sampling)
@@ -102,10 +102,10 @@ def captured_kinds() -> list[Any]:
         return lambda target: fresh(target, settings_of(name)).eval()
 
     def chain(head: Any, how: Sampling, seeds: list[int]) -> Drafter:
-        return head.chain(head, 4, how, drafter_seeds(seeds))
+        return head.chain_drafter(head, 4, how, drafter_seeds(seeds))
 
     def tree(head: Any, _how: Sampling, _seeds: list[int]) -> Drafter:
-        return head.tree(head, DynamicShape(4, 4, 16))
+        return head.tree_drafter(head, DynamicShape(4, 4, 16))
 
     kinds: dict[str, tuple[Callable[[Target], Any], Draft]] = {
         "vanilla": (lambda _: None, lambda *_: NoDraft()),

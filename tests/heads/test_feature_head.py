@@ -68,8 +68,8 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
 
     def drafter(*seeds: int) -> Drafter:
         if kind == "tree":
-            return head.tree(head, DynamicShape(3, 3, 8))
-        return head.chain(head, 3, warm, seeds)
+            return head.tree_drafter(head, DynamicShape(3, 3, 8))
+        return head.chain_drafter(head, 3, warm, seeds)
 
     batch = [*prompts(), prompts()[0][:2] * 5]
     together = decode_batch(target, drafter(10, 11, 12, 13), batch, 20, warm, range(4))
@@ -82,7 +82,7 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
 def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
     head, text, number = learnt(name), texts_of_target(1, 10)[0], 3000
     target, warm = shared_target(), Sampling(temperature=1.3)
-    drafter = head.chain(head, 2, warm, range(number))
+    drafter = head.chain_drafter(head, 2, warm, range(number))
     output = target.encode_response(text[:1], text[1:], head.taps)
     many = TargetOutput(
         output.hidden_states.expand(number, -1, -1),
@@ -112,11 +112,11 @@ def test_no_row_lies_beyond_the_window(name: str, monkeypatch) -> None:
     head, text = learnt(name), texts_of_target(1, 12)[0]
     # A block's root has a row of its own, and its first draft the next.
     monkeypatch.setattr(head, "max_positions", len(text) + (2 if name == "dflash2" else 0))
-    drafter = head.chain(head, 4)
+    drafter = head.chain_drafter(head, 4)
     observed(drafter, text)
     tokens = drafter.propose(Roots.from_ids(text[-1:])).tokens[0].tolist()
     assert [token == PAD for token in tokens] == [False, False, True, True]
     output = shared_target().encode_response(text[:4], text[4:], head.taps)
-    ranked = head.candidates(output, text, len(text) - 2, 4, 2)
+    ranked = head.compute_candidates(output, text, len(text) - 2, 4, 2)
     assert (ranked == PAD).all(-1).flatten().tolist() == [False, False, True, True]
     assert ranked[:2, 0, 0].tolist() == tokens[:2]

@@ -30,8 +30,8 @@ class ToyObjective(Objective):
 
     def forward(self, batch, scale) -> LossSums:
         rows = batch[SUPERVISION].depths[1]
-        logits = self.head.out(batch[HIDDEN_STATES].flatten(0, 1)[rows.places])
-        labels = gather_labels(batch)[rows.answers.device]
+        logits = self.head.out(batch[HIDDEN_STATES].flatten(0, 1)[rows.output_indices])
+        labels = gather_labels(batch)[rows.teacher_rows.device]
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         hits = (logits.argmax(-1) == labels).sum()
         terms = torch.stack([loss.detach(), torch.tensor(float(len(labels))), hits])

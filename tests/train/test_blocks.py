@@ -101,7 +101,7 @@ def test_only_some_tokens_draft() -> None:
     assert found.matched_rows.output_indices.tolist() == [0, 2, 4, 1]
     assert found.row_steps.tolist() == [0, 1, 2, 0]
     assert found.row_anchors.tolist() == [1, 1, 1, 5]
-    assert learnt.places[found.matched_rows.teacher_rows.host].tolist() == [2, 3, 4, 6]
+    assert learnt.token_indices[found.matched_rows.teacher_rows.host].tolist() == [2, 3, 4, 6]
 
 
 def test_tokens_may_draft_less_deep_than_others() -> None:
@@ -114,14 +114,14 @@ def test_tokens_may_draft_less_deep_than_others() -> None:
     assert found.matched_rows.output_indices.tolist() == [0, 1, 3, 2]
     assert found.row_steps.tolist() == [0, 0, 1, 0]
     assert found.row_anchors.tolist() == [1, 2, 1, 5]
-    assert learnt.places[found.matched_rows.teacher_rows.host].tolist() == [2, 3, 3, 6]
+    assert learnt.token_indices[found.matched_rows.teacher_rows.host].tolist() == [2, 3, 3, 6]
 
 
 def test_what_python_looks_into_stays_when_a_wrapper_moves_a_batch(target: Target) -> None:
     """DDP and FSDP2 bring arguments to their device, and FSDP2 casts floats, before `forward`."""
     config = settings_of("dflash")
     objective = objective_of(fresh(target, config), target, config)
-    whole = objective.indexed(packed(texts(target, 2, 40)))
+    whole = objective.index_batch(packed(texts(target, 2, 40)))
     batch = map_tensors(whole, lambda tensor: tensor.to("meta"))
     # As DDP does with what is not on its device, of which the meta device is one.
     (((found,),), _) = moving._to_kwargs((batch,), {}, torch.device("meta"), False)
@@ -130,8 +130,8 @@ def test_what_python_looks_into_stays_when_a_wrapper_moves_a_batch(target: Targe
             assert after[name].device.is_meta
             assert not after[name].host.is_meta
             assert after[name].host.equal(whole[name].host)
-        answers = after[STEP_TARGETS].rows.answers
-        assert answers.host.equal(whole[STEP_TARGETS].rows.answers.host)
+        answers = after[STEP_TARGETS].matched_rows.teacher_rows
+        assert answers.host.equal(whole[STEP_TARGETS].matched_rows.teacher_rows.host)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -183,7 +183,9 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
             before = ids[anchor + 1 + slot : anchor + 2 + slot]
             if anchor not in learnt[1 + slot]:
                 continue
-            logits, state = head.step(head.logits(slot_output), slot_output, before, state)
+            logits, state = head.compute_slot_logits(
+                head.logits(slot_output), slot_output, before, state
+            )
             log_q = logits[0].log_softmax(-1)
             place = anchor + 1 + slot
             p = said[place][head.vocab.ids]
@@ -193,7 +195,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
                 loss = loss - config.text_weight * log_q[label]
             if getattr(head, "confidence_head", None) is not None:
                 alpha = torch.minimum(log_q.exp(), p).sum().detach()
-                sure = head.confidence(slot_output, before)[0]
+                sure = head.compute_confidence(slot_output, before)[0]
                 loss = loss + F.binary_cross_entropy_with_logits(sure, alpha)
             # Of the tokens that it does not see; those in no loss mask were given to the target.
             between = [n for n in range(anchor + 1, place) if n in learnt[0]]
@@ -208,7 +210,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
 def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) -> Any:
     """The weight of each draft of each block, beside the scale of the draft's slot."""
     head, config, slots = objective.head, objective.config, range(outputs.shape[1])
-    anchors, ids = batch[STEP_TARGETS].drafts.tolist(), batch["input_ids"].flatten()
+    anchors, ids = batch[STEP_TARGETS].anchors.tolist(), batch["input_ids"].flatten()
     if config.slot_weights is SlotWeights.decay:
         return [[1.0] * len(slots)] * len(anchors)
     found = []
@@ -219,7 +221,7 @@ def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) ->
             if anchor not in learnt[1 + slot]:
                 chances.append(0.0)
                 continue
-            logits, state = head.step(head.logits(mine), mine, before, state)
+            logits, state = head.compute_slot_logits(head.logits(mine), mine, before, state)
             column = int(head.vocab.to_draft_ids(ids[anchor + 2 + slot][None])[0])
             q = 0.0 if column < 0 else float(logits.detach()[0].softmax(-1)[column])
             reached *= config.slot_smoothing + (1 - config.slot_smoothing) * q
@@ -249,7 +251,7 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
     for place, token in ((8, 40), (9, 41), (10, 42)):  # that the target would not have said
         documents[0][place] = documents[1][place] = token
     batch = {**packed(documents), NOISE_SEEDS: (5,)}
-    batch = objective.prepare(objective.index_training_batch(batch))
+    batch = objective.prepare_batch(objective.index_training_batch(batch))
     assert len(batch[STEP_TARGETS].drafts) == 7
     scale = torch.rand(len(objective.weights), generator=torch.Generator().manual_seed(0))
     sums = objective(batch, scale)
@@ -263,7 +265,7 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
         wanted = torch.zeros_like(found) if given is None else given
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=each)
     assert sums.terms[1].tolist() == counts
-    assert sum(counts) < objective.counts(batch).sum()
+    assert sum(counts) < objective.compute_divisors(batch).sum()
 
 
 def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
@@ -273,7 +275,7 @@ def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
     found = [
         objective.index_training_batch({**batch, NOISE_SEEDS: (seed,)})[
             STEP_TARGETS
-        ].drafts.tolist()
+        ].anchors.tolist()
         for seed in (1, 1, 2)
     ]
     assert found[0] == found[1] != found[2]
@@ -284,11 +286,15 @@ def test_a_head_learns_what_it_measures(target: Target) -> None:
     head = feature_head(target, "dspark", num_updates=40)
     config = settings_of("dspark")
     objective = objective_of(head, target, config).eval()
-    batch = objective.prepare(objective.indexed(packed(texts(target, 6, 40))))
+    batch = objective.prepare_batch(objective.index_batch(packed(texts(target, 6, 40))))
     outputs = objective._outputs(batch)
-    said = objective.rows(head.confidence(outputs, objective._before(batch)), batch[STEP_TARGETS])
-    total, sums = objective(batch, objective.weights)
-    torch.testing.assert_close(total, (objective.weights * sums[0]).sum())  # confidence included
+    said = objective.rows(
+        head.compute_confidence(outputs, objective._before(batch)), batch[STEP_TARGETS]
+    )
+    total, sums = objective(batch, objective.term_weights)
+    torch.testing.assert_close(
+        total, (objective.term_weights * sums[0]).sum()
+    )  # confidence included
     alpha = sums[3].sum() / sums[1].sum()
     assert abs(said.sigmoid().mean() - alpha) < 0.1
     assert 0.1 < alpha < 0.95
@@ -352,7 +358,7 @@ def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> No
     assert (written["output_multiplier"], written["final_logit_softcapping"]) == (0.25, 2.0)
     outputs = torch.randn(5, target.hidden_size)
     assert head.logits(outputs).equal(target.compute_logits(outputs))
-    assert head.projection() == target.projection
+    assert head.make_projection() == target.make_projection
     export_head(
         head, ExportFormat.vllm, compute_reference_tensors(head, target, 5), tmp_path / "export", {}
     )

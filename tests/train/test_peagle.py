@@ -40,7 +40,7 @@ def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: flo
     sums = objective(batch, objective.term_weights / objective.compute_divisors(batch))
     ids, states = batch["input_ids"].flatten(), batch["hidden_states"].flatten(0, 1)
     teacher = target.compute_logits(states).log_softmax(-1)
-    unrolled, answered = batch[STEP_TARGETS], batch[SUPERVISION].places.tolist()
+    unrolled, answered = batch[STEP_TARGETS], batch[SUPERVISION].token_indices.tolist()
     outputs = torch.cat(list(objective._iter_step_outputs(batch)))[unrolled.rows.places]
     log_q = head.logits(outputs).log_softmax(-1)
     total = torch.zeros(())
@@ -94,7 +94,7 @@ def test_rows_and_noise_are_drawn_by_the_seeds_of_a_batch(target: Target) -> Non
     def drawn(seed: int) -> tuple[list[int], torch.Tensor]:
         batch = objective.index_batch({**packed(texts(target, 1, 20)), NOISE_SEEDS: (seed,)})
         batch = objective.prepare_batch(batch)
-        return batch[STEP_TARGETS].tokens.tolist(), next(objective._iter_step_outputs(batch))
+        return batch[STEP_TARGETS].row_anchors.tolist(), next(objective._iter_step_outputs(batch))
 
     rows, outputs = zip(*map(drawn, (1, 2)), strict=True)
     assert rows[0] != rows[1]

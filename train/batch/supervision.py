@@ -166,7 +166,7 @@ def build_supervision_mask(batch: Batch, depth: int) -> Tensor:
 
 def gather_labels(batch: Batch) -> Tensor:
     """[P] int64 tokens after the answered places."""
-    return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].places]
+    return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].token_indices]
 
 
 def map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:

@@ -87,7 +87,7 @@ class BlockObjective(Objective):
         kept = len(head.layers) * (rows * a_row + tokens * a_token) + tokens * text
         kept += rows * tokens // setting.train.micro_batch_size * e
         kept += drafts * hidden * (sizes.FLOAT32_BYTES + 3 * e) + self.kept_beside(blocks, e)
-        one = head.projection().weight.shape[0], hidden
+        one = head.make_projection().weight.shape[0], hidden
         loss = sizes.estimate_loss_bytes(setting, drafts, one, sizes.PIECES_OF_TEACHER)
         loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
         loss = max(loss, sizes.making_bytes(setting, tokens, self.target, one[0]))
@@ -107,7 +107,7 @@ class BlockObjective(Objective):
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
         anchors = draw_anchors(learnt.depths[1].places, shape[1], self.config.num_anchors, seeds)
         unrolled = StepTargets.from_supervision(learnt, [anchors] * (len(learnt.depths) - 1))
-        bounds = documents.bounds.long()
+        bounds = documents.cu_seqlens.long()
         first = bounds[torch.searchsorted(bounds, unrolled.anchors, right=True) - 1]
         end = unrolled.anchors + 1
         sight = {CONTEXT_STARTS: SortedIndices(first, first), CONTEXT_ENDS: SortedIndices(end, end)}
@@ -148,16 +148,16 @@ class BlockObjective(Objective):
         """[A, D, H] outputs of the drawn blocks, of all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         positions = batch["position_ids"].flatten()
-        features = head.features(collect_states(batch)).flatten(0, 1)
-        text, anchors = head.read(features, positions), batch[STEP_TARGETS].drafts
+        features = head.collect_features(collect_states(batch)).flatten(0, 1)
+        text, anchors = head.encode_context(features, positions), batch[STEP_TARGETS].anchors
         first, end = batch[CONTEXT_STARTS], batch[CONTEXT_ENDS]
         host, depth = (first.host, end.host), head.config.num_draft_tokens
-        sight = head.sight(first.device, end.device, depth, host)
+        sight = head.make_block_range(first.device, end.device, depth, host)
         return head.draft(ids.roll(-1)[anchors], positions[anchors] + 1, text, sight)
 
     def _teacher(self, batch: Batch) -> Teacher:
         """The target's distributions after the answered places."""
-        vocab, places = self.head.vocab, batch[SUPERVISION].places
+        vocab, places = self.head.vocab, batch[SUPERVISION].token_indices
         temperature = self.distillation_temperature(self.config.teacher_temperature)
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)

@@ -195,13 +195,13 @@ class TrainingCommand:
                     f"head.mask_token_id={mask}: occurs {int(counts()[mask])} times in the data; "
                     "name a token that no text uses"
                 )
-        if not head.output_heads() and not target.output_head.weight.is_floating_point():
+        if not head.find_output_heads() and not target.output_head.weight.is_floating_point():
             raise InputError(
                 f"target.path={target.name}: its output head is quantised, but this head trains "
                 "through it; name the model before quantisation (target.quantization keeps the "
                 "output head)"
             )
-        full = head.vocab.full
+        full = head.vocab.is_full
         return head, [] if full else format_coverage(counts(), head.vocab.to("cpu"), always)
 
     def _saved(self, settings: Any) -> DraftHead:

@@ -61,7 +61,7 @@ def compute_eagle_loss(
     if weight:
         wanted = (
             batch[HIDDEN_STATES]
-            .flatten(0, 1)[batch[SUPERVISION].places[steps.teacher_rows.device]]
+            .flatten(0, 1)[batch[SUPERVISION].token_indices[steps.teacher_rows.device]]
             .float()
         )
         near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)

@@ -52,7 +52,7 @@ class OffPathTokens:
 
     def __init__(self, batch: Batch, weight: float) -> None:
         learnt = batch[SUPERVISION]
-        self.weight, self.places = weight, learnt.places
+        self.weight, self.token_indices = weight, learnt.token_indices
         self.longest = len(learnt.depths) - 1
         num_tokens, device = batch["input_ids"].numel(), self.places.device
         self.is_off_path = torch.zeros(num_tokens, dtype=torch.bool, device=device)

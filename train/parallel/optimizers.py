@@ -169,7 +169,7 @@ def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
     """Trained matrices that Muon updates, by name; empty without Muon."""
     if config.optimizer is not Optimizer.muon:
         return {}
-    left_out = {id(matrix) for matrix in (*head.output_heads(), *head.embeddings())}
+    left_out = {id(matrix) for matrix in (*head.find_output_heads(), *head.find_embeddings())}
     return {
         name: parameter
         for name, parameter in head.named_parameters()

@@ -94,7 +94,7 @@ class ParallelStrategy:
         if self.accelerator.num_processes > 1:
             # DDP turns existing gradients into views of its buckets; later ones would take further
             # memory.
-            for group in objective.groups():
+            for group in objective.list_parameter_groups():
                 for parameter in group.parameters:
                     parameter.grad = torch.zeros_like(parameter)
         return self.accelerator.prepare(objective), make_optimizers(objective, self.config)

@@ -96,7 +96,7 @@ def test_the_tree_is_eagle2s(target, name: str, shape: DynamicShape) -> None:
     cache = target.new_cache(1)
     # In two pieces, as a prompt and an accepted run come.
     for part in (slice(0, 6), slice(6, len(committed) - 1)):
-        output = target.read_text(committed[:-1], head.taps)
+        output = target.encode_text(committed[:-1], head.taps)
         output.hidden_states = output.hidden_states[:, part]
         output.layers = {i: states[:, part] for i, states in output.layers.items()}
         drafter.observe(CommittedTokens([committed[:-1][part]], output, cache))
@@ -133,7 +133,7 @@ def test_a_sampled_chain_says_what_it_was_drawn_from(target, name: str) -> None:
     head, warm = learnt(name), Sampling(temperature=0.7)
     drafter = EagleChain(head, 3, warm, [4])
     committed = texts_of_target(1, 9)[0]
-    output = target.read_text(committed[:-1], head.taps)
+    output = target.encode_text(committed[:-1], head.taps)
     drafter.observe(CommittedTokens([committed[:-1]], output, target.new_cache(1)))
     draft = drafter.propose(Roots.from_ids([committed[-1]]))
     path = draft.tokens[0].tolist()

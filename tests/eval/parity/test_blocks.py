@@ -87,7 +87,7 @@ def test_which_engine_takes_which_head(heads) -> None:
         "dflash, mixed": ["vllm"],
         "dspark, mixed": ["vllm"],
     }
-    facts = {name: head.card({}, None) for name, head in heads.items()}
+    facts = {name: head.build_card_facts({}, None) for name, head in heads.items()}
     served = [facts[name].vllm_method for name in ("dflash2", "dspark", "dspark, rnn")]
     assert served == ["dflash", "dspark", None]
     assert "markov_head_type=vanilla only" in facts["dspark, rnn"].vllm_problem
@@ -111,7 +111,7 @@ def test_every_export_is_the_trained_head_and_reads_back(
     text = [5, 17, 40, 8, 77, 23, 61, 9, 30]
     output = target.encode_response(text[:3], text[3:], head.taps)
     depth = head.config.num_draft_tokens
-    expected = head.candidates(output, text, 2, depth, 3)
+    expected = head.compute_candidates(output, text, 2, depth, 3)
     for engine in able(head):
         folder = exported(head, target, engine, tmp_path / engine)
         verdict = check_parity(folder)
@@ -119,7 +119,7 @@ def test_every_export_is_the_trained_head_and_reads_back(
         again = load_head(str(folder)).attach(target)
         assert again.config == head.config or name.startswith("dflash") or name.startswith("dspark")
         assert again.compute_candidates(output, text, 2, depth, 3).equal(expected)
-        assert folder.name in head.export(ExportFormat(engine), str(folder)).command
+        assert folder.name in head.plan_export(ExportFormat(engine), str(folder)).command
 
 
 def edited(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:

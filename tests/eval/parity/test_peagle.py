@@ -57,7 +57,7 @@ def test_which_engine_takes_which_head(heads) -> None:
         check_format(heads["plain"], ExportFormat.sglang)
     with pytest.raises(InputError, match=r"no place for a norm per feature \(fc_norm\)"):
         check_format(heads["normed"], ExportFormat.speculators)
-    facts = heads["plain"].card({}, None)
+    facts = heads["plain"].build_card_facts({}, None)
     assert (facts.vllm_method, facts.vllm_settings) == ("eagle3", {"parallel_drafting": True})
     assert "drafts 4 tokens in one pass" in facts.description
 
@@ -69,14 +69,14 @@ def test_every_export_is_the_trained_head_and_reads_back(
     head = heads[name]
     text = [5, 17, 40, 8, 77, 23, 61, 9, 30]
     output = target.encode_response(text[:3], text[3:], head.taps)
-    expected = head.candidates(output, text, 2, 4, 3)
+    expected = head.compute_candidates(output, text, 2, 4, 3)
     head.save(tmp_path / "own")
     folders = {"own": tmp_path / "own"}
     for engine in able(head):
         folders[engine] = exported(head, target, engine, tmp_path / engine)
         verdict = check_parity(folders[engine])
         assert verdict.max_difference < 1e-4 * verdict.scale
-        command = head.export(ExportFormat(engine), engine).command
+        command = head.plan_export(ExportFormat(engine), engine).command
         assert ('"parallel_drafting": true' in command) == (engine == "vllm")
     for folder in folders.values():
         again = load_head(str(folder))

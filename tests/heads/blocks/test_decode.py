@@ -41,7 +41,7 @@ def test_a_tree_holds_the_likeliest_paths_of_all(name: str) -> None:
 
     def follow(path: tuple[int, ...], score: float, state: Tensor | None) -> None:
         slot, before = len(path), torch.tensor([path[-1] if path else int(sure)])
-        logits, after = head.step(base[:, slot], outputs[:, slot], before, state)
+        logits, after = head.compute_slot_logits(base[:, slot], outputs[:, slot], before, state)
         best = logits[0].log_softmax(-1).topk(width)
         for log_q, index in zip(best.values.tolist(), best.indices, strict=True):
             longer = (*path, int(head.vocab.to_target_ids(index)))
@@ -64,8 +64,8 @@ def test_what_trains_is_what_drafts(name: str) -> None:
     """Packed documents, drawn anchors and no cache, against a text alone with one."""
     documents = texts_of_target(3, 14)
     objective = objective_of(learnt(name), shared_target(), settings_of(name, num_anchors=9))
-    batch = objective.prepare(objective.indexed(packed(documents)))
-    anchors = batch[STEP_TARGETS].drafts
+    batch = objective.prepare_batch(objective.index_batch(packed(documents)))
+    anchors = batch[STEP_TARGETS].anchors
     assert len(anchors) == 9
     trained = objective._outputs(batch)
     for row, anchor in enumerate(anchors.tolist()):
@@ -87,8 +87,8 @@ def test_nothing_leaks_from_behind_the_anchor(name: str) -> None:
     other = [*document[:12], *(5 + token % 80 for token in document[12:])]
     found = []
     for text in (document, other):
-        batch = objective.prepare(objective.indexed(packed([text])))
-        rows = batch[STEP_TARGETS].drafts < 11  # whose root is token 11 at most
+        batch = objective.prepare_batch(objective.index_batch(packed([text])))
+        rows = batch[STEP_TARGETS].anchors < 11  # whose root is token 11 at most
         found.append((objective._outputs(batch)[rows], rows))
     assert found[0][1].sum() > 3
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
@@ -113,7 +113,7 @@ def test_masks_are_embedded_as_the_mask_token() -> None:
 @torch.inference_mode()
 def test_a_chain_takes_the_best_token_after_the_one_before(name: str) -> None:
     head, text = copy.deepcopy(learnt(name)), texts_of_target(1, 12)[0]
-    for matrix in head.embeddings():  # so that the token before decides
+    for matrix in head.find_embeddings():  # so that the token before decides
         matrix.copy_(torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
     drafter = BlockChain(head, 4)
     observed(drafter, text)
@@ -122,7 +122,7 @@ def test_a_chain_takes_the_best_token_after_the_one_before(name: str) -> None:
     expected: list[int] = []
     state: Tensor | None = None
     for slot in range(4):
-        logits, state = head.step(base[:, slot], outputs[:, slot], before, state)
+        logits, state = head.compute_slot_logits(base[:, slot], outputs[:, slot], before, state)
         before = head.vocab.to_target_ids(logits.argmax(-1))
         expected.append(int(before))
     assert tokens == expected

@@ -95,7 +95,7 @@ def write(
 @torch.no_grad()
 def candidates(head: Any, target: Target) -> Tensor:
     head.attach(target)
-    return head.candidates(target.encode_text(TEXT[:-1], head.taps), TEXT, 2, 3, 4)
+    return head.compute_candidates(target.encode_text(TEXT[:-1], head.taps), TEXT, 2, 3, 4)
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:

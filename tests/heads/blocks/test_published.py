@@ -198,12 +198,12 @@ def test_a_head_that_scales_its_logits_does_so_in_place_of_the_target(tmp_path: 
     head = noisy(target, "dflash2", MUSE, window=9)
     found = load_head(write(tmp_path / "head", ZLAB_MUSE, head.collect_tensors()))
     drafts = candidates(found, target)
-    assert found.projection()[2:] == (MUSE["output_multiplier"], 20.0)
+    assert found.make_projection()[2:] == (MUSE["output_multiplier"], 20.0)
     scaled = toy_target()
     scaled.model.config.update(MUSE)
     assert scaled.projection.cap == 20.0
     assert candidates(found, scaled).equal(drafts)
-    assert found.projection() == scaled.projection
+    assert found.make_projection() == scaled.make_projection
 
 
 def test_deepspec_calls_a_dspark_head_without_a_markov_head_dflash(

@@ -274,7 +274,7 @@ def test_sampled_texts_of_real_heads_keep_the_distribution(name: str) -> None:
 
     def drafter(seeds: range, threshold: float) -> Drafter:
         calibration = Calibration((1.0, 1.0), (0.0, 0.0), threshold)
-        return head.drafter(Tree.chain(2), warm, seeds, calibration)
+        return head.make_drafter(Tree.chain(2), warm, seeds, calibration)
 
     whole = Watched(drafter(range(50), 0.0))
     decode_batch(target, whole, [prompt] * 50, 4, warm, range(50))

@@ -65,7 +65,7 @@ def test_eagle_logits_are_those_of_a_chain_read_again_at_each_token(
     assert values["logits"].shape == (DEPTH, ROWS, 96)
     for row in range(ROWS):
         for step, output in enumerate(chained(head, values, row)):
-            drafted = head.projection().logits(output)
+            drafted = head.make_projection().logits(output)
             found = values["logits"][step, row]
             torch.testing.assert_close(found[head.vocab.ids], drafted, rtol=0, atol=1e-5)
             if "logsumexp" in values:

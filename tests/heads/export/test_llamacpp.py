@@ -319,7 +319,7 @@ def test_the_readme_converts_the_target_and_serves(
     small = {"selector_top_k": 7} if kind == "dflash2" else {}
     head: Any = eagle(target) if kind == "eagle3" else block(target, kind, **small)
     command = SERVE.format(file=file, kind=spec_type, most=most)
-    assert head.export(LLAMACPP).command == command
+    assert head.plan_export(LLAMACPP).command == command
     written(head, target, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     assert f"```\n{command}\n```" in text
@@ -331,24 +331,26 @@ def test_a_target_on_this_machine_is_not_fetched_and_a_gguf_not_converted(
 ) -> None:
     head = eagle(target)
     monkeypatch.setattr(target, "name", str(tmp_path))
-    first, second = head.export(LLAMACPP).command.splitlines()
+    first, second = head.plan_export(LLAMACPP).command.splitlines()
     name = tmp_path.name
     assert first == (
         f"python llama.cpp/convert_hf_to_gguf.py {tmp_path} --outtype auto --outfile {name}.gguf"
     )
     assert second.startswith(f"llama-server -m {name}.gguf -md DIR/eagle3-{name.lower()}-F32.gguf ")
     monkeypatch.setattr(target, "name", f"{tmp_path}/Toy-Q4_1.gguf")
-    (only,) = head.export(LLAMACPP).command.splitlines()
+    (only,) = head.plan_export(LLAMACPP).command.splitlines()
     file = f"{tmp_path}/Toy-Q4_1.gguf"
     assert only.startswith(f"llama-server -m {file} -md DIR/eagle3-toy-q4_1-F32.gguf --spec-type")
     monkeypatch.setattr(target, "name", "me/toys/q4/Toy-Q4_1.gguf")
-    assert "llama-server -hf me/toys -hff q4/Toy-Q4_1.gguf -md " in head.export(LLAMACPP).command
+    assert (
+        "llama-server -hf me/toys -hff q4/Toy-Q4_1.gguf -md " in head.plan_export(LLAMACPP).command
+    )
     # What could be on the Hub is what lies here, which nobody else has.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toys").mkdir()
     (tmp_path / "toys" / "toy.gguf").touch()
     monkeypatch.setattr(target, "name", "toys/toy.gguf")
-    assert head.export(LLAMACPP).command.startswith("llama-server -m toys/toy.gguf -md ")
+    assert head.plan_export(LLAMACPP).command.startswith("llama-server -m toys/toy.gguf -md ")
     for name in ("toys", str(tmp_path)):
         monkeypatch.setattr(target, "name", name)
         assert "general.base_model.0.name" not in facts(written(head, target, tmp_path / "out"))

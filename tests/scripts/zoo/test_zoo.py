@@ -165,13 +165,13 @@ def broken(monkeypatch, change) -> None:
 
 def test_a_tree_whose_siblings_see_each_other_differs(zoo, monkeypatch) -> None:
     def change(target) -> None:
-        extend = target.extend
+        extend = target.run_pending
 
         def causal(cache, ids, mask=None, *rest, **named):
             mask = None if mask is None else torch.ones_like(mask).tril()
             return extend(cache, ids, mask, *rest, **named)
 
-        target.extend = causal
+        target.run_pending = causal
 
     broken(monkeypatch, change)
     found = check_target(make_tiny_target("llama", zoo), heads=False)
@@ -186,8 +186,8 @@ def test_a_tree_whose_siblings_see_each_other_differs(zoo, monkeypatch) -> None:
 @pytest.mark.slow
 def test_states_that_replay_reads_otherwise_differ(zoo, monkeypatch) -> None:
     def change(target) -> None:
-        read_text = target.read_text
-        target.read_text = lambda ids, taps: read_text([ids[1], *ids[1:]], taps)
+        read_text = target.encode_text
+        target.encode_text = lambda ids, taps: read_text([ids[1], *ids[1:]], taps)
 
     broken(monkeypatch, change)
     found = check_target(make_tiny_target("llama", zoo))

@@ -96,7 +96,10 @@ def test_the_rest_learns_slower_in_a_wider_head(make: type) -> None:
     narrow, wide = make(), make(hidden_size=256, num_attention_heads=8)
     for optimizer in (Optimizer.adamw, Optimizer.muon):
         assert narrow.compute_default_rates(optimizer)[1] > wide.compute_default_rates(optimizer)[1]
-    assert narrow.compute_default_rates(Optimizer.muon)[0] == wide.compute_default_rates(Optimizer.muon)[0]
+    assert (
+        narrow.compute_default_rates(Optimizer.muon)[0]
+        == wide.compute_default_rates(Optimizer.muon)[0]
+    )
 
 
 def test_the_length_of_a_run_in_words() -> None:

@@ -151,7 +151,7 @@ def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
     for _ in range(2):  # the first makes what stays
         objective.zero_grad(set_to_none=False)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-            objective(batch, objective.weights).total.backward()
+            objective(batch, objective.term_weights).total.backward()
     live = peak = 0
     for event in found.profiler.kineto_results.events():
         if event.name() == "[memory]":

@@ -125,11 +125,13 @@ def literal_sums(
 ) -> list[list[float]]:
     """The sums row by row: every token's chain is run on its own."""
     where = Documents.from_ids(batch["document_ids"])
-    output = target.read(batch["input_ids"], batch["position_ids"], where, head.taps)
+    output = target.encode_documents(batch["input_ids"], batch["position_ids"], where, head.taps)
     ids, mask = batch["input_ids"][0], batch["loss_mask"][0]
     documents = batch["document_ids"][0]
     hidden = output.hidden_states[0]
-    text = head.read(head.fuse(head.features(output)[0]), ids.roll(-1), batch["position_ids"][0])
+    text = head.encode_context(
+        head.fuse(head.collect_features(output)[0]), ids.roll(-1), batch["position_ids"][0]
+    )
     drafted = head.vocab.ids.tolist()
     sums = [[0.0] * 4 for _ in range(config.num_steps)]
     for t in range(len(ids)):

@@ -77,7 +77,7 @@ def test_mask_is_that_of_the_predicted_token() -> None:
     assert build_supervision_mask(batch, 1).int().tolist() == [[0, 1, 1, 0, 0, 0]]
     assert build_supervision_mask(batch, 2).int().tolist() == [[1, 1, 0, 0, 0, 0]]
     assert build_supervision_mask(batch, 5).int().tolist() == [[0] * 6]
-    assert batch[SUPERVISION].counts.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
+    assert batch[SUPERVISION].depth_counts.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
 
 
 def test_no_head_predicts_across_documents_or_into_padding() -> None:
@@ -85,7 +85,13 @@ def test_no_head_predicts_across_documents_or_into_padding() -> None:
     assert build_supervision_mask(batch, 1).int().tolist() == [[1, 0, 0, 1, 0, 0, 0, 0, 0]]
     assert build_supervision_mask(batch, 2).int().tolist() == [[0] * 9]
     shorter_than_heads_look_ahead = packed([1, 1], [0, 0])
-    assert shorter_than_heads_look_ahead[SUPERVISION].counts.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert shorter_than_heads_look_ahead[SUPERVISION].depth_counts.tolist() == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_hand_computed_cross_entropy() -> None:
@@ -125,10 +131,10 @@ def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
 def test_places_and_answers_of_every_depth_by_hand() -> None:
     """Documents a b c d | e f; c, d and f are in the mask."""
     learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
-    assert learnt.places.tolist() == [1, 2, 4]  # b, c and e come before them
+    assert learnt.token_indices.tolist() == [1, 2, 4]  # b, c and e come before them
     # Depth 1 predicts c from a and d from b; depth 2 predicts d from a.
     assert [rows.places.tolist() for rows in learnt.depths] == [[1, 2, 4], [0, 1], [0], [], []]
-    answers = [rows.answers.host.tolist() for rows in learnt.depths]
+    answers = [rows.teacher_rows.host.tolist() for rows in learnt.depths]
     assert answers == [[0, 1, 2], [0, 1], [1], [], []]
 
 
@@ -184,7 +190,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
         total = torch.zeros(4, 3)
         for part in parts:
             piece = add_supervision({name: value[part] for name, value in batch.items()}, 3)
-            places = piece[SUPERVISION].places
+            places = piece[SUPERVISION].token_indices
             logits = hidden[part].flatten(0, 1)[places] @ projection
             labels = SoftLabels(Given(logits), off_path_weight=0.5) if soft else None
             sums = compute_medusa_loss(head, hidden[part], piece, ONES, labels)
@@ -196,7 +202,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
     for other in (run([slice(0, 4)], 2), run([slice(0, 1), slice(1, 4)], 3)):
         for expected, found in zip(whole, other, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert whole[0][1].tolist() == add_supervision(batch, 3)[SUPERVISION].counts[1:].tolist()
+    assert whole[0][1].tolist() == add_supervision(batch, 3)[SUPERVISION].depth_counts[1:].tolist()
 
 
 def test_drafts_off_the_targets_path_weigh_less_and_far_from_it_nothing() -> None:
