@@ -54,7 +54,7 @@ class OffPathTokens:
         learnt = batch[SUPERVISION]
         self.weight, self.token_indices = weight, learnt.token_indices
         self.longest = len(learnt.depths) - 1
-        num_tokens, device = batch["input_ids"].numel(), self.places.device
+        num_tokens, device = batch["input_ids"].numel(), self.token_indices.device
         self.is_off_path = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
 
@@ -116,7 +116,7 @@ class OffPathTeacher:
         """Compute the distribution after rows begin..end."""
         distribution: Distribution = self.teacher.compute_chunk(begin, end)
         strays = distribution.top1_ids != self.labels[begin:end]
-        self.path.is_off_path[self.path.places[begin:end]] = strays
+        self.path.is_off_path[self.path.token_indices[begin:end]] = strays
         return distribution
 
 
