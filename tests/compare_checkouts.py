@@ -1,0 +1,780 @@
+"""Do two checkouts behave the same on this machine? The net under a renaming or a move of code.
+
+    python tests/compare_checkouts.py BASE HEAD [--only ROOM ...] [--out FOLDER] [--jobs N]
+
+A checkout is driven by its commands, as users type them, and by the functions of docs/python.md.
+What it prints and writes is flattened to values by key, one file for each room, and kept while
+commit, tool and machine are the same. Exit status 1: a value differs, or one side lacks it.
+A checkout against itself runs twice, which shows what is not deterministic.
+"""
+
+import argparse
+import ast
+import difflib
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import platform
+import re
+import runpy
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+LIBRARIES = (
+    "accelerate", "datasets", "hydra", "matplotlib.pyplot", "peft", "rich", "safetensors.torch",
+    "torch", "torch._dynamo", "torch.distributed.tensor",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+"""What commands import of others: loaded once, in the server that each command is a fork of."""
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(list(LIBRARIES))
+LIMIT_S = 120
+"""Seconds after which a command is ended, which counts as its exit status."""
+NUM_SHOWN = 20
+
+Record = dict[str, Any]
+
+# What is not compared, and why. Everything else is.
+
+MASKED_KEYS = re.compile(
+    # Measured times, and what follows from them.
+    r".*(_per_s|waiting|seconds|draft_s|speedup)"
+    # Of this code or its folder: they change with every commit, or with every name of a module.
+    r"|git|prepared|argv"
+)
+"""Names of values in JSON, wherever they stand; that they are there is compared."""
+MASKED_TEXT = (
+    # Progress bars, which tell times.
+    (re.compile(r"^.*\d(?:%\|| ?\w+ \[\d\d:\d\d).*$\n?", re.M), ""),
+    # The cache of prepared data is keyed by the code's checksum; preparing takes time.
+    (re.compile(r"^ *prepared: .*$", re.M), "prepared: MASKED"),
+    (
+        re.compile(r"\b\d+(?:[.,]\d+)* (tokens/s|rows/s|s|ms|minutes|seconds|per second)\b"),
+        r"MASKED \1",
+    ),
+    # What progress bars wipe.
+    (re.compile(r"\n{2,}"), "\n"),
+    # Lines of source files, as warnings and tracebacks name them.
+    (re.compile(r"(\.py)(:|\", line )\d+"), r"\1\2N"),
+    (re.compile(r"/tmp/[\w.-]+"), "<tmp>"),
+)
+"""In everything that is printed, and in texts of files."""
+COMMANDS = (
+    "train/medusa.py", "train/medusa2.py", "train/eagle.py", "train/peagle.py", "train/dflash.py",
+    "train/dflash2.py", "train/dspark.py", "train/mtp.py", "eval/acceptance.py",
+    "eval/speedup.py", "eval/serve.py", "eval/tree_search.py", "eval/calibrate.py",
+    "scripts/capture.py", "scripts/compare.py", "scripts/contest/run.py", "scripts/export.py",
+    "scripts/merge_adapter.py", "scripts/mtp.py", "scripts/prune.py", "scripts/push.py",
+    "scripts/regenerate.py", "scripts/relay.py", "scripts/repair.py", "scripts/show_mask.py",
+    "scripts/zoo/check.py",
+)  # fmt: skip
+OTHER_COMMANDS = (
+    "scripts/verify_export.py", "scripts/bench/against_peers.py", "scripts/bench/capture.py",
+    "scripts/bench/cpu.py", "scripts/bench/engines.py", "scripts/bench/gpu.py",
+    "scripts/bench/memory.py", "scripts/bench/mtp_target.py", "scripts/bench/predict_gpu.py",
+    "scripts/bench/preparing.py", "scripts/bench/training.py",
+)  # fmt: skip
+"""Commands of argparse, without settings. Python files of other names may have moved."""
+ESCAPES = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+MOVED = re.compile(r"(?<![\w/.<-])(?:[\w.<>-]+/)+([\w-]+)\.py\b")
+OBJECT = re.compile(r"`[a-z_]\w*(?:\.[a-z_]\w*)+\.[A-Z]\w*`")
+
+
+def masked(text: str, names: Mapping[str, str]) -> str:
+    """A text without what may differ.
+
+    Args:
+        names: folders, and what stands for them.
+    """
+    lines = [line.rpartition("\r")[2].rstrip() for line in ESCAPES.sub("", text).split("\n")]
+    text = "\n".join(lines)
+    for folder, name in names.items():
+        if name == "<repo>":  # where a file lies in a checkout may change, its name does not
+            text = re.sub(rf"{re.escape(folder)}(?:/[\w.-]+)*/([\w.-]+)", r"<repo>/\1", text)
+        text = text.replace(folder, name)
+    for pattern, instead in MASKED_TEXT:
+        text = pattern.sub(instead, text)
+    known = COMMANDS + OTHER_COMMANDS
+    text = MOVED.sub(lambda found: found[0] if found[0] in known else "<module>.py", text)
+    return OBJECT.sub("`<object>`", text)
+
+
+def leaves(key: str, value: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Values of JSON by their keys; a list of numbers is one value."""
+    if isinstance(value, dict) and value:
+        for name, each in value.items():
+            told = "MASKED" if MASKED_KEYS.fullmatch(name) else each
+            yield from leaves(f"{key}/{masked(name, names)}", told, names)
+    elif isinstance(value, list) and any(isinstance(each, dict | str) for each in value):
+        for number, each in enumerate(value):
+            yield from leaves(f"{key}[{number}]", each, names)
+    else:
+        yield key, masked(value, names) if isinstance(value, str) else value
+
+
+def tensors(file: Path) -> Iterator[tuple[str, str]]:
+    """Dtype, shape and checksum of each tensor of a safetensors file."""
+    data = file.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    for name, told in json.loads(data[8:start]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = told["data_offsets"]
+        digest = hashlib.sha256(data[start + begin : start + end]).hexdigest()[:16]
+        yield name, f"{told['dtype']} {told['shape']} {digest}"
+
+
+def written(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Values of all files below a folder; of pictures and pages, which show times, the names."""
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        key = str(file.relative_to(folder))
+        if file.suffix == ".safetensors":
+            yield from ((f"{key}/{name}", told) for name, told in tensors(file))
+        elif file.suffix == ".json":
+            yield from leaves(key, json.loads(file.read_text()), names)
+        elif file.suffix == ".jsonl":
+            for number, line in enumerate(file.read_text().splitlines()):
+                yield from leaves(f"{key}[{number}]", json.loads(line), names)
+        elif file.suffix in (".md", ".yaml", ".txt", ".jinja", ".csv"):
+            yield key, masked(file.read_text(), names)
+        elif file.suffix in (".png", ".html", ".lock"):
+            yield key, "there"
+        else:
+            yield key, hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+# A checkout, and its commands.
+
+
+def as_main(words: list[str], checkout: str, env: dict[str, str], outputs: list[str]) -> None:
+    """In a fork: `python words` in a checkout, or one of `TASKS` with its public functions."""
+    os.chdir(checkout)
+    os.environ.clear()
+    os.environ.update(env)
+    for descriptor, output in zip((1, 2), outputs, strict=True):
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        os.close(file)
+    # Without the folder of this tool, and the checkout that an editable install names.
+    own = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    sys.path[:] = [path for path in sys.path if path.startswith(own)]
+    sys.path.insert(0, checkout)
+    sys.argv = words
+    if words[0] in TASKS:
+        TASKS[words[0]](public(checkout), *words[1:])
+        return
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def module_of(checkout: str) -> str:
+    """The module of the public functions, as docs/python.md imports them."""
+    page = Path(checkout, "docs/python.md").read_text()
+    found = re.search(r"^from ([\w.]+) import .*load_target", page, re.M)
+    assert found, f"{checkout}/docs/python.md imports no load_target"
+    return found[1]
+
+
+def public(checkout: str) -> Any:
+    """The public functions of a checkout, certainly its own."""
+    module = import_module(module_of(checkout))
+    assert Path(str(module.__file__)).resolve().is_relative_to(checkout), module.__file__
+    return module
+
+
+@dataclass
+class Checkout:
+    """A checkout, and the folder of its files and records.
+
+    Attributes:
+        path: of the checkout.
+        folder: for what it writes; `files/<room>/<task>` is what a task wrote.
+        inputs: what both checkouts read.
+        jobs: commands at a time.
+        record: of the room that is running.
+    """
+
+    path: Path
+    folder: Path
+    inputs: Path
+    jobs: int
+    room: str = ""
+    record: Record = field(default_factory=dict)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Folders that differ between checkouts, the inner ones first."""
+        own = {str(self.folder): "<own>", str(self.inputs): "<inputs>", str(self.path): "<repo>"}
+        return dict(sorted(own.items(), key=lambda each: -len(each[0])))
+
+    @property
+    def env(self) -> dict[str, str]:
+        cache = str(self.folder / "cache")
+        return {
+            **{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ},
+            **SHARED_ENV, "HOME": str(self.folder / "home"), "PYTHONPATH": str(self.path),
+            "HEADSMITH_CACHE": cache, "HF_HOME": cache,
+        }  # fmt: skip
+
+    def files(self, task: str, room: str | None = None) -> Path:
+        name = re.sub(r"[^\w-]+", "-", task)  # no sign that a command line would need quotes for
+        return self.folder / "files" / (room or self.room) / name
+
+    def run(self, tasks: Mapping[str, str], timed: bool = False) -> None:
+        """Runs command lines, some at a time, and records what they print and write.
+
+        Args:
+            tasks: a command line by name. `{out}` is the task's folder, `{files}` those of all
+                rooms, `{in}` the inputs.
+            timed: its tables and further texts tell times, and are left out.
+        """
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for found in pool.map(lambda task: self._ran(*task, timed), tasks.items()):
+                self.record.update(found)
+
+    def _ran(self, task: str, line: str, timed: bool) -> Record:
+        out, started = self.files(task), monotonic()
+        shutil.rmtree(out, ignore_errors=True)
+        places = {"out": out, "files": self.folder / "files", "in": self.inputs}
+        words = [re.sub(r"\{(out|files|in)\}", lambda found: str(places[found[1]]), word)
+                 for word in shlex.split(line)]  # fmt: skip
+        printed = [self.files(f"{task}-{name}", f"{self.room}/printed") for name in ("out", "err")]
+        printed[0].parent.mkdir(parents=True, exist_ok=True)
+        outputs = list(map(str, printed))
+        process = FORKS.Process(target=as_main, args=(words, str(self.path), self.env, outputs))
+        process.start()
+        process.join(LIMIT_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        say(f"  {self.room}/{task}: {monotonic() - started:.1f} s, status {process.exitcode}")
+        found: Record = {f"{task}: status": process.exitcode}
+        for name, file in zip(("printed", "error"), printed, strict=True):
+            text = masked(file.read_text(), self.names)
+            if timed:
+                text = "\n".join(each for each in text.splitlines() if not each.startswith(BOX))
+            found[f"{task}: {name}"] = text
+        if "{out}" in line and out.is_dir():
+            found |= {f"{task}: {key}": value for key, value in written(out, self.names)}
+        return found
+
+
+BOX = ("┏", "┃", "┡", "│", "└", "├")
+SHARED_ENV = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "COLUMNS": "200",
+    "TERM": "dumb", "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0", "HF_HUB_DISABLE_TELEMETRY": "1",
+}  # fmt: skip
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# What both checkouts read: made once, the target by BASE.
+
+
+def make_inputs(base: Checkout) -> None:
+    """Targets, conversations, prompts and a curve of costs."""
+    folder = base.inputs
+    if (folder / "done").exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    chats = list(functions())
+    rows = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in chats
+    ]
+    write_rows(folder / "chats.jsonl", rows)
+    prompts = [{"turns": [asked], "category": asked.split()[0]} for asked, _ in chats[::8]]
+    write_rows(folder / "prompts.jsonl", prompts)
+    curve: Record = {"device": "none", "source": "none", "draft_seconds": 3e-4}
+    curve |= {"sizes": [1, 2, 4, 8, 16, 32], "seconds": [0.01, 0.01, 0.01, 0.012, 0.014, 0.018]}
+    (folder / "curve.json").write_text(json.dumps(curve))
+    (folder / "curve.txt").touch()
+    (folder / "bad").mkdir()
+    for name, bad in BAD_ROWS.items():
+        write_rows(folder / "bad" / f"{name}.jsonl", bad)
+    base.room = "inputs"
+    base.record = {}
+    base.run({"targets": "api_targets {in}"})
+    assert base.record["targets: status"] == 0, base.record["targets: error"]
+    (folder / "done").touch()
+
+
+def functions() -> Iterator[tuple[str, str]]:
+    """Begin and rest of functions of the standard library, as the embedded target knows them."""
+    for name in ("fnmatch", "glob", "heapq", "posixpath", "shlex", "textwrap", "timeit"):
+        source = inspect.getsource(import_module(name))
+        for node in ast.walk(ast.parse(source)):
+            lines = (ast.get_source_segment(source, node) or "").splitlines()
+            if isinstance(node, ast.FunctionDef) and len(lines) > 4:
+                yield "\n".join(lines[:2]), "\n".join(lines[2:9])
+
+
+def write_rows(file: Path, rows: list[Any]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def api_targets(api: Any, folder: str) -> None:
+    """The embedded target, and one of two of its layers that drafts for it."""
+    target = api.load_target()
+    for name, num_layers in (("target", target.model.config.num_hidden_layers), ("draft", 2)):
+        target.model.config.num_hidden_layers = num_layers
+        target.model.model.layers = target.model.model.layers[:num_layers]
+        target.model.save_pretrained(Path(folder, name))
+        target.tokenizer.save_pretrained(Path(folder, name))
+
+
+# The rooms.
+
+ON = "target.path={in}/target data.path={in}/chats.jsonl data.max_length=128 data.num_proc=1"
+STEPS = (
+    "train.max_steps=4 train.batch_size=2 train.eval_steps=2 train.save_steps=2 train.log_steps=1 "
+    "train.warmup_steps=0 train.num_eval_sequences=2 train.num_replay_prompts=2"
+)
+HEADS = {
+    "medusa": "train/medusa.py head.num_heads=3",
+    "eagle1": "train/eagle.py head=eagle1",
+    "eagle3": "train/eagle.py head=eagle3 head.draft_vocab_size=512",
+    "eagle3_1": "train/eagle.py head=eagle3_1 head.draft_vocab_size=512",
+    "peagle": "train/peagle.py head.num_layers=2 head.num_steps=4",
+    "dflash": "train/dflash.py head.num_layers=2 head.block_size=5",
+    "dflash2": "train/dflash2.py head.num_layers=2 head.block_size=5",
+    "dspark": "train/dspark.py head.num_layers=2 head.block_size=5",
+    "mtp": "train/mtp.py",
+}
+"""By the recipe, or the command without recipes."""
+CONTINUED = {
+    "hass": "train/eagle.py head=hass head.path={files}/train/eagle1/head",
+    "medusa2": "train/medusa2.py head.path={files}/train/medusa/head",
+    "rollouts": "train/eagle.py head=eagle3 rollout.steps=2 rollout.max_new_tokens=12",
+    "average": "train/dflash.py head.path={files}/train/dflash/head train.average_decay=0.9 "
+    "train.optimizer=adamw train.schedule=cosine",
+    "scratch": "train/eagle.py head=eagle3 head.output_head=scratch head.num_steps=2 "
+    "train.dtype=bfloat16 train.micro_batch_size=2",
+}
+
+
+def train(checkout: Checkout) -> None:
+    """Training of every kind of head, by command and by function, and what it prints."""
+    lines = {name: f"{line} {ON} {STEPS} out_dir={{out}}" for name, line in HEADS.items()}
+    first = "medusa"  # prepares the data, which the others find
+    checkout.run({first: lines.pop(first)})
+    checkout.run(lines)
+    checkout.run(
+        {name: f"{line} {ON} {STEPS} out_dir={{out}}" for name, line in CONTINUED.items()}
+        | {
+            "default": f"train/medusa.py {STEPS} data.num_prompts=16 data.max_length=128 "
+            "data.num_proc=1 out_dir={out}",
+            "steps": "api_steps {out} {in}/target",
+        }
+    )
+
+
+STEPS_OF = (
+    ("medusa", {}), ("medusa", {"labels": "hard", "off_path_weight": 1.0}), ("eagle1", {}),
+    ("eagle3", {}), ("eagle3_1", {}), ("hass", {}), ("peagle", {}), ("dflash", {}),
+    ("dflash2", {}), ("dspark", {}), ("mtp", {}), ("mtp", {"own_tokens": True}),
+    *(("eagle3", {"divergence": name}) for name in ("rkl", "js", "tv", "nla", "hybrid")),
+    ("eagle3", {"text_weight": 0.5, "top_k_weight": 0.5, "noise": 0.1}),
+    ("eagle3", {"step_normalizer": "mean", "token_normalizer": "supervised"}),
+)  # fmt: skip
+
+
+def api_steps(api: Any, out: str, path: str) -> None:
+    """Loss, figures and the gradient's norm in three steps of every kind of head."""
+    import torch
+
+    target = api.load_target(path)
+    ids = torch.arange(3, 3 + 2 * 32).reshape(2, 32) * 7 % 1000
+    mask = torch.arange(32)[None].expand(2, -1) >= 8
+    documents = torch.stack([torch.zeros(32), torch.arange(32) // 20]).long()
+    found: Record = {}
+    for recipe, settings in STEPS_OF:
+        objective = api.training_objective(recipe, target, **settings)
+        optimizer = torch.optim.SGD(objective.head.parameters(), 1e-2)
+        for step in range(3):
+            optimizer.zero_grad()
+            told = api.training_step(objective, ids, mask, document_ids=documents, seed=step)
+            told.loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(objective.head.parameters(), 1.0)
+            optimizer.step()
+            found[f"{recipe} {settings} {step}"] = {
+                "loss": told.loss.item(), "norm": norm.item(), **told.metrics,
+            }  # fmt: skip
+    write_api(out, found)
+
+
+def write_api(out: str, found: Record) -> None:
+    Path(out).mkdir(parents=True, exist_ok=True)
+    Path(out, "api.json").write_text(json.dumps(found))
+
+
+ENGINES = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original", "llamacpp")
+EXPORTS = {
+    "medusa": "vllm trtllm tgi original", "eagle1": "vllm sglang original",
+    "eagle3": "vllm speculators llamacpp", "eagle3_1": "vllm sglang trtllm speculators",
+    "peagle": "vllm speculators", "dflash": "vllm sglang speculators original llamacpp",
+    "dflash2": "vllm sglang speculators original", "mtp": "vllm",
+    "dspark": "vllm sglang speculators original llamacpp",
+}  # fmt: skip
+"""Engines by head; which others refuse it, `api_tensors` asks."""
+
+
+def export(checkout: Checkout) -> None:
+    """Exports of every head for every engine, pruned heads, and what a push would send."""
+    head = "head.path={files}/train/%s/head target.path={in}/target"
+    cells = {
+        f"{name}-{engine}": f"scripts/export.py format={engine} {head % name} out_dir={{out}}"
+        for name, engines in EXPORTS.items()
+        for engine in engines.split()
+    }
+    half = f"scripts/export.py format=vllm {head % 'eagle3'} dtype=bfloat16 out_dir={{out}}"
+    asked = "api_tensors {out} {in}/target {files}/train"
+    checkout.run({"tensors": asked, **cells, "half": half})
+    given = json.loads((checkout.files("tensors") / "api.json").read_text())
+    for name in cells:
+        for file in checkout.files(name).glob("model.safetensors"):
+            checkout.record[f"{name}: as the function gives it"] = given[name] == dict(
+                tensors(file)
+            )
+    push = (
+        "scripts/push.py head.path={files}/train/eagle3_1/head repo_id=me/toy license=apache-2.0 "
+        "exports=[{files}/export/eagle3_1-vllm,{files}/export/eagle3_1-speculators] dry_run=true "
+        "out_dir={out} layout="
+    )
+    made = [name for name in cells if (checkout.files(name) / "headsmith.json").exists()]
+    checkout.run(
+        {f"verify-{name}": f"scripts/verify_export.py {{files}}/export/{name}" for name in made}
+        | {f"push-{layout}": push + layout for layout in ("one", "each")}
+    )
+    prune = (
+        f"scripts/prune.py {head % 'eagle3'} data.path={{in}}/chats.jsonl data.max_length=128 "
+        "data.num_proc=1 sizes=[64,256] ranks=[8] num_sequences=4 num_replay_prompts=2 "
+        "max_new_tokens=12 out_dir={out}"
+    )
+    checkout.run({"prune": prune}, timed=True)
+
+
+def api_tensors(api: Any, out: str, path: str, heads: str) -> None:
+    """Tensors of every head for every engine, or why not."""
+    from safetensors.torch import save_file
+
+    target = api.load_target(path)
+    found: Record = {}
+    for name in HEADS:
+        head = api.load_head(f"{heads}/{name}/head", target)
+        for engine in ENGINES:
+            try:
+                named = api.engine_tensors(head, engine)
+            except api.InputError as error:
+                found[f"{name}-{engine}"] = str(error)
+                continue
+            file = Path(out, "tensors")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file({each: tensor.clone() for each, tensor in named.items()}, file)
+            found[f"{name}-{engine}"] = dict(tensors(file))
+            file.unlink()
+    write_api(out, found)
+
+
+def helps(checkout: Checkout) -> None:
+    """The pages of `--help`, in words, and the settings of every command and recipe."""
+    recipes = ("eagle1", "eagle3", "eagle3_1", "hass")
+    checkout.run(
+        {f"help {name}": f"{name} --help" for name in COMMANDS + OTHER_COMMANDS}
+        | {f"settings {name}": f"{name} --cfg job" for name in COMMANDS}
+        | {f"recipe {name}": f"train/eagle.py head={name} --cfg job" for name in recipes}
+        | {
+            "help of a setting": "train/eagle.py --help train.compile",
+            "help of a section": "eval/speedup.py --help suffix",
+            "help of values": "train/eagle.py head=hass seed=3 --help head.top_k_weight seed",
+        }
+    )
+    for key, text in checkout.record.items():
+        if key.startswith("help "):  # where lines end depends on the lengths of names
+            checkout.record[key] = "\n".join(" ".join(str(text).split()).split(". "))
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+BAD_ROWS: dict[str, list[Any]] = {
+    "empty": [],
+    "role": [CHAT, {"messages": [{"role": "nobody", "content": "a"}]}],
+    "content": [CHAT, {"messages": [{"role": "user", "content": 3}]}],
+    "image": [{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}],
+    "unknown": [{"question_text": "a", "reply": "b"}],
+    "mixed": [CHAT, {"prompt": "a", "response": "b"}],
+    "mask": [{"input_ids": [1, 2, 3], "loss_mask": [1, 0]}],
+    "ids": [{"input_ids": [1, 5000], "loss_mask": [1, 1]}] * 2,
+    "rendered": [{"text": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"}],
+    "number": [3],
+    "turns": [{"turns": []}],
+}
+"""Data that are refused, by the name of the file."""
+REFUSED = """
+train/medusa.py head.num_head=3
+train/medusa.py head.num_heads=three
+train/medusa.py head.num_heads=0
+train/medusa.py train.max_steps=-1
+train/medusa.py train.optimizer=sgd
+train/medusa.py train.batch_size=2.5
+train/medusa.py train.learning_rate=fast
+train/medusa.py train.warmup_steps=9 train.max_steps=4
+train/medusa.py train.resume={in}/gone
+train/medusa.py data.path={in}/gone.jsonl
+train/medusa.py data.path={in}/curve.txt
+train/medusa.py data.max_length=0
+train/medusa.py data.columns={nobody:x}
+train/medusa.py data.eval_fraction=1.5
+train/medusa.py target.path={in}/gone
+train/medusa.py target.path=me/nowhere
+train/medusa.py target.engine=[http://localhost:1] data.features={in}
+train/medusa.py data.features={in} rollout.steps=3
+train/medusa.py head.path={files}/train/eagle1/head
+train/medusa.py train.batch_size=3 train.micro_batch_size=2
+train/medusa.py nonsense
+train/eagle.py head=eagle2
+train/eagle.py head.layers=[9] {on}
+train/eagle.py head.divergence_weight=0
+train/eagle.py head.divergence=mse
+train/eagle.py head.path={files}/broken/no-config
+train/eagle.py head.path={files}/broken/no-tensor {on}
+train/eagle.py head.path={files}/broken/shape {on}
+train/eagle.py head.path={files}/broken/pickled {on}
+train/eagle.py {on} out_dir={files}/train/eagle3
+train/eagle.py {on} out_dir={files}/train/eagle3 train.resume=auto seed=1
+train/peagle.py head.num_layers=0
+train/dflash.py head.block_size=1
+train/dflash.py head.mask_token_id=99999 {on}
+train/dflash2.py head.selector_top_k=0
+train/dspark.py head.markov_head_type=none
+train/mtp.py head.num_steps=0
+train/medusa2.py target.engine=[http://localhost:1]
+train/medusa2.py head.path={files}/train/eagle1/head {on}
+eval/acceptance.py target.path={in}/target
+eval/acceptance.py head.path={files}/train/eagle1/head temperature=1
+eval/acceptance.py head.path={files}/train/eagle1/head top_p=0
+eval/acceptance.py head.path={files}/train/eagle1/head 'stop=[""]'
+eval/acceptance.py head.path={files}/train/eagle1/head mode=guess
+eval/acceptance.py head.path={files}/train/eagle1/head conditions=["seed"]
+eval/acceptance.py head.path={files}/broken/other-target target.path={in}/target
+eval/acceptance.py head.path={files}/broken/no-config target.path={in}/target
+eval/acceptance.py head.path={in}/target target.path={in}/target
+eval/speedup.py methods=[medussa]
+eval/speedup.py methods=[medusa_tree] target.path={in}/target data.path={in}/prompts.jsonl
+eval/speedup.py batch_size=0
+eval/speedup.py concurrency=[0]
+eval/speedup.py lookup.min_ngram=4
+eval/speedup.py lookahead.level=1
+eval/speedup.py methods=[draft_chain] target.path={in}/target data.path={in}/prompts.jsonl
+eval/speedup.py methods=[generate_lookup] batch_size=2 target.path={in}/target
+eval/speedup.py head.path={files}/train/medusa/head methods=[medusa_typical] target.path={in}/target
+eval/speedup.py head.path={files}/train/eagle1/head methods=[eagle_cut] target.path={in}/target
+eval/speedup.py self_draft.skip=[9] methods=[skip_layers] target.path={in}/target
+eval/tree_search.py head.path={files}/train/medusa/head top_ks=[2,1]
+eval/tree_search.py head.path={files}/train/medusa/head curve={in}/gone.json
+eval/calibrate.py head.path={files}/train/medusa/head num_repeats=0
+eval/serve.py endpoint=http://localhost:1 tolerance=1
+eval/serve.py target.path={in}/target
+scripts/capture.py layers=[] teacher=top_k
+scripts/capture.py layers=[9] {on}
+scripts/capture.py format=int4
+scripts/regenerate.py model=x
+scripts/regenerate.py endpoint=http://localhost:1 plain=true
+scripts/relay.py port=70000 folder={in}
+scripts/relay.py host=0.0.0.0 folder={in}
+scripts/export.py head.path={files}/train/medusa/head
+scripts/export.py head.path={files}/train/medusa/head format=sglang target.path={in}/target
+scripts/export.py head.path={files}/train/eagle3/head format=tgi target.path={in}/target
+scripts/export.py head.path={files}/train/medusa/head format=vllm out_dir={in}/target
+scripts/export.py head.path={files}/train/medusa/head format=vllm tokenizer_gguf=x.gguf
+scripts/export.py head.path={files}/train/medusa/head format=onnx
+scripts/export.py head.path={files}/broken/other-target format=vllm target.path={in}/target
+scripts/export.py format=vllm
+scripts/verify_export.py {in}/target
+scripts/verify_export.py {in}/gone
+scripts/verify_export.py {files}/train/medusa/head
+scripts/prune.py head.path={files}/train/eagle3/head
+scripts/prune.py head.path={files}/train/eagle3/head sizes=[8,4]
+scripts/prune.py head.path={files}/train/eagle3/head sizes=[9999] {on}
+scripts/push.py head.path={files}/train/eagle3/head
+scripts/push.py head.path={files}/train/eagle3/head repo_id=toy
+scripts/push.py head.path={files}/train/eagle3/head repo_id=me/toy exports=[{in}/target]
+scripts/mtp.py action=check
+scripts/mtp.py action=check target.path={in}/target
+scripts/mtp.py action=stitch target.path={in}/target
+scripts/mtp.py action=extract target.path={in}/target out_dir={files}/train
+scripts/merge_adapter.py target.path={in}/target
+scripts/merge_adapter.py target.path={in}/target target.adapter={in}/target
+scripts/compare.py results=[{in}]
+scripts/compare.py
+scripts/contest/run.py tokens=1000 minutes=2
+scripts/contest/run.py recipes=[] tokens=1000
+scripts/contest/run.py recipes=[medussa] tokens=1000
+scripts/repair.py target.path={in}/target
+scripts/repair.py head.path={in}/gone target.path={in}/target
+scripts/zoo/check.py model_types=[nobody]
+scripts/show_mask.py num_samples=x
+scripts/show_mask.py data.form=chat
+"""
+"""Command lines. `{on}` names target and data; an `out_dir` is added where none is named."""
+
+
+def refusals(checkout: Checkout) -> None:
+    """Messages and exit status of wrong command lines, broken heads and malformed rows."""
+    break_heads(checkout.folder / "files/train", checkout.folder / "files/broken")
+    lines = {line: line.replace("{on}", ON) for line in REFUSED.strip().splitlines()}
+    for name in BAD_ROWS:
+        on = f"target.path={{in}}/target data.path={{in}}/bad/{name}.jsonl data.num_proc=1"
+        lines |= {f"show {name}": f"scripts/show_mask.py {on}"}
+        lines |= {f"train {name}": f"train/medusa.py {on}"}
+        on = on.removesuffix(" data.num_proc=1")
+        lines |= {f"measure {name}": f"eval/speedup.py {on} methods=[ngram] max_new_tokens=2"}
+    bare = ("out_dir=", "verify_export", "relay", "show_mask")
+    checkout.run(
+        {
+            name: line if any(word in line for word in bare) else f"{line} out_dir={{out}}"
+            for name, line in lines.items()
+        }
+    )
+
+
+def break_heads(trained: Path, broken: Path) -> None:
+    """Folders of an EAGLE-3 head, each with something wrong."""
+    shutil.rmtree(broken, ignore_errors=True)
+    for name in ("no-config", "no-tensor", "shape", "pickled", "other-target"):
+        shutil.copytree(trained / "eagle3/head", broken / name)
+    (broken / "no-config/config.json").unlink()
+    file = broken / "no-tensor/model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"fc.weight"', b'"fc.weighs"'))
+    file = broken / "shape/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    (broken / "pickled/model.safetensors").rename(broken / "pickled/pytorch_model.bin")
+    config = broken / "other-target/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 77}))
+
+
+TASKS: dict[str, Callable[..., None]] = {
+    "api_targets": api_targets, "api_steps": api_steps, "api_tensors": api_tensors,
+}  # fmt: skip
+ROOMS: dict[str, Callable[[Checkout], None]] = {
+    "train": train,
+    "export": export,
+    "help": helps,
+    "refusals": refusals,
+}
+
+
+# Records, and their differences.
+
+
+def identity() -> str:
+    """Of this tool and of the machine's processor."""
+    cpu = Path("/proc/cpuinfo")
+    found = re.search(r"^model name.*$", cpu.read_text(), re.M) if cpu.exists() else None
+    told = [found[0] if found else platform.processor(), sys.version, Path(__file__).read_text()]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
+
+
+def opened(path: Path, out: Path, jobs: int, again: bool) -> Checkout:
+    """A checkout; what is not a clean commit, or is to run again, has no records yet."""
+    path = path.resolve()
+    commit, status = (
+        subprocess.run(["git", *words], cwd=path, check=True, capture_output=True, text=True).stdout
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+    )
+    suffix = "dirty" if status else "again" if again else "clean"
+    folder = out / f"{commit[:12]}-{suffix}-{identity()}"
+    if suffix != "clean":
+        shutil.rmtree(folder, ignore_errors=True)
+    (folder / "home").mkdir(parents=True, exist_ok=True)
+    checkout = Checkout(path, folder, out / f"inputs-{identity()}", jobs)
+    words = [sys.executable, "-c", "import importlib.util as u, sys; "
+             "print(u.find_spec(sys.argv[1]).origin)", module_of(str(path))]  # fmt: skip
+    found = subprocess.run(
+        words, cwd=out, env=checkout.env, check=True, capture_output=True, text=True
+    )
+    assert Path(found.stdout.strip()).is_relative_to(path), f"{path} is shadowed: {found.stdout}"
+    return checkout
+
+
+def recorded(checkout: Checkout, room: str) -> Record:
+    """A room's values by key, of an earlier start or of now."""
+    file = checkout.folder / f"{room}.json"
+    if not file.exists():
+        say(f"{room} of {checkout.path}")
+        started = monotonic()
+        checkout.room, checkout.record = room, {}
+        ROOMS[room](checkout)
+        text = json.dumps(checkout.record, indent=1, sort_keys=True)
+        file.with_suffix(".tmp").write_text(text)
+        file.with_suffix(".tmp").replace(file)
+        say(f"{room} of {checkout.path}: {monotonic() - started:.0f} s")
+    return json.loads(file.read_text())
+
+
+LACKING = "(lacking)"
+
+
+def shown(base: Any, head: Any) -> str:
+    """Two values that differ; of texts the lines that do."""
+    if isinstance(base, str) and isinstance(head, str) and "\n" in base + head:
+        lines = list(difflib.unified_diff(base.splitlines(), head.splitlines(), lineterm="", n=0))
+        return "\n".join(f"    {line[:200]}" for line in lines[2:10] if line[:2] != "@@")
+    return f"    - {str(base)[:200]}\n    + {str(head)[:200]}"
+
+
+def compared(room: str, base: Record, head: Record) -> int:
+    """Prints how two records differ; the number of differences."""
+    keys = [*base, *(key for key in head if key not in base)]
+    pairs = {key: (base.get(key, LACKING), head.get(key, LACKING)) for key in keys}
+    differing = [key for key, (ours, theirs) in pairs.items() if ours != theirs]
+    print(f"{room}: {len(keys)} values, {len(differing)} differ")
+    for key in differing[:NUM_SHOWN]:
+        print(f"  {key}\n{shown(*pairs[key])}")
+    if len(differing) > NUM_SHOWN:
+        print(f"  and {len(differing) - NUM_SHOWN} more")
+    return len(differing)
+
+
+def main() -> int:
+    """1 if any value differs."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("base", type=Path, help="a checkout")
+    parser.add_argument("head", type=Path, help="another, or the same")
+    parser.add_argument("--only", nargs="+", choices=ROOMS, default=list(ROOMS), metavar="ROOM",
+                        help=f"of {', '.join(ROOMS)}")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("outputs/compared"), help="for all files")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1),
+                        help="commands at a time")  # fmt: skip
+    given = parser.parse_args()
+    os.environ.update(SHARED_ENV)  # the server of forks reads it when it loads its libraries
+    out = given.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    base = opened(given.base, out, given.jobs, again=False)
+    head = opened(given.head, out, given.jobs, again=False)
+    if base.folder == head.folder:
+        head = opened(given.head, out, given.jobs, again=True)
+    make_inputs(base)
+    needed = [room for room in ROOMS if room in given.only or room == "train"]
+    found = {room: [recorded(each, room) for each in (base, head)] for room in needed}
+    return int(sum([compared(room, *found[room]) for room in given.only]) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
