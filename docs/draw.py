@@ -44,7 +44,7 @@ NAMES = {
 """Rows of the chart, by method."""
 
 
-def svg(width: int, height: int, title: str, parts: list[str]) -> str:
+def build_svg(width: int, height: int, title: str, parts: list[str]) -> str:
     """A picture of elements."""
     return "\n".join(
         [
@@ -57,19 +57,19 @@ def svg(width: int, height: int, title: str, parts: list[str]) -> str:
     )
 
 
-def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+def build_text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     """Words at a place."""
     of_kind = f' class="{kind}"' if kind else ""
     return f'<text x="{x:g}" y="{y:g}"{of_kind} text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def box(x: float, y: float, words: str, kind: str) -> str:
+def build_token_box(x: float, y: float, words: str, kind: str) -> str:
     """A token."""
     shape = f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="76" height="34" rx="6"/>'
-    return f"{shape}\n{text(x + 38, y + 22, words, anchor='middle')}"
+    return f"{shape}\n{build_text(x + 38, y + 22, words, anchor='middle')}"
 
 
-def decoding() -> str:
+def draw_decoding() -> str:
     """Draft, verify, accept."""
     known, draft = ["The", "cat"], ["sat", "on", "a", "chair"]
     after, rows = "the", [40, 122, 204]
@@ -80,17 +80,20 @@ def decoding() -> str:
     ]
     parts: list[str] = []
     for y, (name, told) in zip(rows, words, strict=True):
-        parts += [text(10, y + 14, name), text(10, y + 34, told, "small")]
-        parts += [box(370 + 84 * n, y, word, "box") for n, word in enumerate(known)]
+        parts += [build_text(10, y + 14, name), build_text(10, y + 34, told, "small")]
+        parts += [build_token_box(370 + 84 * n, y, word, "box") for n, word in enumerate(known)]
     kinds = ["kept", "kept", "lost", "lost"]
     for n, (word, kind) in enumerate(zip(draft, kinds, strict=True), start=2):
         x = 370 + 84 * n
-        parts += [box(x, rows[0], word, "draft"), box(x, rows[1], word, kind)]
+        parts += [
+            build_token_box(x, rows[0], word, "draft"),
+            build_token_box(x, rows[1], word, kind),
+        ]
         if kind == "kept":
-            parts.append(box(x, rows[2], word, kind))
-    parts.append(box(370 + 84 * 4, rows[2], after, "kept"))
+            parts.append(build_token_box(x, rows[2], word, kind))
+    parts.append(build_token_box(370 + 84 * 4, rows[2], after, "kept"))
     title = "Speculative decoding: a head drafts, the target verifies all drafts in one pass"
-    return svg(890, 260, title, parts)
+    return build_svg(890, 260, title, parts)
 
 
 def parse_speedups(results: str) -> dict[str, tuple[float, str]]:
@@ -110,26 +113,26 @@ def draw_speedups(results: str) -> str:
     left, width, found = 250, 420, parse_speedups(results)
     order = sorted(found, key=lambda method: found[method][0])
     scale = width / max(value for value, _ in found.values())
-    parts = [text(10, 24, "Tokens per second over the same engine without drafts")]
+    parts = [build_text(10, 24, "Tokens per second over the same engine without drafts")]
     for n, method in enumerate(order):
         (value, interval), y = found[method], 44 + 34 * n
         kind = "best" if method == order[-1] else "bar"
         parts += [
-            text(left - 12, y + 17, NAMES[method], anchor="end"),
+            build_text(left - 12, y + 17, NAMES[method], anchor="end"),
             f'<rect class="{kind}" x="{left}" y="{y}" width="{value * scale:.0f}" height="24"/>',
-            text(left + value * scale + 10, y + 17, f"{value:.2f}"),
-            text(left + value * scale + 54, y + 17, interval, "small"),
+            build_text(left + value * scale + 10, y + 17, f"{value:.2f}"),
+            build_text(left + value * scale + 54, y + 17, interval, "small"),
         ]
     end = 44 + 34 * len(order)
     parts.append(f'<line class="line" x1="{left}" y1="38" x2="{left}" y2="{end}"/>')
     under = "SmolLM2-135M-Instruct, 16 first turns of MT-bench, greedy, one core with AVX-512"
-    parts.append(text(10, end + 22, f"{under}; 95% intervals", "small"))
-    return svg(890, end + 36, "Speed-up of each way to draft", parts)
+    parts.append(build_text(10, end + 22, f"{under}; 95% intervals", "small"))
+    return build_svg(890, end + 36, "Speed-up of each way to draft", parts)
 
 
 def main() -> None:
     """Writes both."""
-    (FOLDER / "decoding.svg").write_text(decoding())
+    (FOLDER / "decoding.svg").write_text(draw_decoding())
     (FOLDER / "speedup.svg").write_text(draw_speedups(RESULTS.read_text()))
 
 

@@ -57,14 +57,14 @@ from eval.measure.conditions import format_conditions
 from eval.measure.handed_on import export_results
 from eval.measure.lengths import print_acceptance_lengths
 from eval.measure.prompts import Prompt, count_thinking_tokens
-from eval.measure.replay import agreements, rank_candidates, replay_drafter, replay_tree
+from eval.measure.replay import compare_first_choices, rank_candidates, replay_drafter, replay_tree
 from eval.measure.stats import (
     PromptSteps,
     format_interval,
     select_tree_figures,
     summarise_acceptance,
 )
-from eval.report.by_condition import conditions_table, load_finished_result, write_conditions
+from eval.report.by_condition import build_conditions_table, load_finished_result, write_conditions
 from eval.report.figures import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
 
@@ -87,7 +87,9 @@ def measure_acceptance(
                 taps, length = bench.head.draft_head.taps, config.max_new_tokens
                 answers = [*bench.answer_source.answer_with_states(asked, length, taps)]
             for number in todo:
-                row = _measured(bench, config, bench.prompts[number], answers[number - first])
+                row = _build_prompt_row(
+                    bench, config, bench.prompts[number], answers[number - first]
+                )
                 journal.append([{"id": number, **row}])
                 bar.update()
     rows = processes.gather_items(journal.load_rows())
@@ -109,7 +111,7 @@ def measure_acceptance(
     return result
 
 
-def _measured(
+def _build_prompt_row(
     bench: Measurement, config: AcceptanceRun, prompt: Prompt, answered: AnswerWithStates | None
 ) -> dict[str, Any]:
     """Steps of chain and tree, and for a replay also the chain's agreement per depth.
@@ -149,7 +151,7 @@ def _measured(
         steps = replay_tree(shape, ranked, answer)
         measured[name] = row(answer, steps, [shape.num_nodes - 1] * len(steps))
         if name == "chain":
-            measured["agreement"] = agreements(ranked, answer)
+            measured["agreement"] = compare_first_choices(ranked, answer)
     return measured
 
 
@@ -200,7 +202,7 @@ def measure_and_report(bench: Measurement, config: AcceptanceRun) -> dict[str, A
 def main(config: AcceptanceRun) -> None:
     """Measure a head, under each condition if there are several."""
     if not config.conditions:
-        with open_measurement(config, RESULT, served=True) as bench:
+        with open_measurement(config, RESULT, may_use_engines=True) as bench:
             if measure_and_report(bench, config):
                 print_speedup_command(config)
         return
@@ -212,14 +214,16 @@ def main(config: AcceptanceRun) -> None:
             if (found := load_finished_result(run)) is not None:
                 results[name] = found
                 continue
-            bench = stack.enter_context(open_measurement(run, RESULT, served=True, like=first))
+            bench = stack.enter_context(
+                open_measurement(run, RESULT, may_use_engines=True, like=first)
+            )
             first = first or bench
             if bench.is_main_process:
                 Console().rule(name or "as given")
             results[name] = measure_and_report(bench, run)
     if first is None or first.is_main_process:
         console = Console()
-        console.print(conditions_table(results))
+        console.print(build_conditions_table(results))
         files = write_conditions(config, results)
         plot_comparison(results, files[-1], "")
         console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)

@@ -33,10 +33,10 @@ from tqdm import tqdm
 
 from conf.command.journal import JsonlStore
 from conf.errors import InputError
-from eval.compare.halves import decode_with, open_split_measurement
+from eval.compare.halves import decode_with_drafters, open_split_measurement
 from eval.decode.engine import Step, decode
 from eval.measure.bench import Measurement, compute_prompt_seed, open_jsonl_store, write_result
-from eval.measure.heads import CONFIDENCE_FILE, device_name, write_beside
+from eval.measure.heads import CONFIDENCE_FILE, get_device_name, write_beside_head
 from eval.report.figures import plot_calibration
 from eval.tune.confidence import (
     THRESHOLDS,
@@ -44,12 +44,12 @@ from eval.tune.confidence import (
     ChainForecast,
     ChainSteps,
     FixedLength,
-    bins,
+    build_reliability_bins,
     by_depth,
-    ece,
-    fit,
+    compute_ece,
+    fit_calibration,
 )
-from eval.tune.cost import CostCurve, measure_step_costs, typical_context
+from eval.tune.cost import CostCurve, build_typical_context, measure_step_costs
 from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
@@ -85,9 +85,11 @@ class ConfidenceRecorder:
         self.drafter.insert_row(row, other.drafter)
 
 
-def record(bench: Measurement, config: CalibrateRun, journal: JsonlStore) -> list[dict[str, Any]]:
+def record_confidences(
+    bench: Measurement, config: CalibrateRun, journal: JsonlStore
+) -> list[dict[str, Any]]:
     """Decode with whole chains; return one row per prompt, with the confidence of every step."""
-    whole = replace(bench.head, calibration=Calibration.none(bench.head.chain.depth))
+    whole = replace(bench.head, calibration=Calibration.make_neutral(bench.head.chain.depth))
     for number, prompt in enumerate(tqdm(bench.prompts, desc="whole chains", unit="prompt")):
         if number in journal.done_ids:
             continue
@@ -114,7 +116,7 @@ def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
             "prompts"
         )
     logits, drafted = ([x for row in rows for x in row[name]] for name in ("logits", "drafted"))
-    return ChainSteps.of(logits, steps, drafted, depth)
+    return ChainSteps.from_logits(logits, steps, drafted, depth)
 
 
 def measure_costs(bench: Measurement, context: list[int], journal: JsonlStore) -> ChainCosts:
@@ -124,10 +126,10 @@ def measure_costs(bench: Measurement, context: list[int], journal: JsonlStore) -
         whole, cut = range(1, depth + 1), range(depth + 1)
         sampling = bench.sampling
         drafters = {
-            (WHOLE, n): replace(head, chain=Tree.chain(n)).make_drafter("chain", sampling, [0])
+            (WHOLE, n): replace(head, chain=Tree.make_chain(n)).make_drafter("chain", sampling, [0])
             for n in whole
         } | {
-            (CUT, n): replace(head, calibration=FixedLength.after(n)).make_drafter(
+            (CUT, n): replace(head, calibration=FixedLength.from_num_tokens(n)).make_drafter(
                 CUT, sampling, [0]
             )
             for n in cut
@@ -141,34 +143,36 @@ def measure_costs(bench: Measurement, context: list[int], journal: JsonlStore) -
     return ChainCosts(CostCurve(**row["curve"]), row["whole"], row["cut"])
 
 
-def report(fitted: ChainSteps, checked: ChainSteps, costs: ChainCosts) -> dict[str, Any]:
+def build_report(fitted: ChainSteps, checked: ChainSteps, costs: ChainCosts) -> dict[str, Any]:
     """Temperatures and threshold from one half of the prompts, and their effect on the other."""
     depth = fitted.logits.shape[1]
-    calibration, without_offsets = fit(fitted), fit(fitted, [0.0])
+    calibration, without_offsets = fit_calibration(fitted), fit_calibration(fitted, [0.0])
     before, alone, after = (
         by_depth(checked, tried)
-        for tried in (Calibration.none(depth), without_offsets, calibration)
+        for tried in (Calibration.make_neutral(depth), without_offsets, calibration)
     )
-    whole = [ChainForecast.whole(fitted, n, costs) for n in range(1, depth + 1)]
-    cut = [ChainForecast.cut(fitted, calibration, chance, costs) for chance in THRESHOLDS]
+    whole = [ChainForecast.from_whole_chains(fitted, n, costs) for n in range(1, depth + 1)]
+    cut = [
+        ChainForecast.from_cut_chains(fitted, calibration, chance, costs) for chance in THRESHOLDS
+    ]
     shorter, best = (max(tried, key=lambda f: f.tokens_per_s) for tried in (whole, cut))
     pays = best.tokens_per_s > whole[-1].tokens_per_s
     calibration = replace(calibration, threshold=(best.threshold or 0.0) if pays else 0.0)
     forecasts = {
-        WHOLE: ChainForecast.whole(checked, depth, costs),
-        SHORTER: ChainForecast.whole(checked, shorter.most_tokens, costs),
-        CUT: ChainForecast.cut(checked, calibration, calibration.threshold, costs),
+        WHOLE: ChainForecast.from_whole_chains(checked, depth, costs),
+        SHORTER: ChainForecast.from_whole_chains(checked, shorter.most_tokens, costs),
+        CUT: ChainForecast.from_cut_chains(checked, calibration, calibration.threshold, costs),
     }
     return {
         **asdict(calibration),
         "ece": {
-            "before": [ece(*row) for row in before],
-            "temperatures_alone": [ece(*row) for row in alone],
-            "after": [ece(*row) for row in after],
+            "before": [compute_ece(*row) for row in before],
+            "temperatures_alone": [compute_ece(*row) for row in alone],
+            "after": [compute_ece(*row) for row in after],
         },
         "reliability": {
-            "before": [bins(*row) for row in before],
-            "after": [bins(*row) for row in after],
+            "before": [build_reliability_bins(*row) for row in before],
+            "after": [build_reliability_bins(*row) for row in after],
         },
         "num_steps": {"fitted": len(fitted.logits), "checked": len(checked.logits)},
         "lengths": [asdict(forecast) for forecast in whole],
@@ -178,7 +182,7 @@ def report(fitted: ChainSteps, checked: ChainSteps, costs: ChainCosts) -> dict[s
     }
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def print_calibration(result: dict[str, Any], console: Console) -> None:
     """Print calibration errors by depth, and thresholds with the chosen one."""
     table = Table(title="Expected calibration error on the checking half")
     errors = (name.replace("_", " ") for name in result["ece"])
@@ -189,21 +193,21 @@ def show(result: dict[str, Any], console: Console) -> None:
         shares = (f"{error:.3f}" for error in row)
         table.add_row(str(depth), f"{temperature:.2f}", f"{offset:.1f}", *shares)
     console.print(table)
-    table = Table(title=f"Whole chains, and cut ones by their threshold, {device_name()}")
+    table = Table(title=f"Whole chains, and cut ones by their threshold, {get_device_name()}")
     for column in ("chains", "draft tokens", "accepted", "tau", "predicted", "measured"):
         table.add_column(column, justify="right")
     for part in ("lengths", "thresholds"):
         for row in result[part]:
-            table.add_row(*_cells(row, result["lengths"][-1]), "")
+            table.add_row(*_format_cells(row, result["lengths"][-1]), "")
         table.add_section()
     speeds = {n: row["decode_tokens_per_s"] for n, row in result["measured"]["methods"].items()}
     for name, row in result["checked"].items():
-        _, *cells = _cells(row, result["checked"][WHOLE])
+        _, *cells = _format_cells(row, result["checked"][WHOLE])
         table.add_row(f"checked: {name}", *cells, f"{speeds[name] / speeds[WHOLE]:.3f}")
     console.print(table)
 
 
-def _cells(row: dict[str, Any], whole: dict[str, Any]) -> list[str]:
+def _format_cells(row: dict[str, Any], whole: dict[str, Any]) -> list[str]:
     threshold = row["threshold"]
     return [
         f"whole, {row['most_tokens']}" if threshold is None else f"below {threshold:.2f}",
@@ -218,14 +222,14 @@ def main(config: CalibrateRun) -> None:
     """Calibrate, check, and write the calibration, `calibrate.json` and a picture."""
     bench, *halves = open_split_measurement(config, "calibrate.json", "calibrating")
     with open_jsonl_store(config, "calibrate.json", bench) as journal:
-        rows = record(bench, config, journal)
+        rows = record_confidences(bench, config, journal)
         depth = bench.head.chain.depth
         fitted, checked = (chain_steps([rows[n] for n in half], depth) for half in halves)
         prompts, texts = [p.token_ids for p in bench.prompts], [row["token_ids"] for row in rows]
-        costs = measure_costs(bench, typical_context(prompts, texts), journal)
-        result = report(fitted, checked, costs)
-        calibration, head = Calibration.of(result), bench.head
-        shorter = Tree.chain(result["checked"][SHORTER]["most_tokens"])
+        costs = measure_costs(bench, build_typical_context(prompts, texts), journal)
+        result = build_report(fitted, checked, costs)
+        calibration, head = Calibration.from_json(result), bench.head
+        shorter = Tree.make_chain(result["checked"][SHORTER]["most_tokens"])
         drafters = {
             WHOLE: (partial(head.make_drafter, "chain", bench.sampling), head.chain),
             SHORTER: (
@@ -238,17 +242,17 @@ def main(config: CalibrateRun) -> None:
             ),
         }
         others = replace(bench, prompts=[bench.prompts[number] for number in halves[1]])
-        result["measured"] = decode_with(others, config, drafters, journal)
+        result["measured"] = decode_with_drafters(others, config, drafters, journal)
     console = Console()
-    show(result, console)
+    print_calibration(result, console)
     path = write_result(config, "calibrate.json", result, bench)
     plot_calibration(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     content = {
-        **asdict(calibration), "device": device_name(), "data": bench.data["sha256"],
+        **asdict(calibration), "device": get_device_name(), "data": bench.data["sha256"],
         "temperature": config.temperature,
     }  # fmt: skip
-    where = write_beside(bench.head, CONFIDENCE_FILE, content, Path(config.out_dir))
+    where = write_beside_head(bench.head, CONFIDENCE_FILE, content, Path(config.out_dir))
     console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
     same = following.collect_changed_settings(config, "head", "target")

@@ -41,7 +41,7 @@ from conf.errors import InputError
 from data.servers.counts import DraftCounts
 from data.servers.endpoint import Endpoint
 from data.servers.serving import ServingEngine
-from eval.compare.sizes import sizes_table
+from eval.compare.sizes import build_concurrency_table
 from eval.measure.bench import Measurement, open_jsonl_store, open_measurement, write_result
 from eval.measure.conditions import format_conditions
 from eval.measure.lengths import print_acceptance_lengths
@@ -69,15 +69,19 @@ def main(config: ServeRun) -> None:
     """Ask the servers, replay the head, print, and write `serve.json` and its picture."""
     CHECK(config)
     with ExitStack() as stack:
-        servers = {load.WITH: stack.enter_context(connected(config, config.endpoint, "endpoint"))}
+        servers = {
+            load.WITH: stack.enter_context(make_serving_engine(config, config.endpoint, "endpoint"))
+        }
         server = servers[load.WITH]
         adopt_server_depth(config, server)
         if config.baseline is not None:
             servers[load.WITHOUT] = stack.enter_context(
-                connected(config, config.baseline, "baseline", drafts=False)
+                make_serving_engine(config, config.baseline, "baseline", drafts=False)
             )
         writer = ServerAnswerWriter(server)
-        bench = stack.enter_context(open_measurement(config, RESULT, served=True, writer=writer))
+        bench = stack.enter_context(
+            open_measurement(config, RESULT, may_use_engines=True, writer=writer)
+        )
         check_context_window(config, bench, server)
         told = {name: [each.name, each.version, each.model] for name, each in servers.items()}
         journal = stack.enter_context(open_jsonl_store(config, RESULT, bench, servers=told))
@@ -92,7 +96,7 @@ def main(config: ServeRun) -> None:
             "num_repeats": config.num_repeats,
             "concurrency": {
                 str(size): load.summarise_load(
-                    load.run_passes(servers, bench.prompts, config, size, journal),
+                    load.measure_passes(servers, bench.prompts, config, size, journal),
                     bench.prompts,
                     config.seed,
                 )
@@ -113,7 +117,9 @@ def main(config: ServeRun) -> None:
         sys.exit(1)
 
 
-def connected(config: ServeRun, url: str, setting: str, drafts: bool = True) -> ServingEngine:
+def make_serving_engine(
+    config: ServeRun, url: str, setting: str, drafts: bool = True
+) -> ServingEngine:
     """Return a connection to a server, not yet opened."""
     key = os.environ.get(config.api_key_env)
     endpoint = Endpoint(url, config.model, api_key=key, timeout_s=3600.0, setting=setting)
@@ -246,7 +252,7 @@ def print_serve_result(result: dict[str, Any], console: Console) -> None:
             f"{texts['num_other_tokens']} otherwise, {texts['num_near_ties']} more are near-ties"
         )
     if result["concurrency"]:
-        console.print(sizes_table(result["concurrency"]))
+        console.print(build_concurrency_table(result["concurrency"]))
 
 
 if __name__ == "__main__":

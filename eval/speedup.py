@@ -39,12 +39,17 @@ from eval.compare.sizes import print_concurrency, summarise_batch_size
 from eval.compare.timing import measure_methods
 from eval.decode.captured import compute_num_slots
 from eval.measure import processes
-from eval.measure.bench import checksums, open_jsonl_store, open_measurement, write_result
+from eval.measure.bench import (
+    compute_weight_checksums,
+    open_jsonl_store,
+    open_measurement,
+    write_result,
+)
 from eval.measure.conditions import format_conditions
 from eval.measure.handed_on import export_results
 from eval.measure.stats import format_interval
 from eval.report.figures import plot_concurrency, plot_speedup
-from eval.report.page import write_report
+from eval.report.page import write_html_page
 from heads.head import DraftHead
 from heads.mtp.checkpoint import has_mtp_layer
 
@@ -91,7 +96,7 @@ def main(config: SpeedupRun) -> None:
     heads = [*config.heads, *own_layer(config)]
     bench = open_measurement(config, "speedup.json", heads)
     chosen = choose_methods(bench, config)
-    draft = checksums(config.draft.path) if config.draft.path else None
+    draft = compute_weight_checksums(config.draft.path) if config.draft.path else None
     with open_jsonl_store(config, "speedup.json", bench, draft_weights=draft) as journal:
         methods = build_methods(bench, config, chosen, journal)
         if config.compile:
@@ -117,7 +122,7 @@ def main(config: SpeedupRun) -> None:
     plot_speedup(written, path.with_suffix(".png"))
     if config.concurrency:
         plot_concurrency(written, path.with_name("concurrency.png"))
-    write_report(written, path.with_suffix(".html"))
+    write_html_page(written, path.with_suffix(".html"))
     console.print(format_conditions(written), highlight=False, markup=False)
     files = [path, path.with_suffix(".png"), path.with_suffix(".html")]
     files += export_results(written, path.parent)

@@ -29,14 +29,20 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.errors import InputError
-from eval.compare.halves import decode_with, open_split_measurement
+from eval.compare.halves import decode_with_drafters, open_split_measurement
 from eval.measure.bench import Measurement, write_result
-from eval.measure.heads import SHAPE_FILE, write_beside
+from eval.measure.heads import SHAPE_FILE, write_beside_head
 from eval.measure.stats import PromptSteps, tau
 from eval.report.figures import plot_tree_search
-from eval.tune.advice import Advice, estimate_advice, measured_advice
-from eval.tune.cost import CostCurve, load_curve, measure_step_costs, typical_context
-from eval.tune.trees import DynamicTreeReplay, StaticTreeReplay, best_trees, node_values, widest
+from eval.tune.advice import Advice, estimate_advice, measure_advice
+from eval.tune.cost import CostCurve, build_typical_context, load_cost_curve, measure_step_costs
+from eval.tune.trees import (
+    DynamicTreeReplay,
+    StaticTreeReplay,
+    build_best_trees,
+    build_widest_tree,
+    compute_node_values,
+)
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import (
     DraftShape,
@@ -58,7 +64,7 @@ def count_draft_tokens(shape: DraftShape) -> int:
     return shape.num_nodes - 1 if isinstance(shape, Tree) else shape.num_tokens
 
 
-def described(shape: DraftShape) -> dict[str, Any]:
+def describe_shape(shape: DraftShape) -> dict[str, Any]:
     """A shape in the form of SHAPE_FILE."""
     if isinstance(shape, DynamicShape):
         return {"dynamic_tree": asdict(shape)}
@@ -91,7 +97,7 @@ class ShapeCosts:
         if self.curve.draft_seconds is not None:
             return self.curve.draft_seconds * (1 if isinstance(shape, Tree) else shape.depth)
         if isinstance(shape, Tree):
-            return self.scale * self.drafts[widest(shape.depth)]
+            return self.scale * self.drafts[build_widest_tree(shape.depth)]
         longest = max(timed.depth for timed in self.drafts)
         first, last = (self.drafts[replace(shape, depth=d, num_tokens=1)] for d in (1, longest))
         share = (shape.depth - 1) / max(1, longest - 1)
@@ -129,7 +135,7 @@ class Candidate:
         speedup = expected / step_s * costs.curve.estimate_seconds(1)
         return cls(shape, expected, costs.draft_s(shape), step_s, speedup)
 
-    def figures(self) -> dict[str, float]:
+    def summarise_candidate(self) -> dict[str, float]:
         """Figures for a results file."""
         return {
             "num_tokens": count_draft_tokens(self.shape),
@@ -139,11 +145,11 @@ class Candidate:
         }
 
 
-def read_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay:
+def replay_target_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay:
     """Read texts of the target, with the head's drafts along them."""
     head, length = bench.head, config.max_new_tokens
     if isinstance(head.tree, Tree):
-        tree = widest(head.max_useful_depth)
+        tree = build_widest_tree(head.max_useful_depth)
         return StaticTreeReplay.from_prompts(
             bench.target, head.draft_head, bench.prompts, length, tree
         )
@@ -151,7 +157,7 @@ def read_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay:
     def make(shape: DynamicShape) -> Any:
         return replace(head, tree=shape).make_drafter("tree", GREEDY, [0])
 
-    top_ks = sorted({*config.top_ks, make_dynamic_shape(_gpu(config)).top_k})
+    top_ks = sorted({*config.top_ks, make_dynamic_shape(_is_gpu_curve(config)).top_k})
     longest = min(LONGEST, head.max_useful_depth)
     return DynamicTreeReplay.from_prompts(
         bench.target, make, bench.prompts, length, longest, top_ks
@@ -164,7 +170,7 @@ def measure_shape_costs(
     """Time passes and drafts here, and convert to a recorded curve if given."""
     head, target = bench.head, bench.target
     probes: list[DraftShape] = (
-        [widest(depth) for depth in range(1, head.max_useful_depth + 1)]
+        [build_widest_tree(depth) for depth in range(1, head.max_useful_depth + 1)]
         if isinstance(texts, StaticTreeReplay)
         else [DynamicShape(depth, k, 1) for k in texts.top_ks for depth in {1, texts.depth}]
     )
@@ -186,7 +192,7 @@ def build_candidate_shapes(
         InputError: no useful shape.
     """
     if isinstance(texts, DynamicTreeReplay):
-        usual = make_dynamic_shape(_gpu(config))
+        usual = make_dynamic_shape(_is_gpu_curve(config))
         return replace(usual, depth=min(usual.depth, texts.depth)), [
             DynamicShape(depth, top_k, size)
             for top_k in config.top_ks
@@ -194,7 +200,7 @@ def build_candidate_shapes(
             for size in NUM_TOKENS
             if depth <= size <= min(config.max_nodes, top_k + (depth - 1) * top_k**2)
         ]
-    values, longest = node_values(texts), len(texts.ranked[0][0])
+    values, longest = compute_node_values(texts), len(texts.ranked[0][0])
     if not values:
         raise InputError(
             "head.path: none of its draft tokens was right on half of these prompts; train the "
@@ -203,17 +209,17 @@ def build_candidate_shapes(
     trees = [
         tree
         for depth in range(1, longest + 1)
-        for tree in best_trees(values, depth, config.max_nodes)
+        for tree in build_best_trees(values, depth, config.max_nodes)
     ]
-    return make_default_tree(longest, _gpu(config)), list(dict.fromkeys(trees))
+    return make_default_tree(longest, _is_gpu_curve(config)), list(dict.fromkeys(trees))
 
 
-def _gpu(config: TreeSearchRun) -> bool | None:
+def _is_gpu_curve(config: TreeSearchRun) -> bool | None:
     """True for a recorded curve, which comes from a GPU; None for this machine."""
     return True if config.curve else None
 
 
-def search(
+def search_shapes(
     texts: TreeReplay, costs: ShapeCosts, config: TreeSearchRun
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
     """Default shape, best shape, and all compared shapes."""
@@ -240,8 +246,8 @@ def build_report(
     result: dict[str, Any] = {}
     for name, candidate in predicted.items():
         result[name] = {
-            **described(candidate.shape),
-            **candidate.figures(),
+            **describe_shape(candidate.shape),
+            **candidate.summarise_candidate(),
             "draft_s": candidate.draft_s,
             "step_s": candidate.step_s,
             "simulated_tau": simulated[name].tau,
@@ -269,30 +275,30 @@ def print_tree_search(result: dict[str, Any], console: Console) -> None:
         table.add_row(
             name, str(row["num_tokens"]), f"{row['tau']:.3f}", f"{row['speedup']:.3f}",
             f"{row['simulated_tau']:.3f}", f"{row['simulated_speedup']:.3f}",
-            _shown(row["measured_speedup"]),
+            _format_figure(row["measured_speedup"]),
         )  # fmt: skip
     predicted, simulated = (f"{result[f'{way}_gain']:.3f}" for way in ("predicted", "simulated"))
-    table.add_row("gain", "", "", predicted, "", simulated, _shown(result["measured_gain"]))
+    table.add_row("gain", "", "", predicted, "", simulated, _format_figure(result["measured_gain"]))
     console.print(table)
 
 
-def _shown(figure: float | None) -> str:
+def _format_figure(figure: float | None) -> str:
     return "-" if figure is None else f"{figure:.3f}"
 
 
 def main(config: TreeSearchRun) -> None:
     """Search, check, advise, and write the shape, `tree_search.json` and a picture."""
-    recorded = None if config.curve is None else load_curve(config.curve)
+    recorded = None if config.curve is None else load_cost_curve(config.curve)
     bench, first_half, second_half = open_split_measurement(config, "tree_search.json", "searching")
     searched, checked = (
         replace(bench, prompts=[bench.prompts[number] for number in half])
         for half in (first_half, second_half)
     )
-    texts = read_texts(searched, config)
-    context = typical_context([p.token_ids for p in searched.prompts], texts.responses)
+    texts = replay_target_texts(searched, config)
+    context = build_typical_context([p.token_ids for p in searched.prompts], texts.responses)
     costs = measure_shape_costs(bench, texts, context, recorded)
-    usual, best, candidates = search(texts, costs, config)
-    predicted, others = {"default": usual, "found": best}, read_texts(checked, config)
+    usual, best, candidates = search_shapes(texts, costs, config)
+    predicted, others = {"default": usual, "found": best}, replay_target_texts(checked, config)
     simulated = {
         name: Candidate.from_replay(c.shape, others, costs) for name, c in predicted.items()
     }
@@ -306,28 +312,28 @@ def main(config: TreeSearchRun) -> None:
             )
             for name, c in predicted.items()
         }
-        measured = decode_with(checked, config, drafters)
-        advice = measured_advice(estimate_advice(searched, config, context), checked, config)
+        measured = decode_with_drafters(checked, config, drafters)
+        advice = measure_advice(estimate_advice(searched, config, context), checked, config)
     result = {
         **build_report(predicted, simulated, measured),
         "curve": asdict(costs.curve),
-        "candidates": [candidate.figures() for candidate in candidates],
+        "candidates": [candidate.summarise_candidate() for candidate in candidates],
         "measured": measured,
-        "advice": advice and advice.described(),
+        "advice": advice and advice.describe_advice(),
     }
     console = Console()
     print_tree_search(result, console)
     if advice is not None:
-        advice.show(console)
+        advice.print_advice(console)
     path = write_result(config, "tree_search.json", result, bench)
     plot_tree_search(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     if config.write and recorded is None:
         content = {
-            **described(best.shape), "device": costs.curve.device, "data": bench.data["sha256"],
+            **describe_shape(best.shape), "device": costs.curve.device, "data": bench.data["sha256"],
             "tau": best.tau,
         }  # fmt: skip
-        where = write_beside(bench.head, SHAPE_FILE, content, Path(config.out_dir))
+        where = write_beside_head(bench.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
     same = following.collect_changed_settings(config, "head", "target")

@@ -31,7 +31,7 @@ def check_target_files(config: TargetConfig) -> None:
     ):
         if path is None:
             continue
-        content = _config(key, path, revision, name)
+        content = _load_local_config(key, path, revision, name)
         if split_gguf_path(path):
             continue
         folder = find_local_path(key, path)
@@ -62,11 +62,11 @@ def check_head_files(
     place = find_local_path(key, head.path)
     if place is not None and find_head_gguf(place) is not None:
         return
-    mine = _config(key, head.path, head.revision, "config.json")
+    mine = _load_local_config(key, head.path, head.revision, "config.json")
     folder = find_local_path(key, head.path)
     if mine is None or folder is None or target is None or target.path is None:
         return
-    theirs = _config("target.path", target.path, target.revision, "config.json")
+    theirs = _load_local_config("target.path", target.path, target.revision, "config.json")
     if (
         theirs is None or not (folder / PROVENANCE).is_file()
     ):  # other writers' configs have other keys
@@ -126,7 +126,9 @@ def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
     return folder
 
 
-def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, Any] | None:
+def _load_local_config(
+    key: str, path: str, revision: str | None, name: str
+) -> dict[str, Any] | None:
     """Config that can be read without asking the Hub; None if the Hub must be asked.
 
     The header of a GGUF file counts as its config.
@@ -153,7 +155,7 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
                     f"{lacking}HF_HUB_OFFLINE forbids asking the Hub; name a folder, or unset "
                     "HF_HUB_OFFLINE"
                 )
-            if (error := _unreachable(constants.ENDPOINT)) is not None:
+            if (error := _find_connection_error(constants.ENDPOINT)) is not None:
                 raise InputError(
                     f"{lacking}{constants.ENDPOINT} cannot be reached ({error}); name a folder, or "
                     "connect"
@@ -173,7 +175,7 @@ def _config(key: str, path: str, revision: str | None, name: str) -> dict[str, A
     return content
 
 
-def _unreachable(url: str) -> OSError | None:
+def _find_connection_error(url: str) -> OSError | None:
     """Error of an unreachable server, found at once; libraries take half a minute.
 
     Behind a proxy the server is not asked, as only the proxy can tell.

@@ -46,7 +46,7 @@ class GgufTarget:
         self.file = folder / name
         self.content = GgufFile(self.file, key)
         self.architecture = str(self.get_metadata("general.architecture"))
-        self._check(key)
+        self._check_is_target(key)
 
     def get_metadata(self, key: str) -> Any:
         """Metadata value; None if missing."""
@@ -57,7 +57,7 @@ class GgufTarget:
         """Metadata value of the architecture; None if missing."""
         return self.get_metadata(f"{self.architecture}.{key}")
 
-    def _check(self, key: str) -> None:
+    def _check_is_target(self, key: str) -> None:
         if self.architecture in DRAFT_HEADS:
             raise InputError(
                 f"{self.label}: a draft head ({self.architecture}), not a target; name it as "
@@ -164,26 +164,28 @@ def load_gguf_target(
     place, name = parts
     folder = find_local_path(key, place)
     if folder is None:
-        folder = _downloaded(key, path, place, name, revision)
+        folder = _download_snapshot(key, path, place, name, revision)
     file = folder / name
     if not file.is_file():
-        raise InputError(f"{key}={path}: no such file; {_listed(folder.glob('*.gguf'))}")
+        raise InputError(f"{key}={path}: no such file; {_format_gguf_files(folder.glob('*.gguf'))}")
     stat = file.stat()
-    return _opened(key, path, folder, name, (stat.st_mtime_ns, stat.st_size))
+    return _open_target(key, path, folder, name, (stat.st_mtime_ns, stat.st_size))
 
 
 @cache
-def _opened(key: str, path: str, folder: Path, name: str, _state: tuple[int, int]) -> GgufTarget:
+def _open_target(
+    key: str, path: str, folder: Path, name: str, _state: tuple[int, int]
+) -> GgufTarget:
     return GgufTarget(key, path, folder, name)
 
 
-def _listed(names: Any) -> str:
+def _format_gguf_files(names: Any) -> str:
     there = sorted(Path(name).name for name in names)
     return f"GGUF files there: {', '.join(there) or 'none'}"
 
 
 @cache
-def _downloaded(key: str, path: str, place: str, name: str, revision: str | None) -> Path:
+def _download_snapshot(key: str, path: str, place: str, name: str, revision: str | None) -> Path:
     """Snapshot of a Hub repository with the file and the files beside it."""
     from huggingface_hub import list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -195,7 +197,7 @@ def _downloaded(key: str, path: str, place: str, name: str, revision: str | None
         if not (folder / name).is_file():
             names = list_repo_files(place, revision=revision)
             there = [each for each in names if each.endswith(".gguf")]
-            raise InputError(f"{key}={path}: no such file; {_listed(there)}")
+            raise InputError(f"{key}={path}: no such file; {_format_gguf_files(there)}")
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise InputError(
             f"{key}={path}: not here, and the Hub answers: {error}; check the name"

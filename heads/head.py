@@ -74,7 +74,7 @@ class HeadFiles:
     layers: list[int] = field(default_factory=list)
 
 
-def _none() -> HeadFiles:
+def _raise_no_files() -> HeadFiles:
     raise AssertionError("an engine that cannot serve the head has no files")
 
 
@@ -91,7 +91,7 @@ class ExportPlan:
     """
 
     problem: str | None = None
-    files: Callable[[], HeadFiles] = _none
+    files: Callable[[], HeadFiles] = _raise_no_files
     command: str = ""
     hint: str = ""
 
@@ -366,15 +366,15 @@ class DraftHead(nn.Module, ABC):
     @final
     def find_output_heads(self) -> list[Tensor]:
         """The head's own matrices from states to logits, with one row per draft id."""
-        return self._named(self.output_head_patterns)
+        return self._select_parameters(self.output_head_patterns)
 
     @final
     def find_embeddings(self) -> list[Tensor]:
         """The head's own trained matrices with one row per id, except output heads."""
-        return self._named((*self.draft_id_patterns, *self.target_id_patterns))
+        return self._select_parameters((*self.draft_id_patterns, *self.target_id_patterns))
 
-    def _named(self, patterns: tuple[str, ...]) -> list[Tensor]:
-        return [each for name, each in self.named_parameters() if _any(patterns, name)]
+    def _select_parameters(self, patterns: tuple[str, ...]) -> list[Tensor]:
+        return [each for name, each in self.named_parameters() if _is_matched(patterns, name)]
 
     @property
     def pruning_problem(self) -> str | None:
@@ -393,7 +393,9 @@ class DraftHead(nn.Module, ABC):
         rows = self.vocab.to_draft_ids(vocab.ids.to(self.vocab.ids.device))
         by_id = (*self.output_head_patterns, *self.draft_id_patterns)
         state = self.state_dict()
-        small.load_state_dict({n: t[rows] if _any(by_id, n) else t for n, t in state.items()})
+        small.load_state_dict(
+            {n: t[rows] if _is_matched(by_id, n) else t for n, t in state.items()}
+        )
         return small
 
     @final
@@ -411,7 +413,7 @@ class DraftHead(nn.Module, ABC):
             yield from doubt(self)
 
 
-def _any(patterns: Sequence[str], name: str) -> bool:
+def _is_matched(patterns: Sequence[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 

@@ -75,7 +75,7 @@ def load_local_head(folder: Path, path: str, layers: Sequence[int] | None = None
     """Load a head like `load_head` from a folder or file that `locate` found."""
     if (file := find_head_gguf(folder)) is not None:
         with TemporaryDirectory() as native:
-            _unpack(file, folder, path, Path(native))
+            _unpack_gguf(file, folder, path, Path(native))
             return load_local_head(Path(native), path, layers)
     for kind in reversed(HEADS.values()):
         head = kind.from_folder(folder, path, layers)
@@ -84,14 +84,14 @@ def load_local_head(folder: Path, path: str, layers: Sequence[int] | None = None
     raise InputError(f"head.path={path}: no head there; known kinds: {', '.join(HEADS)}")
 
 
-def _unpack(file: Path, folder: Path, path: str, native: Path) -> None:
+def _unpack_gguf(file: Path, folder: Path, path: str, native: Path) -> None:
     """Unpack a head's GGUF file into a folder in the authors' layout.
 
     Raises:
         InputError: another architecture, quantised, or incomplete.
     """
     opened, what = GgufFile(file, "head.path"), f"head.path={path}"
-    architecture = opened.metadata.get("general.architecture", Value.of("none")).content
+    architecture = opened.metadata.get("general.architecture", Value.from_content("none")).content
     if architecture not in GGUF_READERS:
         raise InputError(
             f"{what}: a GGUF file of architecture {architecture}; allowed: "

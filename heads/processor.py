@@ -74,7 +74,7 @@ class Processor:
 def this_processor() -> Processor:
     """CPU of this process, with the environment of the first call."""
     return make_processor(
-        _capabilities(),
+        _get_capabilities(),
         torch.backends.cpu.get_cpu_capability(),
         {dtype for dtype in NATIVE_INSTRUCTIONS if _is_supported(dtype)},
         torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available(),
@@ -141,7 +141,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
     return torch.backends.mkldnn.is_available() and ask()
 
 
-def _capabilities() -> dict[str, Any]:
+def _get_capabilities() -> dict[str, Any]:
     """Instructions of the chip; older versions of torch give only some."""
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())

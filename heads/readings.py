@@ -67,7 +67,7 @@ def iter_layer_variants(head: Any, usual: Callable[[int], Sequence[int]]) -> Con
         if fits and each not in tried:
             tried.add(each)
             yield (
-                f"hidden states {_listed(each)}, not {_listed(stated)}",
+                f"hidden states {_format_layers(each)}, not {_format_layers(stated)}",
                 make_config_variant(head, layers=each),
             )
 
@@ -80,10 +80,10 @@ def iter_order_variants(head: Any) -> ConfigVariants:
     every = permutations(rising) if len(rising) <= ALL_ORDERS else moved
     for order in dict.fromkeys(every):
         if order != stated:
-            yield f"features in the order {_listed(order)}", _reordered(head, order)
+            yield f"features in the order {_format_layers(order)}", _reorder_features(head, order)
 
 
-def _reordered(head: Any, order: Sequence[int]) -> Any:
+def _reorder_features(head: Any, order: Sequence[int]) -> Any:
     """Reorder so that fused part j is hidden state `order[j]`; parts end up in rising order."""
     places, state = sorted(range(len(order)), key=order.__getitem__), head.state_dict()
     tensors = {name: reorder_parts(state[name], places) for name in FUSED if name in state}
@@ -111,7 +111,7 @@ def iter_rope_variants(head: Any) -> ConfigVariants:
     stated: dict[str, Any] = head.config.llama.rope_parameters
     theirs, plain = sizes.find_rope(head.target.config), {"rope_type": "default"}
     found = {
-        f"the target's RoPE ({_shown(theirs)})": theirs,
+        f"the target's RoPE ({_format_rope(theirs)})": theirs,
         "RoPE without scaling": {**plain, "rope_theta": stated["rope_theta"]},
         **{f"RoPE with theta {theta:g}": {**stated, "rope_theta": theta} for theta in USUAL_THETAS},
     }
@@ -135,9 +135,9 @@ def iter_vocab_variants(head: Any) -> ConfigVariants:
         )
 
 
-def _shown(rope: dict[str, Any]) -> str:
+def _format_rope(rope: dict[str, Any]) -> str:
     return f"{rope['rope_type']}, theta {rope['rope_theta']:g}"
 
 
-def _listed(layers: Sequence[int]) -> str:
+def _format_layers(layers: Sequence[int]) -> str:
     return f"[{', '.join(map(str, layers))}]"

@@ -24,7 +24,7 @@ def locate_head(path: str, revision: str | None) -> Path:
         InputError: nothing is there, or the file is missing.
     """
     place, *names = split_gguf_path(path) or (path,)
-    folder = find_local_path("head.path", place) or _download(place, revision, *names)
+    folder = find_local_path("head.path", place) or _download_snapshot(place, revision, *names)
     if names:
         check_folder_files("head.path", path, folder, *names)
         return folder / names[0]
@@ -33,7 +33,7 @@ def locate_head(path: str, revision: str | None) -> Path:
     return check_folder_files("head.path", path, folder, "config.json")
 
 
-def _download(path: str, revision: str | None, *names: str) -> Path:
+def _download_snapshot(path: str, revision: str | None, *names: str) -> Path:
     """Snapshot of a Hub repository, with the named files or those of a head."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -95,8 +95,8 @@ def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
         temporary.mkdir(parents=True)
         fill(temporary)
         for path in (*(p for p in temporary.rglob("*") if p.is_file()), temporary):
-            _flush(path)
-        _swap(temporary, final)
+            _sync_to_disk(path)
+        _swap_folder(temporary, final)
     except SafetensorError as error:
         # safetensors gives the system's error only in its text.
         number = re.search(r"os error (\d+)", str(error))
@@ -105,7 +105,7 @@ def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -114,7 +114,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _swap(temporary: Path, final: Path) -> None:
+def _swap_folder(temporary: Path, final: Path) -> None:
     """Rename a folder. An existing full folder must be moved away first."""
     old = final.parent / f".old-{final.name}"
     shutil.rmtree(old, ignore_errors=True)
@@ -127,7 +127,7 @@ def _swap(temporary: Path, final: Path) -> None:
             old.replace(final)
         raise
     shutil.rmtree(old, ignore_errors=True)
-    _flush(final.parent)
+    _sync_to_disk(final.parent)
 
 
 def write_head_folder(

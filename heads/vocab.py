@@ -55,10 +55,10 @@ class DraftVocab:
             raise InputError(f"head.path: d2t is {d2t.dtype} {list(d2t.shape)}: must be [Vd] int64")
         d2t = d2t.to(torch.int64)
         ids = d2t + torch.arange(len(d2t), device=d2t.device)
-        problem = _problem(ids, size, t2d)
+        problem = _find_problem(ids, size, t2d)
         if problem is None:
             return cls(ids, size)
-        if _problem(d2t, size, t2d) is None:
+        if _find_problem(d2t, size, t2d) is None:
             problem += "; it seems to hold target ids: subtract the draft id from each"
         raise InputError(f"head.path: {problem}")
 
@@ -76,7 +76,7 @@ class DraftVocab:
         """
         if size is None or size >= len(counts):
             return cls.make_full(len(counts))
-        kept = _emitted(always, len(counts))
+        kept = _select_emitted(always, len(counts))
         if size < len(kept):
             raise InputError(
                 f"head.draft_vocab_size={size}: must be at least {len(kept)}, the number of "
@@ -138,7 +138,7 @@ def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -
 
     Counts as in `share`; sizes too small for the ids of `always` are left out.
     """
-    kept = _emitted(always, len(counts))
+    kept = _select_emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
     shares = (
         f"{size:,} "
@@ -153,7 +153,7 @@ def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -
     ]
 
 
-def _emitted(always: Iterable[int], size: int) -> list[int]:
+def _select_emitted(always: Iterable[int], size: int) -> list[int]:
     # Some tokenizers have special tokens beyond the target's output head (Gemma 3's
     # <image_soft_token>, huggingface/transformers#37011), which the target never emits.
     return sorted({token for token in always if token < size})
@@ -164,7 +164,7 @@ def compute_covered_fraction(counts: Tensor, vocab: DraftVocab) -> float:
     return int(counts[vocab.ids].sum()) / int(counts.sum())
 
 
-def _problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
+def _find_problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
     """Problem of target ids [Vd] int64 from d2t, or of t2d; None without one."""
     outside = ((ids < 0) | (ids >= size)).nonzero()
     if len(outside):
@@ -177,10 +177,10 @@ def _problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
             f"d2t maps draft ids {i} and {i + 1} to target ids {int(ids[i])} and "
             f"{int(ids[i + 1])}: must rise"
         )
-    return None if t2d is None else _disagreement(ids, size, t2d)
+    return None if t2d is None else _find_disagreement(ids, size, t2d)
 
 
-def _disagreement(ids: Tensor, size: int, t2d: Tensor) -> str | None:
+def _find_disagreement(ids: Tensor, size: int, t2d: Tensor) -> str | None:
     if t2d.shape != (size,):
         return f"t2d has shape {list(t2d.shape)}: must be [{size}], the target's vocabulary"
     if int(t2d.sum()) != len(ids):

@@ -87,7 +87,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
         write_shards(work, state)
         state.wait_for_everyone()
         if state.is_main_process:
-            finish(work, state)
+            write_manifest(work, state)
     if state.is_main_process:
         print(f"features saved to {work.folder}")
         following.print_next_command("capture", {"data.features": work.folder})
@@ -206,10 +206,10 @@ def capture_shard(
             bar.update(num_tokens)
 
     def write() -> None:
-        there = [tokens | copied.wait() for tokens, copied in sequences]
+        there = [tokens | copied.wait_for_tensors() for tokens, copied in sequences]
         write_shard(work.folder, shard.name, contents.tensor_specs, there)
 
-    writers.submit(write)
+    writers.submit_job(write)
 
 
 def iter_batches(
@@ -233,7 +233,7 @@ def iter_batches(
         yield [work.packed_by_split[shard.split][index] for index in range(first, last)]
 
 
-def finish(work: CaptureJob, state: PartialState) -> None:
+def write_manifest(work: CaptureJob, state: PartialState) -> None:
     """Write the manifest once every shard is complete.
 
     Raises:

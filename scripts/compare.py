@@ -28,11 +28,11 @@ from conf.command.statement import find_changed_keys, format_changes, make_finge
 from conf.errors import InputError
 from conf.files import write_atomically
 from eval.compare.reported import (
-    NAMES,
+    RESULT_FILE_NAMES,
     ReportedAcceptance,
     build_comparison_rows,
     check_comparable,
-    find,
+    find_result_file,
     load_acceptance_json,
     load_reported_acceptance,
 )
@@ -61,7 +61,7 @@ def find_result_files(paths: list[str]) -> dict[str, Path]:
         )
     found: dict[str, Path] = {}
     for path in paths:
-        name, file = find(path)
+        name, file = find_result_file(path)
         if name in found:
             raise InputError(f"results: two folders have the name {name}; rename one")
         found[name] = file
@@ -94,7 +94,7 @@ def load_result_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
                 f"results: {first} and {name} measure different things: "
                 f"{format_changes(before, now, keys)}"
             )
-        if _texts(reference) != _texts(result):
+        if _list_texts(reference) != _list_texts(result):
             raise InputError(
                 f"results: {first} and {name} have different texts, so one is damaged; measure "
                 "again"
@@ -102,7 +102,7 @@ def load_result_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _texts(result: dict[str, Any]) -> list[tuple[int, int]]:
+def _list_texts(result: dict[str, Any]) -> list[tuple[int, int]]:
     """Dialogue and turn of each text of chain and tree."""
     texts = [*result["prompts"], *select_tree_figures(result)["prompts"]]
     return [(text["dialogue"], text["turn"]) for text in texts]
@@ -141,16 +141,16 @@ def build_acceptance_rows(results: dict[str, dict[str, Any]]) -> list[Sequence[s
             name,
             f"{result['tau']:.3f}",
             format_interval(result["tau_ci95"], 3, " to "),
-            "" if name == first else _difference(reference, result),
+            "" if name == first else _format_difference(reference, result),
             f"{tree['tau']:.3f}",
-            "" if name == first else _difference(select_tree_figures(reference), tree),
+            "" if name == first else _format_difference(select_tree_figures(reference), tree),
             " ".join(f"{rate:.2f}" for rate in result["alpha"]),
         ]
         lines.append(cells)
     return lines
 
 
-def _about(results: dict[str, dict[str, Any]]) -> str:
+def _describe_prompts(results: dict[str, dict[str, Any]]) -> str:
     """Describe the prompts of all results."""
     first = next(iter(results.values()))
     data = Path(str((first.get("data") or {}).get("path") or "the embedded default")).name
@@ -160,7 +160,7 @@ def _about(results: dict[str, dict[str, Any]]) -> str:
     return f"{first['num_prompts']} prompts of {data}, {turns}, {choice}:"
 
 
-def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
+def _format_difference(first: dict[str, Any], second: dict[str, Any]) -> str:
     figure, interval = compare_tau(first["prompts"], second["prompts"], seed=0)
     return (
         f"{figure:+.3f} ({'-' if interval is None else ' to '.join(f'{e:+.3f}' for e in interval)})"
@@ -180,7 +180,7 @@ def compare_own_results(
     results: dict[str, dict[str, Any]],
 ) -> tuple[str, dict[str, Callable[..., None]]]:
     """Compare our own results: the text, and a writer for each file beside it."""
-    text = f"{_about(results)}\n\n{build_markdown_table(build_acceptance_rows(results))}"
+    text = f"{_describe_prompts(results)}\n\n{build_markdown_table(build_acceptance_rows(results))}"
     files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
     if lengths := build_golden_lengths(results):
         files[GOLDEN] = lambda path: write_atomically(path, lengths)
@@ -215,7 +215,7 @@ def compare_reported_results(
 def main(config: CompareRun) -> None:
     """Print the table; write `comparison.md` and `comparison.png`."""
     found = find_result_files(config.results)
-    if all(file.name == NAMES[0] for file in found.values()):
+    if all(file.name == RESULT_FILE_NAMES[0] for file in found.values()):
         text, files = compare_own_results(load_result_files(found))
     else:
         text, files = compare_reported_results(found)

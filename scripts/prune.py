@@ -37,10 +37,10 @@ from data.prepared.prepare import prepare_datasets
 from eval.decode.generation_config import try_generation_config
 from eval.measure import processes
 from eval.measure.answers import generate_greedy_answers
-from eval.measure.heads import MeasuredHead, device_name
+from eval.measure.heads import MeasuredHead, get_device_name
 from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import rank_candidates, replay_tree
-from eval.measure.stats import PromptSteps, alpha, format_interval, tau, tau_interval
+from eval.measure.stats import PromptSteps, alpha, compute_tau_interval, format_interval, tau
 from eval.report.figures import plot_pruning
 from eval.tune.cost import measure_step_costs
 from heads.decoding.sampling import GREEDY
@@ -121,12 +121,12 @@ def main(config: PruneRun) -> None:
         "num_tokens": sum(len(text) for _, text in answers),
         "num_counted": int(counts.sum()),
         "target_dtype": str(target.dtype).removeprefix("torch."),
-        "device": device_name(),
+        "device": get_device_name(),
         "torch_threads": torch.get_num_threads(),
         **collect_provenance(config, target.name, report),
     }
-    show(result, Console())
-    write(config, result, [head.prune_vocab(vocab) for vocab in vocabs], trained)
+    print_rows(result, Console())
+    write_results(config, result, [head.prune_vocab(vocab) for vocab in vocabs], trained)
 
 
 def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int]) -> None:
@@ -219,7 +219,7 @@ def measure_heads(
     `speedup` is the speed-up of greedy decoding, one text at a time, over the same engine without
     drafts, as expected from tau and the times of a draft and a verify pass.
     """
-    chain = Tree.chain(depth)
+    chain = Tree.make_chain(depth)
     texts = sorted((prompt + text for prompt, text in answers), key=len)
     drafters = {
         index: MeasuredHead("", head, chain, chain).make_drafter("chain", GREEDY, [0])
@@ -239,7 +239,7 @@ def measure_heads(
     return [
         {
             "tau": tau(prompts),
-            "tau_ci95": tau_interval(prompts, seed=0),
+            "tau_ci95": compute_tau_interval(prompts, seed=0),
             "alpha": alpha(prompts, depth),
             "draft_s": seconds[index],
             "speedup": tau(prompts)
@@ -273,7 +273,7 @@ def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int |
     return {"num_ids": len(head.vocab.ids), "rank": rank, "weight_bytes": read}
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def print_rows(result: dict[str, Any], console: Console) -> None:
     """Print the rows as a table; the last one is the original head."""
     counted = f"{result['num_prompts']} prompts, {result['num_counted']:,} tokens counted"
     table = Table(title=f"Cheaper logits ({counted})")
@@ -291,7 +291,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def write(
+def write_results(
     config: PruneRun, result: dict[str, Any], heads: Sequence[DraftHead], trained: dict[str, Any]
 ) -> None:
     """Write the heads, then the picture and the figures.

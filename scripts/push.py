@@ -41,7 +41,7 @@ from scripts.publish.exports import (
     stage_export,
     verify_staged_export,
 )
-from scripts.publish.hub import Terms, fetch_terms, link, list_files, upload_repositories
+from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
 from scripts.publish.staging import (
     link_file,
     load_json,
@@ -108,7 +108,7 @@ def main(config: PushRun) -> None:
         if config.dry_run:
             write_dry_run(repos, Path(config.out_dir))
             print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
-            print(f"links after upload: {', '.join(map(link, repos))}")
+            print(f"links after upload: {', '.join(map(format_link, repos))}")
             same = following.collect_changed_settings(config)
             for key in ("dry_run", "out_dir"):
                 same.pop(key, None)

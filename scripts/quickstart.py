@@ -41,7 +41,7 @@ On your own model and conversations (source .venv/bin/activate):
 """
 
 
-def stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
+def list_stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
     """Name, result and arguments of each stage; a stage whose result exists is done."""
     measure = [f"head.path={out_dir}/head", f"out_dir={out_dir}"]
     train = ["train/medusa.py", f"out_dir={out_dir}", *TRAIN]
@@ -68,7 +68,7 @@ def run_stage(arguments: list[str]) -> None:
         sys.exit(code)
 
 
-def summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
+def build_summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
     """Show the figures of both result files."""
     keys = ("tau", "tokens_per_s", "speedup")
     title = f"Held-out prompts; speed-up over {speedup['baseline']}"
@@ -80,7 +80,7 @@ def summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
     return table
 
 
-def answers(speedup: dict[str, Any]) -> Iterator[Text]:
+def iter_answers(speedup: dict[str, Any]) -> Iterator[Text]:
     """Show prompts and the target's answers, which are the same with and without drafts."""
     for row in speedup["texts"][:NUM_ANSWERS]:
         answer = "".join(piece for piece, _ in row["methods"]["vanilla"]).removesuffix("<|end|>")
@@ -90,7 +90,7 @@ def answers(speedup: dict[str, Any]) -> Iterator[Text]:
 def main(out_dir: Path) -> None:
     """Run missing stages, then sum up."""
     seconds = {}
-    for name, result, arguments in stages(out_dir):
+    for name, result, arguments in list_stages(out_dir):
         started = monotonic()
         seconds[name] = "done before"
         if not result.exists():
@@ -104,8 +104,8 @@ def main(out_dir: Path) -> None:
         json.loads((out_dir / f"{name}.json").read_text()) for name in ("speedup", "acceptance")
     )
     console.print("\nThe embedded target continues code. A prompt (dim), and its answer:\n")
-    console.print(*answers(speedup), sep="\n")
-    console.print(summary(speedup, acceptance))
+    console.print(*iter_answers(speedup), sep="\n")
+    console.print(build_summary(speedup, acceptance))
     print(", ".join(f"{name} {value}" for name, value in seconds.items()))
     print(f"pictures: {out_dir / 'speedup.png'}, {out_dir / 'acceptance.png'}")
     print(f"every token of every answer: {out_dir / 'speedup.html'}")

@@ -270,7 +270,7 @@ def iter_group_outcomes(
         for number, ids in local.answer_with_states([prompt for _, prompt in asked], seeds):
             dialogue, _ = asked[number]
             try:
-                dialogue.add(local.encode_response(ids, dialogue))
+                dialogue.add_answer(local.encode_response(ids, dialogue))
             except RowEmpty as error:
                 yield DialogueOutcome(dialogue, error)
             else:
@@ -300,7 +300,9 @@ async def answer_from_endpoint(
                     if config.temperature > 0:
                         asked["seed"] = dialogue.compute_seed()
                     asked |= dialogue.build_request_arguments(config.data.chat_template_kwargs)
-                    dialogue.add(await client.request_answer(dialogue.template_messages, asked))
+                    dialogue.add_answer(
+                        await client.request_answer(dialogue.template_messages, asked)
+                    )
             except (RequestFailedError, RequestRefusedError, RowEmpty) as error:
                 return DialogueOutcome(dialogue, error)
             return DialogueOutcome(dialogue)

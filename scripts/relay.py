@@ -91,7 +91,7 @@ class RelayServer(ThreadingHTTPServer):
         self._ended = threading.Event()
 
     def __enter__(self) -> "RelayServer":
-        threading.Thread(target=self._sweep, daemon=True).start()
+        threading.Thread(target=self._run_sweeps, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,11 +103,11 @@ class RelayServer(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
-    def allows(self, header: str) -> bool:
+    def is_allowed(self, header: str) -> bool:
         """Tell whether to answer a request with this `Authorization` header."""
         return self._key is None or hmac.compare_digest(header.encode(), self._key)
 
-    def health(self) -> dict[str, float | None]:
+    def measure_health(self) -> dict[str, float | None]:
         """Free bytes, number of files of states, and seconds since the oldest was written."""
         written = []
         for path in self.folder.glob("*.safetensors"):
@@ -119,7 +119,7 @@ class RelayServer(ThreadingHTTPServer):
             "oldest_s": round(time.time() - min(written), 1) if written else None,
         }
 
-    def _sweep(self) -> None:
+    def _run_sweeps(self) -> None:
         while not self._ended.wait(self.max_age_s / SWEEPS):
             try:
                 num_files = delete_old_files(self.folder, self.max_age_s)
@@ -146,33 +146,33 @@ class RelayHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send a file, or the relay's state."""
-        self._answer(self._send)
+        self._answer_request(self._send_file)
 
     def do_DELETE(self) -> None:
         """Delete a file and its lock, if they exist."""
-        self._answer(self._delete)
+        self._answer_request(self._delete_file)
 
-    def _answer(self, of_file: Callable[[Path], None]) -> None:
+    def _answer_request(self, of_file: Callable[[Path], None]) -> None:
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body of the request is not read
         named = NAME.fullmatch(self.path)
         try:
-            if not self.server.allows(self.headers.get("Authorization", "")):
-                self._say(401, f"{RELAY_TOKEN_VARIABLE} is not this relay's")
+            if not self.server.is_allowed(self.headers.get("Authorization", "")):
+                self._send_text(401, f"{RELAY_TOKEN_VARIABLE} is not this relay's")
             elif named is not None:
                 of_file(self.server.folder / named[1])
             elif self.path == "/health":
-                self._say(200, json.dumps(self.server.health()))
+                self._send_text(200, json.dumps(self.server.measure_health()))
             else:
-                self._say(404, "allowed: /health and /NAME.safetensors")
+                self._send_text(404, "allowed: /health and /NAME.safetensors")
         except FileNotFoundError:
-            self._say(404, "no such file")
+            self._send_text(404, "no such file")
         except HiddenStatesError as error:
-            self._say(409, str(error))
+            self._send_text(409, str(error))
         except (InputError, OSError) as error:
-            self._say(500, str(error))
+            self._send_text(500, str(error))
 
-    def _send(self, path: Path) -> None:
+    def _send_file(self, path: Path) -> None:
         if path.is_symlink() or not (path.exists() or make_lock_path(path).exists()):
             raise FileNotFoundError
         wait_until_whole(path, locks=True, timeout_s=WAIT_S)
@@ -186,11 +186,11 @@ class RelayHandler(BaseHTTPRequestHandler):
             except OSError:  # the client is gone, or sees a short body
                 self.close_connection = True
 
-    def _delete(self, path: Path) -> None:
+    def _delete_file(self, path: Path) -> None:
         delete_states_file(path)
-        self._say(200, "deleted")
+        self._send_text(200, "deleted")
 
-    def _say(self, status: int, text: str) -> None:
+    def _send_text(self, status: int, text: str) -> None:
         body = text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))

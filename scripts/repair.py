@@ -66,23 +66,23 @@ class HeadVariant:
         """The changes as text."""
         return "; ".join(self.changes) or DECLARED
 
-    def than(self, other: "HeadVariant") -> tuple[float, Any]:
+    def compare_with(self, other: "HeadVariant") -> tuple[float, Any]:
         """Difference in tau from another variant, and its interval over dialogues."""
-        first, second = ([p.row() for p in variant.prompts] for variant in (other, self))
+        first, second = ([p.build_row() for p in variant.prompts] for variant in (other, self))
         return compare_tau(first, second, seed=0)
 
     def is_better_than(self, other: "HeadVariant") -> bool:
         """True if it is significantly better, by a relevant amount."""
-        more, interval = self.than(other)
+        more, interval = self.compare_with(other)
         return (
             interval is not None
             and interval[0] > 0
             and more >= LEAST_GAIN_FRACTION * tau(other.prompts)
         )
 
-    def row(self, declared: "HeadVariant") -> dict[str, Any]:
+    def build_row(self, declared: "HeadVariant") -> dict[str, Any]:
         """Row of this variant in the results file."""
-        more, interval = self.than(declared)
+        more, interval = self.compare_with(declared)
         return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": interval}
 
 
@@ -100,7 +100,7 @@ def find_best_variant(
     texts = list(zip(bench.prompts, responses, strict=True))
     most = [other.max_draft_tokens for _, other in head.iter_config_variants()]
     depth = min(bench.head.chain.depth, *(limit or sys.maxsize for limit in most))
-    chain = Tree.chain(depth)
+    chain = Tree.make_chain(depth)
 
     def replayed(changes: tuple[str, ...], head: DraftHead) -> HeadVariant:
         prompts, words = [], changes[-1] if changes else DECLARED
@@ -113,13 +113,13 @@ def find_best_variant(
         return HeadVariant(changes, head, processes.gather_items(prompts))
 
     best = declared = replayed((), head)
-    rows = [declared.row(declared)]
+    rows = [declared.build_row(declared)]
     while True:
         variants = [
             replayed((*best.changes, words), other)
             for words, other in best.head.iter_config_variants()
         ]
-        rows += [variant.row(declared) for variant in variants]
+        rows += [variant.build_row(declared) for variant in variants]
         better = [variant for variant in variants if variant.is_better_than(best)]
         if not better:
             return rows, None if best is declared else best
@@ -127,7 +127,7 @@ def find_best_variant(
         best = next(variant for variant in better if not leader.is_better_than(variant))
 
 
-def save(variant: HeadVariant, config: RepairRun, bench: Measurement, folder: Path) -> None:
+def save_variant(variant: HeadVariant, config: RepairRun, bench: Measurement, folder: Path) -> None:
     """Write the head of a variant, with weights as exact as in the files."""
     ref = config.head
     assert ref.path is not None
@@ -138,7 +138,7 @@ def save(variant: HeadVariant, config: RepairRun, bench: Measurement, folder: Pa
     head.save(folder, history)
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
+def print_variants(rows: list[dict[str, Any]], console: Console) -> None:
     """Print a row per variant."""
     table = Table(title="tau of chains, replayed over the target's own answers")
     for column in ("read", "tau", "more", "95% interval"):
@@ -164,12 +164,12 @@ def main(config: RepairRun) -> None:
     if not bench.is_main_process:
         return
     console = Console()
-    show(rows, console)
+    print_variants(rows, console)
     if best is None:
         console.print("no other reading is significantly better, so the files are right")
     else:
         folder = Path(config.out_dir) / "head"
-        save(best, config, bench, folder)
+        save_variant(best, config, bench, folder)
         console.print(
             f"the files should say: {best.name}; wrote such a head to {folder}", markup=False
         )

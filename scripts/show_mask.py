@@ -37,12 +37,12 @@ def main(config: ShowMaskRun) -> None:
         console.print(line, markup=False)
     for record in rows.records[: config.num_samples]:
         for sample in encoder.encode_record(record):
-            console.rule(f"{record.where}: {summary(sample, config.data.max_length)}")
+            console.rule(f"{record.where}: {format_sample(sample, config.data.max_length)}")
             console.print(colour_tokens(sample, tokenizer, brackets=console.color_system is None))
     console.rule("[black on green]learnt[/] [dim]context[/]")
 
 
-def summary(sample: Sample, max_length: int) -> str:
+def format_sample(sample: Sample, max_length: int) -> str:
     """Describe a sample, e.g. `12 of 40 tokens learnt (30.0%)`, and its lost parts."""
     learnt, total = sum(sample.loss_mask), len(sample.input_ids)
     cut = f", cut at data.max_length={max_length}" if total > max_length else ""

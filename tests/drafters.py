@@ -110,7 +110,7 @@ def drafting(tree: Tree, length: DraftLength | None = None) -> Make:
 
 EVERY_DRAFTER: dict[str, Make] = {
     "none": lambda *_: NoDraft(),
-    "medusa chain": lambda *_: MedusaDrafter(medusa(), Tree.chain(3)),
+    "medusa chain": lambda *_: MedusaDrafter(medusa(), Tree.make_chain(3)),
     "medusa tree": lambda *_: MedusaDrafter(medusa(), TREE),
     "eagle chain": lambda how, seeds: EagleChain(small_models()[0], 5, how, drafter_seeds(seeds)),
     "eagle tree": lambda *_: EagleTree(small_models()[0], DynamicShape(5, 3, 8)),
@@ -120,11 +120,11 @@ EVERY_DRAFTER: dict[str, Make] = {
     ),
     "peagle chain": lambda how, seeds: PEagleChain(peagle(), 4, how, drafter_seeds(seeds)),
     "peagle tree": lambda *_: PEagleTree(peagle(), DynamicShape(4, 3, 9)),
-    "draft chain": drafting(Tree.chain(5)),
+    "draft chain": drafting(Tree.make_chain(5)),
     "draft tree": drafting(TREE),
-    "heuristic": drafting(Tree.chain(8), DraftLength(start=2)),
-    "confidence": drafting(Tree.chain(8), DraftLength(confidence=0.2)),
-    "both": drafting(Tree.chain(8), DraftLength(start=3, confidence=0.1)),
+    "heuristic": drafting(Tree.make_chain(8), DraftLength(start=2)),
+    "confidence": drafting(Tree.make_chain(8), DraftLength(confidence=0.2)),
+    "both": drafting(Tree.make_chain(8), DraftLength(start=3, confidence=0.1)),
     "other tokenizer": lambda *_: CrossTokenizerDrafter(
         small_models()[2], tokenizer(), 4, window=8
     ),
@@ -185,7 +185,7 @@ def positions_read() -> Iterator[dict[str, int]]:
         note("eagle", positions)
         return read(fused, ids, positions)
 
-    attentions = [blocks(name)._attention(0) for name in ("dflash", "dspark, rnn")]
+    attentions = [blocks(name)._get_attention(0) for name in ("dflash", "dspark, rnn")]
     attentions.append(peagle().layer.self_attn)
     rotations = [each.rotation for each in attentions]
 

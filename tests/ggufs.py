@@ -176,8 +176,8 @@ def save_target_gguf(target: Target, file: Path, eos_token_id: int) -> None:
         "vocab_size": target.vocab_size,
     }
     metadata = {
-        "general.architecture": Value.of("llama"),
-        **{f"llama.{key}": Value.of(size) for key, size in sizes.items()},
+        "general.architecture": Value.from_content("llama"),
+        **{f"llama.{key}": Value.from_content(size) for key, size in sizes.items()},
         **rope_metadata(config.rope_parameters, "llama"),
         **build_vocab_metadata(target.vocab_size, eos_token_id=eos_token_id),
     }

@@ -63,7 +63,9 @@ def test_what_is_neither_here_nor_an_id_is_refused(path: str) -> None:
 
 
 def test_every_judge_of_paths_takes_both_forms_of_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.storage._download", lambda path, _: Path(folder(f"got/{path}", {})))
+    monkeypatch.setattr(
+        "heads.storage._download_snapshot", lambda path, _: Path(folder(f"got/{path}", {}))
+    )
     for path in ("gpt2", "openai-community/gpt2"):
         assert find_source(path).files == ()
         check_data_paths(DataConfig(path=path))

@@ -182,7 +182,7 @@ def acceptance(
     """
     if isinstance(response, str):
         response = list(target.tokenizer(response, add_special_tokens=False)["input_ids"])
-    tree = Tree.chain(depth or head.default_depth)
+    tree = Tree.make_chain(depth or head.default_depth)
     steps = replay.replay_response(target, head, tree, _prompt_ids(target, prompt), response)
     text = [stats.PromptSteps("", steps)]
     return Acceptance(stats.tau(text), stats.alpha(text, tree.depth))
@@ -207,9 +207,9 @@ def training_objective(
         InputError: an unknown recipe, or a setting that the head lacks or that does not fit.
     """
     if isinstance(head, str):
-        training, recipe = _recipe(head)
+        training, recipe = _find_recipe(head)
     else:
-        training, recipe = _training(kinds.find_kind_name(head)), head.variant
+        training, recipe = _import_training_command(kinds.find_kind_name(head)), head.variant
     chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
     try:
         changed = OmegaConf.merge(training.command.compose_settings(chosen).head, settings)
@@ -256,7 +256,7 @@ def training_step(
     seeds = tuple(schedule.hash_seed(0, seed, row) for row in range(len(input_ids)))
     batch = {
         "input_ids": input_ids, "loss_mask": loss_mask.bool(), "document_ids": document_ids,
-        "position_ids": _positions(document_ids),
+        "position_ids": _compute_position_ids(document_ids),
     }  # fmt: skip
     indexed = objective.index_batch(
         {**batch_to_device(batch, torch.device("cpu")), NOISE_SEEDS: seeds}
@@ -315,13 +315,13 @@ def _prompt_ids(target: Target, prompt: str | Messages | list[int]) -> list[int]
     return [*prompt]
 
 
-def _training(kind: str) -> TrainingCommand:
+def _import_training_command(kind: str) -> TrainingCommand:
     """The training command of a kind of head."""
     entry: Any = import_module(f"train.{kind}")
     return entry.main
 
 
-def _recipe(name: str) -> tuple[TrainingCommand, str]:
+def _find_recipe(name: str) -> tuple[TrainingCommand, str]:
     """The training command that knows a recipe; a kind without recipes is its own.
 
     Raises:
@@ -329,14 +329,14 @@ def _recipe(name: str) -> tuple[TrainingCommand, str]:
     """
     known: dict[str, TrainingCommand] = {}
     for kind in kinds.HEADS:
-        training = _training(kind)
+        training = _import_training_command(kind)
         known |= dict.fromkeys(training.command.recipes or (kind,), training)
     if name not in known:
         raise InputError(f"head={name}: no such recipe; allowed: {', '.join(known)}")
     return known[name], name
 
 
-def _positions(document_ids: Tensor) -> Tensor:
+def _compute_position_ids(document_ids: Tensor) -> Tensor:
     """[B, T] int64, the place of each token in its document."""
     places = torch.arange(document_ids.shape[1], device=document_ids.device)
     places = places.expand_as(document_ids)

@@ -59,8 +59,8 @@ class DFlash2Objective(BlockObjective):
         del found
         unrolled: StepTargets = batch[STEP_TARGETS]
         rows, labels = self.select_supervised_rows(outputs, unrolled), gather_labels(batch)
-        before = batch["input_ids"].flatten()[self._before(unrolled)]
-        values, candidates = self._candidates(rows.detach())
+        before = batch["input_ids"].flatten()[self._find_previous_places(unrolled)]
+        values, candidates = self._select_candidates(rows.detach())
         hit = candidates == labels[unrolled.matched_rows.teacher_rows.device].unsqueeze(1)
         scores = values + self.head.candidate_selector(rows, before, candidates)
         loss = F.cross_entropy(scores.float(), hit.int().argmax(1), reduction="none")
@@ -68,13 +68,13 @@ class DFlash2Objective(BlockObjective):
         return self.config.selector_weight * loss.where(hit.any(1), 0.0)
 
     @staticmethod
-    def _before(unrolled: StepTargets) -> Tensor:
+    def _find_previous_places(unrolled: StepTargets) -> Tensor:
         """[M] int64 places directly before the drafted tokens."""
         anchors = unrolled.anchors[unrolled.matched_rows.output_indices % len(unrolled.anchors)]
         return anchors + 1 + unrolled.row_steps
 
     @torch.no_grad()
-    def _candidates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _select_candidates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and ids [M, k] of the likeliest tokens of rows [M, H]."""
         k = min(self.head.config.selector_top_k, len(self.head.vocab.ids))
         parts = [self.head.compute_logits(part).topk(k) for part in rows.split(ROWS_PER_CHUNK)]

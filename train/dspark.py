@@ -35,7 +35,7 @@ class DSparkObjective(BlockObjective):
     def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
         """Make students through the output head, with the Markov head's logits added."""
         unrolled: StepTargets = batch[STEP_TARGETS]
-        told = self.head.compute_markov_states(outputs, self._before(batch))
+        told = self.head.compute_markov_states(outputs, self._gather_previous_tokens(batch))
         rows, heard = (self.select_supervised_rows(each, unrolled) for each in (outputs, told))
         added = LowRank(heard, self.head.markov_head.markov_w2.weight)
         return Student(
@@ -56,7 +56,7 @@ class DSparkObjective(BlockObjective):
         )
         return blocks * config.num_draft_tokens * a_draft
 
-    def _before(self, batch: Batch) -> Tensor:
+    def _gather_previous_tokens(self, batch: Batch) -> Tensor:
         """[A, D] int64 tokens directly before the drafted ones."""
         ids, anchors = batch["input_ids"].flatten(), batch[STEP_TARGETS].anchors
         slots = torch.arange(len(self.term_weights), device=ids.device)
@@ -68,7 +68,8 @@ class DSparkObjective(BlockObjective):
         if self.head.confidence_head is None or not self.config.confidence_weight:
             return super().compute_extra_loss(outputs, batch, found)
         said = self.select_supervised_rows(
-            self.head.compute_confidence(outputs, self._before(batch)), batch[STEP_TARGETS]
+            self.head.compute_confidence(outputs, self._gather_previous_tokens(batch)),
+            batch[STEP_TARGETS],
         )
         alpha = found[2].clamp(0, 1)
         loss = F.binary_cross_entropy_with_logits(said, alpha, reduction="none")

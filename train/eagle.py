@@ -70,7 +70,7 @@ class EagleObjective(Objective):
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
         if config.path is not None:
             self._prepare_saved_head()
-        self.description = self._about()
+        self.description = self._describe_head()
 
     def _prepare_saved_head(self) -> None:
         """Set up a saved head to train as the settings say.
@@ -87,7 +87,7 @@ class EagleObjective(Objective):
         if head.lm_head is not None:
             head.lm_head.requires_grad_(config.output_head is not OutputHead.frozen)
 
-    def _about(self) -> str:
+    def _describe_head(self) -> str:
         return f"{self.head.variant}, {self.config.num_steps} steps"
 
     def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate:
@@ -136,12 +136,14 @@ class EagleObjective(Objective):
             outputs = [next(steps) for _ in range(self.config.num_steps)]
         with record_function("loss"):
             learnt = torch.cat(outputs).index_select(0, batch[STEP_TARGETS].rows.places)
-            part, teacher = self._compared(learnt, batch, scale)
+            part, teacher = self._pair_with_teacher(learnt, batch, scale)
             if self.config.text_weight:
                 teacher = TextTeacher(gather_labels(batch), teacher)
             return compute_eagle_loss(self.criterion, part, learnt, batch, teacher)
 
-    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
+    def _pair_with_teacher(
+        self, learnt: Tensor, batch: Batch, scale: Tensor
+    ) -> tuple[Student, Teacher]:
         """Pair the learnt rows [M, H] as students with the target as teacher."""
         unrolled: StepTargets = batch[STEP_TARGETS]
         scales = scale[unrolled.row_steps]
@@ -151,12 +153,12 @@ class EagleObjective(Objective):
             unrolled.matched_rows.teacher_rows,
             scales,
         )
-        return part, self._teacher(batch)
+        return part, self._build_teacher(batch)
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """[N, H] outputs of each step at the drafting tokens, all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
-        features = self._noisy(head.features(collect_states(batch)).flatten(0, 1), batch)
+        features = self._add_noise(head.features(collect_states(batch)).flatten(0, 1), batch)
         positions = batch["position_ids"].flatten()
         text = head.encode_context(head.fuse(features), ids.roll(-1), positions)
         drafts = batch[STEP_TARGETS].anchors
@@ -165,7 +167,7 @@ class EagleObjective(Objective):
         config = self.config
         return head.unroll(text, ids, drafts, branches, config.detach_features, config.own_tokens)
 
-    def _teacher(self, batch: Batch) -> Teacher:
+    def _build_teacher(self, batch: Batch) -> Teacher:
         """The target's distributions after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].token_indices
         temperature = self.distillation_temperature(self.config.teacher_temperature)
@@ -176,7 +178,7 @@ class EagleObjective(Objective):
         states = batch[HIDDEN_STATES].flatten(0, 1)[places]
         return HiddenTeacher(self.target, vocab, states, temperature)
 
-    def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
+    def _add_noise(self, features: Tensor, batch: Batch) -> Tensor:
         """Add U(-noise / 2, noise / 2) * 512 / T in training, with T the document's length.
 
         Source: SafeAILab/EAGLE `train/main.py`, which trains on one document at a time.

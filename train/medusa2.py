@@ -78,7 +78,7 @@ class Medusa2Objective(Objective):
         self.temperature = config.head.teacher_temperature
         self.off_path_weight = config.head.off_path_weight
         self.decays = compute_head_weights(head.heads.num_heads, config.head.loss_decay)
-        self.term_weights = self._weights(1.0, config.joint.heads_weight)
+        self.term_weights = self._build_term_weights(1.0, config.joint.heads_weight)
         self.resume_settings = self._resume_settings(config)
         self.adapting = False
         self.own_parameter_groups = [
@@ -99,7 +99,7 @@ class Medusa2Objective(Objective):
             found["train.micro_batch_size"] = config.train.micro_batch_size
         return found
 
-    def _weights(self, own: float, heads: float) -> Tensor:
+    def _build_term_weights(self, own: float, heads: float) -> Tensor:
         return torch.cat([torch.tensor([own]), heads * self.decays])
 
     @property
@@ -113,16 +113,18 @@ class Medusa2Objective(Objective):
         self.adapting = step >= self._first_step
         joint_steps = self.num_steps - self._first_step
         weight = heads_weight(self.joint, step - self._first_step, joint_steps)
-        return self._weights(float(self.adapting), weight)
+        return self._build_term_weights(float(self.adapting), weight)
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of target and heads; `scale` [1 + K] is the weight of each term."""
-        bare = self._bare(batch) if self._wants_bare else None
-        hidden = self._adapted(batch) if bare is None or self.adapting else bare
-        was = self._teacher(batch, bare) if self.distilled else None
+        bare = self._compute_bare_states(batch) if self._wants_bare else None
+        hidden = self._compute_adapted_states(batch) if bare is None or self.adapting else bare
+        was = self._build_teacher(batch, bare) if self.distilled else None
         soft = None
         if self.soft:
-            soft = SoftLabels(self._teacher(batch, bare, self.temperature), self.off_path_weight)
+            soft = SoftLabels(
+                self._build_teacher(batch, bare, self.temperature), self.off_path_weight
+            )
         own = compute_target_loss(self.target, hidden, batch, scale[:1], was, self.compiled)
         heads = compute_medusa_loss(self.head.heads, hidden, batch, scale[1:], soft, self.compiled)
         total = own.total + heads.total
@@ -136,7 +138,7 @@ class Medusa2Objective(Objective):
         """Tell whether to run the target without its adapter too."""
         return self.distilled or self.soft or not self.adapting
 
-    def _teacher(
+    def _build_teacher(
         self, batch: Batch, bare: Tensor | None, temperature: float = 1.0
     ) -> HiddenTeacher:
         """The target's distributions without its adapter."""
@@ -147,17 +149,17 @@ class Medusa2Objective(Objective):
         )
 
     @torch.no_grad()
-    def _bare(self, batch: Batch) -> Tensor:
+    def _compute_bare_states(self, batch: Batch) -> Tensor:
         with self.head.adapter.pause():
-            return self._hidden(batch)
+            return self._compute_hidden_states(batch)
 
-    def _adapted(self, batch: Batch) -> Tensor:
+    def _compute_adapted_states(self, batch: Batch) -> Tensor:
         if self.training:
             # Dropout is drawn from the sequences' seeds, the same for any number of processes.
             torch.manual_seed(batch[NOISE_SEEDS][0])
-        return self._hidden(batch)
+        return self._compute_hidden_states(batch)
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _compute_hidden_states(self, batch: Batch) -> Tensor:
         """[B, T, D] last hidden states, in the dtype of the heads."""
         with record_function("target"):
             return add_target_states(self.target, batch, self.head.taps)[HIDDEN_STATES].float()

@@ -35,7 +35,7 @@ class MtpObjective(EagleObjective):
     def _prepare_saved_head(self) -> None:
         """Do nothing: the layer's files decide."""
 
-    def _about(self) -> str:
+    def _describe_head(self) -> str:
         start = "a fresh one" if self.config.path is None else f"from {self.config.path}"
         return f"MTP layer of {self.head.config.family}, {start}, {self.config.num_steps} steps"
 

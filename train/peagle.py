@@ -71,7 +71,7 @@ class PEagleObjective(EagleObjective):
         num_tokens = self.config.num_steps
         self.head.config = replace(self.head.config, num_draft_tokens=num_tokens)
 
-    def _about(self) -> str:
+    def _describe_head(self) -> str:
         config = self.head.config
         return (
             f"P-EAGLE, {config.llama.num_hidden_layers} layers over hidden states "
@@ -120,15 +120,19 @@ class PEagleObjective(EagleObjective):
         backward = 2 * grads + 3 * students * inner * e
         return sizes.MemoryEstimate(sizes.copied_bytes(head, setting), int(kept), loss, backward)
 
-    def _compared(self, learnt: Tensor, batch: Batch, scale: Tensor) -> tuple[Student, Teacher]:
+    def _pair_with_teacher(
+        self, learnt: Tensor, batch: Batch, scale: Tensor
+    ) -> tuple[Student, Teacher]:
         """Pair the learnt rows [M, H], which see no token between, with the target."""
         weight = self.config.off_path_weight if self.training else 1.0
-        return scale_off_path_rows(*super()._compared(learnt, batch, scale), batch, weight)
+        return scale_off_path_rows(*super()._pair_with_teacher(learnt, batch, scale), batch, weight)
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """[N, H] outputs of each step's rows, all sequences flattened."""
         head, ids, documents = self.head, batch["input_ids"].flatten(), batch[DOCUMENTS]
-        features = self._noisy(head.collect_features(collect_states(batch)).flatten(0, 1), batch)
+        features = self._add_noise(
+            head.collect_features(collect_states(batch)).flatten(0, 1), batch
+        )
         positions = batch["position_ids"].flatten()
         known: list[KeysValues] = []
         every = build_causal_range(documents, torch.arange(len(ids), device=ids.device))
@@ -185,14 +189,14 @@ def draw_step_anchors(
         parts = rows.tensor_split(torch.searchsorted(rows, sequences[1:-1]))
         drafts = zip(parts, totals, seeds, strict=True)
         some = torch.cat(
-            [_drawn(*each, step, compute_kept_fraction(config, step)) for each in drafts]
+            [_draw_rows(*each, step, compute_kept_fraction(config, step)) for each in drafts]
         )
         some = some if len(some) else found[-1][:1]
         found.append(some)
     return found
 
 
-def _drawn(rows: Tensor, total: int, seed: int, step: int, part: float) -> Tensor:
+def _draw_rows(rows: Tensor, total: int, seed: int, step: int, part: float) -> Tensor:
     most = int(max(0, total - step) * part)
     if len(rows) <= most:
         return rows

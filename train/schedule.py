@@ -30,12 +30,12 @@ def draw_global_batch(step: int, batch_size: int, num_sequences: int, seed: int)
     while len(batch) < batch_size:
         epoch, offset = divmod(position + len(batch), num_sequences)
         end = offset + batch_size - len(batch)
-        batch += _permutation(epoch, num_sequences, seed)[offset:end].tolist()
+        batch += _draw_permutation(epoch, num_sequences, seed)[offset:end].tolist()
     return batch
 
 
 @lru_cache(maxsize=2)  # a batch may lie in two epochs
-def _permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
+def _draw_permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
     """[num_sequences] int64."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(num_sequences, generator=generator)

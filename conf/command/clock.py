@@ -25,12 +25,12 @@ class Stopwatch:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
-        _synchronize(device)
+        _wait_for_device(device)
         self._started, self._busy = time.perf_counter(), time.process_time()
 
     def seconds(self) -> float:
         """Seconds so far, the work given to the device included."""
-        _synchronize(self.device)
+        _wait_for_device(self.device)
         return time.perf_counter() - self._started
 
     def host_seconds(self) -> float:
@@ -113,7 +113,7 @@ class PartClock:
         else:
             watch = Stopwatch(self._watch.device)
             yield
-            self._add(name, texts, watch.seconds())
+            self._add_seconds(name, texts, watch.seconds())
 
     @contextmanager
     def pause_timing(self, texts: Sequence[int] = (0,)) -> Iterator[None]:
@@ -122,26 +122,26 @@ class PartClock:
         yield
         seconds = self._watch.seconds() - begun
         self._aside += seconds
-        self._add("capture", texts, seconds)
-        self._add("num_captures", texts, 1)
+        self._add_seconds("capture", texts, seconds)
+        self._add_seconds("num_captures", texts, 1)
 
     def end_lap(self, texts: Sequence[int] = (0,)) -> float:
         """Shares what has passed since the last lap; seconds so far, by the host's clock."""
         now = self._watch.host_seconds() - self._aside
-        self._add("total", texts, now - self._last)
+        self._add_seconds("total", texts, now - self._last)
         self._last = now
         return now
 
-    def stop(self, texts: Sequence[int] = (0,)) -> None:
+    def finish_timing(self, texts: Sequence[int] = (0,)) -> None:
         """Ends the last lap; waits for the device."""
         self._watch.seconds()
         self.end_lap(texts)
         for name, among, start, end in self._events:
             end.synchronize()  # it may be of another device
-            self._add(name, among, start.elapsed_time(end) / 1000)
+            self._add_seconds(name, among, start.elapsed_time(end) / 1000)
         self._events = []
 
-    def _add(self, name: str, texts: Sequence[int], seconds: float) -> None:
+    def _add_seconds(self, name: str, texts: Sequence[int], seconds: float) -> None:
         for text in texts:
             times = self.times[text]
             setattr(times, name, getattr(times, name) + seconds / len(texts))
@@ -197,6 +197,6 @@ def busy_by_part(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     return busy
 
 
-def _synchronize(device: torch.device) -> None:
+def _wait_for_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

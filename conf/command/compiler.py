@@ -20,7 +20,7 @@ def find_missing_toolchain(device_type: str) -> str:
     Source: `triton/runtime/build.py` and `torch/_inductor/cpp_builder.py`, which look where this
     does.
     """
-    lacking = [_toolchain(device_type), _header()]
+    lacking = [_describe_missing_toolchain(device_type), _describe_missing_header()]
     if device_type == "cuda" and find_spec("triton") is None:
         lacking.append("Triton (pip install triton)")
     return ", ".join(filter(None, lacking))
@@ -49,7 +49,7 @@ def hide_hints() -> None:
         warnings.filterwarnings("ignore", hint, UserWarning)
 
 
-def _toolchain(device_type: str) -> str:
+def _describe_missing_toolchain(device_type: str) -> str:
     """The compiler that is missing, or nothing; one that the environment names counts alone."""
     on_cpu = device_type == "cpu"
     variable, language = ("CXX", "C++") if on_cpu else ("CC", "C")
@@ -63,7 +63,7 @@ def _toolchain(device_type: str) -> str:
     return f"a {language} compiler ({where}; e.g. apt-get install {names[0]})"
 
 
-def _header() -> str:
+def _describe_missing_header() -> str:
     """The header that is missing, or nothing."""
     scheme = sysconfig.get_default_scheme()
     # Debian's own scheme names a folder that it leaves empty.

@@ -66,15 +66,15 @@ class Command(Generic[Config]):
         set_passive_wait_policy()
         argv = sys.argv[1:]
         if HELP & set(argv):
-            _exit_on_input_error(partial(self._help, argv))
+            _exit_on_input_error(partial(self._print_help, argv))
             sys.exit(0)
         looked = []
-        jobs = _jobs(argv)
+        jobs = _split_sweep(argv)
         for number, job in enumerate(jobs):
             _exit_on_input_error(partial(self._check_keys, job))
 
             def look(composed: DictConfig, number: int | None = number) -> None:
-                looked.append(_checked(composed, number if SWEEP & set(argv) else None))
+                looked.append(_convert_settings(composed, number if SWEEP & set(argv) else None))
                 if self.check is not None:
                     self.check(looked[-1])
 
@@ -92,9 +92,9 @@ class Command(Generic[Config]):
         def job(composed: DictConfig) -> None:
             of_hydra = HydraConfig.get()
             number = of_hydra.job.num if of_hydra.mode == RunMode.MULTIRUN else None
-            main(_checked(composed, number))
+            main(_convert_settings(composed, number))
 
-        self._hydra(job, sys.argv[1:])
+        self._run_hydra(job, sys.argv[1:])
 
     def _looked_at(self, look: Callable[[DictConfig], None], job: list[str]) -> None:
         """Shows the settings of a job to `look`.
@@ -103,18 +103,18 @@ class Command(Generic[Config]):
             InputError: Hydra refuses the command line.
         """
         try:
-            self._hydra(look, job)
+            self._run_hydra(look, job)
         except HydraException as error:
             raise refusal.convert_hydra_error(error, self.schema, self.recipes) from error
 
     def compose_settings(self, overrides: list[str]) -> DictConfig:
         """The settings before they are checked, with the recipe's and these."""
-        self._register()
+        self._register_settings()
         with initialize(version_base=None, config_path=None):
-            return compose(self._node, overrides)
+            return compose(self._config_name, overrides)
 
-    def _hydra(self, task: Callable[[DictConfig], None], argv: list[str]) -> None:
-        self._register()
+    def _run_hydra(self, task: Callable[[DictConfig], None], argv: list[str]) -> None:
+        self._register_settings()
         before = sys.argv
         sys.argv = [before[0], *argv]
 
@@ -122,18 +122,18 @@ class Command(Generic[Config]):
             _exit_on_input_error(partial(task, composed))
 
         try:
-            hydra.main(version_base=None, config_path=str(RECIPES), config_name=self._node)(
+            hydra.main(version_base=None, config_path=str(RECIPES), config_name=self._config_name)(
                 refusing
             )()
         finally:
             sys.argv = before
 
     @property
-    def _node(self) -> str:
+    def _config_name(self) -> str:
         """Hydra's name of the settings; some commands are called like a recipe."""
         return f"{self.name}_command"
 
-    def _register(self) -> None:
+    def _register_settings(self) -> None:
         """Tells Hydra what the settings are composed from."""
         store = ConfigStore.instance()
         store.store(name=f"{self.name}_schema", node=self.schema)
@@ -145,7 +145,7 @@ class Command(Generic[Config]):
         silent = [{f"override hydra/{logging}": "disabled"} for logging in loggings]
         defaults = [f"{self.name}_schema", "_self_", *head, *silent]
         settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": self.name}}}
-        store.store(name=self._node, node=settings)
+        store.store(name=self._config_name, node=settings)
 
     def _check_keys(self, job: list[str]) -> None:
         """Refuses settings that the command lacks, and tells which commands have them."""
@@ -153,7 +153,7 @@ class Command(Generic[Config]):
             if key[1] != "head" and not key[1].startswith("hydra"):
                 words.check_setting_exists(self.schema, key[1])
 
-    def _help(self, argv: list[str]) -> None:
+    def _print_help(self, argv: list[str]) -> None:
         """Prints all settings, or those that argv names; overrides beside them show in values."""
         given = [word for word in argv if not word.startswith("-")]
         overrides = [word for word in given if "=" in word]
@@ -184,7 +184,7 @@ def head_recipe(schema: type[Config], name: str) -> Config:
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(schema, given.head)))
 
 
-def _jobs(argv: list[str]) -> list[list[str]]:
+def _split_sweep(argv: list[str]) -> list[list[str]]:
     """The command lines of a sweep; otherwise the one that there is."""
     if not SWEEP & set(argv):
         return [argv]
@@ -223,7 +223,7 @@ def _exit_on_input_error(task: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def _checked(composed: DictConfig, number: int | None) -> Any:
+def _convert_settings(composed: DictConfig, number: int | None) -> Any:
     """The settings as dataclasses; of job `number` of a sweep with a folder of its own."""
     if number is not None:
         composed.out_dir = str(Path(composed.out_dir) / str(number))

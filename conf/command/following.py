@@ -110,15 +110,15 @@ def collect_changed_settings(config: Any, *names: str) -> dict[str, Any]:
 def format_setting(key: str, value: Any) -> str:
     """Write a setting as a shell and Hydra take it."""
     if isinstance(value, dict):
-        text = f"{{{', '.join(f'{name}: {_text(each)}' for name, each in value.items())}}}"
+        text = f"{{{', '.join(f'{name}: {_quote_value(each)}' for name, each in value.items())}}}"
     elif isinstance(value, list):
-        text = f"[{','.join(map(_text, value))}]"
+        text = f"[{','.join(map(_quote_value, value))}]"
     else:
-        text = _text(value)
+        text = _quote_value(value)
     return f"{key}={text}" if PLAIN.fullmatch(text) else shlex.quote(f"{key}={text}")
 
 
-def _text(value: Any) -> str:
+def _quote_value(value: Any) -> str:
     if isinstance(value, list | dict):
         return format_setting("", value).strip("'=")
     text = format_value(value)

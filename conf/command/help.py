@@ -65,7 +65,7 @@ def list_settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
         schema: its dataclass.
         composed: the values to show.
     """
-    return list(_settings(schema, composed, "", ""))
+    return list(_iter_settings(schema, composed, "", ""))
 
 
 def format_help_page(doc: str, settings: list[Setting], recipes: tuple[str, ...]) -> str:
@@ -79,18 +79,20 @@ def format_help_page(doc: str, settings: list[Setting], recipes: tuple[str, ...]
     lines = [inspect.cleandoc(doc)]
     for number, setting in enumerate(settings):
         if number == 0 or setting.section != settings[number - 1].section:
-            lines += ["", *_heading(setting)]
+            lines += ["", *_wrap_heading(setting)]
             if setting.section == "head" and recipes:
                 others = ", ".join(recipes[1:]) or "there is no other"
-                lines += _beside(f"  head={recipes[0]}", f"Recipe in conf/head; others: {others}.")
+                lines += _wrap_beside_key(
+                    f"  head={recipes[0]}", f"Recipe in conf/head; others: {others}."
+                )
         key = f"{setting.name}={setting.value}"
-        lines += _beside(f"  {key}" if setting.section else key, setting.description)
+        lines += _wrap_beside_key(f"  {key}" if setting.section else key, setting.description)
         choices = setting.choices
         if choices:
-            lines += _beside("", f"One of {', '.join(choices)}.")
+            lines += _wrap_beside_key("", f"One of {', '.join(choices)}.")
         for value, words in choices.items():
-            lines += _beside("", f"{value}: {words}") if words else []
-    return "\n".join([*lines, "", *textwrap.wrap(END, _width())])
+            lines += _wrap_beside_key("", f"{value}: {words}") if words else []
+    return "\n".join([*lines, "", *textwrap.wrap(END, _compute_text_width())])
 
 
 def format_setting_help(settings: list[Setting], name: str) -> str:
@@ -102,13 +104,15 @@ def format_setting_help(settings: list[Setting], name: str) -> str:
     chosen = [setting for setting in settings if name in (setting.name, setting.section)]
     if not chosen:
         names = {word for s in settings for word in (s.name, s.section) if word}
-        raise InputError(f"{name}: no setting and no section has this name{_near(name, names)}")
-    lines = _heading(chosen[0]) if chosen[0].section == name else []
+        raise InputError(
+            f"{name}: no setting and no section has this name{_format_close_names(name, names)}"
+        )
+    lines = _wrap_heading(chosen[0]) if chosen[0].section == name else []
     for setting in chosen:
         lines.append(f"{setting.name}={setting.value}")
-        lines += [*_indented(f"{setting.allowed}."), *_indented(setting.description)]
+        lines += [*_wrap_indented(f"{setting.allowed}."), *_wrap_indented(setting.description)]
         for value, words in setting.choices.items():
-            lines += textwrap.wrap(f"{value}: {words}" if words else value, _width(),
+            lines += textwrap.wrap(f"{value}: {words}" if words else value, _compute_text_width(),
                                    initial_indent=" " * 4, subsequent_indent=" " * 6)  # fmt: skip
     return "\n".join(lines)
 
@@ -123,23 +127,25 @@ def check_setting_exists(schema: type[Any], key: str) -> None:
     Raises:
         InputError: with the settings that are near, or the commands that have this one.
     """
-    names = {*_names(schema)}
+    names = {*_iter_setting_names(schema)}
     if any(f"{key}.".startswith(f"{n}.") or f"{n}.".startswith(f"{key}.") for n in names):
         return
-    having = [script for script, other in _commands() if key in _names(other)]
-    told = f"; {', '.join(having)} have it" if having else _near(key, names)
+    having = [
+        script for script, other in _iter_command_schemas() if key in _iter_setting_names(other)
+    ]
+    told = f"; {', '.join(having)} have it" if having else _format_close_names(key, names)
     raise InputError(f"{key}: this command has no such setting{told}")
 
 
-def _names(schema: type[Any], section: str = "") -> Iterator[str]:
+def _iter_setting_names(schema: type[Any], section: str = "") -> Iterator[str]:
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind):
-            yield from _names(kind, f"{section}{name}.")  # type: ignore[arg-type]
+            yield from _iter_setting_names(kind, f"{section}{name}.")  # type: ignore[arg-type]
         else:
             yield section + name
 
 
-def _commands() -> Iterator[tuple[str, type[Any]]]:
+def _iter_command_schemas() -> Iterator[tuple[str, type[Any]]]:
     """The scripts that have settings, by the first words of those."""
     for module in iter_modules(conf.settings.__path__, "conf.settings."):
         for schema in vars(import_module(module.name)).values():
@@ -148,30 +154,30 @@ def _commands() -> Iterator[tuple[str, type[Any]]]:
                 yield script[1], schema
 
 
-def _near(name: str, names: set[str]) -> str:
+def _format_close_names(name: str, names: set[str]) -> str:
     parts = {known.rpartition(".")[2]: known for known in sorted(names)}
     near = get_close_matches(name, names, cutoff=0.7)
     near += [parts[part] for part in get_close_matches(name.rpartition(".")[2], parts)]
     return f": near are {', '.join(dict.fromkeys(near))}" if near else ", see --help"
 
 
-def _settings(schema: type[Any], composed: Any, section: str, about: str) -> Iterator[Setting]:
+def _iter_settings(schema: type[Any], composed: Any, section: str, about: str) -> Iterator[Setting]:
     hints, words = get_type_hints(schema), words_of(schema)  # type: ignore[arg-type]
-    for name in _ordered(schema, composed, hints):
+    for name in _order_names(schema, composed, hints):
         kind, full = hints[name], f"{section}.{name}".lstrip(".")
         if is_dataclass(kind):
             own = " ".join(filter(None, (inspect.getdoc(kind), words.get(name))))
-            yield from _settings(kind, composed[name], full, own)  # type: ignore[arg-type]
+            yield from _iter_settings(kind, composed[name], full, own)  # type: ignore[arg-type]
             continue
         kinds = (kind, *get_args(kind))
         enum = next((k for k in kinds if isinstance(k, type) and issubclass(k, Enum)), None)
         own = words.get(name) or (inspect.getdoc(enum) if enum else None) or ""
         value = UNSET if OmegaConf.is_missing(composed, name) else format_value(composed[name])
         choices = {e.value: words_of(enum).get(e.name, "") for e in enum} if enum else {}
-        yield Setting(section, full, value, _kind(kind), own, choices, about)
+        yield Setting(section, full, value, _format_type(kind), own, choices, about)
 
 
-def _ordered(schema: type[Any], composed: Any, hints: dict[str, Any]) -> list[str]:
+def _order_names(schema: type[Any], composed: Any, hints: dict[str, Any]) -> list[str]:
     names = [field.name for field in fields(schema)]
 
     def place(name: str) -> tuple[int, int]:
@@ -206,7 +212,7 @@ def words_of(schema: type[Any]) -> dict[str, str]:
     for base in reversed(schema.__mro__):
         if not base.__module__.startswith("conf."):
             continue
-        for statement, following in pairwise(_classes(base.__module__)[base.__name__].body):
+        for statement, following in pairwise(_parse_classes(base.__module__)[base.__name__].body):
             target = statement.target if isinstance(statement, ast.AnnAssign) else None
             if isinstance(statement, ast.Assign):
                 target = statement.targets[0]  # type: ignore[assignment]
@@ -217,40 +223,40 @@ def words_of(schema: type[Any]) -> dict[str, str]:
 
 
 @cache
-def _classes(module: str) -> dict[str, ast.ClassDef]:
+def _parse_classes(module: str) -> dict[str, ast.ClassDef]:
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {part.name: part for part in tree.body if isinstance(part, ast.ClassDef)}
 
 
-def _kind(kind: Any) -> str:
+def _format_type(kind: Any) -> str:
     if get_origin(kind) in (Union, UnionType):
-        return ", or ".join(dict.fromkeys(map(_kind, get_args(kind))))
+        return ", or ".join(dict.fromkeys(map(_format_type, get_args(kind))))
     if kind is type(None):
         return "null"
     if get_origin(kind) is list:
-        return f"list ({_kind(get_args(kind)[0])})"
+        return f"list ({_format_type(get_args(kind)[0])})"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "one of " + ", ".join(choice.value for choice in kind)
     return KINDS.get(kind, "anything")
 
 
-def _width() -> int:
+def _compute_text_width() -> int:
     return max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
 
 
-def _heading(setting: Setting) -> list[str]:
+def _wrap_heading(setting: Setting) -> list[str]:
     if not setting.section:
         return []
-    return textwrap.wrap(f"{setting.section}: {setting.section_description}", _width())
+    return textwrap.wrap(f"{setting.section}: {setting.section_description}", _compute_text_width())
 
 
-def _indented(text: str) -> list[str]:
-    return textwrap.wrap(text, _width(), initial_indent="  ", subsequent_indent="  ")
+def _wrap_indented(text: str) -> list[str]:
+    return textwrap.wrap(text, _compute_text_width(), initial_indent="  ", subsequent_indent="  ")
 
 
-def _beside(key: str, text: str) -> list[str]:
+def _wrap_beside_key(key: str, text: str) -> list[str]:
     """The key, and words in a column of their own."""
-    lines = textwrap.wrap(text, _width() - COLUMN) or [""]
+    lines = textwrap.wrap(text, _compute_text_width() - COLUMN) or [""]
     if len(key) + 2 > COLUMN:
         return [key, *(" " * COLUMN + line for line in lines)]
     rest = (" " * COLUMN + line for line in lines[1:])

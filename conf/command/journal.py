@@ -52,7 +52,7 @@ class JsonlStore:
             unless_opened.callback(self._lock.release)
             _check_manifest(self.path, manifest)
             if self.path.exists():
-                self._recover()
+                self._drop_torn_line()
             write_atomically(out_dir / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
             unless_opened.pop_all()
 
@@ -79,7 +79,7 @@ class JsonlStore:
 
     def load_rows(self) -> list[dict]:
         """All rows on disk, in the order of the ids."""
-        rows = (row for _, row in _lines(self.path)) if self.path.exists() else ()
+        rows = (row for _, row in _iter_rows(self.path)) if self.path.exists() else ()
         return sorted(rows, key=lambda row: row["id"])
 
     def write_sorted(self) -> list[dict]:
@@ -89,18 +89,18 @@ class JsonlStore:
         write_atomically(self.path, "".join(lines))
         return rows
 
-    def _recover(self) -> None:
+    def _drop_torn_line(self) -> None:
         """Effects: cuts a torn last line off the file; fills `done`."""
         size = self.path.stat().st_size
         end = 0
-        for end, row in _lines(self.path):  # noqa: B007  the last value is used below
+        for end, row in _iter_rows(self.path):  # noqa: B007  the last value is used below
             self.done_ids.add(row["id"])
         if end < size:
             self.num_dropped_bytes = size - end
             os.truncate(self.path, end)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict]]:
+def _iter_rows(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields (offset after the line, row); ends before a last line that is torn.
 
     A line is torn without its newline, or, after a power failure, with other bytes in it.

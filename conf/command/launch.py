@@ -30,7 +30,7 @@ def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
         InputError: the launcher started, or was asked for, more processes than that; each
             would work alone and overwrite the others.
     """
-    for name, size in _sizes(environ).items():
+    for name, size in _parse_process_counts(environ).items():
         if size > num_processes:
             raise InputError(
                 f"{name}={size}: the launcher started so many processes, but only "
@@ -60,7 +60,7 @@ def check_device_map(device_map: str | None, environ: Mapping[str, str]) -> None
     """
     if device_map is None:
         return
-    for name, size in _sizes(environ).items():
+    for name, size in _parse_process_counts(environ).items():
         if size > 1:
             raise InputError(
                 f"target.device_map={device_map}: each of {size} processes ({name}) would spread "
@@ -70,7 +70,7 @@ def check_device_map(device_map: str | None, environ: Mapping[str, str]) -> None
             )
 
 
-def _sizes(environ: Mapping[str, str]) -> dict[str, int]:
+def _parse_process_counts(environ: Mapping[str, str]) -> dict[str, int]:
     """Processes of the launch, by the variable that says so."""
     return {name: int(size) for name in _SIZES if (size := environ.get(name, "")).isdigit()}
 

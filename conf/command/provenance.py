@@ -30,7 +30,7 @@ def collect_provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
         "config": to_json(config),
         "target": target,
         "data": to_json(data),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: _find_package_version(name) for name in _PACKAGES},
         "python": sys.version.split()[0],
         "argv": to_json(sys.argv),
         "git": git_revision(),
@@ -41,20 +41,20 @@ def git_revision() -> str | None:
     """The revision of this checkout, with `+changes` if it has any; None outside git."""
     root = Path(__file__).resolve().parents[2]
     try:
-        revision = _git(root, "rev-parse", "HEAD")
-        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+        revision = _run_git(root, "rev-parse", "HEAD")
+        changes = _run_git(root, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{revision}+changes" if changes else revision
 
 
-def _git(root: Path, *arguments: str) -> str:
+def _run_git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
 
 
-def _version(name: str) -> str | None:
+def _find_package_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
@@ -67,12 +67,12 @@ def compute_code_checksum(files: Iterable[Path]) -> str:
     Args:
         files: in an order of their own.
     """
-    checksums = [_checksum(file.read_text(encoding="utf-8")) for file in files]
+    checksums = [_hash_code(file.read_text(encoding="utf-8")) for file in files]
     return hashlib.sha256(" ".join(checksums).encode()).hexdigest()
 
 
 @cache
-def _checksum(text: str) -> str:
+def _hash_code(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -74,7 +74,10 @@ def find_changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list
 
 def format_changes(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
     """Words the values of two statements under some keys, for people."""
-    return "; ".join(f"{k} was {_shown(before.get(k))}, is {_shown(now.get(k))}" for k in keys)
+    return "; ".join(
+        f"{k} was {_format_changed_value(before.get(k))}, is {_format_changed_value(now.get(k))}"
+        for k in keys
+    )
 
 
 def check_unchanged(
@@ -102,6 +105,6 @@ def check_unchanged(
         )
 
 
-def _shown(value: Any) -> str:
+def _format_changed_value(value: Any) -> str:
     """Shortens a checksum to what can be compared by eye."""
     return value[:12] if isinstance(value, str) and _CHECKSUM.fullmatch(value) else repr(value)

@@ -17,7 +17,7 @@ def check_positive(prefix: str, config: object, *names: str) -> None:
     Raises:
         InputError: with the key, the value and what is allowed.
     """
-    _refuse(prefix, config, names, lambda value: value <= 0, "above 0")
+    _check_values(prefix, config, names, lambda value: value <= 0, "above 0")
 
 
 def check_not_negative(prefix: str, config: object, *names: str) -> None:
@@ -26,7 +26,7 @@ def check_not_negative(prefix: str, config: object, *names: str) -> None:
     Raises:
         InputError: with the key, the value and what is allowed.
     """
-    _refuse(prefix, config, names, lambda value: value < 0, "at least 0")
+    _check_values(prefix, config, names, lambda value: value < 0, "at least 0")
 
 
 def check_below_one(prefix: str, config: object, name: str) -> None:
@@ -35,7 +35,7 @@ def check_below_one(prefix: str, config: object, name: str) -> None:
     Raises:
         InputError: with the key, the value and what is allowed.
     """
-    _refuse(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
+    _check_values(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
 
 
 def check_fraction(prefix: str, config: object, *names: str) -> None:
@@ -44,10 +44,10 @@ def check_fraction(prefix: str, config: object, *names: str) -> None:
     Raises:
         InputError: with the key, the value and what is allowed.
     """
-    _refuse(prefix, config, names, lambda value: not 0 <= value <= 1, "from 0 to 1")
+    _check_values(prefix, config, names, lambda value: not 0 <= value <= 1, "from 0 to 1")
 
 
-def _refuse(
+def _check_values(
     prefix: str, config: object, names: Iterable[str], bad: Callable[[Any], bool], allowed: str
 ) -> None:
     for name in names:

@@ -130,7 +130,7 @@ class StoreContents:
         """Bytes per token, ids, documents and masks included."""
         return sum(field.num_bytes for field in self.tensor_specs)
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Line about the contents."""
         last = f"top {self.top_k}" if self.teacher is TeacherKind.top_k else "last hidden state"
         layers = ", ".join(map(str, self.layers)) or "none"
@@ -199,7 +199,7 @@ class ShardIndex:
             ) from error
 
     @cached_property
-    def starts(self) -> list[int]:
+    def token_offsets(self) -> list[int]:
         """Tokens before each sequence, and finally the total."""
         return list(accumulate(self.num_tokens, initial=0))
 

@@ -152,9 +152,9 @@ class StoredDataset(Dataset):
             learnt = ids[row["loss_mask"][:num_tokens].bool()]
             where = f"{self.store.folder}: sequence {index} of {self.split}".format
             check_token_ids(ids.tolist(), target, where, learnt.tolist())
-        return self._item(row, num_tokens)
+        return self._complete_sequence(row, num_tokens)
 
-    def _item(self, row: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+    def _complete_sequence(self, row: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
         """Add dtypes, positions and padding of a packed sequence to stored tensors."""
         ids, documents = row["input_ids"].long(), row["document_ids"].long()
         ids[num_tokens:] = self.pad_id
@@ -210,7 +210,11 @@ def load_shard_sequence(
         InputError: the file is too short or damaged.
         OSError: the file cannot be read.
     """
-    first, num_tokens, total = index.starts[number], index.num_tokens[number], index.starts[-1]
+    first, num_tokens, total = (
+        index.token_offsets[number],
+        index.num_tokens[number],
+        index.token_offsets[-1],
+    )
     # The tensors lie at the end of the file, after the header.
     offset = index.size - total * sum(field.num_bytes for field in fields)
     tensors, digest = {}, xxhash.xxh3_64()

@@ -108,7 +108,7 @@ def _write_shard(
         for sequence in sequences
     ]
     parts: Iterable[bytes | memoryview] = chain(
-        [_header(fields, sum(num_tokens))],
+        [_build_header(fields, sum(num_tokens))],
         (memory_of(sequence[field.name]) for field in fields for sequence in sequences),
     )
     path = folder / f"{name}{SAFETENSORS_SUFFIX}"
@@ -136,7 +136,7 @@ def _write_shard(
     return index
 
 
-def _header(fields: Sequence[TensorSpec], num_tokens: int) -> bytes:
+def _build_header(fields: Sequence[TensorSpec], num_tokens: int) -> bytes:
     """Length of safetensors' JSON header in 8 bytes, and the header, padded to a multiple of 8."""
     entries, end = {}, 0
     for field in fields:
@@ -161,7 +161,7 @@ class ShardWriterPool:
         self._pool = ThreadPoolExecutor(NUM_WRITERS)
         self._pending: set[Future[None]] = set()
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit_job(self, job: Callable[[], None]) -> None:
         """Start a job once fewer than `NUM_WRITERS` are running."""
         while len(self._pending) >= NUM_WRITERS:
             wait(self._pending, return_when=FIRST_COMPLETED)
@@ -193,7 +193,7 @@ class HostCopy:
     tensors: dict[str, Tensor]
     ready: torch.cuda.Event | None
 
-    def wait(self) -> dict[str, Tensor]:
+    def wait_for_tensors(self) -> dict[str, Tensor]:
         """Wait for the tensors and return them."""
         if self.ready is not None:
             self.ready.synchronize()
@@ -224,7 +224,7 @@ class HostCopier:
             return HostCopy(dict(tensors), None)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            host = {name: self._copy(tensor) for name, tensor in tensors.items()}
+            host = {name: self._copy_to_host(tensor) for name, tensor in tensors.items()}
             ready = torch.cuda.Event()
             ready.record()
         self._under_way.append(ready)
@@ -232,7 +232,7 @@ class HostCopier:
             self._under_way.popleft().synchronize()
         return HostCopy(host, ready)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy_to_host(self, tensor: Tensor) -> Tensor:
         # Keeps the allocator from reusing this memory before the copy ends.
         tensor.record_stream(self._stream)  # type: ignore[arg-type]
         return self._blocks.allocate_like(tensor).copy_(tensor, non_blocking=True)

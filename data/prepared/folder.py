@@ -41,7 +41,7 @@ from data.prepared.tokenise import (
     TokenisingSettings,
     iter_shards,
     num_cores,
-    write,
+    write_shard_file,
 )
 from data.rows import files, forms, messages, values
 from data.rows.files import DataSource, find_source, iter_rows
@@ -135,15 +135,17 @@ def load_or_prepare_data(
         source = find_source(
             path, subset=config.subset, split=config.split, streaming=config.streaming
         )
-        folder = root / _key(_contents(source, root), config, tokenizer)
-        prepared = _opened(folder, source)
+        folder = root / _compute_folder_key(
+            _compute_source_checksum(source, root), config, tokenizer
+        )
+        prepared = _open_prepared(folder, source)
         if prepared is None:
             folder.mkdir(parents=True, exist_ok=True)
             ready = (folder / INDEX).is_file
             with hold_lock(folder / "lock", ready, waiting) as mine:
                 if mine and not ready():
-                    _prepare(folder, source, config, tokenizer)
-            prepared = _opened(folder, source)
+                    _prepare_shards(folder, source, config, tokenizer)
+            prepared = _open_prepared(folder, source)
     except OSError as error:
         raise InputError(
             f"data.prepared_dir={root}: cannot hold the prepared data ({error}); free space there, "
@@ -154,17 +156,17 @@ def load_or_prepare_data(
             f"data.prepared_dir={root}: newly written data are damaged; name another folder"
         )
     if prepared.bad_row_messages and config.on_bad_row is OnBadRow.error:
-        raise _stopped(prepared.bad_row_messages[0])
+        raise _make_bad_row_error(prepared.bad_row_messages[0])
     return prepared
 
 
-def _contents(source: DataSource, root: Path) -> str:
+def _compute_source_checksum(source: DataSource, root: Path) -> str:
     """Checksum of a source, remembered for unchanged files."""
     if not source.files:
         return _hub_fingerprint(source)
-    facts = _facts(source)
+    facts = _list_file_facts(source)
     places = [str(file.absolute()) for file in source.files]
-    known = root / "contents" / f"{_sha256([places, facts])}.json"
+    known = root / "contents" / f"{_hash_json([places, facts])}.json"
     if known.is_file():
         return str(json.loads(known.read_bytes()))
     digest = hashlib.sha256()
@@ -178,7 +180,7 @@ def _contents(source: DataSource, root: Path) -> str:
             raise InputError(f"{path}: cannot be read: {error}") from error
     _check_unchanged(source, facts)
     known.parent.mkdir(parents=True, exist_ok=True)
-    write(known, json.dumps(digest.hexdigest()).encode())
+    write_shard_file(known, json.dumps(digest.hexdigest()).encode())
     return digest.hexdigest()
 
 
@@ -193,7 +195,7 @@ def _hub_fingerprint(source: DataSource) -> str:
     return str(loaded._fingerprint)
 
 
-def _facts(source: DataSource) -> list[tuple[str, int, int, int]]:
+def _list_file_facts(source: DataSource) -> list[tuple[str, int, int, int]]:
     """Name, size and times of every file. A single file counts by its ending only.
 
     Copies that keep the modification time (rsync -t, cp -p, tar) still change the inode's time.
@@ -211,17 +213,19 @@ def _facts(source: DataSource) -> list[tuple[str, int, int, int]]:
 
 
 def _check_unchanged(source: DataSource, facts: list[tuple[str, int, int, int]]) -> None:
-    if _facts(source) != facts:
+    if _list_file_facts(source) != facts:
         raise InputError(
             f"{source.path}: changed while being read; start again once it is complete"
         )
 
 
-def _key(contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _compute_folder_key(
+    contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
+) -> str:
     code = compute_code_checksum(Path(str(module.__file__)) for module in RULE)
     settings = [to_json(getattr(config, name)) for name in CONTENT_SETTINGS]
     libraries = [version(name) for name in LIBRARIES]
-    return _sha256([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]
+    return _hash_json([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -237,15 +241,15 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     return [type(tokenizer).__name__, rule, special, tokenizer.chat_template]
 
 
-def _sha256(content: Any) -> str:
+def _hash_json(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _prepare(
+def _prepare_shards(
     folder: Path, source: DataSource, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Make the missing shards, and the index."""
-    path, facts, digest = source.path, _facts(source), hashlib.sha256()
+    path, facts, digest = source.path, _list_file_facts(source), hashlib.sha256()
     rows = iter_rows(source, digest)
     first = list(islice(rows, NUM_ROWS_TO_DETECT))
     if not first:
@@ -255,29 +259,29 @@ def _prepare(
         RecordEncoder(tokenizer).build_template(
             {}, None
         )  # raises for a tokenizer without a chat template
-    rule = TokenisingSettings(tokenizer, form, config, _root(source))
+    rule = TokenisingSettings(tokenizer, form, config, _find_source_root(source))
     shards, num_new, seconds = [], 0, -time.monotonic()
     making = iter_shards(folder, chain(first, rows), rule, config.num_proc or num_cores())
     few = len(first) < NUM_ROWS_TO_DETECT
     with closing(making), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
         for shard, is_new in making:
             if shard.bad and config.on_bad_row is OnBadRow.error:
-                raise _stopped(_message(source, shard.bad[0]))
+                raise _make_bad_row_error(_format_bad_row(source, shard.bad[0]))
             shards.append(shard)
             num_new += shard.num_rows if is_new else 0
             bar.update(shard.num_rows)
     if not any(shard.num_records for shard in shards):
-        bad = [_message(source, bad) for shard in shards for bad in shard.bad]
+        bad = [_format_bad_row(source, bad) for shard in shards for bad in shard.bad]
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
     _check_unchanged(source, facts)
     rows_per_s = round(num_new / (seconds + time.monotonic()), 1) if num_new else None
     index = Index(form.value, digest.hexdigest(), rows_per_s, shards)
-    write(folder / INDEX, json.dumps(asdict(index)).encode())
+    write_shard_file(folder / INDEX, json.dumps(asdict(index)).encode())
     for leftover in folder.glob("*.tmp"):  # left by killed starts
         leftover.unlink(missing_ok=True)
 
 
-def _opened(folder: Path, source: DataSource) -> PreparedFolder | None:
+def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
     """Open prepared data if whole. Damaged files are named and prepared again."""
     try:
         stored = json.loads((folder / INDEX).read_bytes())
@@ -304,7 +308,9 @@ def _opened(folder: Path, source: DataSource) -> PreparedFolder | None:
             pieces.append(TokenChunk(file.get_tensor("input_ids"), file.get_tensor("loss_mask")))
             lengths.append(file.get_tensor("lengths").numpy())
             record.append(file.get_tensor("record").numpy() + num_records)
-        malformed += [_root(source) + bad.place for bad in shard.bad if bad.record is None]
+        malformed += [
+            _find_source_root(source) + bad.place for bad in shard.bad if bad.record is None
+        ]
         refused += [bad.record + num_records for bad in shard.bad if bad.record is not None]
         num_records += shard.num_records
         unread.update(shard.unread)
@@ -318,7 +324,9 @@ def _opened(folder: Path, source: DataSource) -> PreparedFolder | None:
         samples=TokenisedSamples(pieces, np.concatenate(lengths), highest=highest),
         record_of_sample=np.concatenate(record),
         refused_records=np.array(refused, dtype=np.int64),
-        bad_row_messages=[_message(source, bad) for shard in index.shards for bad in shard.bad],
+        bad_row_messages=[
+            _format_bad_row(source, bad) for shard in index.shards for bad in shard.bad
+        ],
         malformed_locations=frozenset(malformed),
         unread=dict(unread),
         unrendered=dict(unrendered),
@@ -327,14 +335,14 @@ def _opened(folder: Path, source: DataSource) -> PreparedFolder | None:
     )
 
 
-def _root(source: DataSource) -> str:
+def _find_source_root(source: DataSource) -> str:
     """Common start of the places of a source's rows."""
     return str(Path(source.path).expanduser()) if source.files else source.path
 
 
-def _message(source: DataSource, bad: BadRow) -> str:
-    return f"{_root(source)}{bad.place}: {bad.why}"
+def _format_bad_row(source: DataSource, bad: BadRow) -> str:
+    return f"{_find_source_root(source)}{bad.place}: {bad.why}"
 
 
-def _stopped(message: str) -> InputError:
+def _make_bad_row_error(message: str) -> InputError:
     return InputError(f"{message}; fix the row or set data.on_bad_row=skip")

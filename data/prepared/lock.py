@@ -37,7 +37,7 @@ def hold_lock(
         OSError: the folder cannot be written.
     """
     mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
-    if not _taken(path, mine, ready, waiting):
+    if not _take_lock(path, mine, ready, waiting):
         yield False
         return
     done = threading.Event()
@@ -54,18 +54,18 @@ def hold_lock(
     finally:
         done.set()
         beating.join()
-        if _holder(path)[0] == mine:
+        if _read_holder(path)[0] == mine:
             path.unlink(missing_ok=True)
 
 
-def _taken(
+def _take_lock(
     path: Path, mine: str, ready: Callable[[], bool], waiting: Callable[[str], None]
 ) -> bool:
     seen, since, told = ("", 0), time.monotonic(), False
-    while not _created(path, mine):
+    while not _create_lock_file(path, mine):
         if ready():
             return False
-        holder, now = _holder(path), time.monotonic()
+        holder, now = _read_holder(path), time.monotonic()
         if holder != seen:
             # Clocks of machines differ, so the stamp only has to move, as seen from here.
             seen, since = holder, now
@@ -80,7 +80,7 @@ def _taken(
     return True
 
 
-def _created(path: Path, mine: str) -> bool:
+def _create_lock_file(path: Path, mine: str) -> bool:
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
@@ -90,7 +90,7 @@ def _created(path: Path, mine: str) -> bool:
     return True
 
 
-def _holder(path: Path) -> tuple[str, int]:
+def _read_holder(path: Path) -> tuple[str, int]:
     """Holder and time of its last update; an empty name if the file is gone."""
     with suppress(FileNotFoundError):
         return path.read_text(), path.stat().st_mtime_ns

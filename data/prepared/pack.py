@@ -111,7 +111,7 @@ class TokenisedSamples:
         """[N] int32 learnt tokens among the first `max_length` tokens of each sample."""
         num_learnt = np.zeros(len(self), dtype=np.int32)
         for piece, first, last in self._by_piece():
-            begins, ends = self._ends(piece, first, last, max_length)
+            begins, ends = self._compute_sample_ranges(piece, first, last, max_length)
             mask = self._pieces[piece].loss_mask.numpy()
             before = np.concatenate([[0], np.cumsum(mask, dtype=np.int32)])
             num_learnt[first:last] = before[ends] - before[begins]
@@ -120,7 +120,7 @@ class TokenisedSamples:
     def iter_truncated(self, max_length: int) -> Iterator[TokenChunk]:
         """Copy the first `max_length` tokens of every sample, piece by piece."""
         for piece, first, last in self._by_piece():
-            begins, ends = self._ends(piece, first, last, max_length)
+            begins, ends = self._compute_sample_ranges(piece, first, last, max_length)
             whole = self._pieces[piece]
             steps = np.zeros(len(whole.input_ids) + 1, dtype=np.int8)
             np.add.at(steps, begins, 1)
@@ -138,7 +138,7 @@ class TokenisedSamples:
             if first < last:
                 yield piece, first, last
 
-    def _ends(
+    def _compute_sample_ranges(
         self, piece: int, first: int, last: int, max_length: int
     ) -> tuple[np.ndarray, np.ndarray]:
         begins = self._starts[first:last] - self._bounds[piece]
@@ -160,7 +160,7 @@ class Packing(Sequence[np.ndarray]):
         return self._members[self._bounds[sequence] : self._bounds[sequence + 1]]
 
 
-def pack(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing:
+def pack_samples(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing:
     """Group samples into sequences: best fit, longest first, in windows of shuffled samples.
 
     Args:
@@ -172,7 +172,7 @@ def pack(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing
         Sample indices of each sequence.
     """
     generator = random.Random(seed)
-    order = _shuffled(len(lengths), generator)
+    order = _shuffle_numbers(len(lengths), generator)
     shuffled = np.asarray(lengths, dtype=np.int64)[order]
     num_sequences = 0
     windows, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -185,7 +185,7 @@ def pack(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing
     place = np.concatenate(places)
     members = order[np.concatenate(windows)][np.argsort(place, kind="stable")]
     bounds = np.cumsum([0, *np.bincount(place, minlength=num_sequences)])
-    return Packing(members, bounds, _shuffled(num_sequences, generator))
+    return Packing(members, bounds, _shuffle_numbers(num_sequences, generator))
 
 
 def _best_fit(lengths: list[int], max_length: int) -> np.ndarray:
@@ -205,7 +205,7 @@ def _best_fit(lengths: list[int], max_length: int) -> np.ndarray:
     return np.array(sequences, dtype=np.int64)
 
 
-def _shuffled(count: int, generator: random.Random) -> np.ndarray:
+def _shuffle_numbers(count: int, generator: random.Random) -> np.ndarray:
     """[count] integers in the order that `random.Random.shuffle` gives."""
     numbers = array("q", range(count))
     generator.shuffle(numbers)
@@ -302,7 +302,7 @@ class PackedDataset(Dataset):
         self._place, self._taken = place, np.flatnonzero(num_learnt)
         self._samples = samples.select_samples(self._taken)
         self._lengths = np.minimum(self._samples.lengths, max_length)
-        self.packing = pack(self._lengths, max_length, seed)
+        self.packing = pack_samples(self._lengths, max_length, seed)
         """Sample indices of each sequence."""
 
     @property

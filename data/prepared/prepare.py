@@ -118,8 +118,8 @@ def prepare_datasets(
     ]
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad_id = next(token_id for token_id in ids if token_id is not None)
-    sets = [selection.packed(config.max_length, seed, pad_id) for selection in selections]
-    return sets[0], sets[1], _report(config, folders, selections, sets)
+    sets = [selection.pack_records(config.max_length, seed, pad_id) for selection in selections]
+    return sets[0], sets[1], _build_report(config, folders, selections, sets)
 
 
 def split_records(
@@ -151,15 +151,15 @@ class RecordSelection:
     records: np.ndarray
 
     @cached_property
-    def _numbers(self) -> np.ndarray:
+    def _sample_numbers(self) -> np.ndarray:
         return np.flatnonzero(np.isin(self.folder.record_of_sample, self.records))
 
     @cached_property
     def samples(self) -> TokenisedSamples:
         """Samples of these records."""
-        return self.folder.samples.select_samples(self._numbers)
+        return self.folder.samples.select_samples(self._sample_numbers)
 
-    def packed(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
+    def pack_records(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
         """Packed sequences of these records.
 
         Raises:
@@ -168,7 +168,7 @@ class RecordSelection:
 
         def place(sample: int) -> str:
             return self.folder.find_location(
-                int(self.folder.record_of_sample[self._numbers[sample]])
+                int(self.folder.record_of_sample[self._sample_numbers[sample]])
             )
 
         packed = PackedDataset(self.samples, max_length, seed=seed, pad_id=pad_id, place=place)
@@ -185,7 +185,7 @@ class RecordSelection:
         )
 
 
-def _report(
+def _build_report(
     config: PackedConfig,
     folders: list[PreparedFolder],
     selections: list[RecordSelection],

@@ -145,7 +145,7 @@ def iter_shards(
         InputError: a row has another form than the others, or a worker was killed.
         OSError: a shard cannot be written.
     """
-    jobs = _jobs(folder, rows)
+    jobs = _iter_jobs(folder, rows)
     first = list(islice(jobs, NUM_SMALL + 1))
     jobs = chain(first, jobs)
     if num_proc == 1 or len(first) <= NUM_SMALL:
@@ -155,7 +155,7 @@ def iter_shards(
     # Workers fork from a server process, which has neither threads nor a CUDA device.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.tokenization_utils_tokenizers"])
-    pool = ProcessPoolExecutor(num_proc, context, _begin, (rule,))
+    pool = ProcessPoolExecutor(num_proc, context, _initialise_worker, (rule,))
     try:
         yield from _in_order(pool, jobs, 2 * num_proc)
     except BrokenProcessPool as error:
@@ -187,7 +187,7 @@ def tokenise_shard(job: TokenisingJob, rule: TokenisingSettings) -> PreparedShar
         try:
             record = parse_record(row, rule.form, rule.config.columns, detected=detected)
             if record.text is not None and detected:
-                refuse_dialogue(encoder.markers.find_marker(record.text))
+                refuse_dialogue(encoder.turn_markers.find_marker(record.text))
         except MalformedRowError as error:
             bad.append(BadRow(place, str(error)))
             continue
@@ -223,12 +223,12 @@ def tokenise_shard(job: TokenisingJob, rule: TokenisingSettings) -> PreparedShar
         unrendered=dict(unrendered),
         highest=max(ids, default=0),
     )
-    write(job.folder / f"{job.name}{SAFETENSORS_SUFFIX}", content)
-    write(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())
+    write_shard_file(job.folder / f"{job.name}{SAFETENSORS_SUFFIX}", content)
+    write_shard_file(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())
     return shard
 
 
-def write(path: Path, content: bytes) -> None:
+def write_shard_file(path: Path, content: bytes) -> None:
     """Write a file atomically, even if other processes write it at the same time.
 
     Raises:
@@ -252,8 +252,8 @@ def num_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
-    for number, batch in enumerate(_batches(rows)):
+def _iter_jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
+    for number, batch in enumerate(_iter_batches(rows)):
         name = f"shard-{number:05d}"
         try:
             shard = PreparedShard.from_json(json.loads((folder / f"{name}.json").read_bytes()))
@@ -263,7 +263,7 @@ def _jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
         yield TokenisingJob(folder, name, batch, done=shard if whole else None)
 
 
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _iter_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
     batch: list[Row] = []
     num_bytes = 0
     for row in rows:
@@ -283,7 +283,7 @@ def _in_order(
     waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
     for job in chain(jobs, [None]):
         if job is not None:
-            waiting.append(job.done or _submit(pool, job))
+            waiting.append(job.done or _submit_job(pool, job))
         while len(waiting) > (num_ahead if job else 0):
             shard = waiting.popleft()
             if isinstance(shard, PreparedShard):
@@ -296,7 +296,7 @@ _rule: TokenisingSettings | None = None
 """Settings of this process if it is a worker."""
 
 
-def _submit(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedShard]:
+def _submit_job(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedShard]:
     """Submit a job without handing the running script to the workers.
 
     Each worker would otherwise import the script, and run it if it has no `__main__` guard.
@@ -304,12 +304,12 @@ def _submit(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedSha
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        return pool.submit(_work, job)
+        return pool.submit(_run_job, job)
     finally:
         sys.modules["__main__"] = script
 
 
-def _begin(rule: TokenisingSettings) -> None:
+def _initialise_worker(rule: TokenisingSettings) -> None:
     """Make this process a worker."""
     global _rule  # noqa: PLW0603  a process has one, and jobs should not carry it
     _rule = rule
@@ -328,6 +328,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(job: TokenisingJob) -> PreparedShard:
+def _run_job(job: TokenisingJob) -> PreparedShard:
     assert _rule is not None
     return tokenise_shard(job, _rule)

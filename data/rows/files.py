@@ -83,7 +83,7 @@ def find_source(
     if local is None:
         return DataSource(path, (), subset=subset, split=split, streaming=streaming)
     if local.is_dir():
-        return _folder(local, path, subset, split)
+        return _find_folder_source(local, path, subset, split)
     parse_file_ending(local)
     return DataSource(path, (local,))
 
@@ -110,7 +110,7 @@ def check_data_paths(config: RowsConfig, section: str = "data") -> None:
         )
 
 
-def _folder(folder: Path, path: str, subset: str | None, split: str) -> DataSource:
+def _find_folder_source(folder: Path, path: str, subset: str | None, split: str) -> DataSource:
     saved_splits = folder / SAVED_SPLITS
     if saved_splits.is_file():
         names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED).is_file()]
@@ -119,9 +119,9 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> DataSour
                 f"data.split={split}: not in {path}, which has {', '.join(names) or 'no splits'}"
             )
         others = tuple(f"{name}/ (data.split={split})" for name in names if name != split)
-        return DataSource(path, _saved(folder / split), others)
+        return DataSource(path, _list_saved_files(folder / split), others)
     if (folder / SAVED).is_file():
-        return DataSource(path, _saved(folder))
+        return DataSource(path, _list_saved_files(folder))
     inside = {
         file: file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()
     }
@@ -129,7 +129,7 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> DataSour
     files = [file for file in seen if _is_data(file)]
     if not files:
         raise InputError(f"{path}: no file in this folder ends in {ALLOWED}")
-    wanted = [file for file in files if subset is None or subset in _names(inside[file])]
+    wanted = [file for file in files if subset is None or subset in _list_split_names(inside[file])]
     if not wanted:
         there = ", ".join(str(inside[file]) for file in files)
         raise InputError(
@@ -146,7 +146,7 @@ def _folder(folder: Path, path: str, subset: str | None, split: str) -> DataSour
     )
 
 
-def _saved(folder: Path) -> tuple[Path, ...]:
+def _list_saved_files(folder: Path) -> tuple[Path, ...]:
     """Files of a dataset written by `save_to_disk`, without caches beside them."""
     try:
         state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
@@ -166,7 +166,7 @@ def _is_data(file: Path) -> bool:
 
 def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
     """Files of a split, or all files if none is named after a split."""
-    names = {file: [name.lower() for name in _names(inside[file])] for file in files}
+    names = {file: [name.lower() for name in _list_split_names(inside[file])] for file in files}
     splits = {file: _split_named(names[file]) for file in files}
     if not any(splits.values()):
         return files
@@ -184,7 +184,7 @@ def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str
     return chosen
 
 
-def _names(file: Path) -> list[str]:
+def _list_split_names(file: Path) -> list[str]:
     """Names that may name a split or subset: folders, and the file's name without shard number."""
     ending = next(
         s for s in sorted(DATA_ENDINGS, key=len, reverse=True) if file.name.lower().endswith(s)
@@ -239,7 +239,7 @@ class Row:
     value: object = None
     problem: str | None = None
 
-    def parse(self) -> "Row":
+    def parse_raw(self) -> "Row":
         """Decode the row into its value or its problem."""
         if self.raw is None:
             return self
@@ -266,12 +266,12 @@ def iter_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
         InputError: a file does not match its ending, or the Hub dataset cannot be loaded.
     """
     if not source.files:
-        yield from _hub(source, digest)
+        yield from _iter_hub_rows(source, digest)
     for file in source.files:
         yield from READERS[parse_file_ending(file)](file, digest)
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def _iter_lines(file: Path) -> Iterator[bytes]:
     suffix = file.suffix.lower()
     try:
         with gzip.open(file) if suffix == ".gz" else file.open("rb") as stream:
@@ -287,26 +287,26 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise InputError(f"{file}: cannot be read: {error}") from None
 
 
-def _counted(file: Path, digest: Digest) -> Iterator[bytes]:
-    for line in _lines(file):
+def _iter_hashed_lines(file: Path, digest: Digest) -> Iterator[bytes]:
+    for line in _iter_lines(file):
         digest.update(line)
         yield line
 
 
 def _json_lines(file: Path, digest: Digest) -> Iterator[Row]:
-    for number, line in enumerate(_counted(file, digest), 1):
+    for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
         if line.strip():
             yield Row(f"{file}:{number}", raw=line)
 
 
-def _json(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_json_rows(file: Path, digest: Digest) -> Iterator[Row]:
     """Read a list of objects, or objects one after another, one per line or as `jq` writes them."""
     if _holds_lines(file):
         yield from _json_lines(file, digest)
         return
-    content = b"".join(_counted(file, digest))
+    content = b"".join(_iter_hashed_lines(file, digest))
     try:
-        values = _documents(content.decode("utf-8-sig"))
+        values = _parse_json_values(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InputError(f"{file}: not UTF-8 (at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -325,7 +325,7 @@ def _json(file: Path, digest: Digest) -> Iterator[Row]:
         yield Row(f"{file}[row {number}]", value=value)
 
 
-def _documents(text: str) -> list[Any]:
+def _parse_json_values(text: str) -> list[Any]:
     """Parse the JSON values that follow one another in a text."""
     decoder, values, at = json.JSONDecoder(), [], 0
     while (begin := SPACE.match(text, at)) and begin.end() < len(text):
@@ -336,14 +336,14 @@ def _documents(text: str) -> list[Any]:
 
 def _holds_lines(file: Path) -> bool:
     """Tell whether the first non-blank line is a whole object."""
-    for line in _lines(file):
+    for line in _iter_lines(file):
         start = line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         if start:
-            return start == b"{" and isinstance(Row("", raw=line).parse().value, dict)
+            return start == b"{" and isinstance(Row("", raw=line).parse_raw().value, dict)
     return True
 
 
-def _cells(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_csv_rows(file: Path, digest: Digest) -> Iterator[Row]:
     """Read cells under the names of the first line."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if parse_file_ending(file) == ".tsv" else ","
@@ -366,23 +366,23 @@ def _cells(file: Path, digest: Digest) -> Iterator[Row]:
 
 
 def _decoded_lines(file: Path, digest: Digest) -> Iterator[str]:
-    for number, line in enumerate(_counted(file, digest), 1):
+    for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"{file}:{number}: not UTF-8 (at byte {error.start})") from None
 
 
-def _parquet(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_parquet_rows(file: Path, digest: Digest) -> Iterator[Row]:
     from pyarrow import parquet
 
     def batches() -> Iterator:
         return parquet.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS)
 
-    return _table(file, digest, "Parquet", batches)
+    return _iter_table_rows(file, digest, "Parquet", batches)
 
 
-def _arrow(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_arrow_rows(file: Path, digest: Digest) -> Iterator[Row]:
     import pyarrow
 
     def batches() -> Iterator:
@@ -395,10 +395,12 @@ def _arrow(file: Path, digest: Digest) -> Iterator[Row]:
                 for index in range(reader.num_record_batches):
                     yield reader.get_batch(index)
 
-    return _table(file, digest, "Arrow", batches)
+    return _iter_table_rows(file, digest, "Arrow", batches)
 
 
-def _table(file: Path, digest: Digest, name: str, batches: Callable[[], Iterator]) -> Iterator[Row]:
+def _iter_table_rows(
+    file: Path, digest: Digest, name: str, batches: Callable[[], Iterator]
+) -> Iterator[Row]:
     import pyarrow
 
     number = 0
@@ -411,21 +413,21 @@ def _table(file: Path, digest: Digest, name: str, batches: Callable[[], Iterator
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for value in batch.slice(start, BATCH_ROWS).to_pylist():
                     number += 1
-                    yield Row(f"{file}[row {number}]", value=_filled(value))
+                    yield Row(f"{file}[row {number}]", value=_drop_empty_fields(value))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: not a readable {name} file: {error}") from None
 
 
-def _filled(value: object) -> object:
+def _drop_empty_fields(value: object) -> object:
     """Remove the empty fields that tables give every object."""
     if isinstance(value, dict):
-        return {key: _filled(part) for key, part in value.items() if part is not None}
+        return {key: _drop_empty_fields(part) for key, part in value.items() if part is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [_filled(part) for part in value]
+        return [_drop_empty_fields(part) for part in value]
     return value
 
 
-def _hub(source: DataSource, digest: Digest) -> Iterator[Row]:
+def _iter_hub_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
     import datasets
 
     path, subset, split = source.path, source.subset, source.split
@@ -438,15 +440,15 @@ def _hub(source: DataSource, digest: Digest) -> Iterator[Row]:
         ) from error
     for number, row in enumerate(dataset, 1):
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-        yield Row(f"{path}[{split}]:{number}", value=_filled(row))
+        yield Row(f"{path}[{split}]:{number}", value=_drop_empty_fields(row))
 
 
 READERS: dict[str, Callable[[Path, Digest], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
-    ".json": _json,
-    ".csv": _cells,
-    ".tsv": _cells,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
+    ".json": _iter_json_rows,
+    ".csv": _iter_csv_rows,
+    ".tsv": _iter_csv_rows,
+    ".parquet": _iter_parquet_rows,
+    ".arrow": _iter_arrow_rows,
 }

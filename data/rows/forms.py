@@ -93,7 +93,7 @@ def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | Non
         InputError: no row has a form, or none has a named column.
     """
     columns = columns or {}
-    values = [row.parse().value for row in rows[:NUM_ROWS_TO_DETECT]]
+    values = [row.parse_raw().value for row in rows[:NUM_ROWS_TO_DETECT]]
     for name, theirs in columns.items():
         if not any(isinstance(value, dict) and theirs in value for value in values):
             raise InputError(
@@ -105,11 +105,11 @@ def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | Non
         {name: value.get(columns[name]) for name in columns} if isinstance(value, dict) else {}
         for value in values
     ]
-    for candidates in (named, [_renamed(value, columns)[0] for value in values]):
+    for candidates in (named, [_rename_fields(value, columns)[0] for value in values]):
         form = next((form for form in map(_form_of, candidates) if form), None)
         if form:
             return form
-    first = rows[0].parse()
+    first = rows[0].parse_raw()
     keys = ", ".join(key for spec in FORMS for key in spec.keys)
     raise InputError(
         f"{path}: none of the first {len(values)} rows has a known form; "
@@ -137,7 +137,7 @@ def parse_record(
     """
     columns = columns or {}
     try:
-        return _record(row.parse(), form, columns, detected)
+        return _parse_record(row.parse_raw(), form, columns, detected)
     except MalformedRowError as error:
         ours = NAME.match(error.name)
         if ours is None or ours[0] not in columns:
@@ -146,13 +146,13 @@ def parse_record(
         raise MalformedRowError(name, error.found, error.allowed) from None
 
 
-def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) -> Record:
+def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) -> Record:
     if row.problem:
         raise MalformedRowError("(whole row)", row.problem, "one JSON object")
     value = row.value
     if not isinstance(value, dict):
         raise MalformedRowError("(whole row)", format_found_value(value), "an object with fields")
-    fields, hidden = _renamed(value, columns)
+    fields, hidden = _rename_fields(value, columns)
     spec = next(spec for spec in FORMS if spec.form is form)
     key = next((key for key in spec.keys if fields.get(key) is not None), None)
     if key is None:
@@ -172,7 +172,7 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
     talk = Conversation()
     if spec.parse is not None:
         refuse_media(fields)
-        talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _system))
+        talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _parse_system_prompt))
         record = replace(
             record,
             tools=_first_of(fields, TOOLS, parse_tools),
@@ -200,7 +200,7 @@ def _record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) ->
         if detected:
             refuse_dialogue(find_turn_marker(str(record.text)))
     else:
-        record = replace(record, tokens=_tokens(fields))
+        record = replace(record, tokens=_parse_tokens(fields))
     left = [name for name, value in fields.items() if not is_empty(value)]
     return replace(record, unread_fields=(*left, *hidden, *talk.unread))
 
@@ -218,7 +218,7 @@ def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
     return frozenset(answers[number] for number in numbers)
 
 
-def _renamed(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
+def _rename_fields(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
     """Rename the fields of a row, and list fields hidden by renamed ones."""
     if not isinstance(value, dict):
         return {}, []
@@ -251,24 +251,24 @@ def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], A
     return None
 
 
-def _system(value: object, name: str) -> str | None:
+def _parse_system_prompt(value: object, name: str) -> str | None:
     return parse_text(value, name) if not isinstance(value, str) or value.strip() else None
 
 
-def _conversation(fields: Fields, key: str, talk: Conversation) -> None:
+def _add_conversation(fields: Fields, key: str, talk: Conversation) -> None:
     talk.add_messages(parse_list(fields.pop(key), key, "objects"), key)
 
 
-def _turns(fields: Fields, key: str, talk: Conversation) -> None:
+def _add_turns(fields: Fields, key: str, talk: Conversation) -> None:
     turns = parse_if_json(fields.pop(key))
     if isinstance(turns, str):  # one question, as speculators splits SPEED-Bench
-        _say(turns, key, "user", talk)
+        _add_role_text(turns, key, "user", talk)
         return
     for index, turn in enumerate(parse_list(turns, key, "strings")):
         talk.add_text("user", turn, f"{key}[{index}]")
 
 
-def _preference(fields: Fields, key: str, talk: Conversation) -> None:
+def _add_preference(fields: Fields, key: str, talk: Conversation) -> None:
     prompt_key = next((name for name in PROMPTS if not is_empty(fields.get(name))), None)
     prompt = fields.pop(prompt_key) if prompt_key else None
     chosen = fields.pop(key)
@@ -288,20 +288,20 @@ def _preference(fields: Fields, key: str, talk: Conversation) -> None:
         raise MalformedRowError(
             key, format_found_value(chosen), "with a 'prompt' beside, or a list of messages"
         )
-    _say(prompt, prompt_key, "user", talk)
-    _say(chosen, key, "assistant", talk)
+    _add_role_text(prompt, prompt_key, "user", talk)
+    _add_role_text(chosen, key, "assistant", talk)
 
 
 def _opens_with(prompt: object, name: str, messages: Messages) -> bool:
     start = Conversation()
-    _say(prompt, name, "user", start)
+    _add_role_text(prompt, name, "user", start)
     asked = start.messages
     if all(message["role"] not in SYSTEM for message in asked):
         messages = [message for message in messages if message["role"] not in SYSTEM]
     return messages[: len(asked)] == asked
 
 
-def _alpaca(fields: Fields, key: str, talk: Conversation) -> None:
+def _add_alpaca(fields: Fields, key: str, talk: Conversation) -> None:
     history = parse_if_json(fields.get("history"))
     if not is_empty(history):
         for index, pair in enumerate(parse_list(fields.pop("history"), "history", "pairs")):
@@ -315,28 +315,28 @@ def _alpaca(fields: Fields, key: str, talk: Conversation) -> None:
     if more:
         prompt += "\n\n" + parse_text(fields.pop(more), more)
     talk.add_text("user", prompt, key)
-    _reply(fields, ("output", *REPLIES), talk)
+    _add_reply(fields, ("output", *REPLIES), talk)
 
 
-def _pair(fields: Fields, key: str, talk: Conversation) -> None:
-    _say(fields.pop(key), key, "user", talk)
-    _reply(fields, REPLIES, talk)
+def _add_pair(fields: Fields, key: str, talk: Conversation) -> None:
+    _add_role_text(fields.pop(key), key, "user", talk)
+    _add_reply(fields, REPLIES, talk)
 
 
-def _reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
+def _add_reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
     key = next((name for name in names if fields.get(name) is not None), None)
     if key is None:
         return
     value = fields.pop(key)
     if key in RESULTS and type(value) is int:
         value = str(value)
-    _say(value, key, "assistant", talk)
+    _add_role_text(value, key, "assistant", talk)
     if not is_empty(fields.get("reasoning_content")) and talk.messages[-1]["role"] == "assistant":
         reasoning = fields.pop("reasoning_content")
         talk.messages[-1]["reasoning_content"] = parse_text(reasoning, "reasoning_content")
 
 
-def _say(value: object, key: str, role: str, talk: Conversation) -> None:
+def _add_role_text(value: object, key: str, role: str, talk: Conversation) -> None:
     """Add a text of a role, a list of messages, or a list of the user's questions."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         talk.add_messages(value, key)
@@ -352,7 +352,7 @@ def _say(value: object, key: str, role: str, talk: Conversation) -> None:
         talk.messages.append({"role": role, "content": text})
 
 
-def _tokens(fields: Fields) -> tuple[list[int], list[bool]]:
+def _parse_tokens(fields: Fields) -> tuple[list[int], list[bool]]:
     ids = parse_token_ids(
         parse_list(fields.pop("input_ids"), "input_ids", "token ids"), "input_ids"
     )
@@ -360,17 +360,17 @@ def _tokens(fields: Fields) -> tuple[list[int], list[bool]]:
     if key is None:
         wanted = f"one of the fields {', '.join((*MASKS, 'labels'))} beside"
         raise MalformedRowError("input_ids", "ids without a loss mask", wanted)
-    mask = _mask(fields, key, ids)
+    mask = _parse_mask(fields, key, ids)
     if is_empty(fields.get("attention_mask")):
         return ids, mask
-    seen = _mask(fields, "attention_mask", ids)
+    seen = _parse_mask(fields, "attention_mask", ids)
     return (
         [token for token, keep in zip(ids, seen, strict=True) if keep],
         [learnt for learnt, keep in zip(mask, seen, strict=True) if keep],
     )
 
 
-def _mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
+def _parse_mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
     mask = parse_list(fields.pop(key), key, "numbers")
     if len(mask) != len(ids):
         raise MalformedRowError(key, f"{len(mask)} values", f"one for each of {len(ids)} input_ids")
@@ -398,15 +398,15 @@ DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
 # or a bare `prompt` beside the structured conversation, and each of these may stand beside the
 # `question` it came from.
 FORMS = (
-    FormSpec(Form.messages, ("messages",), _conversation),
-    FormSpec(Form.conversations, DIALOGUES, _conversation),
-    FormSpec(Form.turns, ("turns",), _turns),
-    FormSpec(Form.preference, ("chosen",), _preference),
-    FormSpec(Form.alpaca, ("instruction",), _alpaca),
-    FormSpec(Form.prompt, ("prompt",), _pair),
+    FormSpec(Form.messages, ("messages",), _add_conversation),
+    FormSpec(Form.conversations, DIALOGUES, _add_conversation),
+    FormSpec(Form.turns, ("turns",), _add_turns),
+    FormSpec(Form.preference, ("chosen",), _add_preference),
+    FormSpec(Form.alpaca, ("instruction",), _add_alpaca),
+    FormSpec(Form.prompt, ("prompt",), _add_pair),
     FormSpec(Form.tokens, ("input_ids",), None),
     FormSpec(Form.text, ("text",), None),
     FormSpec(
-        Form.question, ("question", "query", "problem", "input", "Question", "Problem"), _pair
+        Form.question, ("question", "query", "problem", "input", "Question", "Problem"), _add_pair
     ),
 )

@@ -104,20 +104,20 @@ class Conversation:
             self.add_text("user", fields.pop("input"), f"{name}.input")
             self.add_text("assistant", fields.pop("output"), f"{name}.output")
         else:
-            self._add(fields, name)
-        self._leave(fields, name)
+            self._add_message(fields, name)
+        self._note_unread_fields(fields, name)
 
     def add_messages(self, items: list, key: str) -> None:
         """Add the messages of a field. Raises as `add` does."""
         for index, item in enumerate(items):
             self.add_message(item, key, index)
 
-    def _leave(self, fields: dict[str, Any], name: str) -> None:
+    def _note_unread_fields(self, fields: dict[str, Any], name: str) -> None:
         for field, value in fields.items():
             if not is_empty(value):
                 self.unread[f"{PLACE.sub('[]', name)}.{field}"] = None
 
-    def _add(self, fields: dict[str, Any], name: str) -> None:
+    def _add_message(self, fields: dict[str, Any], name: str) -> None:
         key = "role" if "role" in fields or "from" not in fields else "from"
         given = fields.pop(key, None)
         role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
@@ -128,16 +128,16 @@ class Conversation:
         content = fields.pop(content_key, None)
         if role == CALL:
             message["role"] = role = "assistant"
-            message["tool_calls"] = self._calls(content, f"{name}.{content_key}")
+            message["tool_calls"] = self._parse_calls(content, f"{name}.{content_key}")
             content = None
         if role == "assistant":
-            self._assistant(fields, message, name)
+            self._parse_assistant_fields(fields, message, name)
         elif role == "tool" and all(m["role"] != "assistant" for m in self.messages):
             raise MalformedRowError(f"{name}.role", "a tool's result before any call", "after it")
         elif not is_empty(fields.get("tool_calls")):
             raise MalformedRowError(f"{name}.tool_calls", f"calls of the {role}", "the assistant's")
         may_be_empty = len(message) > 2 or role in ("tool", *SYSTEM)
-        message["content"] = self._content(content, f"{name}.{content_key}", may_be_empty)
+        message["content"] = self._parse_content(content, f"{name}.{content_key}", may_be_empty)
         for key in ("tool_call_id", "name"):
             if not is_empty(fields.get(key)):
                 message[key] = parse_text(fields.pop(key), f"{name}.{key}")
@@ -147,7 +147,7 @@ class Conversation:
             key = f"{name}.token_ids"
             ids = parse_list(fields.pop("token_ids"), key, "token ids")
             self.written[len(self.messages)] = parse_token_ids(ids, key)
-        if _unlearnt(fields, role, name):
+        if _parse_unlearnt(fields, role, name):
             self.unlearnt.add(len(self.messages))
         self.messages.append(message)
 
@@ -167,14 +167,14 @@ class Conversation:
         self.messages[0] = message
         return True
 
-    def _content(self, value: object, name: str, may_be_empty: bool) -> str:
+    def _parse_content(self, value: object, name: str, may_be_empty: bool) -> str:
         if isinstance(value, list):
-            value = "\n".join(self._part(part, name, i) for i, part in enumerate(value))
+            value = "\n".join(self._parse_part(part, name, i) for i, part in enumerate(value))
         if may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
             return "" if value is None else value
         return parse_text(value, name)
 
-    def _part(self, part: object, name: str, index: int) -> str:
+    def _parse_part(self, part: object, name: str, index: int) -> str:
         name = f"{name}[{index}]"
         if isinstance(part, str):
             return parse_unicode(part, name)
@@ -190,10 +190,10 @@ class Conversation:
         text = fields.pop("text", None)
         if not isinstance(text, str):
             raise MalformedRowError(f"{name}.text", format_found_value(text), "a string")
-        self._leave(fields, name)
+        self._note_unread_fields(fields, name)
         return parse_unicode(text, name)
 
-    def _assistant(self, fields: dict[str, Any], message: Message, name: str) -> None:
+    def _parse_assistant_fields(self, fields: dict[str, Any], message: Message, name: str) -> None:
         """Take the reasoning and the calls of an assistant's message."""
         for key in REASONING:
             if is_empty(fields.get(key)):
@@ -203,17 +203,17 @@ class Conversation:
                 raise MalformedRowError(f"{name}.{key}", "another reasoning", "one per message")
         for key in ("tool_calls", "function_call"):
             if not is_empty(fields.get(key)):
-                calls = self._calls(fields.pop(key), f"{name}.{key}")
+                calls = self._parse_calls(fields.pop(key), f"{name}.{key}")
                 message["tool_calls"] = message.get("tool_calls", []) + calls
 
-    def _calls(self, value: object, name: str) -> list[Message]:
+    def _parse_calls(self, value: object, name: str) -> list[Message]:
         calls = parse_if_json(value)
         if isinstance(calls, dict):
-            return [self._call(calls, name)]
+            return [self._parse_call(calls, name)]
         calls = parse_list(calls, name, "tool calls")
-        return [self._call(call, f"{name}[{index}]") for index, call in enumerate(calls)]
+        return [self._parse_call(call, f"{name}[{index}]") for index, call in enumerate(calls)]
 
-    def _call(self, value: object, name: str) -> Message:
+    def _parse_call(self, value: object, name: str) -> Message:
         """Rewrite a call as OpenAI does, with arguments as an object, as templates need them."""
         given = parse_object(value, name, "a call with 'function', or with 'name' and 'arguments'")
         call = dict(given)
@@ -228,7 +228,7 @@ class Conversation:
                 f"{name}.function", format_found_value(function), "an object with a 'name'"
             )
         rest = {k: v for k, v in function.items() if k not in ("name", "arguments")}
-        self._leave(call | rest, name)
+        self._note_unread_fields(call | rest, name)
         arguments = parse_call_arguments(function.get("arguments"), f"{name}.arguments")
         ids = {} if is_empty(call_id) else {"id": call_id}
         function = {"name": function["name"], "arguments": arguments}
@@ -270,7 +270,7 @@ def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
             )
 
 
-def _unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
+def _parse_unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
     """Tell whether a message is excluded from learning. Only assistant messages are learnt."""
     unlearnt = False
     for key in LEARNT:

@@ -28,7 +28,7 @@ def find_dataset_revision(path: str) -> str | None:
     if (local / ".git").is_dir():  # a .git further up belongs to the user's own repository
         return _checked_out(local / ".git")
     places = [place / ".cache/huggingface/download" for place in (local, *local.absolute().parents)]
-    return next((_downloaded(place) for place in places[:3] if place.is_dir()), None)
+    return next((_find_downloaded_commit(place) for place in places[:3] if place.is_dir()), None)
 
 
 def _on_the_hub(path: str) -> str | None:
@@ -42,26 +42,28 @@ def _on_the_hub(path: str) -> str | None:
 
 def _checked_out(git: Path) -> str | None:
     """Commit of a clone."""
-    head = _text(git / "HEAD")
+    head = _read_file_text(git / "HEAD")
     if not head.startswith("ref: "):
-        return _commit(head)
+        return _parse_commit(head)
     name = head.removeprefix("ref: ").strip()
-    packed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(name)}$", _text(git / "packed-refs"), re.M)
-    return _commit(_text(git / name)) or (packed[1] if packed else None)
+    packed = re.search(
+        rf"^([0-9a-f]{{40}}) {re.escape(name)}$", _read_file_text(git / "packed-refs"), re.M
+    )
+    return _parse_commit(_read_file_text(git / name)) or (packed[1] if packed else None)
 
 
-def _downloaded(notes: Path) -> str | None:
+def _find_downloaded_commit(notes: Path) -> str | None:
     """Commit that the Hub's client noted for every file; None if they differ."""
-    commits = {_commit(_text(file)) for file in notes.rglob("*.metadata")}
+    commits = {_parse_commit(_read_file_text(file)) for file in notes.rglob("*.metadata")}
     return commits.pop() if len(commits) == 1 else None
 
 
-def _commit(text: str) -> str | None:
+def _parse_commit(text: str) -> str | None:
     found = COMMIT.match(text)
     return found[0] if found else None
 
 
-def _text(file: Path) -> str:
+def _read_file_text(file: Path) -> str:
     try:
         return file.read_text(errors="replace")
     except OSError:

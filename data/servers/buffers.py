@@ -23,7 +23,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []  # threads take and return memory; each operation is atomic
 
-    def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+    def allocate_bytes(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Uninitialised memory; returned once the array and all views of it are gone.
 
         Args:
@@ -33,12 +33,12 @@ class BufferPool:
             return np.empty(num_bytes, np.uint8)
         step = (1 << num_bytes.bit_length() - 1) // STEPS
         size = -(-num_bytes // step) * step
-        block = self._kept(size) or self._new(size)
+        block = self._take_free_block(size) or self._make_block(size)
         array = np.frombuffer(block, np.uint8, num_bytes)
         weakref.finalize(array, self._free.append, block).atexit = False
         return array
 
-    def _kept(self, size: int) -> mmap.mmap | None:
+    def _take_free_block(self, size: int) -> mmap.mmap | None:
         for block in [*self._free]:
             if size <= len(block) <= size + size // STEPS:
                 with suppress(ValueError):  # another thread took it first
@@ -46,7 +46,7 @@ class BufferPool:
                     return block
         return None
 
-    def _new(self, size: int) -> mmap.mmap:
+    def _make_block(self, size: int) -> mmap.mmap:
         """New memory, instead of kept memory of the same size that does not fit."""
         dropped = 0
         while self._free and dropped < size:

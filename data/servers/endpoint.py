@@ -120,7 +120,7 @@ class EndpointClient:
     async def request_models(self) -> list[dict]:
         """Models that the server lists, at least one, each with an `id`."""
         try:
-            listed = (await self.request("GET", "models"))["data"]
+            listed = (await self.request_json("GET", "models"))["data"]
             named = [m for m in listed if isinstance(m, dict) and "id" in m]
         except (RequestFailedError, RequestRefusedError) as error:
             raise InputError(f"{self.endpoint}: {error}") from error
@@ -130,7 +130,7 @@ class EndpointClient:
             raise InputError(f"{self.endpoint}: lists no model; set model=NAME")
         return named
 
-    async def version(self) -> str | None:
+    async def request_version(self) -> str | None:
         """Version of the server, as vLLM gives it beside its base URL; None if unknown."""
         root = self.endpoint.url.rstrip("/").removesuffix("/v1")
         try:
@@ -158,11 +158,11 @@ class EndpointClient:
             "stream": False,
             **settings,
         }
-        reply = await self.request("POST", "chat/completions", body)
+        reply = await self.request_json("POST", "chat/completions", body)
         try:
             choice = reply["choices"][0]
             said = choice["message"]
-            message = _message(said)
+            message = _parse_message(said)
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailedError("the reply has no choices[0].message.content") from error
         ended = choice.get("finish_reason") in ENDED
@@ -172,7 +172,7 @@ class EndpointClient:
         """Tell whether the server returns token ids on request, as vLLM does."""
         return all(model.get("owned_by") == "vllm" for model in await self.request_models())
 
-    async def request(self, method: str, path: str, body: dict | None = None) -> dict:
+    async def request_json(self, method: str, path: str, body: dict | None = None) -> dict:
         """Send a request until it succeeds.
 
         Args:
@@ -188,11 +188,11 @@ class EndpointClient:
             RowFailed: all attempts failed.
             InputError: the server refuses every request.
         """
-        return await self._send(method, path, body, httpx.Response.json)
+        return await self._send_request(method, path, body, httpx.Response.json)
 
-    async def page(self, path: str) -> str:
+    async def request_text(self, path: str) -> str:
         """Get the text at a path below the base URL. Raises as `request` does."""
-        return await self._send("GET", path, None, lambda response: response.text)
+        return await self._send_request("GET", path, None, lambda response: response.text)
 
     async def stream_events(self, path: str, body: dict) -> AsyncGenerator[dict, None]:
         """Stream the pieces of a reply as they come; a request that fails is not sent again.
@@ -211,7 +211,7 @@ class EndpointClient:
             async with self._http.stream("POST", url, json=body) as response:
                 if not response.is_success:
                     await response.aread()
-                    raise _final_error(response.status_code, url, self._problem(response))
+                    raise _final_error(response.status_code, url, self._format_problem(response))
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data:").strip()
                     if line.startswith("data:") and data != "[DONE]":
@@ -221,13 +221,13 @@ class EndpointClient:
         except json.JSONDecodeError as error:
             raise RequestFailedError(f"a streamed piece is not JSON ({error})") from error
 
-    def _problem(self, response: httpx.Response) -> str:
+    def _format_problem(self, response: httpx.Response) -> str:
         text = " ".join(response.text.split())
         if self.endpoint.api_key:  # some servers echo it
             text = text.replace(self.endpoint.api_key, "***")
         return f"HTTP {response.status_code}: {text[:300]}"
 
-    async def _send(
+    async def _send_request(
         self, method: str, path: str, body: dict | None, read: Callable[[httpx.Response], Result]
     ) -> Result:
         url = f"{self.endpoint.url.rstrip('/')}/{path}"
@@ -237,7 +237,7 @@ class EndpointClient:
                 response = await self._http.request(method, url, json=body)
                 if response.is_success:
                     return read(response)
-                problem = self._problem(response)
+                problem = self._format_problem(response)
                 if response.status_code not in RETRIED:
                     raise _final_error(response.status_code, url, problem)
                 wait_s = max(wait_s, retry_after_s(response.headers.get("Retry-After")))
@@ -365,7 +365,7 @@ def request_continuations(
 
             async def ask(place: int) -> tuple[int, list[int]]:
                 body = bodies[place] | {"model": model}
-                reply = await client.request("POST", "completions", body)
+                reply = await client.request_json("POST", "completions", body)
                 try:
                     return place, list(reply["choices"][0]["token_ids"])
                 except (KeyError, IndexError, TypeError) as error:
@@ -396,7 +396,7 @@ def _final_error(status: int, url: str, problem: str) -> Exception:
     return InputError(f"{url}: {problem}: {hint}")
 
 
-def _message(said: dict) -> dict:
+def _parse_message(said: dict) -> dict:
     """Take content, reasoning and tool calls from an assistant's message."""
     content, calls = said["content"], said.get("tool_calls")
     reasoning = said.get("reasoning_content") or said.get("reasoning")
@@ -406,7 +406,7 @@ def _message(said: dict) -> dict:
     if reasoning:
         message["reasoning_content"] = str(reasoning)
     if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
+        message["tool_calls"] = [_parse_call(call) for call in calls]
     try:
         "".join((message["content"], message.get("reasoning_content", ""))).encode()
     except UnicodeEncodeError as error:
@@ -414,7 +414,7 @@ def _message(said: dict) -> dict:
     return message
 
 
-def _call(call: dict) -> dict:
+def _parse_call(call: dict) -> dict:
     function = call["function"]
     try:
         arguments = parse_call_arguments(function.get("arguments"), "arguments")

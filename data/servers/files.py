@@ -176,7 +176,7 @@ def _is_held(path: Path) -> bool | None:
 def _is_whole(path: Path) -> bool:
     try:
         with path.open("rb", buffering=0) as file:
-            _places(file, os.fstat(file.fileno()).st_size)
+            _parse_header(file, os.fstat(file.fileno()).st_size)
     except PermissionError as error:
         raise InputError(f"{error}; run this command as the server's user") from error
     except (OSError, ValueError):
@@ -212,8 +212,8 @@ def load_safetensors(file: Readable, size: int) -> dict[str, Tensor]:
         ValueError: no safetensors file, or incomplete.
         OSError: reading fails.
     """
-    num_bytes, places = _places(file, size)
-    data = BUFFERS.allocate(num_bytes)
+    num_bytes, places = _parse_header(file, size)
+    data = BUFFERS.allocate_bytes(num_bytes)
     filled, view = 0, data.data
     while filled < num_bytes:
         count = file.readinto(view[filled:num_bytes])
@@ -227,7 +227,7 @@ def load_safetensors(file: Readable, size: int) -> dict[str, Tensor]:
     }
 
 
-def _places(
+def _parse_header(
     file: Readable, size: int
 ) -> tuple[int, dict[str, tuple[torch.dtype, torch.Size, int]]]:
     """Size of the header, and dtype, shape and offset of each tensor.

@@ -116,7 +116,7 @@ class ServerFeatureLayers:
         ]
 
     @torch.no_grad()
-    def named(self, written: Tensor) -> dict[str, Tensor]:
+    def split_layers(self, written: Tensor) -> dict[str, Tensor]:
         """Split a file's states [S, L, D] into `layers.{i}` and `hidden_states`, [S, D] each."""
         at = dict(zip(self.written_layers, written.unbind(1), strict=True))
         states = {f"layers.{index}": at[index] for index in self.layers}
@@ -173,17 +173,17 @@ class HiddenStatesClient(SyncEndpointClient):
         models = {str(model["id"]): model for model in listed}
         self.model = self.model or next(iter(models))
         if self.model not in models:
-            raise self._error(
+            raise self._make_input_error(
                 f"serves no model {self.model}; it lists {sorted(models)}: name one of these"
             )
         own = models[self.model]
         base = models.get(str(own.get("parent")), {})  # of an adapter
         self.max_model_len = own.get("max_model_len") or base.get("max_model_len")
-        version = self.portal.call(self.client.version)
+        version = self.portal.call(self.client.request_version)
         if version is not None:
             self.writing = writing_of(version, str(self.endpoint))
         if self.taps.recurrent and not self.writing.hybrids:
-            raise self._error(
+            raise self._make_input_error(
                 f"vLLM {version} writes zeros for a target with recurrent layers; serve with 0.26 "
                 "or newer"
             )
@@ -203,7 +203,7 @@ class HiddenStatesClient(SyncEndpointClient):
                 what to change.
         """
         with self._room_for(len(token_ids)):
-            return self.portal.call(self._read, token_ids, 1)[1]
+            return self.portal.call(self._request_tokens, token_ids, 1)[1]
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
         """Log-probability of each token but the first, given the tokens before it.
@@ -213,12 +213,12 @@ class HiddenStatesClient(SyncEndpointClient):
         """
         asked = {"prompt_logprobs": 1}
         with self._room_for(len(token_ids)):
-            choice, _ = self.portal.call(self._read, token_ids, 1, asked)
+            choice, _ = self.portal.call(self._request_tokens, token_ids, 1, asked)
         told = (choice.get("prompt_logprobs") or [])[1:]
         try:
             return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], told, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._error(
+            raise self._make_input_error(
                 "returns no prompt_logprobs; serve with vLLM 0.18 or newer"
             ) from error
 
@@ -235,7 +235,7 @@ class HiddenStatesClient(SyncEndpointClient):
         """
         asked = {**WHOLE_DISTRIBUTION, **told, "return_token_ids": True}
         with self._room_for(len(prompt)):
-            choice, _ = self.portal.call(self._read, prompt, max_new_tokens, asked)
+            choice, _ = self.portal.call(self._request_tokens, prompt, max_new_tokens, asked)
         return choice["token_ids"]
 
     def request_answer_with_states(
@@ -253,7 +253,7 @@ class HiddenStatesClient(SyncEndpointClient):
             return ids, self.request_states(prompt + ids[:-1])
         asked = {**WHOLE_DISTRIBUTION, **told, "return_token_ids": True, TRANSFER: OUTPUTS}
         with self._room_for(len(prompt) + max_new_tokens):
-            choice, states = self.portal.call(self._read, prompt, max_new_tokens, asked)
+            choice, states = self.portal.call(self._request_tokens, prompt, max_new_tokens, asked)
         return choice["token_ids"], states
 
     @contextmanager
@@ -273,7 +273,7 @@ class HiddenStatesClient(SyncEndpointClient):
                 if free > ROOM * (self._num_bytes + num_bytes):
                     break
                 if not self._room.wait(until - time.monotonic()):
-                    raise self._failed(f"only {free} bytes are free where it writes")
+                    raise self._make_states_error(f"only {free} bytes are free where it writes")
             self._num_bytes += num_bytes
         try:
             yield
@@ -282,13 +282,13 @@ class HiddenStatesClient(SyncEndpointClient):
                 self._num_bytes -= num_bytes
                 self._room.notify_all()
 
-    async def _read(
+    async def _request_tokens(
         self, token_ids: list[int], num_new: int, asked: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Request up to `num_new` tokens, with the hidden states of all tokens read."""
         num_tokens = len(token_ids)
         if self.max_model_len is not None and num_tokens + num_new > self.max_model_len:
-            raise self._error(
+            raise self._make_input_error(
                 f"a document of {num_tokens} tokens is too long, as the server takes "
                 f"{self.max_model_len - num_new} and {num_new} more; serve with --max-model-len "
                 f"{num_tokens + num_new}, or set data.max_length lower"
@@ -296,7 +296,7 @@ class HiddenStatesClient(SyncEndpointClient):
         body = {"model": self.model, "prompt": token_ids, "max_tokens": num_new, "temperature": 0}
         body |= asked or {}
         try:
-            reply = await self.client.request("POST", "completions", body)
+            reply = await self.client.request_json("POST", "completions", body)
         except (RequestFailedError, RequestRefusedError) as error:
             kind = (
                 ServerUnavailableError
@@ -308,20 +308,22 @@ class HiddenStatesClient(SyncEndpointClient):
             ) from error
         path = (reply.get(TRANSFER) or {}).get("hidden_states_path")
         if path is None:
-            raise self._error(f"returns no hidden states; {self._how_to_serve()}")
+            raise self._make_input_error(f"returns no hidden states; {self._how_to_serve()}")
         if Path(path).parent.name != self.taps.folder_name:
-            raise self._error(
+            raise self._make_input_error(
                 f"writes {path}, outside of {self.taps.folder_name}, so perhaps other layers; "
                 f"{self._how_to_serve()}"
             )
         choice = (reply.get("choices") or [{}])[0]
         asked = asked or {}
         if "return_token_ids" in asked and not choice.get("token_ids"):
-            raise self._error("returns no token ids of its answers; serve with a newer vLLM")
+            raise self._make_input_error(
+                "returns no token ids of its answers; serve with a newer vLLM"
+            )
         ids = token_ids + (choice["token_ids"][:-1] if TRANSFER in asked else [])
-        return choice, await anyio.to_thread.run_sync(self._collect, Path(path), ids)
+        return choice, await anyio.to_thread.run_sync(self._load_states, Path(path), ids)
 
-    def _collect(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
+    def _load_states(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
         """Read and check the hidden states in a file that the server named."""
         try:
             written = self.files.load_and_delete(path, token_ids, self.writing.locks)
@@ -329,24 +331,28 @@ class HiddenStatesClient(SyncEndpointClient):
             raise type(error)(f"{self.endpoint}: {error}") from error
         wanted = [len(token_ids), len(self.taps.written_layers), self.taps.hidden_size]
         if list(written.shape) != wanted:
-            raise self._error(
+            raise self._make_input_error(
                 f"hidden states have shape {list(written.shape)}, not {wanted} (tokens, layers, "
                 f"hidden size), so it serves another target or other layers; {self._how_to_serve()}"
             )
         norms = torch.linalg.vector_norm(written, dim=-1)  # one pass; narrow dtypes may overflow
         if not norms.isfinite().all() and not written.isfinite().all():
-            raise self._failed("hidden states have NaN or infinity; check the server's --dtype")
+            raise self._make_states_error(
+                "hidden states have NaN or infinity; check the server's --dtype"
+            )
         # Only a first token may be all zeros, if its embedding is zero.
         if not norms[1:, -1].all() and not written[1:, -1].any(dim=1).all():
-            raise self._failed("hidden states are zeros, so it left them out; see the server's log")
-        return self.taps.named(written)
+            raise self._make_states_error(
+                "hidden states are zeros, so it left them out; see the server's log"
+            )
+        return self.taps.split_layers(written)
 
     def _how_to_serve(self) -> str:
         options = self.taps.serve_options("/dev/shm", self.writing)
         return f"serve with: {shlex.join(['vllm', 'serve', self.taps.target, *options])}"
 
-    def _failed(self, text: str) -> HiddenStatesError:
+    def _make_states_error(self, text: str) -> HiddenStatesError:
         return HiddenStatesError(f"{self.endpoint}: {text}")
 
-    def _error(self, text: str) -> InputError:
+    def _make_input_error(self, text: str) -> InputError:
         return InputError(f"{self.endpoint}: {text}")

@@ -94,7 +94,7 @@ class HiddenStatesPool:
             NotReadError: all attempts failed.
             InputError: a server serves something else, or too many attempts failed in a row.
         """
-        return self._tried(lambda server: server.request_states(token_ids))
+        return self._try_servers(lambda server: server.request_states(token_ids))
 
     def request_answers_with_states(
         self, prompts: Iterable[list[int]], max_new_tokens: int, told: RequestSettings
@@ -103,7 +103,7 @@ class HiddenStatesPool:
 
         def ask(prompt: list[int]) -> Future[tuple[list[int], dict[str, Tensor]]]:
             return self._threads.submit(
-                self._tried,
+                self._try_servers,
                 lambda server: server.request_answer_with_states(prompt, max_new_tokens, told),
             )
 
@@ -124,13 +124,13 @@ class HiddenStatesPool:
             return number, server.save(prompts[number], max_new_tokens, told[number])
 
         asked = [
-            self._threads.submit(self._tried, partial(write, number))
+            self._threads.submit(self._try_servers, partial(write, number))
             for number in range(len(prompts))
         ]
         for future in as_completed(asked):
             yield future.result()
 
-    def _tried(self, ask: Callable[[HiddenStatesClient], Result]) -> Result:
+    def _try_servers(self, ask: Callable[[HiddenStatesClient], Result]) -> Result:
         """Try servers in turn; if none answers, try all again for a while."""
         tried: set[int] = set()
         failures, waits_s = 0, iter(WAITS_S)
@@ -138,22 +138,22 @@ class HiddenStatesPool:
             number = self._least_busy(tried)
             tried.add(number)
             try:
-                return self._attempt(number, ask)
+                return self._try_server(number, ask)
             except ServerUnavailableError as error:
                 if len(tried) < len(self.servers):
                     continue
                 wait_s = next(waits_s, None)
                 if wait_s is None or self._closing.wait(wait_s):
-                    self._count(error)
+                    self._count_failure(error)
                     raise
                 tried.clear()
             except HiddenStatesError as error:
-                self._count(error)
+                self._count_failure(error)
                 failures += 1
                 if failures == NUM_ATTEMPTS:
                     raise
 
-    def _attempt(self, number: int, ask: Callable[[HiddenStatesClient], Result]) -> Result:
+    def _try_server(self, number: int, ask: Callable[[HiddenStatesClient], Result]) -> Result:
         try:
             self._check_again(number)
             found = ask(self.servers[number])
@@ -168,7 +168,7 @@ class HiddenStatesPool:
             with self._lock:
                 self._busy[number] -= 1
 
-    def _count(self, error: HiddenStatesError) -> None:
+    def _count_failure(self, error: HiddenStatesError) -> None:
         """Count a failure; raise an InputError after too many in a row."""
         with self._lock:
             self._in_a_row += 1

@@ -49,7 +49,7 @@ class TextRequest:
     salt: str | None = None
 
     @property
-    def chosen(self) -> dict[str, float | int]:
+    def chosen_sampling(self) -> dict[str, float | int]:
         """The sampling, greedy where none is set."""
         return self.sampling or {"temperature": 0}
 
@@ -107,7 +107,7 @@ class EngineProtocol(ABC):
     async def empty_prefix_cache(self) -> None:
         """Empty the engine's memory of beginnings, where requests cannot be kept apart."""
 
-    async def stream(self, prompt_ids: list[int], asked: TextRequest) -> StreamedText:
+    async def stream_text(self, prompt_ids: list[int], asked: TextRequest) -> StreamedText:
         """One text as it comes."""
         num_tokens, arrivals, event = 0, list[float](), dict[str, Any]()
         body, watch = self.build_request(prompt_ids, asked) | {"stream": True}, Stopwatch()
@@ -137,18 +137,20 @@ class _Metered(EngineProtocol):
 
     async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
         before = await self.request_draft_counters()
-        reply = await self.client.request("POST", self.path, self.build_request(prompt_ids, asked))
+        reply = await self.client.request_json(
+            "POST", self.path, self.build_request(prompt_ids, asked)
+        )
         found = self.subtract_counters(before, await self.request_draft_counters())
         return replace(found, text=self.parse_token_ids(reply))
 
     async def request_draft_counters(self) -> list[int]:
         if not self.depth:
             return []
-        return await self._counters()
+        return await self._request_counters()
 
-    async def _counters(self) -> list[int]:
+    async def _request_counters(self) -> list[int]:
         totals, accepted = {"num_drafts": 0, "num_draft_tokens": 0}, dict[int, int]()
-        for name, labels, value in COUNTER.findall(await self.client.page("metrics")):
+        for name, labels, value in COUNTER.findall(await self.client.request_text("metrics")):
             if name in totals:
                 totals[name] += int(float(value))
             elif name == "num_accepted_tokens_per_pos":
@@ -174,7 +176,7 @@ class _Vllm(_Metered):
     path = "v1/completions"
 
     async def find_draft_depth(self, drafts: bool) -> None:
-        await self._counters()
+        await self._request_counters()
         if drafts and not self.depth:
             raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
 
@@ -186,7 +188,7 @@ class _Vllm(_Metered):
             "return_token_ids": True,
             # A model's generation_config.json can ask for a penalty, which servers take over.
             "repetition_penalty": 1.0,
-            **asked.chosen,
+            **asked.chosen_sampling,
             **({"ignore_eos": True} if asked.ignore_eos else {}),
             **({"cache_salt": asked.salt} if asked.salt else {}),
         }
@@ -205,9 +207,9 @@ class _LlamaCpp(_Metered):
     async def find_draft_depth(self, drafts: bool) -> None:
         """Have something drafted: before that no position is counted."""
         first = self.build_request([0], TextRequest(FIRST_TOKENS, ignore_eos=True))
-        self.parse_token_ids(await self.client.request("POST", self.path, first))
+        self.parse_token_ids(await self.client.request_json("POST", self.path, first))
         try:
-            await self._counters()
+            await self._request_counters()
         except InputError as error:
             if drafts:
                 raise ReplyError(f"counts nothing: start it with --metrics ({error})") from error
@@ -222,7 +224,7 @@ class _LlamaCpp(_Metered):
             "return_tokens": True,
             # Behind a prompt that it has read before, a head misses a feature.
             "cache_prompt": False,
-            **asked.chosen,
+            **asked.chosen_sampling,
             **({"ignore_eos": True} if asked.ignore_eos else {}),
         }
 
@@ -239,7 +241,7 @@ class _Sglang(EngineProtocol):
     path = "generate"
 
     async def find_draft_depth(self, drafts: bool) -> None:
-        settings = await self.client.request("GET", "get_server_info")
+        settings = await self.client.request_json("GET", "get_server_info")
         if not settings.get("speculative_algorithm"):
             if drafts:
                 raise ReplyError(NO_HEAD)
@@ -254,7 +256,7 @@ class _Sglang(EngineProtocol):
 
     def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
         sampling = {"max_new_tokens": asked.max_new_tokens, "repetition_penalty": 1.0}
-        sampling |= {key: value for key, value in asked.chosen.items() if key != "seed"}
+        sampling |= {key: value for key, value in asked.chosen_sampling.items() if key != "seed"}
         sampling |= {"ignore_eos": True} if asked.ignore_eos else {}
         return {"input_ids": prompt_ids, "sampling_params": sampling}
 
@@ -265,7 +267,9 @@ class _Sglang(EngineProtocol):
             raise ReplyError("the reply has no output_ids: SGLang is too old") from error
 
     async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
-        reply = await self.client.request("POST", self.path, self.build_request(prompt_ids, asked))
+        reply = await self.client.request_json(
+            "POST", self.path, self.build_request(prompt_ids, asked)
+        )
         return DraftCounts.from_passes(
             self.parse_token_ids(reply), self.parse_accepted_lengths(reply), self.depth
         )
@@ -277,7 +281,7 @@ class _Sglang(EngineProtocol):
         return None
 
     async def empty_prefix_cache(self) -> None:
-        await self.client.page("flush_cache")
+        await self.client.request_text("flush_cache")
 
     def count_streamed_tokens(self, event: dict, _before: int) -> int:
         return int(event["meta_info"]["completion_tokens"])

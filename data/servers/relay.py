@@ -59,18 +59,20 @@ class RelayFiles:
 
     def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:  # noqa: ARG002  the relay sees
         """See `Files`."""
-        tensors = self._asked(
+        tensors = self._send_request(
             "GET", path.name, lambda body: load_safetensors(body, body.length or 0), self.timeout_s
         )
         states = extract_states(tensors, token_ids, path)
-        self._asked("DELETE", path.name, HTTPResponse.read, self.timeout_s)
+        self._send_request("DELETE", path.name, HTTPResponse.read, self.timeout_s)
         return states
 
     def free_bytes(self) -> int | None:
         """See `Files`."""
         if time.monotonic() - self._free_at >= FREE_FOR_S:
             try:
-                told = self._asked("GET", "health", HTTPResponse.read, CONNECT_S, num_attempts=1)
+                told = self._send_request(
+                    "GET", "health", HTTPResponse.read, CONNECT_S, num_attempts=1
+                )
                 self._free = int(json.loads(told)["free_bytes"])
             except (InputError, ValueError, KeyError, TypeError):
                 self._free = None  # reading a file will report the problem
@@ -82,7 +84,7 @@ class RelayFiles:
         while self._idle:
             self._idle.pop().close()
 
-    def _asked(
+    def _send_request(
         self,
         method: str,
         name: str,
@@ -94,7 +96,7 @@ class RelayFiles:
         target, problem, attempt = f"{self._root}/{quote(name, safe='')}", "", 0
         for attempt in range(num_attempts):
             time.sleep(FIRST_DELAY_S * 2 ** (attempt - 2) if attempt > 1 else 0)
-            connection = self._connection()
+            connection = self._open_connection()
             try:
                 connection.request(method, target, headers=self._headers)
                 connection.sock.settimeout(timeout_s)
@@ -103,7 +105,7 @@ class RelayFiles:
                     found = read(response)
                     self._idle.append(connection)
                     return found
-                problem = self._refusal(response, name)
+                problem = self._format_refusal(response, name)
                 connection.close()
             except InputError:
                 connection.close()
@@ -116,12 +118,12 @@ class RelayFiles:
                     break
         raise HiddenStatesError(f"target.relay={self.url}: {problem} ({attempt + 1} attempts)")
 
-    def _connection(self) -> HTTPConnection:
+    def _open_connection(self) -> HTTPConnection:
         with suppress(IndexError):
             return self._idle.pop()
         return self._kind(self._host, self._port, timeout=CONNECT_S)
 
-    def _refusal(self, response: HTTPResponse, name: str) -> str:
+    def _format_refusal(self, response: HTTPResponse, name: str) -> str:
         """Describe a failed answer that another attempt may mend.
 
         Raises:

@@ -74,7 +74,7 @@ class ServingEngine(SyncEndpointClient):
         Raises:
             InputError: with what the server lacks.
         """
-        self._call(self._start)
+        self._run_on_portal(self._identify_engine)
 
     def request_answer(
         self, prompt_ids: list[int], max_new_tokens: int, ignore_eos: bool = False
@@ -90,7 +90,7 @@ class ServingEngine(SyncEndpointClient):
             InputError: no answer, or one without token ids and counts.
         """
         asked = TextRequest(max_new_tokens, ignore_eos=ignore_eos)
-        return self._call(self.protocol.request_answer, prompt_ids, asked)
+        return self._run_on_portal(self.protocol.request_answer, prompt_ids, asked)
 
     def render_prompt(
         self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]
@@ -108,7 +108,7 @@ class ServingEngine(SyncEndpointClient):
         body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
         body |= {"tools": tools} if tools else {}
         body |= {"chat_template_kwargs": kwargs} if kwargs else {}
-        return self._call(self._rendered, body | {"model": self.model})
+        return self._run_on_portal(self._request_rendering, body | {"model": self.model})
 
     def stream_texts(
         self,
@@ -126,7 +126,7 @@ class ServingEngine(SyncEndpointClient):
         Raises:
             InputError: a prompt got no answer.
         """
-        return self._call(self._stream, jobs, concurrency, tell)
+        return self._run_on_portal(self._stream_texts, jobs, concurrency, tell)
 
     @property
     def protocol(self) -> EngineProtocol:
@@ -134,17 +134,17 @@ class ServingEngine(SyncEndpointClient):
         assert self._protocol is not None
         return self._protocol
 
-    def _call(self, work: Any, *arguments: Any) -> Any:
+    def _run_on_portal(self, work: Any, *arguments: Any) -> Any:
         try:
             return self.portal.call(work, *arguments)
         except (RequestFailedError, RequestRefusedError, ReplyError) as error:
             start = "" if self.name else f"; {START}"
             raise InputError(f"{self.endpoint}: {error}{start}") from error
 
-    async def _start(self) -> None:
-        reply = await self.client.request("GET", "v1/models")
+    async def _identify_engine(self) -> None:
+        reply = await self.client.request_json("GET", "v1/models")
         try:
-            served = _chosen(reply["data"], self.endpoint.model)
+            served = _choose_model(reply["data"], self.endpoint.model)
             self.name, self.model = str(served["owned_by"]), str(served["id"])
             others = [each for each in reply["data"] if each.get("parent") == self.model]
             self.adapters = [str(each["id"]) for each in others]
@@ -156,7 +156,7 @@ class ServingEngine(SyncEndpointClient):
             raise ReplyError(
                 f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
             ) from error
-        self.version = await self.client.version()
+        self.version = await self.client.request_version()
         await self._protocol.find_draft_depth(self.drafts)
         self.depth, self.within = self._protocol.depth, self._protocol.drafts_end_with_text
         if self.depth and not self.drafts:
@@ -164,8 +164,8 @@ class ServingEngine(SyncEndpointClient):
                 f"drafts {self.depth} tokens; the baseline is the same server without a draft head"
             )
 
-    async def _rendered(self, body: dict[str, Any]) -> list[int] | int:
-        reply = await self.client.request("POST", "v1/chat/completions", body)
+    async def _request_rendering(self, body: dict[str, Any]) -> list[int] | int:
+        reply = await self.client.request_json("POST", "v1/chat/completions", body)
         try:
             told = reply.get("prompt_token_ids")
             rendered = list(told) if told else int(reply["usage"]["prompt_tokens"])
@@ -175,7 +175,7 @@ class ServingEngine(SyncEndpointClient):
             raise ReplyError("renders a chat as nothing")
         return rendered
 
-    async def _stream(
+    async def _stream_texts(
         self,
         jobs: Sequence[tuple[list[int], TextRequest]],
         concurrency: int,
@@ -186,7 +186,7 @@ class ServingEngine(SyncEndpointClient):
         texts: dict[int, StreamedText] = {}
 
         async def ask(place: int) -> tuple[int, StreamedText]:
-            return place, await protocol.stream(*jobs[place])
+            return place, await protocol.stream_text(*jobs[place])
 
         before, watch = await protocol.request_draft_counters(), Stopwatch()
         async for ended in iter_completed(range(len(jobs)), ask, concurrency):
@@ -201,7 +201,7 @@ class ServingEngine(SyncEndpointClient):
         return LoadMeasurement(ordered, seconds, counts)
 
 
-def _chosen(listed: list[dict], model: str | None) -> dict:
+def _choose_model(listed: list[dict], model: str | None) -> dict:
     """Return the model of this name, or the first.
 
     Raises:

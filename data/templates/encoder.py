@@ -106,7 +106,7 @@ class RecordEncoder:
             raise InputError(f"{record.where}: {error}") from None
 
     @cached_property
-    def markers(self) -> TurnMarkers:
+    def turn_markers(self) -> TurnMarkers:
         """Markers of dialogues rendered for the target; empty without a template."""
         try:
             return TurnMarkers.from_template(self.build_template({}, None))
@@ -116,12 +116,12 @@ class RecordEncoder:
     def _text_ids(self, text: str | None) -> list[int]:
         """Tokenise a plain text, with the tokenizer's begin and end tokens only once."""
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        begin, end = self._added
+        begin, end = self._added_ids
         ids = ids[1:] if begin and ids[:2] == 2 * begin else ids
         return ids[:-1] if end and ids[-2:] == 2 * end else ids
 
     @cached_property
-    def _added(self) -> tuple[list[int], list[int]]:
+    def _added_ids(self) -> tuple[list[int], list[int]]:
         """Ids that the tokenizer puts before and after any text, at most one each."""
         ids: list[int] = self.tokenizer("")["input_ids"]
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
@@ -150,7 +150,7 @@ class RecordEncoder:
         last = turns[indices[-1]] if indices else None
         given = record.written_ids.keys()
         left_out = [name for turn in turns.values() for name in turn.unrendered_parts]
-        left_out += _unshown(record, messages, last.prompt if last else "")
+        left_out += _list_unshown_parts(record, messages, last.prompt if last else "")
         learnt = {
             i: remove_turn_ending(turn, messages[i], template)
             if i in record.truncated_messages - given
@@ -171,10 +171,13 @@ class RecordEncoder:
                 if last and ends
                 else template.render_conversation(messages, record.tools)
             )
-            samples = [self._mark(text, spans) for text, spans in _join([*learnt.values()], whole)]
+            samples = [
+                self._build_sample(text, spans)
+                for text, spans in _join_turns([*learnt.values()], whole)
+            ]
         return [replace(samples[0], unrendered_parts=tuple(left_out)), *samples[1:]]
 
-    def _mark(self, text: str, spans: list[Span]) -> Sample:
+    def _build_sample(self, text: str, spans: list[Span]) -> Sample:
         """Tokenise a rendering; tokens inside the character spans are learnt."""
         cuts = sorted({edge for span in spans for edge in span})
         tokens = encode_text(text, cuts, self.tokenizer)
@@ -192,7 +195,7 @@ class RecordEncoder:
         """Join turns as token ids, as the model wrote them if the record has them."""
         samples: list[Sample] = []
         for turn, given in zip(reversed(turns), reversed(written), strict=True):
-            sample = self._mark(turn.text, [(len(turn.prompt), len(turn.text))])
+            sample = self._build_sample(turn.text, [(len(turn.prompt), len(turn.text))])
             if given is not None:
                 prompt = sample.input_ids[: sample.loss_mask.index(True)]
                 mask = [False] * len(prompt) + [True] * len(given)
@@ -205,7 +208,7 @@ class RecordEncoder:
                 samples[-1] = Sample(later.input_ids, [a or b for a, b in head] + rest)
             else:
                 samples.append(sample)
-        return samples[::-1] or [self._mark("", [])]
+        return samples[::-1] or [self._build_sample("", [])]
 
     def _check_written(self, message: dict, ids: list[int], index: int) -> None:
         said = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -218,7 +221,7 @@ class RecordEncoder:
             )
 
 
-def _unshown(record: Record, messages: Messages, prompt: str) -> list[str]:
+def _list_unshown_parts(record: Record, messages: Messages, prompt: str) -> list[str]:
     """Names of conversation parts that the template does not show to the model."""
     if not prompt:
         return []
@@ -235,7 +238,7 @@ def _unshown(record: Record, messages: Messages, prompt: str) -> list[str]:
     return [*lost, *(["a greeting"] if greeted else [])]
 
 
-def _join(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
+def _join_turns(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
     """Group turns into texts. A turn joins the next one if that turn's text begins with it.
 
     Args:

@@ -57,14 +57,14 @@ def parse_reply(
     Returns:
         Message with `role`, `content` and, if present, `reasoning_content` and `tool_calls`.
     """
-    notation = _notation(template, with_tools=tools is not None)
-    body = _open(written, notation.closing, template)
-    for message in _parses(body, notation):
+    notation = _detect_notation(template, with_tools=tools is not None)
+    body = _cut_turn_end(written, notation.closing, template)
+    for message in _iter_parses(body, notation):
         try:
             turn = find_turn([*before, message], template, tools)
         except InputError:
             continue
-        rendered = remove_white_space(_open(turn.written, notation.closing, template))
+        rendered = remove_white_space(_cut_turn_end(turn.written, notation.closing, template))
         # Thinking that the template never renders (DeepSeek-R1) cannot be compared; the rest must.
         same = str.endswith if turn.unrendered_parts else str.__eq__
         if same(remove_white_space(body), rendered):
@@ -74,19 +74,19 @@ def parse_reply(
 
 def thinking_tags(template: ChatTemplate, tools: Tools = None) -> tuple[tuple[str, str], ...]:
     """Tags before and after thinking, the template's own first."""
-    thinking = _notation(template, with_tools=tools is not None).thinking
+    thinking = _detect_notation(template, with_tools=tools is not None).thinking
     pairs = ((before.strip(), between.strip()) for before, between in thinking)
     return tuple((before, between) for before, between in pairs if before and between)
 
 
-def _open(written: str, closing: str, template: ChatTemplate) -> str:
+def _cut_turn_end(written: str, closing: str, template: ChatTemplate) -> str:
     """Remove the end of the turn from a reply, whether of a text or of a call."""
     if closing and written.endswith(closing):
         return written.removesuffix(closing)
     return re.sub(rf"({template.stop_pattern})$", "", written)
 
 
-def _parses(body: str, notation: Notation) -> Iterator[dict]:
+def _iter_parses(body: str, notation: Notation) -> Iterator[dict]:
     """Parse a reply in every notation that its template knows, the likeliest first."""
     divided = []
     for before, between in notation.thinking:
@@ -97,13 +97,13 @@ def _parses(body: str, notation: Notation) -> Iterator[dict]:
             divided.append((thought.strip(), rest))
     for thought, rest in (*divided, ("", body.strip().removeprefix(notation.text.strip()))):
         reasoning = {"reasoning_content": thought} if thought else {}
-        content, calls = _calls(rest, notation)
+        content, calls = _split_calls(rest, notation)
         if calls:
             yield {"role": "assistant", "content": content, **reasoning, "tool_calls": calls}
         yield {"role": "assistant", "content": rest.strip(), **reasoning}
 
 
-def _calls(text: str, notation: Notation) -> tuple[str, list[dict]]:
+def _split_calls(text: str, notation: Notation) -> tuple[str, list[dict]]:
     """Split a text into the part before the first call, and the calls."""
     if notation.call is None:
         return text, []
@@ -126,15 +126,15 @@ def _calls(text: str, notation: Notation) -> tuple[str, list[dict]]:
 
 
 @lru_cache(maxsize=8)
-def _notation(template: ChatTemplate, *, with_tools: bool) -> Notation:
+def _detect_notation(template: ChatTemplate, *, with_tools: bool) -> Notation:
     tools = PROBE_TOOLS if with_tools else None
     question, answer, _ = build_probe_messages(calls=False)
-    text = _probed([question, answer], template, tools)
+    text = _find_probe_turn([question, answer], template, tools)
     called_answer = build_probe_messages(calls=True)[1]
     thinks = {"reasoning_content": THOUGHT}
-    thought = _probed([question, answer | thinks], template, tools)
-    called = _probed([question, called_answer], template, tools)
-    thought_called = _probed([question, called_answer | thinks], template, tools)
+    thought = _find_probe_turn([question, answer | thinks], template, tools)
+    called = _find_probe_turn([question, called_answer], template, tools)
+    thought_called = _find_probe_turn([question, called_answer | thinks], template, tools)
     lead, _, closing = text.written.partition(ANSWER) if text else ("", "", "")
     call = _call_parts(called.written, closing, template) if called else None
     thinking = list(THINKING_TAGS.items())
@@ -151,10 +151,10 @@ def _call_parts(written: str, closing: str, template: ChatTemplate) -> tuple[str
     if arguments is None:
         return None
     before, _, between = written[: arguments.start()].rpartition("look")
-    return before, between, _open(written[arguments.end() :], closing, template)
+    return before, between, _cut_turn_end(written[arguments.end() :], closing, template)
 
 
-def _probed(messages: Messages, template: ChatTemplate, tools: Tools) -> Turn | None:
+def _find_probe_turn(messages: Messages, template: ChatTemplate, tools: Tools) -> Turn | None:
     try:
         return find_turn(messages, template, tools)
     except InputError:

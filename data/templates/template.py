@@ -78,14 +78,17 @@ class ChatTemplate:
         """
         if not tokenizer.chat_template:
             raise InputError(
-                f"target {_name(tokenizer)}: has no chat template, but the data are conversations; "
+                f"target {_get_tokenizer_name(tokenizer)}: has no chat template, but the data are "
+                "conversations; "
                 "use the chat version of the model, put a chat_template.jinja into its folder, or "
                 "give plain text (rows with a 'text' field)"
             )
         self.tokenizer = tokenizer
         self._probe_tools = PROBE_TOOLS if with_tools else None
         named = {**(kwargs or {})}
-        self.source = _chosen(tokenizer, named.pop("chat_template", None), self._probe_tools)
+        self.source = _choose_template(
+            tokenizer, named.pop("chat_template", None), self._probe_tools
+        )
         self.variables = {**tokenizer.special_tokens_map, **named}
 
     def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
@@ -94,7 +97,7 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses the conversation.
         """
-        return self._render(messages, tools, self._notation, prompt=True)
+        return self._render_messages(messages, tools, self._message_notation, prompt=True)
 
     def render_conversation(self, messages: Messages, tools: Tools = None) -> str:
         """Render a whole conversation.
@@ -102,14 +105,16 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses the conversation.
         """
-        return self._render(messages, tools, self._notation, prompt=False)
+        return self._render_messages(messages, tools, self._message_notation, prompt=False)
 
-    def _render(
+    def _render_messages(
         self, messages: Messages, tools: Tools, notation: dict[str, bool], *, prompt: bool
     ) -> str:
         try:
             rendered: Any = render_jinja_template(
-                conversations=[[self._shown(message, **notation) for message in messages]],
+                conversations=[
+                    [self._rewrite_message(message, **notation) for message in messages]
+                ],
                 tools=None if tools is None else [*tools],
                 chat_template=self.source,
                 add_generation_prompt=prompt,
@@ -122,7 +127,7 @@ class ChatTemplate:
             ) from None
         return str(rendered[0][0])
 
-    def _shown(
+    def _rewrite_message(
         self, message: dict, *, parts: bool, thinking_parts: bool, text_arguments: bool
     ) -> dict:
         """Rename and rewrite the fields of a message as this template reads them."""
@@ -142,7 +147,7 @@ class ChatTemplate:
         return shown
 
     @cached_property
-    def _notation(self) -> dict[str, bool]:
+    def _message_notation(self) -> dict[str, bool]:
         """Notation in which this template reads a message.
 
         Contents may be lists of parts (vision models), with thinking as a part (Mistral); tool
@@ -156,20 +161,22 @@ class ChatTemplate:
             ("thinking_parts", [question, thought], THOUGHT),
         ):
             other = notation | {name: True}
-            if self._shows(text, messages, other) and not self._shows(text, messages, notation):
+            if self._is_shown(text, messages, other) and not self._is_shown(
+                text, messages, notation
+            ):
                 notation = other
         calls = build_probe_messages(calls=True)[:2]
-        return notation | {"text_arguments": self._rendered(calls, notation) is None}
+        return notation | {"text_arguments": self._try_render(calls, notation) is None}
 
-    def _rendered(self, messages: Messages, notation: dict[str, bool]) -> str | None:
+    def _try_render(self, messages: Messages, notation: dict[str, bool]) -> str | None:
         try:
-            return self._render(messages, self._probe_tools, notation, prompt=False)
+            return self._render_messages(messages, self._probe_tools, notation, prompt=False)
         except InputError:
             return None
 
-    def _shows(self, text: str, messages: Messages, notation: dict[str, bool]) -> bool:
+    def _is_shown(self, text: str, messages: Messages, notation: dict[str, bool]) -> bool:
         """Tell whether a text is rendered, not as Python or JSON notation of its part."""
-        rendered = self._rendered(messages, notation) or ""
+        rendered = self._try_render(messages, notation) or ""
         return text in rendered and not re.search(rf"""['"]{text}['"]""", rendered)
 
     @lru_cache(maxsize=2)  # noqa: B019  templates live as long as their run
@@ -196,7 +203,7 @@ class ChatTemplate:
             raise InputError(f"the target's chat template does not render {what}")
         tail, more = last.rpartition(ANSWER)[2], followed.rpartition(ANSWER)[2]
         shared = self.whole_tokens(find_common_prefix(tail, more), tail)
-        shared = shared.partition(self._opening)[0] if self._opening else shared
+        shared = shared.partition(self._opening_token)[0] if self._opening_token else shared
         shared = shared.rstrip()
         # Text before the stop token belongs to the turn: an id, a bracket after an argument.
         at = re.search(rf"({self.stop_pattern})$", shared)
@@ -214,7 +221,7 @@ class ChatTemplate:
         return lead[len(lead.rstrip()) :]
 
     @cached_property
-    def _opening(self) -> str:
+    def _opening_token(self) -> str:
         """Special token that opens a turn, if any."""
         text = self.render_conversation(build_probe_messages(calls=False)[:1], self._probe_tools)
         tokens = (token.group() for token in re.finditer(self.special_pattern, text))
@@ -254,7 +261,7 @@ def _any_of(contents: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(set(contents), key=len, reverse=True))) or "(?!)"
 
 
-def _chosen(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools) -> str:
+def _choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools) -> str:
     """Choose a tokenizer's template by name, or its default; or take a template given as text."""
     if wanted is not None and "{" in wanted:
         return wanted
@@ -264,13 +271,13 @@ def _chosen(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools
         wanted = "tool_use" if tools and "tool_use" in templates else "default"
     if wanted not in templates:
         raise InputError(
-            f"target {_name(tokenizer)}: has no chat template {wanted!r}; set "
+            f"target {_get_tokenizer_name(tokenizer)}: has no chat template {wanted!r}; set "
             f"data.chat_template_kwargs={{chat_template: NAME}} to one of {sorted(templates)}"
         )
     return templates[wanted]
 
 
-def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+def _get_tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.name_or_path or "(unnamed)"
 
 

@@ -67,7 +67,11 @@ def find_turns(
         InputError: the template refuses the conversation, does not render the text of a turn, or
             does not show where the turn begins or ends.
     """
-    turns = _aligned(messages, indices, template, tools) if len(indices) >= MIN_ALIGNED else None
+    turns = (
+        _find_aligned_turns(messages, indices, template, tools)
+        if len(indices) >= MIN_ALIGNED
+        else None
+    )
     return turns or [find_turn(messages[: i + 1], template, tools) for i in indices]
 
 
@@ -79,7 +83,7 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
     """
     last = messages[-1]
     through = template.render_conversation(messages, tools)
-    prompt, rest = _divide(messages, through, template, tools)
+    prompt, rest = _split_prompt(messages, through, template, tools)
     thinks = last.get("reasoning_content") or "</think>" in last["content"]
     block = None if thinks else EMPTY_THINKING.match(rest)
     if block:
@@ -90,13 +94,15 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
     # R1 closes a turn with tool calls twice. The model's text ends at the first stop token after
     # everything the turn says; a turn without such a stop is refused.
     written = ""
-    for written in _closed(rest, template.find_turn_ending(bool(last.get("tool_calls"))), template):
-        if not _unsaid(last, written):
+    for written in _iter_closed_turns(
+        rest, template.find_turn_ending(bool(last.get("tool_calls"))), template
+    ):
+        if not _find_lost_part(last, written):
             break
     return Turn(prompt, written, through, _left_out(last, written))
 
 
-def _divide(
+def _split_prompt(
     messages: Messages, through: str, template: ChatTemplate, tools: Tools
 ) -> tuple[str, str]:
     """Prompt before the last message, and the rest."""
@@ -136,11 +142,11 @@ def _divide(
     raise InputError(
         "the target's chat template renders an answer elsewhere than after its generation prompt "
         f"{prompt[-60:]!r}: {through[apart : apart + 60]!r}"
-        + (hint if any(_thoughts(last)) else "")
+        + (hint if any(_split_thoughts(last)) else "")
     )
 
 
-def _closed(rest: str, ending: TurnEnding, template: ChatTemplate) -> Iterator[str]:
+def _iter_closed_turns(rest: str, ending: TurnEnding, template: ChatTemplate) -> Iterator[str]:
     """Yield the turn cut after its end, or closed: at its first stop token, the second, ..."""
     if not rest.endswith(ending.rendered):
         raise InputError(
@@ -154,9 +160,9 @@ def _closed(rest: str, ending: TurnEnding, template: ChatTemplate) -> Iterator[s
     yield written
 
 
-def _unsaid(message: dict, written: str) -> str:
+def _find_lost_part(message: dict, written: str) -> str:
     """Name a part of a turn, except thinking, that the text lacks; empty if complete."""
-    if not is_rendered(_text(message), written):
+    if not is_rendered(_strip_thinking(message), written):
         return f"the text {message['content'][:80]!r}"
     names = (call["function"]["name"] for call in message.get("tool_calls", ()))
     return next((f"the call of {name}" for name in names if name not in written), "")
@@ -168,21 +174,21 @@ def _left_out(message: dict, written: str) -> tuple[str, ...]:
     Raises:
         InputError: the template leaves out more than that.
     """
-    unsaid = _unsaid(message, written)
+    unsaid = _find_lost_part(message, written)
     if unsaid:
         raise InputError(
             f"the target's chat template does not render {unsaid} of the assistant; it renders "
             f"{written[:80]!r}"
         )
-    shown = all(is_rendered(thought, written) for thought in _thoughts(message))
+    shown = all(is_rendered(thought, written) for thought in _split_thoughts(message))
     return () if shown else ("thinking",)
 
 
-def _text(message: dict) -> str:
+def _strip_thinking(message: dict) -> str:
     return str(message["content"].rpartition("</think>")[2])
 
 
-def _thoughts(message: dict) -> tuple[str, str]:
+def _split_thoughts(message: dict) -> tuple[str, str]:
     """Thinking beside a turn's text, and thinking inside it, where a prompt may open it."""
     inline = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")
     return message.get("reasoning_content") or "", inline
@@ -190,7 +196,9 @@ def _thoughts(message: dict) -> tuple[str, str]:
 
 def is_left_out(message: dict, turn: Turn) -> bool:
     """Tell whether the template leaves out the whole turn, yet closes it."""
-    return bool(turn.unrendered_parts) and not (_text(message).strip() or message.get("tool_calls"))
+    return bool(turn.unrendered_parts) and not (
+        _strip_thinking(message).strip() or message.get("tool_calls")
+    )
 
 
 def remove_turn_ending(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
@@ -202,8 +210,8 @@ def remove_turn_ending(turn: Turn, message: dict, template: ChatTemplate) -> Tur
         template: the target's template.
     """
     calls = bool(message.get("tool_calls"))
-    thought, inline = _thoughts(message)
-    said = "" if calls else (_text(message).strip() or inline.strip() or thought.strip())
+    thought, inline = _split_thoughts(message)
+    said = "" if calls else (_strip_thinking(message).strip() or inline.strip() or thought.strip())
     at = turn.written.rfind(said) if said else -1
     if at >= 0:
         return replace(turn, written=turn.written[: at + len(said)])
@@ -216,7 +224,7 @@ def is_rendered(text: str, rendered: str) -> bool:
     return text.strip() in rendered or remove_white_space(text) in remove_white_space(rendered)
 
 
-def _aligned(
+def _find_aligned_turns(
     messages: Messages, indices: Sequence[int], template: ChatTemplate, tools: Tools
 ) -> list[Turn] | None:
     """Find the turns of a long conversation in one rendering, if they are distinct there.

@@ -52,7 +52,7 @@ def parse_items(value: object, name: str, check: Callable[[object, str], Any]) -
     return [check(item, f"{name}[{place}]") for place, item in enumerate(value)]
 
 
-def if_there(row: Mapping[str, Any], path: str, check: Callable[..., Any], *how: Any) -> None:
+def check_optional(row: Mapping[str, Any], path: str, check: Callable[..., Any], *how: Any) -> None:
     """Check a field named by a path, of which any part may be missing or null."""
     value: Any = row
     for name in path.split("."):
@@ -61,7 +61,7 @@ def if_there(row: Mapping[str, Any], path: str, check: Callable[..., Any], *how:
         check(value, path, *how)
 
 
-def check_fits(value: float, expected: float, name: str, of: str) -> None:
+def check_consistent(value: float, expected: float, name: str, of: str) -> None:
     """Refuse a figure that contradicts the figures it is computed from."""
     if abs(value - expected) > ROUNDING * max(1.0, abs(expected)):
         raise MalformedRowError(name, f"{value:g}", f"{expected:g}, as {of} give")

@@ -12,9 +12,9 @@ from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.compare.names import BASELINES, VANILLA
 from eval.compare.timing import PromptRun
-from eval.decode.engine import Generation, common_prefix
+from eval.decode.engine import Generation, count_common_prefix
 from eval.measure.bench import Measurement
-from eval.measure.lengths import length_name
+from eval.measure.lengths import format_length_bucket
 from eval.measure.prompts import Prompt, count_thinking_tokens
 from eval.measure.stats import Interval, PromptSteps, bootstrap_interval, summarise_acceptance, tau
 from heads.decoding.tree import Tree
@@ -28,10 +28,10 @@ def summarise_speedup(
     bench: Measurement, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
 ) -> dict[str, Any]:
     """Make the content of `speedup.json`."""
-    baseline = baseline_of(methods, runs)
+    baseline = select_baseline(methods, runs)
     return {
         "methods": {
-            name: _figures(
+            name: _summarise_method(
                 name,
                 method,
                 runs,
@@ -55,13 +55,15 @@ def summarise_speedup(
     }
 
 
-def baseline_of(methods: Iterable[str], runs: list[PromptRun]) -> str:
+def select_baseline(methods: Iterable[str], runs: list[PromptRun]) -> str:
     """Choose the faster method without drafting: what a user would run without a head."""
-    speeds = {name: tokens_per_s(name, runs, "total") for name in BASELINES if name in methods}
+    speeds = {
+        name: compute_tokens_per_s(name, runs, "total") for name in BASELINES if name in methods
+    }
     return max(speeds, key=lambda name: speeds[name])
 
 
-def _figures(
+def _summarise_method(
     name: str, method: Method, runs: list[PromptRun], baseline: str, tokenizer: Any, seed: int
 ) -> dict[str, Any]:
     texts = [run.texts[name][0] for run in runs]
@@ -79,10 +81,10 @@ def _figures(
         "draft_tokens": measured["draft_tokens"],
         "tau": mean,
         "tau_ci95": measured["tau_ci95"],
-        "tokens_per_s": tokens_per_s(name, runs, "total"),
+        "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
         "speedup": compute_speedup(name, baseline, runs, "total"),
-        "speedup_ci95": speedup_interval(name, baseline, runs, seed),
-        "decode_tokens_per_s": tokens_per_s(name, runs, "decode"),
+        "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
+        "decode_tokens_per_s": compute_tokens_per_s(name, runs, "decode"),
         "decode_speedup": decode_speedup,
         "efficiency": None if decode_speedup is None else decode_speedup / mean,
         **{
@@ -91,7 +93,7 @@ def _figures(
         },
         "num_tokens": sum(len(text.token_ids) for text in texts),
         **{key: measured[key] for key in ("num_steps", "num_drafted", "num_accepted")},
-        "breakdown": _breakdown(name, runs),
+        "breakdown": _sum_part_seconds(name, runs),
         "lossy": method.lossy,
         "by_category": {},
         "by_input_length": {},
@@ -99,10 +101,10 @@ def _figures(
         **method.settings,
     }
     if "captured" in method.settings:
-        figures["captures"] = _captures(name, runs)
+        figures["captures"] = _sum_captures(name, runs)
     groups: dict[str, Callable[[Prompt], str]] = {
         "by_category": lambda prompt: prompt.category,
-        "by_input_length": lambda prompt: length_name(len(prompt.token_ids)),
+        "by_input_length": lambda prompt: format_length_bucket(len(prompt.token_ids)),
     }
     for key, name_of in groups.items():
         for group, row in measured[key].items():
@@ -112,15 +114,15 @@ def _figures(
                 "tau_ci95": row["ci95"],
                 "per_draft": row["per_draft"],
                 "speedup": compute_speedup(name, baseline, members, "total"),
-                "speedup_ci95": speedup_interval(name, baseline, members, seed),
+                "speedup_ci95": compute_speedup_interval(name, baseline, members, seed),
                 "num_prompts": row["num_prompts"],
             }
     if method.tree is not None and method.tree.num_nodes > 1:
-        figures["tree"] = _tree(method.tree, texts)
+        figures["tree"] = _describe_static_tree(method.tree, texts)
     # Per prompt its passes, and per repeat its shares of the batches' seconds.
     figures["prompts"] = [
         {
-            **own.row(),
+            **own.build_row(),
             "num_tokens": run.num_tokens(name),
             "seconds": {part: run.seconds_per_repeat(name, part) for part in TIMES},
         }
@@ -129,7 +131,7 @@ def _figures(
     return figures
 
 
-def _breakdown(name: str, runs: list[PromptRun]) -> dict[str, float]:
+def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
     """Seconds per part; idle time of a GPU inside a part counts as the host's."""
     parts = {
         part: _median_total(run.seconds_per_repeat(name, part) for run in runs) for part in PARTS
@@ -146,7 +148,7 @@ def _breakdown(name: str, runs: list[PromptRun]) -> dict[str, float]:
     return {part: seconds for part, seconds in parts.items() if part != "step" or seconds}
 
 
-def _captures(name: str, runs: list[PromptRun]) -> dict[str, float]:
+def _sum_captures(name: str, runs: list[PromptRun]) -> dict[str, float]:
     """Captures that no time contains: their number and seconds, of all texts and repeats."""
     times = [text.times for run in runs for text in run.texts[name]]
     num, seconds = sum(each.num_captures for each in times), sum(each.capture for each in times)
@@ -158,7 +160,7 @@ def _median_total(seconds: Iterable[list[float]]) -> float:
     return sum(map(statistics.median, seconds))
 
 
-def tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
+def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
     """Tokens per second, in `total` or in `decode`, which excludes prompts and their tokens."""
     counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
     return sum(counts) / max(
@@ -168,11 +170,13 @@ def tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
 
 def compute_speedup(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
     """Speed divided by the baseline's; None if the baseline decoded nothing."""
-    base = tokens_per_s(baseline, runs, part)
-    return tokens_per_s(name, runs, part) / base if base else None
+    base = compute_tokens_per_s(baseline, runs, part)
+    return compute_tokens_per_s(name, runs, part) / base if base else None
 
 
-def speedup_interval(name: str, baseline: str, runs: list[PromptRun], seed: int) -> Interval:
+def compute_speedup_interval(
+    name: str, baseline: str, runs: list[PromptRun], seed: int
+) -> Interval:
     """95% bootstrap interval of the speed-up over dialogues and repeats."""
     if name == baseline:  # 1 by definition
         return None
@@ -207,7 +211,7 @@ def speedup_interval(name: str, baseline: str, runs: list[PromptRun], seed: int)
     return bootstrap_interval(range(len(dialogues)), speedup, seed, len(runs[0].texts[name]))
 
 
-def _tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
+def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
     """Static tree with the share of passes that accepted each node."""
     counts = Counter(node for g in texts for path in g.paths for node in path)
     num_steps = max(1, sum(len(g.paths) for g in texts))
@@ -225,7 +229,7 @@ def compare_greedy_texts(
         for name in methods:
             text = run.texts[name][0].token_ids
             if text != expected:
-                where = _divergence(bench.target, run.prompt, expected, text)
+                where = _find_divergence(bench.target, run.prompt, expected, text)
                 divergences.append({"prompt": index, "method": name, **where})
     differing = {divergence["prompt"] for divergence in divergences}
     return {
@@ -236,11 +240,11 @@ def compare_greedy_texts(
 
 
 @torch.no_grad()
-def _divergence(
+def _find_divergence(
     target: Target, prompt: Prompt, expected: list[int], text: list[int]
 ) -> dict[str, Any]:
     """Place where two texts part, and the margin of the target's choice there."""
-    position = common_prefix(expected, text)
+    position = count_common_prefix(expected, text)
     output = target.encode_text(prompt.token_ids + expected[:position])
     best, second = (
         target.compute_logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
@@ -262,16 +266,20 @@ def texts_shown(
         by_category.setdefault(run.prompt.category, []).append(run)
     longest = max(map(len, by_category.values()))
     rounds = [m[place] for place in range(longest) for m in by_category.values() if place < len(m)]
-    return [_coloured(n, run, drafting, tokenizer) for n, run in enumerate(rounds[:num_texts])]
+    return [
+        _color_by_depth(n, run, drafting, tokenizer) for n, run in enumerate(rounds[:num_texts])
+    ]
 
 
-def _coloured(index: int, run: PromptRun, methods: list[str], tokenizer: Any) -> dict[str, Any]:
+def _color_by_depth(
+    index: int, run: PromptRun, methods: list[str], tokenizer: Any
+) -> dict[str, Any]:
     """A prompt's texts with the depth at which each token was accepted; 0 for the target's own."""
     texts, prompt = {}, run.prompt
     for name in methods:
         text = run.texts[name][0]
-        pieces = _pieces(tokenizer, text.token_ids)
-        texts[name] = list(zip(pieces, _origins(text), strict=True))
+        pieces = _decode_token_pieces(tokenizer, text.token_ids)
+        texts[name] = list(zip(pieces, _list_token_depths(text), strict=True))
     return {
         "prompt": index,
         "category": prompt.category,
@@ -281,7 +289,7 @@ def _coloured(index: int, run: PromptRun, methods: list[str], tokenizer: Any) ->
     }
 
 
-def _origins(text: Generation) -> list[int]:
+def _list_token_depths(text: Generation) -> list[int]:
     # The prompt's pass gives one token, or more if transformers drafts in it.
     num_first = len(text.token_ids) - sum(step.num_emitted for step in text.steps)
     depths = [*range(1, num_first), 0]
@@ -290,7 +298,7 @@ def _origins(text: Generation) -> list[int]:
     return depths
 
 
-def _pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
+def _decode_token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """Text that each token adds; a character split over tokens goes to the last of them."""
     pieces, shown = [], ""
     for end in range(1, len(token_ids) + 1):

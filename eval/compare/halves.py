@@ -56,7 +56,7 @@ def open_split_measurement(
     return bench, tuned, checked
 
 
-def decode_with(
+def decode_with_drafters(
     bench: Measurement,
     config: CalibrateRun | TreeSearchRun,
     drafters: Mapping[str, tuple[DrafterFactory, Tree | None]],

@@ -12,9 +12,9 @@ from conf.command.journal import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
-from eval.compare.names import BASELINES, VANILLA, list_methods, unnumbered
+from eval.compare.names import BASELINES, VANILLA, list_methods, strip_head_number
 from eval.decode.captured import CaptureError, GraphDecoder, find_capture_obstacle
-from eval.decode.drafters.draft_model import DraftLength, DraftModel, same_tokenizer
+from eval.decode.drafters.draft_model import DraftLength, DraftModel, has_same_tokenizer
 from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookahead import Lookahead
 from eval.decode.drafters.lookup import NgramModel, PromptLookup
@@ -35,7 +35,7 @@ from eval.measure import processes
 from eval.measure.answers import generate_greedy_answers
 from eval.measure.bench import Measurement
 from eval.measure.heads import MeasuredHead
-from eval.tune.skip_search import search_layers
+from eval.tune.skip_search import search_skipped_layers
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree, make_default_tree
@@ -109,7 +109,7 @@ class PromptDecoder:
         requests = list(map(Request, prompts, seeds))
         if self._captured is not None:
             try:
-                return self._captured.decode(requests, batch_size)
+                return self._captured.decode_requests(requests, batch_size)
             except CaptureError as error:
                 self._captured, self.settings["captured"] = None, f"no: {error}"
                 Console(stderr=True).print(
@@ -129,7 +129,7 @@ def choose_methods(bench: Measurement, config: SpeedupRun) -> dict[str, Callable
     Raises:
         InputError: a method lacks its head, draft model, prompts or batch size.
     """
-    known = MethodBuilder(bench, config).available()
+    known = MethodBuilder(bench, config).list_makers()
     if "all" in config.methods:
         if "early_exit" in known and "skip_layers" not in known and bench.is_main_process:
             Console(stderr=True).print(
@@ -140,7 +140,7 @@ def choose_methods(bench: Measurement, config: SpeedupRun) -> dict[str, Callable
     missing = sorted(set(config.methods) - set(known))
     if missing:
         needed = list_methods()
-        needs = ", ".join(f"{name} ({needed[unnumbered(name)]})" for name in missing)
+        needs = ", ".join(f"{name} ({needed[strip_head_number(name)]})" for name in missing)
         raise InputError(f"methods={missing}: needs {needs}; available here: {', '.join(known)}")
     return {name: known[name] for name in known if name in (*BASELINES, *config.methods)}
 
@@ -163,10 +163,10 @@ def build_methods(
 
 def _layers_to_skip(bench: Measurement, config: SpeedupRun) -> dict[str, Any]:
     """Layers to skip and number of draft tokens, predicted fastest on prompts not measured."""
-    prompts = [prompt.token_ids for prompt in bench.spare]
+    prompts = [prompt.token_ids for prompt in bench.spare_prompts]
     answers = generate_greedy_answers(bench.target, prompts, config.max_new_tokens)
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
-    best = search_layers(bench.target, texts, list(map(len, prompts))).choices[0]
+    best = search_skipped_layers(bench.target, texts, list(map(len, prompts))).choices[0]
     if bench.is_main_process:
         Console(stderr=True).print(
             f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens, "
@@ -183,18 +183,18 @@ class MethodBuilder:
         self.bench, self.config = bench, config
         self.target, self.sampling = bench.target, bench.sampling
 
-    def available(self) -> dict[str, Callable[..., Method]]:
+    def list_makers(self) -> dict[str, Callable[..., Method]]:
         """Makers of all methods that the settings allow."""
         lookup, lookahead = self.config.lookup, self.config.lookahead
         makers: dict[str, Callable[..., Method]] = {
-            VANILLA: lambda: self._engine(lambda _: NoDraft(), Tree.chain(0)),
-            "generate": self._generate,
+            VANILLA: lambda: self._build_engine_method(lambda _: NoDraft(), Tree.make_chain(0)),
+            "generate": self._build_generate_method,
         }
         # transformers' own methods cannot roll back a state.
         single = self.config.batch_sizes == [1] and not self.target.is_recurrent
         if single:
             makers["generate_lookup"] = partial(
-                self._generate, prompt_lookup_num_tokens=lookup.num_tokens,
+                self._build_generate_method, prompt_lookup_num_tokens=lookup.num_tokens,
                 max_matching_ngram_size=lookup.max_ngram,
             )  # fmt: skip
         counts: Counter[str] = Counter()
@@ -203,35 +203,35 @@ class MethodBuilder:
             counts[family] += 1
             number = f"_{counts[family]}" if counts[family] > 1 else ""
             for shape in ("chain", "tree", *(["cut"] if head.calibration else [])):
-                makers[f"{family}_{shape}{number}"] = partial(self._head, head, shape)
-            makers[f"{family}_suffix{number}"] = partial(self._hybrid, head)
+                makers[f"{family}_{shape}{number}"] = partial(self._build_head_method, head, shape)
+            makers[f"{family}_suffix{number}"] = partial(self._build_hybrid_method, head)
             if HEADS[family].has_static_tree and not self.sampling.is_greedy:
-                makers[f"{family}_typical{number}"] = partial(self._typical, head)
+                makers[f"{family}_typical{number}"] = partial(self._build_typical_method, head)
         if self.config.draft.path is not None:
             makers |= self._with_draft_model(self.config.draft.path, single)
 
         def with_lookup(drafter: type[PromptLookup | NgramModel]) -> Method:
             limits = (lookup.num_tokens, lookup.max_ngram, lookup.min_ngram)
-            return self._engine(lambda _: drafter(*limits))
+            return self._build_engine_method(lambda _: drafter(*limits))
 
         def with_lookahead() -> Method:
             limits = (lookahead.window, lookahead.level, lookahead.num_guesses)
-            return self._engine(lambda _: Lookahead(*limits))
+            return self._build_engine_method(lambda _: Lookahead(*limits))
 
         makers |= {
             "prompt_lookup": partial(with_lookup, PromptLookup),
             "ngram": partial(with_lookup, NgramModel),
-            "suffix": self._suffix,
-            "recycling": self._recycling,
+            "suffix": self._build_suffix_method,
+            "recycling": self._build_recycling_method,
             "lookahead": with_lookahead,
         }
         if not self.target.attention_pattern.shares_keys:
             makers["early_exit"] = self._early_exit
-            if self.bench.spare or self.config.self_draft.skip is not None:
+            if self.bench.spare_prompts or self.config.self_draft.skip is not None:
                 makers["skip_layers"] = self._skip_layers
         return makers
 
-    def _engine(
+    def _build_engine_method(
         self,
         make: Callable[[list[int]], Drafter],
         tree: Tree | None = None,
@@ -241,7 +241,7 @@ class MethodBuilder:
         run = PromptDecoder(self.target, make, length, how, self.config.cuda_graphs)
         return Method(run, tree, how.is_lossy, run.settings)
 
-    def _remembering(
+    def _build_remembering_method(
         self,
         store: Callable[[], Store],
         make: Callable[[list[int], Store], Drafter],
@@ -253,9 +253,11 @@ class MethodBuilder:
         def forget() -> None:
             shared[0] = store()
 
-        return replace(self._engine(lambda seeds: make(seeds, shared[0]), tree), forget=forget)
+        return replace(
+            self._build_engine_method(lambda seeds: make(seeds, shared[0]), tree), forget=forget
+        )
 
-    def _generate(self, **assistance: object) -> Method:
+    def _build_generate_method(self, **assistance: object) -> Method:
         def run(
             prompts: Sequence[list[int]], seeds: Sequence[int], batch_size: int
         ) -> list[Generation]:
@@ -269,9 +271,9 @@ class MethodBuilder:
 
         return Method(run)
 
-    def _head(self, head: MeasuredHead, shape: str) -> Method:
+    def _build_head_method(self, head: MeasuredHead, shape: str) -> Method:
         tree = head.tree if shape == "tree" else head.chain
-        made = self._engine(
+        made = self._build_engine_method(
             lambda seeds: head.make_drafter(shape, self.sampling, seeds),
             tree if isinstance(tree, Tree) else None,
         )
@@ -280,19 +282,21 @@ class MethodBuilder:
         made.settings.update(asdict(head.calibration))
         return made
 
-    def _typical(self, head: MeasuredHead) -> Method:
+    def _build_typical_method(self, head: MeasuredHead) -> Method:
         rule = self.config.typical
         lossy = replace(self.sampling, typical=Typical(rule.threshold, rule.alpha))
         assert isinstance(head.tree, Tree)
-        return self._engine(lambda seeds: head.make_drafter("tree", lossy, seeds), head.tree, lossy)
+        return self._build_engine_method(
+            lambda seeds: head.make_drafter("tree", lossy, seeds), head.tree, lossy
+        )
 
     def _with_draft_model(self, path: str, single: bool) -> dict[str, Callable[[], Method]]:
         settings = self.config.draft
         reference = TargetConfig(path, settings.revision, dtype=self.config.target.dtype)
         model = load_target(reference, self.target.device)
         pack_weights(model.model, model.output_head)
-        model.output_head = self._drafting(model).output_head
-        if not same_tokenizer(self.target, model):
+        model.output_head = self._select_drafting_ends(model).output_head
+        if not has_same_tokenizer(self.target, model):
             return {"draft_chain": partial(self._other_tokenizer, model)}
         makers: dict[str, Callable[[], Method]] = {
             "draft_chain": partial(self._draft_chain, model),
@@ -313,10 +317,12 @@ class MethodBuilder:
             how.num_assistant_tokens = settings.num_tokens
             how.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"
             how.assistant_confidence_threshold = settings.confidence
-            makers["generate_assisted"] = partial(self._generate, assistant_model=model.model)
+            makers["generate_assisted"] = partial(
+                self._build_generate_method, assistant_model=model.model
+            )
         return makers
 
-    def _drafting(self, model: Target) -> EmbeddingsAndOutputHead:
+    def _select_drafting_ends(self, model: Target) -> EmbeddingsAndOutputHead:
         """Embeddings and output head of a model while drafting."""
         rank = self.config.output_rank
         return model if rank is None else make_low_rank_target(model, rank)
@@ -326,7 +332,7 @@ class MethodBuilder:
         length = DraftLength(
             settings.num_tokens if settings.heuristic else None, settings.confidence
         )
-        tree = Tree.chain(settings.max_tokens if settings.heuristic else settings.num_tokens)
+        tree = Tree.make_chain(settings.max_tokens if settings.heuristic else settings.num_tokens)
         return self._draft_model(model, tree, length)
 
     def _draft_tree(self, model: Target) -> Method:
@@ -343,36 +349,40 @@ class MethodBuilder:
             own = drafter_seeds(seeds)
             return DraftModel(model, tree, self.sampling, own, length, self.target.vocab_size)
 
-        return self._engine(make, tree)
+        return self._build_engine_method(make, tree)
 
     def _other_tokenizer(self, model: Target) -> Method:
         num_tokens = self.config.draft.num_tokens
-        return self._engine(
+        return self._build_engine_method(
             lambda _: CrossTokenizerDrafter(model, self.target.tokenizer, num_tokens)
         )
 
-    def _suffix(self) -> Method:
-        return self._remembering(self._answers, lambda _, answers: self._suffix_drafter(answers))
+    def _build_suffix_method(self) -> Method:
+        return self._build_remembering_method(
+            self._make_suffix_tree, lambda _, answers: self._suffix_drafter(answers)
+        )
 
-    def _hybrid(self, head: MeasuredHead) -> Method:
+    def _build_hybrid_method(self, head: MeasuredHead) -> Method:
         def make(seeds: list[int], answers: SuffixTree) -> Drafter:
             # Greedy, as sampled candidates cannot stand beside a copied text.
             drafter = head.make_drafter("tree", GREEDY, seeds)
             return HybridDrafter(drafter, self._suffix_drafter(answers), head.tree.depth / 2)
 
-        return self._remembering(self._answers, make)
+        return self._build_remembering_method(self._make_suffix_tree, make)
 
-    def _answers(self) -> SuffixTree:
+    def _make_suffix_tree(self) -> SuffixTree:
         return SuffixTree(self.config.suffix.max_ngram)
 
     def _suffix_drafter(self, answers: SuffixTree) -> SuffixDrafter:
         how = self.config.suffix
         return SuffixDrafter(answers, how.num_tokens, how.factor, how.min_prob)
 
-    def _recycling(self) -> Method:
+    def _build_recycling_method(self) -> Method:
         usual = GPU_NODES if self.target.device.type == "cuda" else CPU_NODES
         tree = recycling_tree(self.config.recycling.num_tokens or usual)
-        return self._remembering(SuccessorTable, lambda _, store: Recycling(store, tree), tree)
+        return self._build_remembering_method(
+            SuccessorTable, lambda _, store: Recycling(store, tree), tree
+        )
 
     def _early_exit(self) -> Method:
         settings = self.config.self_draft
@@ -403,10 +413,10 @@ class MethodBuilder:
         return made
 
     def _self_draft(self, skip: tuple[int, ...], length: int | None) -> Method:
-        ends, num_tokens = self._drafting(self.target), length or 4
+        ends, num_tokens = self._select_drafting_ends(self.target), length or 4
 
         def make(seeds: list[int]) -> Drafter:
             own = drafter_seeds(seeds)
             return SelfDraft(self.target, skip, num_tokens, self.sampling, own, ends)
 
-        return self._engine(make, Tree.chain(num_tokens))
+        return self._build_engine_method(make, Tree.make_chain(num_tokens))

@@ -56,7 +56,11 @@ def check_method_words(names: Sequence[str]) -> None:
     """
     known = ("all", *METHODS)
     ends = tuple(f"_{way}" for way in OF_HEADS)
-    unknown = [n for n in names if unnumbered(n) not in known and not unnumbered(n).endswith(ends)]
+    unknown = [
+        n
+        for n in names
+        if strip_head_number(n) not in known and not strip_head_number(n).endswith(ends)
+    ]
     if unknown:
         raise InputError(
             f"methods={unknown}: unknown; allowed: {', '.join(known)}, and for a head its kind "
@@ -71,12 +75,12 @@ def check_methods(names: Sequence[str]) -> None:
         InputError: naming the methods.
     """
     known = list_methods()
-    unknown = {name for name in names if unnumbered(name) not in ("all", *known)}
+    unknown = {name for name in names if strip_head_number(name) not in ("all", *known)}
     if unknown:
         raise InputError(f"methods={sorted(unknown)}: unknown; allowed: all, {', '.join(known)}")
 
 
-def unnumbered(name: str) -> str:
+def strip_head_number(name: str) -> str:
     """Name of a further head's method, without its number."""
     stem, _, number = name.rpartition("_")
     return stem if number.isdigit() else name

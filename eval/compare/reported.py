@@ -19,8 +19,8 @@ from typing import Any
 from conf.errors import InputError
 from data.rows.values import MalformedRowError, format_found_value
 from eval.compare.checks import (
-    check_fits,
-    if_there,
+    check_consistent,
+    check_optional,
     parse_fraction,
     parse_items,
     parse_number,
@@ -32,7 +32,7 @@ from eval.measure.lengths import LENGTH_DEFINITIONS, MEANS
 
 Definition = tuple[str, str]
 """What is counted, and what the mean is over."""
-NAMES = ("acceptance.json", "acceptance_rate.json", "acceptance.csv")
+RESULT_FILE_NAMES = ("acceptance.json", "acceptance_rate.json", "acceptance.csv")
 """Names of files that each tool writes anew for every measurement."""
 LONGEST = 10_000
 """Largest number of tokens of a pass, above any draft."""
@@ -52,16 +52,16 @@ class ReportedAcceptance:
         tool: tool that wrote the file.
         lengths: acceptance lengths by definition.
         per_position: share of passes with drafts that accepted each depth; empty if unknown.
-        stated: conditions that the file states, by name.
+        conditions: conditions that the file states, by name.
     """
 
     tool: str
     lengths: dict[Definition, float]
     per_position: list[float] = field(default_factory=list)
-    stated: dict[str, Any] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
 
 
-def find(path: str) -> tuple[str, Path]:
+def find_result_file(path: str) -> tuple[str, Path]:
     """Find the file of a path, and its name in the table.
 
     Args:
@@ -72,15 +72,16 @@ def find(path: str) -> tuple[str, Path]:
     """
     given = Path(path)
     if given.suffix in (".json", ".csv") and not given.is_dir():
-        return given.parent.resolve().name if given.name in NAMES else given.stem, given
+        return given.parent.resolve().name if given.name in RESULT_FILE_NAMES else given.stem, given
     if not given.is_dir():
-        return given.name, given / NAMES[0]  # reading it will report that it is missing
-    found = [given / name for name in NAMES if (given / name).is_file()]
+        return given.name, given / RESULT_FILE_NAMES[0]  # reading it will report that it is missing
+    found = [given / name for name in RESULT_FILE_NAMES if (given / name).is_file()]
     found = found or sorted(given.glob("*.json"))
     if len(found) != 1:
         there = ", ".join(file.name for file in found) or "none"
         raise InputError(
-            f"results={given}: must hold one of {', '.join(NAMES)} or the JSON file of vllm bench "
+            f"results={given}: must hold one of {', '.join(RESULT_FILE_NAMES)} or the JSON file "
+            "of vllm bench "
             f"serve, but holds {there}; name the file"
         )
     return given.resolve().name, found[0]
@@ -94,13 +95,13 @@ def load_reported_acceptance(file: Path) -> ReportedAcceptance:
     """
     try:
         if file.suffix == ".csv":
-            return _speculators(file.read_text(encoding="utf-8-sig"))
-        content = _json(file)
+            return _parse_speculators_csv(file.read_text(encoding="utf-8-sig"))
+        content = _load_json(file)
         if isinstance(content, list):
             beside = file.with_name("configuration.json")
-            return _model_optimizer(content, _configured(beside))
+            return _model_optimizer(content, _load_run_notes(beside))
         whole = parse_object(content, "(whole file)", "an object, or Model-Optimizer's list")
-        return _ours(whole) if "prompts" in whole else _vllm(whole)
+        return _parse_own_result(whole) if "prompts" in whole else _parse_vllm_result(whole)
     except MalformedRowError as error:
         raise InputError(f"results: {file}: {error}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -113,7 +114,7 @@ def load_acceptance_json(file: Path) -> dict[str, Any]:
     Raises:
         InputError: the file cannot be read, or is damaged.
     """
-    row = _json(file)
+    row = _load_json(file)
     if not isinstance(row, dict) or "prompts" not in row:
         raise InputError(f"results={file}: holds no prompts; measure again")
     try:
@@ -133,12 +134,12 @@ def _check_own(row: dict[str, Any]) -> None:
     _check_figures(parse_object(row.get(tree), tree, "the tree's figures"), f"{tree}.")
     parse_whole_number(row.get("num_prompts"), "num_prompts", 1)
     for name in ("data", "config", "config.data", "target_identity", "conditions"):
-        if_there(row, name, parse_object, "an object")
-    if_there(row, "config.data.chat_template_kwargs", parse_object, "an object")
+        check_optional(row, name, parse_object, "an object")
+    check_optional(row, "config.data.chat_template_kwargs", parse_object, "an object")
     for name in ("head", "data.path"):
-        if_there(row, name, parse_text)
-    if_there(row, "temperature", parse_number, 0)
-    if_there(row, "agreement", parse_items, parse_fraction)
+        check_optional(row, name, parse_text)
+    check_optional(row, "temperature", parse_number, 0)
+    check_optional(row, "agreement", parse_items, parse_fraction)
     told = row.get("conditions") or dict.fromkeys(CONDITIONS)
     if missing := [name for name in CONDITIONS if name not in told]:
         raise MalformedRowError(f"conditions.{missing[0]}", "nothing", "words")
@@ -148,7 +149,7 @@ def _check_own(row: dict[str, Any]) -> None:
         parse_items(row["prompts"], "prompts", _golden_row(length))
 
 
-def _json(file: Path) -> Any:
+def _load_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -169,9 +170,9 @@ def check_comparable(results: Mapping[str, ReportedAcceptance]) -> list[Definiti
     """
     for (one, first), (other, second) in combinations(results.items(), 2):
         differ = [
-            f"{key} {first.stated[key]} and {second.stated[key]}"
-            for key in first.stated
-            if key in second.stated and first.stated[key] != second.stated[key]
+            f"{key} {first.conditions[key]} and {second.conditions[key]}"
+            for key in first.conditions
+            if key in second.conditions and first.conditions[key] != second.conditions[key]
         ]
         if differ:
             raise InputError(
@@ -231,20 +232,20 @@ def _golden_row(draft_tokens: int) -> Callable[[object, str], None]:
     return check
 
 
-def _drafts(row: Mapping[str, Any], names: tuple[str, str, str]) -> tuple[int, int]:
+def _parse_draft_counts(row: Mapping[str, Any], names: tuple[str, str, str]) -> tuple[int, int]:
     """Read drafts and accepted tokens, and check the tool's length against them."""
     drafts = parse_whole_number(row.get(names[0]), names[0], 1)
     accepted = parse_whole_number(row.get(names[1]), names[1])
     length = parse_number(row.get(names[2]), names[2], 1)
-    check_fits(length, 1 + accepted / drafts, names[2], f"{names[1]} and {names[0]}")
+    check_consistent(length, 1 + accepted / drafts, names[2], f"{names[1]} and {names[0]}")
     return drafts, accepted
 
 
-def _target(value: object, name: str) -> str:
+def _parse_target_name(value: object, name: str) -> str:
     return parse_text(value, name).rstrip("/").rsplit("/", 1)[-1].lower()
 
 
-def _vllm(row: Mapping[str, Any]) -> ReportedAcceptance:
+def _parse_vllm_result(row: Mapping[str, Any]) -> ReportedAcceptance:
     names = ("num_drafts", "accepted_tokens", "acceptance_length")
     prefixed = tuple(f"spec_decode_{name}" for name in names)
     if prefixed[2] not in row:
@@ -252,22 +253,24 @@ def _vllm(row: Mapping[str, Any]) -> ReportedAcceptance:
             prefixed[2], "nothing", "a result of vllm bench serve against a server that drafts, "
             "or an acceptance.json of eval/acceptance.py",
         )  # fmt: skip
-    drafts, accepted = _drafts(row, (prefixed[0], prefixed[1], prefixed[2]))
+    drafts, accepted = _parse_draft_counts(row, (prefixed[0], prefixed[1], prefixed[2]))
     key = "spec_decode_per_position_acceptance_rates"
     rates = parse_items(row.get(key), key, parse_fraction)
-    check_fits(sum(rates), accepted / drafts, f"sum of {key}", f"{prefixed[1]} and {prefixed[0]}")
+    check_consistent(
+        sum(rates), accepted / drafts, f"sum of {key}", f"{prefixed[1]} and {prefixed[0]}"
+    )
     if failed := parse_whole_number(row.get("failed", 0), "failed"):
         raise MalformedRowError("failed", f"{failed} requests", "0, as others answered them")
     stated = {
         "draft tokens": len(rates),
         "texts": parse_whole_number(row.get("completed"), "completed", 1),
         "turns": FIRST,
-        "target": _target(row.get("model_id"), "model_id"),
+        "target": _parse_target_name(row.get("model_id"), "model_id"),
     }
     return ReportedAcceptance("vLLM", {("drafts", "pooled"): 1 + accepted / drafts}, rates, stated)
 
 
-def _speculators(text: str) -> ReportedAcceptance:
+def _parse_speculators_csv(text: str) -> ReportedAcceptance:
     reader = csv.DictReader(text.splitlines(), strict=True)
     header = reader.fieldnames or []
     if missing := [name for name in ("subset", *DRAFTED) if name not in header]:
@@ -276,7 +279,7 @@ def _speculators(text: str) -> ReportedAcceptance:
     rows = []
     for number, cells in enumerate(reader, 2):
         try:
-            rows.append(_subset(cells, positions))
+            rows.append(_parse_subset_row(cells, positions))
         except MalformedRowError as error:
             name = f"{error.name} of line {number}"
             raise MalformedRowError(name, error.found, error.allowed) from None
@@ -294,20 +297,22 @@ def _speculators(text: str) -> ReportedAcceptance:
 DRAFTED = ("num_drafts", "num_accepted_tokens", "acceptance_length")
 
 
-def _subset(cells: Mapping[str, Any], positions: list[str]) -> tuple[int, int, list[float]]:
+def _parse_subset_row(
+    cells: Mapping[str, Any], positions: list[str]
+) -> tuple[int, int, list[float]]:
     """Read drafts, accepted tokens and rates per position of a row."""
     if None in cells:
         raise MalformedRowError("(whole row)", "more cells than columns", "one for each")
-    row = {name: _cell(cells[name], name) for name in (*DRAFTED, *positions)}
-    drafts, kept = _drafts(row, DRAFTED)
+    row = {name: _parse_cell(cells[name], name) for name in (*DRAFTED, *positions)}
+    drafts, kept = _parse_draft_counts(row, DRAFTED)
     rates = [parse_fraction(row[name], name) for name in positions]
-    check_fits(
+    check_consistent(
         sum(rates), kept / drafts, "sum of acceptance_at_pos_", f"{DRAFTED[1]} and {DRAFTED[0]}"
     )
     return drafts, kept, rates
 
 
-def _cell(value: object, name: str) -> float:
+def _parse_cell(value: object, name: str) -> float:
     try:
         return float(str(value))
     except ValueError:
@@ -329,10 +334,10 @@ def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> ReportedAcc
     if not turns:
         raise MalformedRowError("Request_AL", "no requests", "lengths by request")
     average = parse_number(run.get("Average_AL"), "Average_AL", 0)
-    check_fits(average, sum(turns) / len(turns), "Average_AL", "Request_AL")
+    check_consistent(average, sum(turns) / len(turns), "Average_AL", "Request_AL")
     key = "Acceptance_Length_Histogram"
     passes = {
-        parse_whole_number(_cell(length, key), key, 0, LONGEST): parse_whole_number(
+        parse_whole_number(_parse_cell(length, key), key, 0, LONGEST): parse_whole_number(
             count, f"{key}.{length}"
         )
         for length, count in parse_object(run.get(key), key, "passes by tokens").items()
@@ -362,11 +367,11 @@ def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> ReportedAcc
     return ReportedAcceptance("Model-Optimizer", lengths, rates, stated)
 
 
-def _configured(file: Path) -> dict[str, Any]:
+def _load_run_notes(file: Path) -> dict[str, Any]:
     """Read Model-Optimizer's notes beside a result, if any."""
     if not file.is_file():
         return {}
-    noted = _json(file)
+    noted = _load_json(file)
     if not isinstance(noted, dict):
         raise InputError(f"results: {file}: found {format_found_value(noted)}; allowed: an object")
     stated: dict[str, Any] = {}
@@ -377,10 +382,14 @@ def _configured(file: Path) -> dict[str, Any]:
     stated["new tokens"] = noted.get("output_length")
     known = {key: value for key, value in stated.items() if type(value) in (int, float)}
     model = noted.get("model_dir")
-    return {**known, "target": _target(model, "model_dir")} if isinstance(model, str) else known
+    return (
+        {**known, "target": _parse_target_name(model, "model_dir")}
+        if isinstance(model, str)
+        else known
+    )
 
 
-def _ours(row: Mapping[str, Any]) -> ReportedAcceptance:
+def _parse_own_result(row: Mapping[str, Any]) -> ReportedAcceptance:
     if "served" in row:
         raise MalformedRowError(
             "served",
@@ -401,7 +410,7 @@ def _ours(row: Mapping[str, Any]) -> ReportedAcceptance:
             if means.get(mean) is not None:
                 name = f"acceptance_length.{count}.{mean}"
                 lengths[count, mean] = parse_number(means[mean], name, 0)
-    texts = parse_items(row["prompts"], "prompts", _dialogue)
+    texts = parse_items(row["prompts"], "prompts", _parse_dialogue)
     data = parse_object(row.get("data"), "data", "what was measured on")
     asked, most = parse_whole_number(row.get("num_turns"), "num_turns", 1), data.get("most_turns")
     most = parse_whole_number(most, "data.most_turns", 1)
@@ -411,7 +420,7 @@ def _ours(row: Mapping[str, Any]) -> ReportedAcceptance:
         "texts": len(texts),
         "dialogues": len({*texts}),
         "turns": ALL if asked >= most else FIRST if asked == 1 else f"first {asked}",
-        "target": _target(identity.get("name"), "target_identity.name"),
+        "target": _parse_target_name(identity.get("name"), "target_identity.name"),
         "temperature": parse_number(row.get("temperature"), "temperature", 0),
         "new tokens": parse_whole_number(row.get("max_new_tokens"), "max_new_tokens", 1),
     }
@@ -421,7 +430,7 @@ def _ours(row: Mapping[str, Any]) -> ReportedAcceptance:
     return ReportedAcceptance("Headsmith", lengths, rates, stated)
 
 
-def _dialogue(text: object, name: str) -> int:
+def _parse_dialogue(text: object, name: str) -> int:
     return parse_whole_number(
         parse_object(text, name, "a text").get("dialogue"), f"{name}.dialogue"
     )
@@ -439,7 +448,7 @@ def build_comparison_rows(
         + ["per position"]
     ]
     for name, result in results.items():
-        stated = (result.stated.get(key) for key in ("draft tokens", "texts"))
+        stated = (result.conditions.get(key) for key in ("draft tokens", "texts"))
         figures = (result.lengths.get(definition) for definition in shared)
         lines.append(
             [

@@ -7,7 +7,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.compare.figures import baseline_of, compute_speedup, speedup_interval, tokens_per_s
+from eval.compare.figures import (
+    compute_speedup,
+    compute_speedup_interval,
+    compute_tokens_per_s,
+    select_baseline,
+)
 from eval.compare.timing import PromptRun
 from eval.measure.stats import format_interval, percentiles_ms
 
@@ -28,13 +33,13 @@ def summarise_batch_size(
         runs: of all prompts.
         seed: of the intervals.
     """
-    baseline, rows = baseline_of(methods, runs), {}
+    baseline, rows = select_baseline(methods, runs), {}
     for name in methods:
         repeats = list(zip(*(run.texts[name] for run in runs), strict=True))
         rows[name] = {
-            "tokens_per_s": tokens_per_s(name, runs, "total"),
+            "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
             "speedup": compute_speedup(name, baseline, runs, "total"),
-            "speedup_ci95": speedup_interval(name, baseline, runs, seed),
+            "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
             "first_token_ms": percentiles_ms(
                 [[s for text in texts for s in text.arrivals[:1]] for texts in repeats]
             ),
@@ -63,7 +68,7 @@ def find_break_even_size(sizes: dict[str, Any], method: str) -> int | None:
     return stop
 
 
-def sizes_table(sizes: dict[str, Any]) -> Table:
+def build_concurrency_table(sizes: dict[str, Any]) -> Table:
     """A row per method and batch size of `concurrency` in a result."""
     table = Table(title="Texts at a time; ms to the first token and between tokens, p50 and p99")
     columns = ("texts", "method", "tokens/s", "speed-up, 95%", "first", "between")
@@ -76,7 +81,7 @@ def sizes_table(sizes: dict[str, Any]) -> Table:
             table.add_row(
                 size, name, f"{row['tokens_per_s']:.1f}",
                 words if bounds is None else f"{words} {format_interval(bounds)}",
-                *(_words(row[key]) for key in WAITS),
+                *(_format_wait(row[key]) for key in WAITS),
             )  # fmt: skip
         table.add_section()
     return table
@@ -84,7 +89,7 @@ def sizes_table(sizes: dict[str, Any]) -> Table:
 
 def print_concurrency(result: dict[str, Any], console: Console) -> None:
     """Print the table, and the size from which each method no longer helps."""
-    console.print(sizes_table(result["concurrency"]))
+    console.print(build_concurrency_table(result["concurrency"]))
     for name in result["methods"]:
         if name not in result["baselines"]:
             size = find_break_even_size(result["concurrency"], name)
@@ -92,7 +97,7 @@ def print_concurrency(result: dict[str, Any], console: Console) -> None:
             console.print(f"{name}: {says}", highlight=False)
 
 
-def _words(wait: dict[str, float] | None) -> str:
+def _format_wait(wait: dict[str, float] | None) -> str:
     if wait is None:
         return "-"
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in wait.values())

@@ -83,13 +83,13 @@ def measure_methods(
     prompts = bench.prompts
     groups = [[prompt] for prompt in prompts] if batch_size == 1 else [prompts]
     start = batch_size * JOBS_PER_SIZE
-    jobs = _jobs(start, config.num_repeats, len(groups), list(methods), config.seed)
+    jobs = _draw_jobs(start, config.num_repeats, len(groups), list(methods), config.seed)
     rows = [] if journal is None else journal.load_rows()
-    kept = {row["id"]: list(map(_text, row["texts"])) for row in rows if "texts" in row}
+    kept = {row["id"]: list(map(_parse_generation, row["texts"])) for row in rows if "texts" in row}
     waiting = {(job.method, job.repeat) for job in jobs if job.id not in kept}
     for _ in range(config.num_warmups):
         for name in {name for name, _ in waiting}:
-            _run(methods[name], prompts[:batch_size], config.seed, batch_size)
+            _run_method(methods[name], prompts[:batch_size], config.seed, batch_size)
     words = "decoding" if batch_size == 1 else f"decoding, {batch_size} at a time"
     progress = tqdm(jobs, desc=words, unit="job", disable=not bench.is_main_process)
     for job in progress:
@@ -99,7 +99,7 @@ def measure_methods(
         relearns = method.forget and (job.method, job.repeat) in waiting
         if job.id in kept and not relearns:
             continue
-        texts = _run(method, groups[job.group], config.seed, batch_size)
+        texts = _run_method(method, groups[job.group], config.seed, batch_size)
         if job.id not in kept:
             kept[job.id] = texts
             if journal is not None:
@@ -114,22 +114,26 @@ def measure_methods(
         and bench.embeddings_and_output_head.device.type == "cuda"
     ):
         for name, method in methods.items():
-            _profile(name, method, runs[: len(groups[0])], config.seed, batch_size)
+            _profile_busy_seconds(name, method, runs[: len(groups[0])], config.seed, batch_size)
     gathered = processes.gather_items(runs)
     return sorted(gathered, key=lambda run: (run.prompt.turn, run.prompt.dialogue))
 
 
-def _profile(name: str, method: Method, runs: list[PromptRun], seed: int, batch_size: int) -> None:
+def _profile_busy_seconds(
+    name: str, method: Method, runs: list[PromptRun], seed: int, batch_size: int
+) -> None:
     """Add the GPU's working seconds to the runs of a job."""
     if method.forget:
         method.forget()
     prompts = [run.prompt for run in runs]
-    busy = measure_busy_seconds(partial(_run, method, prompts, seed, batch_size))
+    busy = measure_busy_seconds(partial(_run_method, method, prompts, seed, batch_size))
     for run in runs:
         run.busy[name] = {part: seconds / len(runs) for part, seconds in busy.items()}
 
 
-def _jobs(start: int, num_repeats: int, num_groups: int, names: list[str], seed: int) -> list[_Job]:
+def _draw_jobs(
+    start: int, num_repeats: int, num_groups: int, names: list[str], seed: int
+) -> list[_Job]:
     rng, jobs = random.Random(seed), []
     for repeat in range(num_repeats):
         for group in range(num_groups):
@@ -139,12 +143,14 @@ def _jobs(start: int, num_repeats: int, num_groups: int, names: list[str], seed:
     return jobs
 
 
-def _run(method: Method, prompts: Sequence[Prompt], seed: int, batch_size: int) -> list[Generation]:
+def _run_method(
+    method: Method, prompts: Sequence[Prompt], seed: int, batch_size: int
+) -> list[Generation]:
     ids = [prompt.token_ids for prompt in prompts]
     return method.run(ids, [compute_prompt_seed(prompt, seed) for prompt in prompts], batch_size)
 
 
-def _text(row: dict[str, Any]) -> Generation:
+def _parse_generation(row: dict[str, Any]) -> Generation:
     """Read a text from the result of `asdict`."""
     return Generation(
         row["token_ids"],

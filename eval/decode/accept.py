@@ -54,22 +54,30 @@ def verify(
         choices = logits.argmax(-1)
         passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
-        return AcceptedPaths(nodes, _at(layout.depths, end), _at(choices, end))
+        return AcceptedPaths(
+            nodes, _select_node_values(layout.depths, end), _select_node_values(choices, end)
+        )
     probs = sampling.compute_probabilities(logits)
     if sampling.typical is not None:
-        passes, log_probs = typical_acceptance(layout, tokens, probs, sampling.typical)
+        passes, log_probs = accept_typical(layout, tokens, probs, sampling.typical)
         nodes, end = _deepest_path(layout, passes, log_probs)
-        return AcceptedPaths(nodes, _at(layout.depths, end), generators.sample(_at(probs, end)))
+        return AcceptedPaths(
+            nodes,
+            _select_node_values(layout.depths, end),
+            generators.sample_indices(_select_node_values(probs, end)),
+        )
     uniforms = generators.draw_uniform(tokens.shape[1])
     if draft.draft_probs is None:
         passes = accept_ranked(layout, tokens, probs, uniforms)
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
-        rest = _without_children(layout, tokens, _at(probs, end), end)
+        rest = _without_children(layout, tokens, _select_node_values(probs, end), end)
     else:
         passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
         nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
-        rest = _at(probs, end)
-    return AcceptedPaths(nodes, _at(layout.depths, end), generators.sample(rest))
+        rest = _select_node_values(probs, end)
+    return AcceptedPaths(
+        nodes, _select_node_values(layout.depths, end), generators.sample_indices(rest)
+    )
 
 
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -124,18 +132,18 @@ def accept_sampled(
         token = tokens.gather(1, node).clamp_min(0).unsqueeze(2)
         threshold = uniforms.gather(1, node).unsqueeze(2) * q.gather(2, token)
         passes = passes | (child & (threshold < p.gather(2, token))).any(1)
-        p = torch.where(has.unsqueeze(2), _normed((p - q).clamp_min(0), p), p)
-        q = torch.where(has.unsqueeze(2), _normed(q.scatter(2, token, 0.0), q), q)
+        p = torch.where(has.unsqueeze(2), _normalise_weights((p - q).clamp_min(0), p), p)
+        q = torch.where(has.unsqueeze(2), _normalise_weights(q.scatter(2, token, 0.0), q), q)
     return passes, torch.cat([p, leaves], dim=1)
 
 
-def _normed(weights: Tensor, otherwise: Tensor) -> Tensor:
+def _normalise_weights(weights: Tensor, otherwise: Tensor) -> Tensor:
     """Divide by the sum; `otherwise` where rounding leaves nothing."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 
 
-def typical_acceptance(
+def accept_typical(
     layout: TreeLayout, tokens: Tensor, probs: Tensor, rule: Typical
 ) -> tuple[Tensor, Tensor]:
     """[B, N] bool of typical nodes, and [B, N] log p of the path to each."""
@@ -206,7 +214,7 @@ def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Te
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
 
 
-def _at(values: Tensor, node: Tensor) -> Tensor:
+def _select_node_values(values: Tensor, node: Tensor) -> Tensor:
     """[B, ...] values of [B or 1, N, ...] at node [B]."""
     return values.expand(len(node), *values.shape[1:])[
         torch.arange(len(node), device=node.device), node

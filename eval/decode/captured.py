@@ -49,7 +49,7 @@ class CaptureError(RuntimeError):
     """CUDA cannot capture a step."""
 
 
-class Graph(Generic[Output]):
+class CudaGraph(Generic[Output]):
     """CUDA graph of everything that a call launches.
 
     Args:
@@ -77,7 +77,7 @@ class Graph(Generic[Output]):
                 cause = cause.__context__
             raise CaptureError(f"{type(cause).__name__}: {cause}") from cause
 
-    def launch(self) -> Output:
+    def launch_graph(self) -> Output:
         """Launch the graph without waiting; return the call's output, overwritten in place."""
         self.graph.replay()
         return self.output
@@ -164,7 +164,7 @@ class GraphDecoder:
         self.what = "verify pass" if make([0]).num_static_nodes is None else "step"
         self.kept: Any = None
 
-    def decode(self, requests: Sequence[Request], batch_size: int) -> list[Generation]:
+    def decode_requests(self, requests: Sequence[Request], batch_size: int) -> list[Generation]:
         """See `decode_many`.
 
         Raises:
@@ -193,21 +193,21 @@ class _Graphs(Generic[Output]):
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.captured: dict[Hashable, Graph[Output]] = {}
+        self.captured: dict[Hashable, CudaGraph[Output]] = {}
         self.met: set[Hashable] = set()
 
-    def awaits(self, key: Hashable) -> bool:
+    def needs_capture(self, key: Hashable) -> bool:
         """Tell whether a graph must be captured before the next run."""
         return key in self.met and key not in self.captured
 
-    def capture(self, key: Hashable, call: Callable[[], Output]) -> None:
+    def capture_graph(self, key: Hashable, call: Callable[[], Output]) -> None:
         """Capture a graph, without computing."""
-        self.captured[key] = Graph(call, self.pool)
+        self.captured[key] = CudaGraph(call, self.pool)
 
-    def run(self, key: Hashable, call: Callable[[], Output]) -> Output:
+    def run_call(self, key: Hashable, call: Callable[[], Output]) -> Output:
         """Run the call, in one launch if captured."""
         if key in self.captured:
-            return self.captured[key].launch()
+            return self.captured[key].launch_graph()
         self.met.add(key)
         return call()
 
@@ -229,10 +229,10 @@ class _Rows:
         self.roots, self.generators, self.cache = batch.roots, batch.generators, cache
         self.context_limits = ContextLimits(batch.target, [])
 
-    def _verify(self, draft: Draft) -> VerifyResult:
+    def _verify_on_device(self, draft: Draft) -> VerifyResult:
         """Verify a draft without the host; cache, roots and generators are written in place."""
         nodes = run_verify_pass(self.context_limits, draft, self.roots, self.cache, self.taps)
-        verified = nodes.accept(draft, self.sampling, self.generators)
+        verified = nodes.accept_paths(draft, self.sampling, self.generators)
         if draft.is_chain:
             self.cache.slots.advance(verified.counts, [])
         else:
@@ -263,7 +263,7 @@ class CapturedSteps(_Rows):
         assert batch.drafter.num_static_nodes is not None
         self.drafter, self.num_nodes = batch.drafter, batch.drafter.num_static_nodes
         self.capacity = self.target.capacity or compute_num_slots(batch.longest, self.num_nodes)
-        if not self.fits(batch.longest):
+        if not self.has_room(batch.longest):
             raise CaptureError(
                 f"{batch.longest} tokens in a compiled target's {self.capacity} slots"
             )
@@ -272,11 +272,11 @@ class CapturedSteps(_Rows):
         self.buffers: list[Tensor] = []
         self.record: Tensor | None = None
 
-    def fits(self, longest: int) -> bool:
+    def has_room(self, longest: int) -> bool:
         """Tell whether a text of this length has room."""
         return compute_num_slots(longest, self.num_nodes) <= self.capacity
 
-    def prepare(self, longest: int) -> bool:
+    def reserve_slots(self, longest: int) -> bool:
         """Reserve slots for texts of a known length; True if the step must be captured."""
         width, held = compute_num_slots(longest, self.num_nodes), self.cache.slots.fixed_width
         if self.target.capacity is not None:
@@ -285,17 +285,17 @@ class CapturedSteps(_Rows):
             # Rows of finished texts may have advanced to the end of the slots.
             width = max(width, held)
         if width != held:
-            self.cache.hold(width, self.num_nodes, self.capacity)
+            self.cache.fix_width(width, self.num_nodes, self.capacity)
         self.width = width
-        return self.graphs.awaits(width)
+        return self.graphs.needs_capture(width)
 
-    def capture(self) -> None:
+    def capture_step(self) -> None:
         """Capture the graph of a step, without computing."""
-        self.graphs.capture(self.width, self._step)
+        self.graphs.capture_graph(self.width, self._compute_step)
 
-    def launch(self) -> tuple[Tensor, torch.cuda.Event]:
+    def launch_step(self) -> tuple[Tensor, torch.cuda.Event]:
         """Launch the step; return its record, being copied to pinned memory, and its event."""
-        self.graphs.run(self.width, self._step)
+        self.graphs.run_call(self.width, self._compute_step)
         assert self.record is not None
         # Reuse the buffer that was read last.
         if len(self.buffers) < 2:
@@ -308,16 +308,16 @@ class CapturedSteps(_Rows):
         done.record()
         return buffer, done
 
-    def _step(self) -> None:
+    def _compute_step(self) -> None:
         draft = self.drafter.propose(Roots(self.roots, []))
-        verified = self._verify(draft)
+        verified = self._verify_on_device(draft)
         path = verified.accepted.nodes[:, : draft.depth + 1]
         new = CommittedTokens(
             token_ids=[],
             output=verified.nodes.output.select_tokens(path),
             cache=self.cache,
             logits=verified.nodes.logits,
-            on_device=(verified.on_path[:, : path.shape[1]], verified.counts),
+            on_device=(verified.accepted_tokens[:, : path.shape[1]], verified.counts),
         )
         # The drafter observes the step in fixed memory.
         if self.committed is None:
@@ -356,12 +356,12 @@ class StepBatch(DecodingBatch):
     captured: CapturedSteps | None = None
     late: _Launched | None = None
 
-    def _start(self) -> tuple[CommittedTokens, NewTokens]:
+    def _start_texts(self) -> tuple[CommittedTokens, NewTokens]:
         """Start as usual, or with free rows that the first texts take."""
         rows, size = self.captured, self.batch_size
-        if rows is None or len(rows.roots) != size or not rows.fits(self.longest):
+        if rows is None or len(rows.roots) != size or not rows.has_room(self.longest):
             self.captured = None
-            return super()._start()
+            return super()._start_texts()
         assert rows.committed is not None
         self.drafter, self.roots, self.generators = rows.drafter, rows.roots, rows.generators
         self.rows, self.running = [FREE] * size, []
@@ -375,7 +375,7 @@ class StepBatch(DecodingBatch):
             committed = super()._observe_and_refill(prefilled, committed)
             self.captured = CapturedSteps(self, committed.cache)
         elif 2 * (len(self.running) + len(prefilled)) <= len(self.rows):
-            committed = self._drop(len(prefilled), committed)
+            committed = self._drop_rows(len(prefilled), committed)
             self._insert_texts(prefilled, committed.cache)
             self.captured = CapturedSteps(self, committed.cache)
             self.captured.committed = committed
@@ -383,22 +383,22 @@ class StepBatch(DecodingBatch):
             self._insert_texts(prefilled, committed.cache)
         return committed
 
-    def _step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:  # noqa: ARG002
+    def _run_step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:  # noqa: ARG002
         """Launch a step; return the new tokens of the previous one, by text."""
         rows = self.captured
         assert rows is not None
-        if rows.prepare(self._length(self.running)):
+        if rows.reserve_slots(self._compute_longest(self.running)):
             with self.clock.pause_timing(self.running):
-                rows.capture()
+                rows.capture_step()
         with self.clock.measure_part("step", self.running):
-            launched = _Launched(list(self.rows), *rows.launch())
+            launched = _Launched(list(self.rows), *rows.launch_step())
         late, self.late = self.late, launched
         assert rows.committed is not None
         if late is None:
             return rows.committed, {}
         late.done.synchronize()  # the only wait
         steps = zip(late.texts, HostStep.from_records(late.record.tolist()), strict=True)
-        new = {text: self._note_one(text, step) for text, step in steps if text in self.running}
+        new = {text: self._record_step(text, step) for text, step in steps if text in self.running}
         return rows.committed, new
 
 
@@ -429,10 +429,10 @@ class PassShape(NamedTuple):
             for number in (num_tokens, draft.depth)
         )
         if isinstance(tree, Tree):
-            return cls(Tree.chain(size), size, size, size if num_inner else 0)
+            return cls(Tree.make_chain(size), size, size, size if num_inner else 0)
         return cls(None, size, min(size, depth))
 
-    def padded(self, draft: Draft) -> Draft:
+    def pad_draft(self, draft: Draft) -> Draft:
         """Pad a draft to this shape, in new memory; its missing nodes are never reached."""
         missing = self.num_tokens - draft.tokens.shape[1]
         tree = draft.tree if self.tree is None else self.tree
@@ -468,7 +468,7 @@ class CapturedPasses(_Rows):
         self.graphs = _Graphs[VerifyResult]()
         self.key = PassShape(None, 0, 0), 0
 
-    def fits(self, longest: int) -> bool:
+    def has_room(self, longest: int) -> bool:
         """Tell whether a text of this length has room, with the largest draft so far."""
         return compute_num_slots(longest, 1 + self.most) <= self.capacity
 
@@ -477,12 +477,12 @@ class CapturedPasses(_Rows):
         self.longest = batch.longest
         self.cache.insert_row(0, committed.cache)
         self.roots.copy_(batch.roots)
-        self.generators.take(0, batch.generators)
+        self.generators.insert_row(0, batch.generators)
         # Before a head reads the prompt with as many slots as the last text had.
-        self._hold(self.cache.slots.lengths[0], 1)
+        self._set_fixed_width(self.cache.slots.lengths[0], 1)
         return replace(committed, cache=self.cache)
 
-    def prepare(self, draft: Draft, longest: int) -> bool:
+    def prepare_draft(self, draft: Draft, longest: int) -> bool:
         """Take a draft for texts of a known length; True if its pass must be captured."""
         shape = PassShape.from_draft(draft)
         if shape.num_tokens > PADDED_DRAFT_SIZES[-1]:
@@ -491,7 +491,7 @@ class CapturedPasses(_Rows):
                 f"{PADDED_DRAFT_SIZES[-1]}"
             )
         self.most = max(self.most, shape.num_tokens)
-        if not self.fits(self.longest):
+        if not self.has_room(self.longest):
             if self.fixed:
                 raise CaptureError(
                     f"{self.longest} tokens and {self.most} draft tokens exceed a compiled "
@@ -499,36 +499,36 @@ class CapturedPasses(_Rows):
                 )
             # Caches may move now, as all graphs are dropped.
             self.capacity, self.graphs = compute_num_slots(self.longest, 1 + self.most), _Graphs()
-        self.key = shape, self._hold(longest, 1 + shape.num_tokens)
-        self._write(shape, draft)
-        return self.graphs.awaits(self.key)
+        self.key = shape, self._set_fixed_width(longest, 1 + shape.num_tokens)
+        self._write_draft(shape, draft)
+        return self.graphs.needs_capture(self.key)
 
-    def capture(self) -> None:
+    def capture_pass(self) -> None:
         """Capture the graph of a pass, without computing."""
-        self.graphs.capture(self.key, self._pass)
+        self.graphs.capture_graph(self.key, self._compute_pass)
 
-    def run(self) -> VerifyResult:
+    def run_pass(self) -> VerifyResult:
         """Run the pass over the draft; the next pass with the same key overwrites the result."""
-        return self.graphs.run(self.key, self._pass)
+        return self.graphs.run_call(self.key, self._compute_pass)
 
-    def _hold(self, longest: int, num_nodes: int) -> int:
+    def _set_fixed_width(self, longest: int, num_nodes: int) -> int:
         """Set the slots that passes read from now on."""
         width = self.capacity if self.fixed else compute_num_slots(longest, num_nodes)
-        self.cache.hold(width, num_nodes, self.capacity)
+        self.cache.fix_width(width, num_nodes, self.capacity)
         return width
 
-    def _write(self, shape: PassShape, draft: Draft) -> None:
+    def _write_draft(self, shape: PassShape, draft: Draft) -> None:
         """Write a draft where its graph reads it."""
-        new = shape.padded(draft)
+        new = shape.pad_draft(draft)
         own = self.inputs.setdefault(shape, new)
-        for held, written in zip(_tensors(own), _tensors(new), strict=True):
+        for held, written in zip(_list_draft_tensors(own), _list_draft_tensors(new), strict=True):
             held.copy_(written)
 
-    def _pass(self) -> VerifyResult:
-        return self._verify(self.inputs[self.key[0]])
+    def _compute_pass(self) -> VerifyResult:
+        return self._verify_on_device(self.inputs[self.key[0]])
 
 
-def _tensors(draft: Draft) -> list[Tensor]:
+def _list_draft_tensors(draft: Draft) -> list[Tensor]:
     values = (draft.tree, draft.tokens, draft.draft_probs)
     return [value for value in values if isinstance(value, Tensor)]
 
@@ -542,10 +542,10 @@ class PassBatch(DecodingBatch):
 
     captured: CapturedPasses | None = None
 
-    def _start(self) -> tuple[CommittedTokens, NewTokens]:
+    def _start_texts(self) -> tuple[CommittedTokens, NewTokens]:
         """Start as usual, and reuse the slots of an earlier text."""
-        committed, new = super()._start()
-        if self.captured is not None and not self.captured.fits(self.longest):
+        committed, new = super()._start_texts()
+        if self.captured is not None and not self.captured.has_room(self.longest):
             self.captured = None
         if self.captured is not None:
             committed = self.captured.insert_text(self, committed)
@@ -563,19 +563,21 @@ class PassBatch(DecodingBatch):
             self.captured = CapturedPasses(self, committed.cache)
         return committed
 
-    def _step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:
+    def _run_step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:
         """Draft, then launch the rest at once."""
         passes = self.captured
         assert passes is not None
         with self.clock.measure_part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
-        if passes.prepare(draft, self._length(self.rows)):
+        if passes.prepare_draft(draft, self._compute_longest(self.rows)):
             with self.clock.pause_timing(self.rows):
-                passes.capture()
+                passes.capture_pass()
         with self.clock.measure_part("verify", self.rows):
-            verified = passes.run()
+            verified = passes.run_pass()
         with self.clock.measure_part("accept", self.rows):
             steps = HostStep.from_records(verified.host_record.tolist())
             # A head that pauses drafting keeps these tokens.
-            verified = replace(verified, on_path=verified.on_path.clone())
-            return verified.committed(steps, committed.cache), self._note(steps)
+            verified = replace(verified, accepted_tokens=verified.accepted_tokens.clone())
+            return verified.build_committed_tokens(steps, committed.cache), self._record_steps(
+                steps
+            )

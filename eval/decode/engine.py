@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from conf.command.clock import DecodingTimes, PartClock
-from eval.decode.generation_config import Processors, StopRules
+from eval.decode.generation_config import LogitsProcessors, StopRules
 from eval.decode.verify_pass import ContextLimits, HostStep, TreeOutputs, run_verify_pass
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
@@ -24,7 +24,7 @@ from heads.decoding.tree import Tree
 from heads.target_model.model import FeatureLayers, Target, iter_prefill
 from heads.upload import to_device
 
-ROOT_ALONE = Tree.chain(0)
+ROOT_ALONE = Tree.make_chain(0)
 DrafterFactory = Callable[[list[int]], Drafter]
 """Function that makes a drafter for texts with these seeds."""
 NewTokens = dict[int, list[int]]
@@ -83,7 +83,7 @@ class Generation:
     arrivals: list[float] = field(default_factory=list)
 
 
-def common_prefix(left: list[int], right: list[int]) -> int:
+def count_common_prefix(left: list[int], right: list[int]) -> int:
     """Length of the longest common prefix of two texts."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
@@ -250,7 +250,7 @@ class DecodingBatch:
         self.target, self.make, self.sampling = target, make, sampling
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.stops = StopRules.from_target(target)
-        self.processors = Processors(target.logits_processing, target.stop_ids)
+        self.processors = LogitsProcessors(target.logits_processing, target.stop_ids)
         self.context_limits = ContextLimits(target, self.prompts)
         self.clock = PartClock(target.device, len(requests))
         self.generations = [Generation([], times=times) for times in self.clock.times]
@@ -278,55 +278,55 @@ class DecodingBatch:
     @torch.inference_mode()
     def stream_tokens(self) -> Iterator[NewTokens]:
         """Yield tokens by text, after the prompts and after every step."""
-        committed, new = self._start()
+        committed, new = self._start_texts()
         while True:
-            self._emit(new)
+            self._emit_tokens(new)
             yield new
             prefilled: list[Prefilled] = []
             while self.waiting and len(self.running) + len(prefilled) < len(self.rows):
-                begun, new = self._prefill([self.waiting.pop(0)])
-                if self._emit(new):
+                begun, new = self._prefill_texts([self.waiting.pop(0)])
+                if self._emit_tokens(new):
                     prefilled.append(begun)
                 yield new
             if not self.running and not prefilled:
-                self.clock.stop(self.rows)
+                self.clock.finish_timing(self.rows)
                 return
             with self.clock.measure_part("accept", self.running):
                 committed = self._observe_and_refill(prefilled, committed)
-            committed, new = self._step(committed)
+            committed, new = self._run_step(committed)
 
     def has_ended(self, text: int) -> bool:
         """Tell whether a text is finished."""
         ids = self.generations[text].token_ids
         return len(ids) >= self.max_new_tokens or self.stops.has_ended(ids)
 
-    def _start(self) -> tuple[CommittedTokens, NewTokens]:
+    def _start_texts(self) -> tuple[CommittedTokens, NewTokens]:
         """Read the prompts of the first texts together; return their first tokens."""
         self.rows, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
-        begun, new = self._prefill(self.rows)
+        begun, new = self._prefill_texts(self.rows)
         self.drafter, self.roots, self.generators = begun.drafter, begun.roots, begun.generators
         self.running = list(self.rows)
         return begun.committed, new
 
-    def _step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:
+    def _run_step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:
         """Draft, verify and accept; return what is committed, and new tokens by text."""
         cache = committed.cache
         with self.clock.measure_part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
         with self.clock.measure_part("verify", self.rows):
-            nodes = self._read(draft, cache)
+            nodes = self._verify_draft(draft, cache)
         with self.clock.measure_part("accept", self.rows):
-            verified = nodes.accept(draft, self.sampling, self.generators)
+            verified = nodes.accept_paths(draft, self.sampling, self.generators)
             steps = HostStep.from_records(verified.host_record.tolist())
             kept = KeptNodes(verified.accepted.nodes, verified.counts)
             cache.commit([step.path for step in steps], kept)
             self.roots = verified.accepted.bonus
-            return verified.committed(steps, cache), self._note(steps)
+            return verified.build_committed_tokens(steps, cache), self._record_steps(steps)
 
     def _last_tokens(self) -> Roots:
         return Roots(self.roots, [self.generations[text].token_ids[-1] for text in self.rows])
 
-    def _prefill(self, texts: list[int]) -> tuple[Prefilled, NewTokens]:
+    def _prefill_texts(self, texts: list[int]) -> tuple[Prefilled, NewTokens]:
         """Read prompts with a new drafter; return the first token of each text."""
         for text in texts:
             self.started[text] = self.clock.end_lap(self.rows)
@@ -349,12 +349,12 @@ class DecodingBatch:
             new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
         return Prefilled(texts, drafter, last, roots, generators), new
 
-    def _read(self, draft: Draft, cache: TreeCache) -> TreeOutputs:
+    def _verify_draft(self, draft: Draft, cache: TreeCache) -> TreeOutputs:
         """Run the target over the trees, with the logits changes of its generation config."""
         nodes = run_verify_pass(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         if not self.processors.always:
             return nodes
-        texts = [self._whole(text)[:-1] for text in self.rows]
+        texts = [self._join_prompt_and_text(text)[:-1] for text in self.rows]
         longest = max(map(len, texts))
         padded = [ids + [0] * (longest - len(ids)) for ids in texts]
         logits = self.processors.process_tree_logits(
@@ -366,12 +366,12 @@ class DecodingBatch:
         )
         return replace(nodes, logits=logits)
 
-    def _note(self, steps: Sequence[HostStep]) -> NewTokens:
+    def _record_steps(self, steps: Sequence[HostStep]) -> NewTokens:
         """Record the steps of all rows; return their new tokens."""
         pairs = zip(self.rows, steps, strict=True)
-        return {text: self._note_one(text, step) for text, step in pairs}
+        return {text: self._record_step(text, step) for text, step in pairs}
 
-    def _note_one(self, text: int, step: HostStep) -> list[int]:
+    def _record_step(self, text: int, step: HostStep) -> list[int]:
         generation = self.generations[text]
         num_left = self.max_new_tokens - len(generation.token_ids)
         tokens = [*step.tokens[1:], step.bonus][:num_left]
@@ -381,7 +381,7 @@ class DecodingBatch:
         generation.drafted.append(step.num_drafted)
         return new
 
-    def _emit(self, new: NewTokens) -> bool:
+    def _emit_tokens(self, new: NewTokens) -> bool:
         """Append tokens to the texts; return whether all of them continue."""
         now = self.clock.end_lap(list(new) or self.running)
         ended = set()
@@ -399,10 +399,10 @@ class DecodingBatch:
     ) -> CommittedTokens:
         """Let the drafter observe, and give the rows of finished texts to new ones."""
         if len(self.running) + len(prefilled) < len(self.rows):
-            committed = self._drop(len(prefilled), committed)
+            committed = self._drop_rows(len(prefilled), committed)
         if self.context_limits.switch is not None:
             self.context_limits.recompute_long_keys(
-                committed.cache, self.rows, list(map(self._whole, self.rows))
+                committed.cache, self.rows, list(map(self._join_prompt_and_text, self.rows))
             )
         self.drafter.observe(committed)
         self._insert_texts(prefilled, committed.cache)
@@ -415,12 +415,12 @@ class DecodingBatch:
             begun.drafter.observe(begun.committed)
             self.drafter.insert_row(row, begun.drafter)
             cache.insert_row(row, begun.committed.cache)
-            self.generators.take(row, begun.generators)
+            self.generators.insert_row(row, begun.generators)
             self.roots[row] = begun.roots[0]
             self.rows[row] = begun.texts[0]
             self.running += begun.texts
 
-    def _drop(self, num_new: int, committed: CommittedTokens) -> CommittedTokens:
+    def _drop_rows(self, num_new: int, committed: CommittedTokens) -> CommittedTokens:
         """Drop rows everywhere; the last rows take the free places."""
         free = [text for text in self.rows if text not in self.running]
         # The first free rows are among the rows that stay in place.
@@ -429,17 +429,17 @@ class DecodingBatch:
         rows = [row if self.rows[row] in staying else last.pop() for row in range(len(staying))]
         committed.cache.select_rows(rows)
         self.drafter.select_rows(rows)
-        self.generators = self.generators.rows(rows)
+        self.generators = self.generators.select_rows(rows)
         self.rows = [self.rows[row] for row in rows]
         self.roots = self.roots[to_device(rows, self.target.device)]
         return committed.select_rows(rows)
 
-    def _length(self, texts: list[int]) -> int:
+    def _compute_longest(self, texts: list[int]) -> int:
         """Tokens of the longest of some texts, prompts included."""
         return max(
             len(self.prompts[text]) + len(self.generations[text].token_ids) for text in texts
         )
 
-    def _whole(self, text: int) -> list[int]:
+    def _join_prompt_and_text(self, text: int) -> list[int]:
         """Prompt and text so far."""
         return self.prompts[text] + self.generations[text].token_ids

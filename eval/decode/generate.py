@@ -31,11 +31,13 @@ class _PassRecorder:
         self._prompt = ExitStack()
         self._prompt.enter_context(clock.measure_part("prefill", self.texts))
 
-    def begin(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_pass_start(
+        self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Hook before the target's pass."""
         if self.widths:
             self.end_prompt()
-            self.arrive()
+            self.record_arrival()
         if not self.drafting:
             self.widths.append(1)
             return
@@ -47,11 +49,11 @@ class _PassRecorder:
         """End the prompt's part; may be called repeatedly."""
         self._prompt.close()
 
-    def arrive(self) -> None:
+    def record_arrival(self) -> None:
         """Record that a pass has given its tokens."""
         self.arrivals.append(self.clock.end_lap(self.texts))
 
-    def steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
+    def build_steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
         """Steps and draft tokens of the passes after the prompt's, for a single text.
 
         Between two passes the cache holds all but the last token of the text.
@@ -75,7 +77,7 @@ class _AfterToken(StoppingCriteria):
     def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
         """Record a token; never end a text."""
         self.passes.end_prompt()
-        self.passes.arrive()
+        self.passes.record_arrival()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -134,7 +136,7 @@ def hf_generate(
     real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
     ids, mask = (torch.tensor(values, device=target.device) for values in (rows, real))
     torch.manual_seed(seed)
-    settings = _settings(target, max_new_tokens, sampling, pad)
+    settings = _build_generation_config(target, max_new_tokens, sampling, pad)
     ends = StoppingCriteriaList()
     if target.stop_strings:
         ends.append(StopTexts(target, longest, len(prompts)))
@@ -151,7 +153,9 @@ def hf_generate(
             )
             ends.append(_AfterToken(passes))
         else:
-            begin = target.decoder.register_forward_pre_hook(passes.begin, with_kwargs=True)
+            begin = target.decoder.register_forward_pre_hook(
+                passes.record_pass_start, with_kwargs=True
+            )
             undo.callback(begin.remove)
         output = target.model.generate(
             ids, attention_mask=mask, generation_config=settings, **assistance,
@@ -160,10 +164,10 @@ def hf_generate(
     # Padding of a finished text in a batch comes after its stop token.
     stops = StopRules.from_target(target)
     texts = [stops.cut_after_end([], row) for row in output[:, longest:].tolist()]
-    passes.arrive()
-    clock.stop(passes.texts)
+    passes.record_arrival()
+    clock.finish_timing(passes.texts)
     if assistance:
-        steps, drafted = passes.steps(longest, len(texts[0]))
+        steps, drafted = passes.build_steps(longest, len(texts[0]))
         arrivals = passes.arrivals[: len(steps) + 1]
         return [Generation(texts[0], steps, [], clock.times[0], drafted, arrivals)]
     generations = []
@@ -174,7 +178,7 @@ def hf_generate(
     return generations
 
 
-def _settings(
+def _build_generation_config(
     target: Target, max_new_tokens: int, sampling: Sampling, pad: int
 ) -> GenerationConfig:
     """Settings of the run. `generate` takes those that are None from the target's config."""

@@ -44,7 +44,7 @@ FIRST = "begin_suppress_tokens"
 APPLIED = (*PROCESSORS, FIRST)
 
 
-class Processors:
+class LogitsProcessors:
     """Processors that a target's generation config names.
 
     Args:
@@ -70,8 +70,10 @@ class Processors:
         committed = torch.tensor([[len(ids) - 1] for ids in prompts], device=device)
         last = torch.tensor([ids[-1:] for ids in prompts], device=device)
         history = torch.tensor(filled, device=device, dtype=torch.int64)
-        rows = node_rows(history, committed, last, build_tree_layout(Tree.chain(0), device), none)
-        return _processed(logits.unsqueeze(1), rows, self.first)[:, 0]
+        rows = node_rows(
+            history, committed, last, build_tree_layout(Tree.make_chain(0), device), none
+        )
+        return _process_rows(logits.unsqueeze(1), rows, self.first)[:, 0]
 
     def process_tree_logits(
         self,
@@ -91,10 +93,10 @@ class Processors:
             layout: layout of the trees.
         """
         rows = node_rows(history, committed, tokens, layout, logits.shape[2])
-        return _processed(logits, rows, self.always)
+        return _process_rows(logits, rows, self.always)
 
 
-def _processed(logits: Tensor, rows: Tensor, processors: list[Processor]) -> Tensor:
+def _process_rows(logits: Tensor, rows: Tensor, processors: list[Processor]) -> Tensor:
     """[B, N, V] scores from rows [B, N, L] of ids, in which V means no id."""
     scores = pad(logits.float(), (0, 1)).flatten(0, 1)
     for process in processors:
@@ -241,16 +243,19 @@ def parse_logits_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
     source = f"target.path={target.name}: its generation config asks for"
     if refused:
         raise InputError(
-            f"{source} {_listed(refused)}, which drafts cannot be verified with; allowed besides "
+            f"{source} {_format_settings(refused)}, which drafts cannot be verified with; allowed "
+            "besides "
             f"sampling: {', '.join(APPLIED)}. Remove the others from generation_config.json, or "
             "set plain=true, which ignores them all"
         )
     try:
-        Processors(asked, target.stop_ids)
+        LogitsProcessors(asked, target.stop_ids)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{source} {_listed(asked)}: {error}; plain=true ignores it") from error
+        raise InputError(
+            f"{source} {_format_settings(asked)}: {error}; plain=true ignores it"
+        ) from error
     return asked
 
 
-def _listed(settings: dict[str, Any]) -> str:
+def _format_settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())

@@ -107,13 +107,13 @@ class VerifyResult:
     Attributes:
         nodes: the trees.
         accepted: accepted paths.
-        on_path: [B, N] int64 tokens of the accepted nodes.
+        accepted_tokens: [B, N] int64 tokens of the accepted nodes.
         host_record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
     """
 
     nodes: "TreeOutputs"
     accepted: AcceptedPaths
-    on_path: Tensor
+    accepted_tokens: Tensor
     host_record: Tensor
 
     @property
@@ -121,7 +121,9 @@ class VerifyResult:
         """[B] int64 number of accepted nodes, root included."""
         return self.accepted.num_accepted + 1
 
-    def committed(self, steps: Sequence[HostStep], cache: TreeCache) -> CommittedTokens:
+    def build_committed_tokens(
+        self, steps: Sequence[HostStep], cache: TreeCache
+    ) -> CommittedTokens:
         """Make the pass as drafters observe it, once the host knows its steps."""
         paths = [step.path for step in steps]
         longest = max(map(len, paths))
@@ -131,7 +133,7 @@ class VerifyResult:
             output=self.nodes.output.select_tokens(path),
             cache=cache,
             logits=self.nodes.logits,
-            on_device=(self.on_path[:, :longest], self.counts),
+            on_device=(self.accepted_tokens[:, :longest], self.counts),
             paths=paths,
             nodes=path,
         )
@@ -151,7 +153,9 @@ class TreeOutputs:
     output: TargetOutput
     logits: Tensor
 
-    def accept(self, draft: Draft, sampling: Sampling, generators: Generators) -> VerifyResult:
+    def accept_paths(
+        self, draft: Draft, sampling: Sampling, generators: Generators
+    ) -> VerifyResult:
         """Accept a path of each tree, without waiting for the device."""
         accepted = verify(draft, self.tokens, self.logits, sampling, generators)
         on_path = self.tokens.gather(1, accepted.nodes)

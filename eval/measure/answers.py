@@ -10,7 +10,7 @@ from eval.decode.engine import DecodingBatch, NoDraft, Request
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 
-NUM_TOGETHER = 16
+ANSWER_BATCH_SIZE = 16
 """Texts at a time, as a pass over 16 tokens takes little longer than a pass over one."""
 
 
@@ -48,7 +48,7 @@ def generate_greedy_answers(
 ) -> list[list[int]]:
     """Make greedy answers to prompts of token ids, with a progress bar if `shown`."""
     texts: list[list[int]] = [[] for _ in prompts]
-    ended = stream_answers(target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER)
+    ended = stream_answers(target, list(map(Request, prompts)), max_new_tokens, ANSWER_BATCH_SIZE)
     for number, ids in tqdm(
         ended, "target's own text", len(prompts), disable=not shown, unit="prompt"
     ):
@@ -96,14 +96,14 @@ class LocalAnswerSource:
     """Texts of a target in this process."""
 
     target: Target
-    preferred_batch_size = NUM_TOGETHER
+    preferred_batch_size = ANSWER_BATCH_SIZE
 
     def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """See `Writer`."""
         return stream_answers(
-            self.target, list(map(Request, prompts)), max_new_tokens, NUM_TOGETHER
+            self.target, list(map(Request, prompts)), max_new_tokens, ANSWER_BATCH_SIZE
         )
 
     def answer_with_states(

@@ -31,7 +31,7 @@ from eval.measure import processes
 from eval.measure.answers import AnswerSource, AnswerWriter, LocalAnswerSource
 from eval.measure.conditions import describe_conditions
 from eval.measure.engines import EngineAnswerSource, open_states_pool
-from eval.measure.heads import MeasuredHead, device_name, load_measured_head
+from eval.measure.heads import MeasuredHead, get_device_name, load_measured_head
 from eval.measure.prompts import (
     Prompt,
     check_prompt,
@@ -68,7 +68,7 @@ class Measurement:
         embeddings_and_output_head: complete target, or the parts that engines leave to us.
         heads: heads; the head of `head.path` is first, if given.
         prompts: this process's share, dialogue by dialogue within each turn.
-        spare: first questions of dialogues that are not measured, for searches.
+        spare_prompts: first questions of dialogues that are not measured, for searches.
         engines: engines that run the target's layers.
         writer: server that writes the answers of earlier turns instead of the target.
         held: closes the engines.
@@ -83,7 +83,7 @@ class Measurement:
     sampling: Sampling
     data: dict[str, Any]
     is_main_process: bool
-    spare: list[Prompt] = field(default_factory=list)
+    spare_prompts: list[Prompt] = field(default_factory=list)
     engines: HiddenStatesPool | None = None
     writer: AnswerWriter | None = None
     held: ExitStack = field(default_factory=ExitStack)
@@ -118,7 +118,7 @@ def open_measurement(
     run: MeasureRun,
     result_name: str,
     more_heads: Sequence[str] = (),
-    served: bool = False,
+    may_use_engines: bool = False,
     writer: AnswerWriter | None = None,
     like: Measurement | None = None,
 ) -> Measurement:
@@ -128,7 +128,8 @@ def open_measurement(
         run: settings of the command.
         result_name: name of the file to write.
         more_heads: paths besides `head.path`.
-        served: whether engines may run the target's layers; without a head nothing runs them.
+        may_use_engines: whether engines may run the target's layers; without a head nothing runs
+            them.
         writer: see `Bench`.
         like: bench that differs in data and sampling only, whose target and heads are reused; it
             closes its engines after the new bench.
@@ -142,31 +143,31 @@ def open_measurement(
         fill_default_paths(run, prompts=True)
     assert run.data.path is not None
     records = load_records(run.data.path, run.data)
-    _tell(*records.format_lines())
+    _print_notes(*records.format_lines())
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = like.heads if like else [load_measured_head(run, ref) for ref in refs]
-    target = like.embeddings_and_output_head if like else _open_target(run, heads, served)
+    target = like.embeddings_and_output_head if like else _open_target(run, heads, may_use_engines)
     for head in heads:
-        _tell(*_flattered(head, records))
+        _print_notes(*_iter_leak_warnings(head, records))
     chosen = records.records[: run.data.num_prompts]
     encoder = RecordEncoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts, left_out = select_fitting_prompts(run, target, render_first_turns(chosen, encoder))
     if not prompts:
         raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
     if state.is_main_process:
-        _tell(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
+        _print_notes(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
         for head in heads:
             window = head.draft_head.max_positions or max(lengths)
             if beyond := sum(length > window for length in lengths):
-                _tell(
+                _print_notes(
                     f"{head.path}: knows {window} positions (max_position_embeddings), but "
                     f"{beyond} of {len(prompts)} texts may be longer; beyond them it drafts nothing"
                 )
         identity = identify_target(run.target, target.tokenizer, target.dtype)
         for ref in refs:
-            _tell(format_target_change("head.path", str(ref.path), ref.revision, identity))
+            _print_notes(format_target_change("head.path", str(ref.path), ref.revision, identity))
     mine = [
         prompts[i]
         for i in select_process_prompts(prompts, state.process_index, state.num_processes)
@@ -187,11 +188,11 @@ def open_measurement(
         "most_turns": max(len(select_user_messages(record)) for record in chosen),
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
-    spare = _spare(run, records.records, target, encoder)
+    spare = _select_spare_prompts(run, records.records, target, encoder)
     held, main = ExitStack(), state.is_main_process
     engines = like.engines if like else None
-    if served and run.target.engine and like is None:
-        engines = held.enter_context(_engines(run, target, heads, mine))
+    if may_use_engines and run.target.engine and like is None:
+        engines = held.enter_context(_open_engines(run, target, heads, mine))
     bench = Measurement(target, heads, mine, sampling, data, main, spare, engines, writer, held)
     with ExitStack() as if_it_fails:
         if_it_fails.push(bench)
@@ -218,7 +219,7 @@ def _open_target(
     return target
 
 
-def _engines(
+def _open_engines(
     run: MeasureRun, target: Any, heads: Sequence[MeasuredHead], prompts: Sequence[Prompt]
 ) -> AbstractContextManager[HiddenStatesPool]:
     """Open the engines that give the hidden states that heads read."""
@@ -229,7 +230,7 @@ def _engines(
     return open_states_pool(run.target, target, sorted(layers), text)
 
 
-def _flattered(head: MeasuredHead, records: LoadedRecords) -> Iterator[str]:
+def _iter_leak_warnings(head: MeasuredHead, records: LoadedRecords) -> Iterator[str]:
     """Make lines about drafts that were fitted to the same prompts."""
     for data, words, fitted in (
         (head.tree_data_sha256, "its draft tree was searched", "tree"),
@@ -242,13 +243,13 @@ def _flattered(head: MeasuredHead, records: LoadedRecords) -> Iterator[str]:
             )
 
 
-def _tell(*lines: str | None) -> None:
+def _print_notes(*lines: str | None) -> None:
     for line in lines:
         if line is not None:
             Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _spare(
+def _select_spare_prompts(
     run: MeasureRun,
     records: Sequence[Record],
     target: EmbeddingsAndOutputHead,
@@ -299,7 +300,7 @@ def _later_turns(
         for number, ids in tqdm(texts, "the target answers", len(asked), unit="prompt"):
             following = render_next_turns(records, [going_on[number]], [ids], encoder)
             fit, left_out = select_fitting_prompts(run, bench.embeddings_and_output_head, following)
-            _tell(*(f"left out: {why}" for why in left_out))
+            _print_notes(*(f"left out: {why}" for why in left_out))
             latest += fit
         latest.sort(key=lambda p: p.dialogue)
         turns += latest
@@ -357,13 +358,13 @@ def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: obj
                     bench.embeddings_and_output_head.dtype,
                 )
             ),
-            "heads": [checksums(head.path) for head in bench.heads],
+            "heads": [compute_weight_checksums(head.path) for head in bench.heads],
             "generation_config": bench.embeddings_and_output_head.logits_processing,
             "stop": [
                 *bench.embeddings_and_output_head.stop_ids,
                 *bench.embeddings_and_output_head.stop_strings,
             ],
-            "device": device_name(),
+            "device": get_device_name(),
             "torch_threads": torch.get_num_threads(),
             "num_processes": state.num_processes,
             **more,
@@ -375,7 +376,7 @@ def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: obj
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
     if bench.is_main_process:
-        _tell(
+        _print_notes(
             f"{len(bench.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
             f"writing results to {Path(run.out_dir) / name}"
         )
@@ -386,7 +387,7 @@ def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: obj
     return journal
 
 
-def checksums(path: str) -> list[str | None]:
+def compute_weight_checksums(path: str) -> list[str | None]:
     """Checksums of the weight files in a folder; empty for a Hub id, whose revision is fixed."""
     files = sorted(Path(path).glob("*.safetensors"))
     return [compute_weights_checksum(file.parent, file.stem) for file in files]
@@ -411,7 +412,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Meas
         ),
         "target_dtype": str(bench.embeddings_and_output_head.dtype).removeprefix("torch."),
         **_how_run(bench),
-        "device": device_name(),
+        "device": get_device_name(),
         "torch_threads": torch.get_num_threads(),
         "max_new_tokens": run.max_new_tokens,
         "temperature": run.temperature,
@@ -423,7 +424,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Meas
         "generation_config": bench.embeddings_and_output_head.logits_processing,
         "num_turns": run.num_turns,
         "seed": run.seed,
-        "tree": bench.heads[0].described() if bench.heads else None,
+        "tree": bench.heads[0].describe_tree() if bench.heads else None,
         **collect_provenance(
             run,
             bench.embeddings_and_output_head.name,
@@ -434,7 +435,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Meas
     path = Path(run.out_dir) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, _dense(json.dumps(result, indent=2)) + "\n")
+        write_atomically(path, _join_number_lists(json.dumps(result, indent=2)) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
     shutil.rmtree(partial_folder(run, name), ignore_errors=True)
@@ -452,6 +453,6 @@ def _how_run(bench: Measurement) -> dict[str, Any]:
     }
 
 
-def _dense(text: str) -> str:
+def _join_number_lists(text: str) -> str:
     """Indented JSON with each list of numbers on one line; strings contain no line breaks."""
     return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda m: f"[{' '.join(m[1].split())}]", text)

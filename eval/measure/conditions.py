@@ -23,10 +23,10 @@ def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None
     chains = "probabilistic in chains, greedy in trees and copies"
     trees = "standard; in trees the rule for candidates that were not drawn"
     return {
-        "data": _data(result["data"]),
-        "turns": _turns(result["num_turns"], result["data"].get("most_turns")),
+        "data": _format_data(result["data"]),
+        "turns": _format_turns(result["num_turns"], result["data"].get("most_turns")),
         "draft_tokens": result.get("draft_tokens"),  # speedup.json has each method's own
-        "sampling": _sampling(result),
+        "sampling": _format_sampling(result),
         "draft_sample_method": chains if temperature else "greedy",
         "rejection_sample_method": trees if temperature else "standard",
         "max_new_tokens": result["max_new_tokens"],
@@ -54,7 +54,7 @@ def format_conditions(result: Mapping[str, Any]) -> str:
     )
 
 
-def _data(data: Mapping[str, Any]) -> str:
+def _format_data(data: Mapping[str, Any]) -> str:
     """`nvidia/SPEED-Bench qualitative, test, version a1b2c3d4`; of a local path the last part."""
     path = str(data["path"])
     name = Path(path).name if Path(path).exists() else path
@@ -66,7 +66,7 @@ def _data(data: Mapping[str, Any]) -> str:
     return ", ".join([*parts, f"{word} {digits[:SHORT]}"])
 
 
-def _turns(asked: int, most: int | None) -> str:
+def _format_turns(asked: int, most: int | None) -> str:
     """Describe the turns asked: vLLM asks only the first, Model-Optimizer asks all."""
     if most is not None and asked >= most:
         return "all turns"
@@ -74,7 +74,7 @@ def _turns(asked: int, most: int | None) -> str:
     return f"first turns alone{beyond}" if asked == 1 else f"first {asked} turns{beyond}"
 
 
-def _sampling(result: Mapping[str, Any]) -> str:
+def _format_sampling(result: Mapping[str, Any]) -> str:
     if not result["temperature"]:
         return "greedy"
     usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}

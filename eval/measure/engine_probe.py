@@ -57,7 +57,7 @@ class EngineProbe:
         """
         short = self.token_ids[:NUM_TOKENS]
         states = server.request_states(short)
-        nats = self._nats(server, short, states)
+        nats = self._compare_log_probs(server, short, states)
         if not nats <= MOST_NATS:
             raise InputError(
                 f"{server.endpoint}: its states, after the final norm and the output head of "
@@ -65,15 +65,15 @@ class EngineProbe:
                 f"{nats:.3f} nats on average (allowed: {MOST_NATS}). It serves other weights, an "
                 "adapter or a quantised copy; name those in target.path"
             )
-        found = self._early(server, short, states)
+        found = self._compare_early_layers(server, short, states)
         texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
         alone = [server.request_states(text) for text in texts]
         with ThreadPoolExecutor(AT_ONCE) as threads:
             together = list(threads.map(server.request_states, texts))
         alike = {
-            "longest": distance(server.request_states(self.token_ids), states),
-            "again": distance(alone[0], states),
-            "at_once": max(map(distance, together, alone)),
+            "longest": compute_relative_distance(server.request_states(self.token_ids), states),
+            "again": compute_relative_distance(alone[0], states),
+            "at_once": max(map(compute_relative_distance, together, alone)),
         }
         for name, share in alike.items():
             if not share <= MOST_SHARE:
@@ -83,7 +83,7 @@ class EngineProbe:
                 )
         return {"log_prob_difference": nats, **found, **alike}
 
-    def _early(
+    def _compare_early_layers(
         self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
     ) -> dict[str, float]:
         """`early`: distance of a state from that of the target's first layers, as a share."""
@@ -91,7 +91,7 @@ class EngineProbe:
             return {}
         index, own = self.early
         name = f"{LAYER_PREFIX}{index}"
-        share = distance(states, {name: own(token_ids)})
+        share = compute_relative_distance(states, {name: own(token_ids)})
         if not share <= MOST_SHARE:
             raise InputError(
                 f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the first "
@@ -102,19 +102,19 @@ class EngineProbe:
         return {"early": share}
 
     @torch.no_grad()
-    def _nats(
+    def _compare_log_probs(
         self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
     ) -> float:
         target = self.target
         last = states.get(HIDDEN_STATES)
         if last is None:
-            last = target.final_norm(self._here(states[f"{LAYER_PREFIX}{target.num_layers}"]))
-        log_probs = target.compute_logits(self._here(last)[:-1]).float().log_softmax(-1)
+            last = target.final_norm(self._to_target(states[f"{LAYER_PREFIX}{target.num_layers}"]))
+        log_probs = target.compute_logits(self._to_target(last)[:-1]).float().log_softmax(-1)
         following = torch.tensor(token_ids[1:], device=target.device).unsqueeze(1)
         told = torch.tensor(server.log_probs(token_ids), device=target.device)
         return (log_probs.gather(1, following).squeeze(1) - told).abs().mean().item()
 
-    def _here(self, states: Tensor) -> Tensor:
+    def _to_target(self, states: Tensor) -> Tensor:
         return states.to(self.target.device, self.target.dtype)
 
 
@@ -126,7 +126,7 @@ WORDS = {
 """Figures of a probe in words."""
 
 
-def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def compute_relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Largest distance of a token's states [S, D], as a share of their mean norm.
 
     Only compares the tokens of the shorter text.

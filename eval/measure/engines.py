@@ -78,7 +78,7 @@ def open_states_pool(
     probe = EngineProbe(target, text)
     with HiddenStatesPool(servers, probe) as pool:
         main = PartialState().is_main_process
-        first = replace(probe, early=_early(config, taps)) if main else probe
+        first = replace(probe, early=_load_early_state(config, taps)) if main else probe
         for server in servers:
             pool.server_lines.append(f"{server.endpoint}: {format_probe(first(server))}")
         if main:
@@ -86,7 +86,9 @@ def open_states_pool(
         yield pool
 
 
-def _early(config: TargetConfig, taps: ServerFeatureLayers) -> tuple[int, EarlyState] | None:
+def _load_early_state(
+    config: TargetConfig, taps: ServerFeatureLayers
+) -> tuple[int, EarlyState] | None:
     """A server's first state between layers, and the same state computed here."""
     between = [index for index in taps.layers if 0 < index < taps.num_layers]
     own = load_early_layers(config, min(between)) if between else None
@@ -146,7 +148,7 @@ class EngineAnswerSource:
         )
         for prompt, (whole, states) in zip(prompts, answers, strict=True):
             ids = StopRules.from_target(self.target).cut_after_end([], whole)
-            found.append((ids, self._output(states, len(prompt) + len(ids) - 1, taps)))
+            found.append((ids, self._build_target_output(states, len(prompt) + len(ids) - 1, taps)))
         return found
 
     def encode_response(
@@ -154,9 +156,9 @@ class EngineAnswerSource:
     ) -> TargetOutput:
         """See `Texts`."""
         ids = [*prompt, *response[:-1]]
-        return self._output(self.pool.request_states(ids), len(ids), taps)
+        return self._build_target_output(self.pool.request_states(ids), len(ids), taps)
 
-    def _output(
+    def _build_target_output(
         self, states: dict[str, Tensor], num_tokens: int, taps: FeatureLayers
     ) -> TargetOutput:
         target = self.target

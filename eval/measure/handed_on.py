@@ -14,7 +14,7 @@ from typing import Any
 from conf.errors import InputError
 from conf.files import write_atomically
 from eval.measure.conditions import format_conditions
-from eval.measure.lengths import compute_mean_acceptance_length, histogram
+from eval.measure.lengths import compute_mean_acceptance_length, count_accepted_histogram
 from eval.measure.stats import select_tree_figures
 
 GOLDEN = "golden.yaml"
@@ -105,7 +105,7 @@ def build_vllm_metrics(text: Mapping[str, Any], draft_tokens: int) -> dict[str, 
     return {
         "mean_acceptance_length": compute_mean_acceptance_length([text]) or 1.0,
         "draft_acceptance_rate": sum(accepted) / proposed if proposed else 0.0,
-        "acceptance_histogram": histogram([{"accepted": accepted}], draft_tokens),
+        "acceptance_histogram": count_accepted_histogram([{"accepted": accepted}], draft_tokens),
         "num_spec_steps": len(steps),
         "num_accepted_draft_tokens": sum(accepted),
         "num_draft_tokens": proposed,
@@ -130,7 +130,7 @@ def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping
     thinking = "thinking_on" if any(row["by_part"] for row in rows.values()) else "thinking_off"
     kwargs = ((result.get("config") or {}).get("data") or {}).get("chat_template_kwargs") or {}
     last, length = list(lengths.items())[-1]
-    rates = _rates(rows[last]["prompts"], last)
+    rates = _compute_acceptance_rates(rows[last]["prompts"], last)
     model = Path(target).name.lower()
     comments = [
         f"Acceptance lengths, 1 + accepted / drafts, of {result.get('head') or 'drafts'} on "
@@ -155,7 +155,7 @@ def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping
     return "\n".join(lines) + "\n"
 
 
-def _rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
+def _compute_acceptance_rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
     """Share of drafts accepted to each depth; never rising, as vLLM requires."""
     whole = [build_vllm_metrics(text, depth) for text in texts]
     drafts = sum(text["num_spec_steps"] for text in whole) or 1

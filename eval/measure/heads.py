@@ -76,7 +76,7 @@ class MeasuredHead:
         chosen = self.tree if shape == "tree" else self.chain
         return self.draft_head.make_drafter(chosen, sampling, seeds)
 
-    def described(self) -> list[int] | dict[str, int]:
+    def describe_tree(self) -> list[int] | dict[str, int]:
         """The tree for a results file: parents of a static tree, limits of dynamic trees."""
         return list(self.tree.parents) if isinstance(self.tree, Tree) else asdict(self.tree)
 
@@ -89,7 +89,7 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
     """
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)
-    stored = _stored(ref, SHAPE_FILE)
+    stored = _load_beside_head(ref, SHAPE_FILE)
     check_depth(run.depth, head.max_draft_tokens)
     check_depth(run.dynamic_tree.depth, head.max_draft_tokens, "dynamic_tree.depth")
     usual = head.make_default_shape()
@@ -109,13 +109,13 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
             raise InputError(
                 f"tree: has depth {shape.depth}, but this head allows depths 1..{most}; lower it"
             )
-    chain = Tree.chain(run.depth or head.default_depth)
-    calibration = _calibration(ref, chain.depth)
+    chain = Tree.make_chain(run.depth or head.default_depth)
+    calibration = _load_calibration(ref, chain.depth)
     searched_on = None if run.tree else stored.get("data")
     return MeasuredHead(ref.path, head, shape, chain, searched_on, *calibration)
 
 
-def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
+def _load_beside_head(ref: HeadRef, name: str) -> dict[str, Any]:
     """Read a file beside a head if it was written on the same kind of device; otherwise empty.
 
     Raises:
@@ -129,20 +129,20 @@ def _stored(ref: HeadRef, name: str) -> dict[str, Any]:
         stored = json.loads(path.read_text())
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); delete it") from None
-    return stored if stored.get("device") == device_name() else {}
+    return stored if stored.get("device") == get_device_name() else {}
 
 
-def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | None]:
+def _load_calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | None]:
     """Stored calibration, if it covers this depth, and its data's checksum.
 
     Raises:
         InputError: the file is not from `eval/calibrate.py`.
     """
-    stored = _stored(ref, CONFIDENCE_FILE)
+    stored = _load_beside_head(ref, CONFIDENCE_FILE)
     if not stored:
         return None, None
     try:
-        calibration = Calibration.of(stored)
+        calibration = Calibration.from_json(stored)
     except ValueError as error:
         raise InputError(
             f"head.path={ref.path}: {CONFIDENCE_FILE}: {error}; delete it, or run "
@@ -153,7 +153,9 @@ def _calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | No
     return calibration, stored.get("data")
 
 
-def write_beside(head: MeasuredHead, name: str, content: dict[str, Any], out_dir: Path) -> Path:
+def write_beside_head(
+    head: MeasuredHead, name: str, content: dict[str, Any], out_dir: Path
+) -> Path:
     """Write JSON beside a head, or into `out_dir` if the head is on the Hub.
 
     Raises:
@@ -167,6 +169,6 @@ def write_beside(head: MeasuredHead, name: str, content: dict[str, Any], out_dir
     return path
 
 
-def device_name() -> str:
+def get_device_name() -> str:
     """Name of the device that figures are measured on."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

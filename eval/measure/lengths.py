@@ -75,14 +75,14 @@ class PassCounts:
         }
 
 
-def acceptance_lengths(texts: Sequence[PassCounts]) -> dict[str, dict[str, float | None]]:
+def compute_acceptance_lengths(texts: Sequence[PassCounts]) -> dict[str, dict[str, float | None]]:
     """All counts under all means; None if nothing was counted."""
-    return {count: _means(count, texts) for count in LENGTH_DEFINITIONS}
+    return {count: _compute_means(count, texts) for count in LENGTH_DEFINITIONS}
 
 
 def compute_mean_acceptance_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """1 + accepted / drafts, as vLLM prints it."""
-    return _means("drafts", list(map(PassCounts.from_row, rows)))["pooled"]
+    return _compute_means("drafts", list(map(PassCounts.from_row, rows)))["pooled"]
 
 
 def print_acceptance_lengths(
@@ -101,29 +101,29 @@ def print_acceptance_lengths(
     console.print(table)
 
 
-def _means(count: str, texts: Sequence[PassCounts]) -> dict[str, float | None]:
+def _compute_means(count: str, texts: Sequence[PassCounts]) -> dict[str, float | None]:
     turns = [text.ratios[count] for text in texts]
     dialogues: dict[int, list[Ratio]] = {}
     for text, ratio in zip(texts, turns, strict=True):
         dialogues.setdefault(text.dialogue, []).append(ratio)
     return {
-        "pooled": _mean([_sum(turns)]),
-        "turns": _mean(turns),
-        "dialogues": _mean(map(_sum, dialogues.values())),
+        "pooled": _average_ratios([_sum_ratios(turns)]),
+        "turns": _average_ratios(turns),
+        "dialogues": _average_ratios(map(_sum_ratios, dialogues.values())),
     }
 
 
-def _sum(ratios: Sequence[Ratio]) -> Ratio:
+def _sum_ratios(ratios: Sequence[Ratio]) -> Ratio:
     return sum(above for above, _ in ratios), sum(below for _, below in ratios)
 
 
-def _mean(ratios: Iterable[Ratio]) -> float | None:
+def _average_ratios(ratios: Iterable[Ratio]) -> float | None:
     """Average ratios. A text of one token has no pass, and engines give no figure for it."""
     values = [above / below for above, below in ratios if below]
     return sum(values) / len(values) if values else None
 
 
-def histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
+def count_accepted_histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
     """[depth + 1] numbers of passes by accepted draft tokens, without bonus tokens."""
     passes = [0] * (depth + 1)
     for row in rows:
@@ -132,7 +132,7 @@ def histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
     return passes
 
 
-def length_name(prompt_tokens: int) -> str:
+def format_length_bucket(prompt_tokens: int) -> str:
     """Name the length of a prompt by the nearest power of two: `8k` for 5,793 to 11,585 tokens."""
     if prompt_tokens < FEWEST:
         return "<1k"

@@ -58,7 +58,7 @@ def render_first_turns(records: Sequence[Record], encoder: RecordEncoder) -> lis
                 "remove the row, or name other data"
             )
         start = messages[: messages.index(users[0]) + 1]
-        prompts.append(_prompt(record, index, 1, start, encoder))
+        prompts.append(_encode_turn(record, index, 1, start, encoder))
     return prompts
 
 
@@ -94,7 +94,7 @@ def render_next_turns(
             template = encoder.build_template(records[index].template_kwargs, tools)
             reply = parse_reply(str(written), prompt.messages, template, tools)
             messages = [*prompt.messages, reply, users[turn]]
-            following.append(_prompt(records[index], index, turn + 1, messages, encoder))
+            following.append(_encode_turn(records[index], index, turn + 1, messages, encoder))
     return following
 
 
@@ -103,7 +103,7 @@ def select_user_messages(record: Record) -> Messages:
     return [message for message in record.messages or [] if message["role"] == "user"]
 
 
-def _prompt(
+def _encode_turn(
     record: Record, dialogue: int, turn: int, messages: Messages, encoder: RecordEncoder
 ) -> Prompt:
     where = f"{record.where}, turn {turn}"

@@ -100,7 +100,7 @@ def replay_drafter(
     cache = TreeCache(1, device, num_layers=0)
 
     def commit(first: int, last: int) -> CommittedTokens:
-        cache.slots.rewind([last])
+        cache.slots.rewind_texts([last])
         places = torch.arange(first, last, device=device).unsqueeze(0)
         return CommittedTokens([ids[first:last]], output.select_tokens(places), cache)
 
@@ -109,7 +109,7 @@ def replay_drafter(
     while root < len(ids) - 1:
         drafter.observe(commit(seen, root))
         draft = drafter.propose(Roots.from_ids([ids[root]], device))
-        length = _accepted(draft, ids[root + 1 :])
+        length = _count_accepted(draft, ids[root + 1 :])
         if output.switch_length is not None and root < output.switch_length:
             # Draft tokens beyond a switch are not accepted.
             length = min(length, output.switch_length - 1 - root)
@@ -119,7 +119,7 @@ def replay_drafter(
     return build_steps(accepted, len(response_ids)), drafted
 
 
-def _accepted(draft: Draft, following: list[int]) -> int:
+def _count_accepted(draft: Draft, following: list[int]) -> int:
     """Count draft tokens that match a text's next tokens."""
     parents, tokens = draft.build_layout().parents[0].tolist(), draft.tokens[0].tolist()
     node, length = 0, 0
@@ -149,7 +149,9 @@ def compute_accepted_lengths(
     return lengths
 
 
-def agreements(ranked: list[list[list[int]]], response_ids: list[int]) -> list[list[bool]]:
+def compare_first_choices(
+    ranked: list[list[list[int]]], response_ids: list[int]
+) -> list[list[bool]]:
     """Per depth and token, whether the head's first choice was the target's.
 
     Unlike acceptance, this covers every token, whether or not earlier draft tokens were right. So

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from eval.decode.engine import Step
 from eval.measure.lengths import (
     PassCounts,
-    acceptance_lengths,
+    compute_acceptance_lengths,
     compute_mean_acceptance_length,
-    histogram,
-    length_name,
+    count_accepted_histogram,
+    format_length_bucket,
 )
 
 Item = TypeVar("Item")
@@ -47,7 +47,7 @@ class PromptSteps:
     num_thinking: int = 0
     prompt_tokens: int = 0
 
-    def row(self) -> dict[str, Any]:
+    def build_row(self) -> dict[str, Any]:
         """Numbers per pass, for a results file."""
         return {
             "dialogue": self.dialogue,
@@ -107,7 +107,7 @@ def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, A
     return {
         name: {
             "tau": tau(text),
-            "per_draft": compute_mean_acceptance_length([text[0].row()]),
+            "per_draft": compute_mean_acceptance_length([text[0].build_row()]),
             "alpha": alpha(text, depth),
             "num_tokens": sum(step.num_emitted for step in text[0].steps),
         }
@@ -152,17 +152,17 @@ def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
     return list(dialogues.values())
 
 
-def tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
+def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     """95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
     # Sums stand for a dialogue's passes.
     sums = [
         (sum(s.num_emitted for p in group for s in p.steps), sum(len(p.steps) for p in group))
         for group in by_dialogue(prompts)
     ]
-    return bootstrap_interval(sums, lambda drawn, _: _ratio(drawn), seed)
+    return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
 
 
-def _ratio(sums: Sequence[tuple[int, int]]) -> float:
+def _compute_tau(sums: Sequence[tuple[int, int]]) -> float:
     num_emitted, num_steps = map(sum, zip(*sums, strict=True))
     return num_emitted / num_steps if num_steps else 1.0
 
@@ -186,7 +186,9 @@ def compare_tau(
             sums[place + 1] += len(row["emitted"])
 
     def difference(drawn: Sequence[list[int]]) -> float:
-        return _ratio([(c, d) for _, _, c, d in drawn]) - _ratio([(a, b) for a, b, _, _ in drawn])
+        return _compute_tau([(c, d) for _, _, c, d in drawn]) - _compute_tau(
+            [(a, b) for a, b, _, _ in drawn]
+        )
 
     groups = list(pairs.values())
     return difference(groups), bootstrap_interval(groups, lambda drawn, _: difference(drawn), seed)
@@ -217,7 +219,7 @@ def summarise_acceptance(
     prompts: Sequence[PromptSteps], depth: int, seed: int
 ) -> dict[str, object]:
     """Figures of `acceptance.json` that only need the steps."""
-    rows = [prompt.row() for prompt in prompts]
+    rows = [prompt.build_row() for prompt in prompts]
 
     def by(key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]) -> dict[str, object]:
         """Figures of groups, in the order of their keys."""
@@ -227,8 +229,10 @@ def summarise_acceptance(
         return {
             name: {
                 "tau": tau(members),
-                "ci95": tau_interval(members, seed),
-                "per_draft": compute_mean_acceptance_length([member.row() for member in members]),
+                "ci95": compute_tau_interval(members, seed),
+                "per_draft": compute_mean_acceptance_length(
+                    [member.build_row() for member in members]
+                ),
                 "alpha": alpha(members, depth),
                 "num_prompts": len(members),
             }
@@ -239,13 +243,15 @@ def summarise_acceptance(
     return {
         "draft_tokens": max((size for p in prompts for size in p.drafted), default=depth),
         "tau": tau(prompts),
-        "tau_ci95": tau_interval(prompts, seed),
-        "acceptance_length": acceptance_lengths(list(map(PassCounts.from_row, rows))),
+        "tau_ci95": compute_tau_interval(prompts, seed),
+        "acceptance_length": compute_acceptance_lengths(list(map(PassCounts.from_row, rows))),
         "alpha": alpha(prompts, depth),
         "per_position": per_position(prompts, depth),
-        "histogram": histogram(rows, depth),
+        "histogram": count_accepted_histogram(rows, depth),
         "by_category": by(lambda prompt: prompt.category, str),
-        "by_input_length": by(lambda prompt: prompt.prompt_tokens, length_name) if counted else {},
+        "by_input_length": by(lambda prompt: prompt.prompt_tokens, format_length_bucket)
+        if counted
+        else {},
         "by_part": by_part(prompts, depth),
         "num_prompts": len(prompts),
         "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),

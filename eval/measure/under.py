@@ -37,11 +37,11 @@ def build_condition_runs(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
         name = " ".join(condition.split())
         if name in runs:
             raise InputError(f"conditions: {name!r} stands twice; remove one")
-        runs[name] = _changed(config, name)
+        runs[name] = _apply_condition(config, name)
     return runs
 
 
-def _changed(config: AcceptanceRun, name: str) -> AcceptanceRun:
+def _apply_condition(config: AcceptanceRun, name: str) -> AcceptanceRun:
     words = shlex.split(name)
     for word in words:
         key, found, _ = word.partition("=")

@@ -14,7 +14,7 @@ from torch import Tensor
 from conf.errors import InputError
 from eval.parity.config import EngineConfig
 from eval.parity.files import Export, ReferenceLogits
-from eval.parity.rope import RopeKeys, read_rope
+from eval.parity.rope import RopeKeys, parse_rope
 from eval.parity.served import EMBEDDING, OUTPUT, HeadShape, ServedLayers, Shapes
 
 TITLES = {
@@ -52,7 +52,7 @@ class BlockShape(HeadShape):
         """Rows that draft."""
         return slice(0 if self.drafts_next_token else 1, None)
 
-    def tensors(self) -> Shapes:
+    def list_tensor_shapes(self) -> Shapes:
         """Shapes of the tensors that every block drafter has."""
         hidden = self.hidden_size
         shapes: Shapes = {
@@ -86,7 +86,7 @@ class BlockConfigReader:
             self.root.get_section("transformer_layer_config") if self.is_speculators else self.root
         )
 
-    def shape(self, block: EngineConfig, anchored: bool, causal: bool) -> BlockShape:
+    def parse_shape(self, block: EngineConfig, anchored: bool, causal: bool) -> BlockShape:
         """Read the shape that is built.
 
         Args:
@@ -114,14 +114,14 @@ class BlockConfigReader:
             vocab_size=golden.vocab_size,
             draft_vocab_size=root.require_key("draft_vocab_size", int, "takes all ids"),
             eps=float(layer.require_key("rms_norm_eps", float, "takes 1e-6")),
-            layers=self._layers(block),
+            layers=self._parse_layers(block),
             block_size=root.require_key("block_size", int, "takes 8 or 16"),
             drafts_next_token=anchored,
             causal=causal,
-            window=self._window(),
-            full=self._full(),
+            window=self._parse_window(),
+            full=self._list_full_layers(),
             qk_norm=True,
-            rope=read_rope(layer, head_dim, RopeKeys.both),
+            rope=parse_rope(layer, head_dim, RopeKeys.both),
         )
 
     def _check_constants(self) -> None:
@@ -143,7 +143,7 @@ class BlockConfigReader:
             plan.check_equal("algorithm", kind, "the kind of the head", refused)
             plan.get_section("verifier").require_key("name_or_path", str, refused)
 
-    def _layers(self, block: EngineConfig) -> tuple[int, ...]:
+    def _parse_layers(self, block: EngineConfig) -> tuple[int, ...]:
         """Indices of `output_hidden_states`, translated from the engine's own."""
         if self.is_speculators:
             key, place, offset = "aux_hidden_state_layer_ids", self.root, 0
@@ -163,7 +163,7 @@ class BlockConfigReader:
             )
         return tuple(ids)
 
-    def _window(self) -> int | None:
+    def _parse_window(self) -> int | None:
         layer, number = self.layer, self.layer.get("num_hidden_layers")
         kinds = layer.require_key("layer_types", list, "guesses by other keys")
         if len(kinds) != number or not set(kinds) <= {FULL, SLIDING}:
@@ -174,30 +174,30 @@ class BlockConfigReader:
         layer.check_equal("use_sliding_window", True, "as layer_types says", "sees all of the text")
         return layer.require_key("sliding_window", int, "takes 4096")
 
-    def _full(self) -> tuple[int, ...]:
+    def _list_full_layers(self) -> tuple[int, ...]:
         """Layers without a window, if other layers have one."""
-        if self._window() is None:
+        if self._parse_window() is None:
             return ()
         kinds = self.layer.require_key("layer_types", list, "guesses by other keys")
         return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
 
-    def causal(self, place: EngineConfig, key: str) -> bool:
+    def parse_causal(self, place: EngineConfig, key: str) -> bool:
         """Tell whether rows see no later rows of their block, at least in layers with a window.
 
         Raises:
             InputError: the key is missing, or concerns layers that see all of the text.
         """
-        if not self._full():
+        if not self._list_full_layers():
             return place.require_key(key, bool, "takes it from layer_types")
         place.check_allowed(key, False)
         # Without the key, engines read layer_types.
-        return not place.has(key)
+        return not place.has_key(key)
 
     def parse_speculators_causal(self) -> bool:
         """`causal` in speculators' layout, where only layers with a window can be causal."""
         key = "sliding_window_non_causal"
         free = self.root.require_key(key, bool, "guesses, and vLLM not as speculators does")
-        if not free and (self._window() is None or self._full()):
+        if not free and (self._parse_window() is None or self._list_full_layers()):
             raise self.root.make_error(key, "true, as some of its layers see all of the text")
         return not free
 
@@ -219,7 +219,7 @@ class ServedBlocks(ServedLayers):
         super().__init__(export, golden, TITLES[export.format], shape)
         # The known rows of the target's output head do not give all logits.
         self._knows_all = "output_head" not in golden.tensors
-        self._check(shape.tensors() | more)
+        self._check_tensors(shape.list_tensor_shapes() | more)
         self._target_ids = self.target_ids()
         self.weights = {
             name: tensor.float()
@@ -228,7 +228,7 @@ class ServedBlocks(ServedLayers):
         }
 
     @property
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """Lines about the checks."""
         shape = self.shape
         rows = "one after another" if shape.causal else "all at once"
@@ -247,18 +247,18 @@ class ServedBlocks(ServedLayers):
             golden.require_tensor(name, (None,)) for name in ("position_ids", "token_ids")
         )
         num_rows = len(position_ids)
-        outputs = torch.stack([self._block(row, position_ids) for row in range(num_rows)])
+        outputs = torch.stack([self._compute_block(row, position_ids) for row in range(num_rows)])
         state: Tensor | None = None
         for slot in range(outputs.shape[1]):
             before = tokens[slot : slot + num_rows]
-            base = self._base(outputs[:, slot])
-            drafted, state = self.step(base, outputs[:, slot], before, state)
+            base = self._compute_base_logits(outputs[:, slot])
+            drafted, state = self.compute_slot_logits(base, outputs[:, slot], before, state)
             total = drafted.logsumexp(-1) if self._knows_all else None
-            yield self.compared(drafted, self._target_ids), total
+            yield self.select_reference_ids(drafted, self._target_ids), total
 
-    def _base(self, outputs: Tensor) -> Tensor:
+    def _compute_base_logits(self, outputs: Tensor) -> Tensor:
         if OUTPUT in self.weights:
-            return self.linear(outputs, "lm_head")
+            return self.apply_linear(outputs, "lm_head")
         ids = self.golden.require_tensor("ids", (None,))
         rows = self.golden.require_tensor("output_head", (len(ids), self.shape.hidden_size))
         # Logits of other ids are unknown.
@@ -266,28 +266,28 @@ class ServedBlocks(ServedLayers):
         logits[:, ids] = outputs @ rows.T
         return logits
 
-    def step(
+    def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [S, W] of a slot after tokens [S], and the next state; unchanged for DFlash."""
         del outputs, before
         return base, state
 
-    def _block(self, row: int, position_ids: Tensor) -> Tensor:
+    def _compute_block(self, row: int, position_ids: Tensor) -> Tensor:
         """[D, H] inputs of the output head, for the slots of the block after a row."""
         golden, shape = self.golden, self.shape
         wanted = (None, shape.target_hidden_size)
         features = [
             golden.require_tensor(f"hidden_states.{i}", wanted)[: row + 1] for i in shape.layers
         ]
-        context = self.norm(self.linear(torch.cat(features, -1), "fc"), "hidden_norm")
+        context = self.apply_norm(self.apply_linear(torch.cat(features, -1), "fc"), "hidden_norm")
         places = position_ids[row] + 1 + torch.arange(shape.block_size)
-        states = self.embeds(row)
+        states = self.embed_block(row)
         for number in range(shape.num_layers):
-            states = self._layer(number, states, context, position_ids[: row + 1], places)
-        return self.norm(states, "norm")[shape.slots]
+            states = self._compute_layer(number, states, context, position_ids[: row + 1], places)
+        return self.apply_norm(states, "norm")[shape.slots]
 
-    def embeds(self, row: int) -> Tensor:
+    def embed_block(self, row: int) -> Tensor:
         """[R, H] embeddings of the block after a row, by the head's own embedding if it has one."""
         golden, hidden, num_masks = self.golden, self.shape.hidden_size, self.shape.block_size - 1
         if EMBEDDING in self.export.tensors:
@@ -298,30 +298,39 @@ class ServedBlocks(ServedLayers):
         mask = golden.require_tensor("mask_embedding", (1, hidden))
         return torch.cat([token_embeddings[row : row + 1], mask.expand(num_masks, -1)])
 
-    def _layer(
+    def _compute_layer(
         self, number: int, states: Tensor, context: Tensor, before: Tensor, places: Tensor
     ) -> Tensor:
         """[R, H] layer output over its block [R, H] at `places` and states [s, H] at `before`."""
         name = f"layers.{number}."
 
         def attend(inputs: Tensor) -> Tensor:
-            keys = torch.cat([self.heads(context, name, "k", before),
-                              self.heads(inputs, name, "k", places)])  # fmt: skip
-            values = torch.cat([self.heads(rows, name, "v") for rows in (context, inputs)])
-            query, seen = self.heads(inputs, name, "q", places), self._seen(number, len(context))
-            return self.linear(self.attend(query, keys, values, seen), f"{name}self_attn.o_proj")
+            keys = torch.cat([self.project_heads(context, name, "k", before),
+                              self.project_heads(inputs, name, "k", places)])  # fmt: skip
+            values = torch.cat([self.project_heads(rows, name, "v") for rows in (context, inputs)])
+            query, seen = (
+                self.project_heads(inputs, name, "q", places),
+                self._build_mask(number, len(context)),
+            )
+            return self.apply_linear(
+                self.attend(query, keys, values, seen), f"{name}self_attn.o_proj"
+            )
 
-        inputs = self.norm(states, f"{name}input_layernorm")
-        states = states + self.around(f"{name}attention", inputs, attend)
-        inputs = self.norm(states, f"{name}post_attention_layernorm")
-        return states + self.around(f"{name}mlp", inputs, lambda rows: self.mlp(rows, name))
+        inputs = self.apply_norm(states, f"{name}input_layernorm")
+        states = states + self.apply_sublayer(f"{name}attention", inputs, attend)
+        inputs = self.apply_norm(states, f"{name}post_attention_layernorm")
+        return states + self.apply_sublayer(
+            f"{name}mlp", inputs, lambda rows: self.apply_mlp(rows, name)
+        )
 
-    def around(self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply_sublayer(
+        self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """[R, H] output of a sublayer, which subclasses may wrap."""
         del name
         return sublayer(inputs)
 
-    def _seen(self, number: int, num_tokens: int) -> Tensor:
+    def _build_mask(self, number: int, num_tokens: int) -> Tensor:
         """[R, s + R] bool visibility in a layer, by the distance of tokens."""
         shape = self.shape
         keys = torch.arange(num_tokens + shape.block_size)
@@ -333,7 +342,7 @@ class ServedBlocks(ServedLayers):
             seen &= keys <= rows
         return seen if shape.window is None else seen & ((rows - keys).abs() < shape.window)
 
-    def _check(self, must: Shapes) -> None:
+    def _check_tensors(self, must: Shapes) -> None:
         """Check the tensors, including those of the head's vocabulary."""
         shape = self.shape
         may: Shapes = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}

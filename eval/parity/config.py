@@ -25,11 +25,11 @@ class EngineConfig:
         """Value of a key, or None."""
         return self._values.get(key)
 
-    def has(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Tell whether the key exists, even as null."""
         return key in self._values
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         """All keys."""
         return list(self._values)
 
@@ -104,7 +104,7 @@ def require_same_value(key: str, kind: type, otherwise: str, *places: EngineConf
     Raises:
         InputError: the key is missing, of another type, or has two values.
     """
-    having = [place for place in places if place.has(key)] or [places[0]]
+    having = [place for place in places if place.has_key(key)] or [places[0]]
     first = having[0].require_key(key, kind, otherwise)
     for place in having[1:]:
         if place.require_key(key, kind, otherwise) != first:

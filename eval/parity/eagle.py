@@ -13,7 +13,7 @@ from enum import Enum
 from conf.errors import InputError
 from eval.parity.config import EngineConfig, require_same_value
 from eval.parity.files import Export, ReferenceLogits
-from eval.parity.rope import RopeKeys, read_rope
+from eval.parity.rope import RopeKeys, parse_rope
 from eval.parity.served import OUTPUT, HeadShape, Shapes
 
 LAYER = "layers.0."
@@ -63,7 +63,7 @@ class EngineConventions:
         architectures: allowed values of `architectures`.
         prefixes: prefixes of the layer's tensors.
         flags: supported names of `FLAGS`.
-        written: whether unsupported flags must be written as false.
+        writes_all_flags: whether unsupported flags must be written as false.
         nested: flags that it reads in `eagle_config` only.
         layers: where it finds the layers.
         always_fuses: whether `fc` also applies to hidden states as wide as the head.
@@ -82,7 +82,7 @@ class EngineConventions:
     architectures: tuple[str, ...]
     prefixes: tuple[str, ...] = ("midlayer.", "layers.0.")
     flags: tuple[str, ...] = ()
-    written: bool = True
+    writes_all_flags: bool = True
     nested: tuple[str, ...] = ()
     layers: LayerIds = LayerIds.fixed
     always_fuses: bool = False
@@ -134,7 +134,7 @@ CONVENTIONS = {
         fc_bias=FusionBias.key, rope=RopeKeys.two_keys, embedding=Presence.must,
     ),
     ("original", "eagle3"): EngineConventions(
-        "EAGLE", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"), ("midlayer.",), written=False,
+        "EAGLE", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"), ("midlayer.",), writes_all_flags=False,
         rope=RopeKeys.two_keys, random_head=True, embedding=Presence.must, t2d=Presence.must,
     ),
 }
@@ -161,7 +161,7 @@ class EagleShape(HeadShape):
     own_head: bool
     logit_scale: float
 
-    def tensors(self) -> Shapes:
+    def list_tensor_shapes(self) -> Shapes:
         """Shapes of the required tensors."""
         hidden, width = self.hidden_size, self.target_hidden_size
         norms = ["post_attention_layernorm"]
@@ -230,7 +230,7 @@ class EagleConfigReader:
         if self._nested:
             # speculators itself builds `fc` for features as wide as the head.
             self._root.check_allowed("target_hidden_size", None, hidden)
-        elif self._root.has("target_hidden_size"):
+        elif self._root.has_key("target_hidden_size"):
             width = self._root.require_key("target_hidden_size", int, "multiplies null")
         fc_bias = self._engine.fc_bias is FusionBias.always
         if self._engine.fc_bias is FusionBias.key:
@@ -249,14 +249,14 @@ class EagleConfigReader:
             vocab_size=vocab_size,
             draft_vocab_size=self._draft_size(own_head) if self._eagle3 else vocab_size,
             eps=float(layer.require_key("rms_norm_eps", float, "takes 1e-6")),
-            layers=self._layers(width == hidden) if self._eagle3 else (),
-            flags=self._flags() if self._eagle3 else frozenset(),
+            layers=self._parse_layers(width == hidden) if self._eagle3 else (),
+            flags=self._parse_flags() if self._eagle3 else frozenset(),
             fc_bias=fc_bias,
-            biased=self._biased(),
+            biased=self._parse_biased_projections(),
             qk_norm=layer.get("model_type") == "qwen3",
             own_head=own_head,
             logit_scale=float(layer.get("logit_scale") or 1.0),
-            rope=read_rope(layer, head_dim, self._engine.rope),
+            rope=parse_rope(layer, head_dim, self._engine.rope),
         )
 
     def _check_class(self) -> None:
@@ -293,7 +293,7 @@ class EagleConfigReader:
 
     def _draft_size(self, own_head: bool) -> int:
         root, key = self._root, "draft_vocab_size"
-        if self._export.format == "sglang" and root.has(key) and root.get(key) is None:
+        if self._export.format == "sglang" and root.has_key(key) and root.get(key) is None:
             if own_head:
                 raise root.make_error(key, "a number, as null makes it drop lm_head.weight")
             return self._golden.vocab_size
@@ -305,7 +305,7 @@ class EagleConfigReader:
             )
         return size
 
-    def _layers(self, same_width: bool) -> tuple[int, ...]:
+    def _parse_layers(self, same_width: bool) -> tuple[int, ...]:
         """Indices of `output_hidden_states` that the serving engine gives to the head."""
         count, where, title = self._golden.num_layers, self._engine.layers, self._engine.title
         self._eagle.check_allowed("use_aux_hidden_state", True)
@@ -354,18 +354,18 @@ class EagleConfigReader:
         """Check the count that decides the width of `fc`, which is read apart from the ids."""
         qwen3 = self._layer.get("model_type") == "qwen3"
         places = (self._root, self._eagle) if qwen3 else (self._eagle,)
-        counted = next((len(place.get(IDS)) for place in places if place.has(IDS)), 3)
+        counted = next((len(place.get(IDS)) for place in places if place.has_key(IDS)), 3)
         if (self._layer.get("num_aux_hidden_states") or counted) != num_ids:
             raise self._layer.make_error(
                 "num_aux_hidden_states", f"{num_ids}, or it counts {counted}"
             )
 
-    def _flags(self) -> frozenset[str]:
+    def _parse_flags(self) -> frozenset[str]:
         root, engine = self._root, self._engine
         on = set()
         for flag in FLAGS:
             if flag not in engine.flags:
-                if engine.written or root.has(flag):
+                if engine.writes_all_flags or root.has_key(flag):
                     root.check_equal(flag, False, "as it has none", "is right, but others guess")
                 continue
             places = (self._eagle,) if flag in engine.nested else (root, self._eagle)
@@ -379,7 +379,7 @@ class EagleConfigReader:
             raise root.make_error("fc_norm", "one of fc_norm and norm_before_fc, not both")
         return frozenset(on)
 
-    def _biased(self) -> frozenset[str]:
+    def _parse_biased_projections(self) -> frozenset[str]:
         layer, biased = self._layer, set[str]()
         parts = {
             "attention_bias": {f"self_attn.{name}_proj" for name in "qkvo"},

@@ -119,10 +119,10 @@ def load_export(folder: Path, engine: str | None, golden: ReferenceLogits) -> Ex
             f"{folder}: has pickled files {pickled}, which are never opened; allowed: safetensors "
             "and JSON"
         )
-    note = _note(folder, engine, golden.kind)
+    note = _load_export_note(folder, engine, golden.kind)
     if note["format"] == "llamacpp":
         return _read_gguf(folder, note, golden.kind)
-    config = read_json(folder / "config.json")
+    config = load_json(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise InputError(
@@ -134,7 +134,7 @@ def load_export(folder: Path, engine: str | None, golden: ReferenceLogits) -> Ex
     noted = [note.get("dtype"), config.get("dtype"), config.get("torch_dtype")]
     return Export(
         folder, note["format"], golden.kind, note.get("layers"), config, weights, tensors,
-        _dtype(weights, tensors, noted),
+        _check_float_dtype(weights, tensors, noted),
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
     matrices = {n: t for n, t in tensors.items() if t.ndim > 1 and n.endswith(".weight")}
     stated = entries.get("general.file_type")
     noted = [note.get("dtype"), None if stated is None else FILE_TYPES.get(stated.value, "other")]
-    dtype = _dtype(files[0], matrices, noted)
+    dtype = _check_float_dtype(files[0], matrices, noted)
     layers = note.get("layers")
     return Export(folder, note["format"], kind, layers, entries, files[0], tensors, dtype)
 
@@ -179,7 +179,7 @@ def load_reference_logits(folder: Path, kinds: Sequence[str]) -> ReferenceLogits
     return ReferenceLogits(file, metadata["kind"], layers, positions, vocab, tensors)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def load_json(file: Path) -> dict[str, Any]:
     """Read an object from a JSON file.
 
     Raises:
@@ -216,10 +216,10 @@ def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
+def _load_export_note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
     """`export` section of `headsmith.json`, with the format of the command line."""
     file = folder / "headsmith.json"
-    note = read_json(file).get("export", {}) if file.is_file() else {}
+    note = load_json(file).get("export", {}) if file.is_file() else {}
     named = note.get("format", engine)
     if named is None:
         raise InputError(f"{file}: does not name the engine; give --format")
@@ -233,7 +233,7 @@ def _note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
     return {**note, "format": named}
 
 
-def _dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> str:
+def _check_float_dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> str:
     """Dtype of every float tensor, which the notes must confirm."""
     counts = Counter(str(FLOATS.get(t.dtype)) for t in tensors.values() if t.is_floating_point())
     dtypes = {*counts, *(dtype for dtype in noted if dtype is not None)}

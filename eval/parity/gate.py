@@ -28,7 +28,7 @@ changes it by 1e-4 to 1e-3."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityResult:
     """Result for an export that equals the trained head.
 
     Attributes:
@@ -77,7 +77,7 @@ def readers_by_kind() -> dict[str, dict[str, Reader]]:
 
 
 @torch.no_grad()
-def check_parity(folder: Path, engine: str | None = None) -> Verdict:
+def check_parity(folder: Path, engine: str | None = None) -> ParityResult:
     """Read an export as its serving engine does, and compare its logits with the trained head's.
 
     Args:
@@ -98,12 +98,12 @@ def check_parity(folder: Path, engine: str | None = None) -> Verdict:
             f"{sorted(by_kind[export.kind])}"
         )
     served = reader.build_head(export, golden)
-    difference, scale = _compare(golden, list(served.iter_logits()))
+    difference, scale = _compare_logits(golden, list(served.iter_logits()))
     read = f"{folder}: format {export.format}, head {export.kind}"
-    return Verdict([read, *served.report_lines], difference, scale)
+    return ParityResult([read, *served.report_lines], difference, scale)
 
 
-def _compare(
+def _compare_logits(
     golden: ReferenceLogits, served: list[tuple[Tensor, Tensor | None]]
 ) -> tuple[float, float]:
     """Largest difference of logits, and largest |logit|."""

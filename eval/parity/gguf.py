@@ -53,20 +53,20 @@ class _Bytes:
     def __init__(self, content: memoryview) -> None:
         self.content, self.at = content, 0
 
-    def take(self, letters: str) -> tuple[Any, ...]:
+    def unpack_values(self, letters: str) -> tuple[Any, ...]:
         found = struct.unpack_from(f"<{letters}", self.content, self.at)
         self.at += struct.calcsize(f"<{letters}")
         return found
 
-    def text(self) -> str:
-        (size,) = self.take("Q")
+    def unpack_string(self) -> str:
+        (size,) = self.unpack_values("Q")
         self.at += size
         return bytes(self.content[self.at - size : self.at]).decode()
 
-    def values(self, number: int, count: int) -> list[Any]:
+    def unpack_list(self, number: int, count: int) -> list[Any]:
         if number == STRING:
-            return [self.text() for _ in range(count)]
-        return list(self.take(f"{count}{SCALARS[number]}"))
+            return [self.unpack_string() for _ in range(count)]
+        return list(self.unpack_values(f"{count}{SCALARS[number]}"))
 
 
 def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
@@ -81,12 +81,14 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
         if bytes(content[:8]) != b"GGUF\3\0\0\0":
             raise ValueError(f"it begins with {bytes(content[:8])!r}")
         reader.at = 8
-        num_tensors, num_entries = reader.take("QQ")
-        entries = dict(_entries(reader, num_entries))
+        num_tensors, num_entries = reader.unpack_values("QQ")
+        entries = dict(_iter_entries(reader, num_entries))
         places = []
         for _ in range(num_tensors):
-            name, (rank,) = reader.text(), reader.take("I")
-            places.append((name, reader.take(f"{rank}Q")[::-1], *reader.take("IQ")))
+            name, (rank,) = reader.unpack_string(), reader.unpack_values("I")
+            places.append(
+                (name, reader.unpack_values(f"{rank}Q")[::-1], *reader.unpack_values("IQ"))
+            )
         start = -(-reader.at // OFFSETS) * OFFSETS
         tensors = {}
         for name, shape, number, offset in places:
@@ -105,14 +107,14 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
     return entries, tensors
 
 
-def _entries(reader: _Bytes, count: int) -> Iterator[tuple[str, Entry]]:
+def _iter_entries(reader: _Bytes, count: int) -> Iterator[tuple[str, Entry]]:
     for _ in range(count):
-        key, (number,) = reader.text(), reader.take("I")
+        key, (number,) = reader.unpack_string(), reader.unpack_values("I")
         if number != LIST:
-            yield key, Entry(number, reader.values(number, 1)[0])
+            yield key, Entry(number, reader.unpack_list(number, 1)[0])
             continue
-        number, size = reader.take("IQ")
-        yield key, Entry(number, reader.values(number, size))
+        number, size = reader.unpack_values("IQ")
+        yield key, Entry(number, reader.unpack_list(number, size))
 
 
 class GgufMetadata:
@@ -127,11 +129,11 @@ class GgufMetadata:
     def __init__(self, entries: dict[str, Entry], file: Path, arch: str) -> None:
         self._entries, self.file, self._arch = entries, file, arch
 
-    def name(self, key: str) -> str:
+    def expand_key(self, key: str) -> str:
         """Full name of a key."""
         return key if key.startswith(("tokenizer.", "general.")) else f"{self._arch}.{key}"
 
-    def get(self, key: str, kind: type, otherwise: Any) -> Any:
+    def get_value(self, key: str, kind: type, otherwise: Any) -> Any:
         """Value of a key, or llama.cpp's default.
 
         Args:
@@ -142,51 +144,55 @@ class GgufMetadata:
         Raises:
             InputError: another type.
         """
-        entry = self._entries.get(self.name(key))
+        entry = self._entries.get(self.expand_key(key))
         if entry is None:
             return otherwise
         if entry.number != ASKED[kind] or isinstance(entry.value, list):
-            raise self.wrong(key, f"a value of type {kind.__name__} ({ASKED[kind]})")
+            raise self.make_error(key, f"a value of type {kind.__name__} ({ASKED[kind]})")
         return entry.value
 
-    def need(self, key: str, kind: type, otherwise: str) -> Any:
+    def require_key(self, key: str, kind: type, otherwise: str) -> Any:
         """Value of a required key; `otherwise` tells what llama.cpp does without it.
 
         Raises:
             InputError: the key is missing, or of another type.
         """
-        value = self.get(key, kind, None)
+        value = self.get_value(key, kind, None)
         if value is None:
-            raise self.absent(key, otherwise)
+            raise self.make_missing_error(key, otherwise)
         return value
 
-    def items(self, key: str, number: int, otherwise: str) -> list[Any]:
+    def require_list(self, key: str, number: int, otherwise: str) -> list[Any]:
         """List of a required key, with elements of one type.
 
         Raises:
             InputError: the key is missing, or of another type.
         """
-        entry = self._entries.get(self.name(key))
+        entry = self._entries.get(self.expand_key(key))
         if entry is None:
-            raise self.absent(key, otherwise)
+            raise self.make_missing_error(key, otherwise)
         if entry.number != number or not isinstance(entry.value, list):
-            raise self.wrong(key, f"a list of type {number}")
+            raise self.make_error(key, f"a list of type {number}")
         return entry.value
 
-    def equal(self, key: str, expected: Any, why: str, otherwise: str) -> None:
+    def check_equal(self, key: str, expected: Any, why: str, otherwise: str) -> None:
         """Check a key that must have one value.
 
         Raises:
             InputError: the key is missing, or has another value.
         """
-        if self.need(key, type(expected), otherwise) != expected:
-            raise self.wrong(key, f"{expected!r}, {why}")
+        if self.require_key(key, type(expected), otherwise) != expected:
+            raise self.make_error(key, f"{expected!r}, {why}")
 
-    def absent(self, key: str, otherwise: str) -> InputError:
+    def make_missing_error(self, key: str, otherwise: str) -> InputError:
         """Make an error about a missing key."""
-        return InputError(f"{self.file}: no {self.name(key)}: without it llama.cpp {otherwise}")
+        return InputError(
+            f"{self.file}: no {self.expand_key(key)}: without it llama.cpp {otherwise}"
+        )
 
-    def wrong(self, key: str, needed: str) -> InputError:
+    def make_error(self, key: str, needed: str) -> InputError:
         """Make an error about the value of a key."""
-        found = self._entries[self.name(key)].value
-        return InputError(f"{self.file}: {self.name(key)} is {found!r}: llama.cpp needs {needed}")
+        found = self._entries[self.expand_key(key)].value
+        return InputError(
+            f"{self.file}: {self.expand_key(key)} is {found!r}: llama.cpp needs {needed}"
+        )

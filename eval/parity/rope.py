@@ -41,7 +41,7 @@ class Rope:
     frequencies: Tensor
     scale: float
 
-    def rotate(self, states: Tensor, position_ids: Tensor) -> Tensor:
+    def rotate_states(self, states: Tensor, position_ids: Tensor) -> Tensor:
         """[N, Q, d] states at positions [N]."""
         # In float32, as in engines: float64 gives other angles at far positions.
         angles = position_ids.float()[:, None, None] * self.frequencies
@@ -51,7 +51,7 @@ class Rope:
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def read_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
+def parse_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
     """RoPE that a serving engine makes of a config.
 
     Args:
@@ -62,7 +62,7 @@ def read_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
     Raises:
         InputError: RoPE is missing, of a type that the engine lacks, or its spellings disagree.
     """
-    settings = _agreed(config, keys)
+    settings = _merge_spellings(config, keys)
     kind, theta = settings["rope_type"], float(settings["rope_theta"])
     if keys is RopeKeys.two_keys and kind != "default" and (kind != "linear" or theta != 10000):
         raise config.make_error("rope_scaling", "none, or a linear one with a rope_theta of 10000")
@@ -72,27 +72,27 @@ def read_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
     powers = theta ** (torch.arange(0, width, 2).float() / width)
     try:
         if kind == "llama3":
-            return Rope(_llama3(1.0 / powers, settings), 1.0)
+            return Rope(_scale_llama3(1.0 / powers, settings), 1.0)
         if kind == "yarn":
-            return _yarn(powers, settings)
+            return _build_yarn_rope(powers, settings)
         return Rope(1.0 / powers / (settings["factor"] if kind == "linear" else 1.0), 1.0)
     except KeyError as error:
         raise config.make_error("rope_scaling", f"the key {error} for {kind}") from error
 
 
-def _agreed(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
+def _merge_spellings(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
     """Settings in the form of `rope_parameters`, from both spellings."""
     new = config.get_section("rope_parameters")
-    if keys is not RopeKeys.both or not new.has("rope_theta"):
+    if keys is not RopeKeys.both or not new.has_key("rope_theta"):
         config.require_key("rope_theta", float, "turns with a theta of 10000")
     theta, part = config.get("rope_theta"), config.get("partial_rotary_factor")
     outer = {"rope_theta": theta, "partial_rotary_factor": part}
-    old = _normalised(config.get_section("rope_scaling"), outer)
+    old = _normalise_spelling(config.get_section("rope_scaling"), outer)
     if keys is RopeKeys.old:
         for key in ("attention_factor", "truncate", "partial_rotary_factor"):
             config.get_section("rope_scaling").check_allowed(key, None, outer.get(key))
-    spelled = [_normalised(new, outer)] if new.keys() else []
-    if config.has("rope_theta") or config.get("rope_scaling"):
+    spelled = [_normalise_spelling(new, outer)] if new.list_keys() else []
+    if config.has_key("rope_theta") or config.get("rope_scaling"):
         spelled.append(old)
     if spelled[0] != spelled[-1]:
         raise InputError(
@@ -103,9 +103,9 @@ def _agreed(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
     return spelled[-1]
 
 
-def _normalised(spelling: EngineConfig, outer: dict[str, Any]) -> dict[str, Any]:
+def _normalise_spelling(spelling: EngineConfig, outer: dict[str, Any]) -> dict[str, Any]:
     """One spelling with the outer values, and one key for the type."""
-    settings = {key: spelling.get(key) for key in spelling.keys() if key != "type"}  # noqa: SIM118
+    settings = {key: spelling.get(key) for key in spelling.list_keys() if key != "type"}
     settings.setdefault("rope_type", spelling.get("type") or "default")
     spelling.check_allowed("type", None, settings["rope_type"])
     for key, value in outer.items():
@@ -114,7 +114,7 @@ def _normalised(spelling: EngineConfig, outer: dict[str, Any]) -> dict[str, Any]
     return settings
 
 
-def _llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
+def _scale_llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
     """Divide the frequencies of long waves by `factor`; those of short ones stay."""
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     turns = settings["original_max_position_embeddings"] / (2 * math.pi / plain)
@@ -122,7 +122,7 @@ def _llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
     return (1 - smooth) * plain / settings["factor"] + smooth * plain
 
 
-def _yarn(powers: Tensor, settings: dict[str, Any]) -> Rope:
+def _build_yarn_rope(powers: Tensor, settings: dict[str, Any]) -> Rope:
     """Interpolate dimensions of few turns, keep those of many, and scale the result."""
     factor, original = settings["factor"], settings["original_max_position_embeddings"]
     width, theta = 2 * len(powers), settings["rope_theta"]

@@ -100,7 +100,7 @@ class ServedHead:
         self.weights: dict[str, Tensor] = {}
 
     @property
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """Lines about the checks."""
         raise NotImplementedError
 
@@ -116,11 +116,11 @@ class ServedHead:
             f"{self.export.dtype}, none missing, none unknown"
         )
 
-    def wrong(self, name: str, found: str, needed: str) -> InputError:
+    def make_error(self, name: str, found: str, needed: str) -> InputError:
         """Make an error about a tensor."""
         return InputError(f"{self.export.weights}: {name} {found}: {self.title} needs {needed}")
 
-    def renamed(self, rename: Callable[[str], str]) -> dict[str, Tensor]:
+    def rename_tensors(self, rename: Callable[[str], str]) -> dict[str, Tensor]:
         """Rename the tensors.
 
         Raises:
@@ -130,7 +130,7 @@ class ServedHead:
         for name, tensor in self.export.tensors.items():
             new = rename(name)
             if new in tensors:
-                raise self.wrong(name, "appears under two names", "one of them")
+                raise self.make_error(name, "appears under two names", "one of them")
             tensors[new] = tensor
         return tensors
 
@@ -155,12 +155,12 @@ class ServedHead:
         for name, tensor in tensors.items():
             shape = (must | may)[name]
             if tuple(tensor.shape) != shape:
-                raise self.wrong(name, f"is {list(tensor.shape)}", f"{list(shape)}")
+                raise self.make_error(name, f"is {list(tensor.shape)}", f"{list(shape)}")
             dtypes = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}.get(name)
             if tensor.dtype not in dtypes if dtypes else not tensor.is_floating_point():
-                raise self.wrong(name, f"is of {tensor.dtype}", f"{dtypes or 'floats'}")
+                raise self.make_error(name, f"is of {tensor.dtype}", f"{dtypes or 'floats'}")
 
-    def linear(self, inputs: Tensor, name: str) -> Tensor:
+    def apply_linear(self, inputs: Tensor, name: str) -> Tensor:
         """Apply a projection, with its bias if it has one."""
         bias = self.weights.get(f"{name}.bias")
         return functional.linear(
@@ -213,21 +213,21 @@ class ServedLayers(ServedHead):
             return ids
         if problem(offsets.long()) is None:
             found += ": it holds target ids"
-        raise self.wrong("d2t", found, "offsets: target id minus draft id")
+        raise self.make_error("d2t", found, "offsets: target id minus draft id")
 
-    def compared(self, drafted: Tensor, target_ids: Tensor) -> Tensor:
+    def select_reference_ids(self, drafted: Tensor, target_ids: Tensor) -> Tensor:
         """[N, R] logits of the reference ids; -inf outside the draft vocabulary."""
         every = torch.full((len(drafted), self.shape.vocab_size), -torch.inf)
         every[:, target_ids] = drafted
         return every[:, self.golden.require_tensor("ids", (None,))]
 
-    def norm(self, states: Tensor, name: str) -> Tensor:
+    def apply_norm(self, states: Tensor, name: str) -> Tensor:
         """Apply an RMS norm."""
         square = states.square().mean(-1, keepdim=True)
         scaled = states * torch.rsqrt(square + self.shape.eps)
         return scaled * self.weights[f"{name}.weight"]
 
-    def heads(
+    def project_heads(
         self, inputs: Tensor, layer: str, which: str, position_ids: Tensor | None = None
     ) -> Tensor:
         """Queries, keys or values of a layer, rotated if positions are given.
@@ -242,12 +242,12 @@ class ServedLayers(ServedHead):
             [N, Q or K, d].
         """
         name = f"{layer}self_attn.{which}"
-        states = self.linear(inputs, f"{name}_proj").unflatten(-1, (-1, self.shape.head_dim))
+        states = self.apply_linear(inputs, f"{name}_proj").unflatten(-1, (-1, self.shape.head_dim))
         if self.shape.qk_norm and which != "v":
-            states = self.norm(states, f"{name}_norm")
+            states = self.apply_norm(states, f"{name}_norm")
         if position_ids is None:
             return states
-        return self.shape.rope.rotate(states, position_ids)
+        return self.shape.rope.rotate_states(states, position_ids)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
         """[N, Q * d] attention of queries [N, Q, d] over [T, K, d] with mask [N, T]."""
@@ -257,9 +257,9 @@ class ServedLayers(ServedHead):
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("qnt,tqd->nqd", weights, values).flatten(1)
 
-    def mlp(self, inputs: Tensor, layer: str) -> Tensor:
+    def apply_mlp(self, inputs: Tensor, layer: str) -> Tensor:
         """[N, H] output of a layer's gated MLP."""
-        gate = functional.silu(self.linear(inputs, f"{layer}mlp.gate_proj"))
-        return self.linear(
-            gate * self.linear(inputs, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"
+        gate = functional.silu(self.apply_linear(inputs, f"{layer}mlp.gate_proj"))
+        return self.apply_linear(
+            gate * self.apply_linear(inputs, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"
         )

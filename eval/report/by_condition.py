@@ -31,9 +31,9 @@ def load_finished_result(run: AcceptanceRun) -> dict[str, Any] | None:
     return found
 
 
-def conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
+def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
     """Make a table with a row per condition; `tokens` is the median of the prompts' tokens."""
-    rows = _rows(results)
+    rows = _build_condition_rows(results)
     parts = [
         part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())
     ]
@@ -63,7 +63,7 @@ def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]
         InputError: it cannot be written.
     """
     path = Path(config.out_dir) / CONDITIONS_FILE
-    rows = _rows(results)
+    rows = _build_condition_rows(results)
     content = {"head": config.head.path, "target": config.target.path, "conditions": rows}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]
     return [path, path.with_suffix(".png")]
 
 
-def _rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     rows = {}
     for name, result in results.items():
         parts = {part: figures["tau"] for part, figures in result["by_part"].items()}

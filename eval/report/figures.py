@@ -46,7 +46,7 @@ STYLES = list(
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     """Draw tau per category with intervals, and alpha per depth per category."""
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
-    names, height = _named(rows)
+    names, height = _wrap_names(rows)
     size = (12, max(4.2, 1 + height))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     tree = select_tree_figures(result)
@@ -54,21 +54,21 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     for place, (name, row) in enumerate(rows.items()):
         is_whole = name == "all"
         color = GREY if is_whole else BLUE
-        _tau(left, place, row["tau"], row["ci95"], trees[name]["tau"], color)
+        _draw_tau_row(left, place, row["tau"], row["ci95"], trees[name]["tau"], color)
         style: dict[str, Any] = {"color": GREY, "linewidth": 3} if is_whole else {"linewidth": 1}
-        _curve(right, place, names[place], row["alpha"], **style)
+        _draw_curve(right, place, names[place], row["alpha"], **style)
     _tau_axis(left, names)
     left.axvline(1, color="black", linewidth=0.8)
     right.set(xlabel="depth", ylabel="alpha, acceptance per depth", ylim=(0, 1))
     right.set_xticks(range(1, len(result["alpha"]) + 1))
-    _legend(figure, right)
-    _save(figure, path, format_conditions(result))
+    _draw_legend(figure, right)
+    _save_figure(figure, path, format_conditions(result))
 
 
 def plot_speedup(result: dict[str, Any], path: Path) -> None:
     """Draw speed, tau and alpha of every method, and the parts of the time of a verify pass."""
     methods = result["methods"]
-    labels, height = _named(
+    labels, height = _wrap_names(
         f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()
     )
     size = (12, 3.6 + 2 * height)
@@ -87,7 +87,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
             times.text(0, place, f" undivided, {total:.1f} s in all", va="center")
         taus.plot(row["tau"], place, "o", color=BLUE)
         taus.plot(row.get("tau_ci95") or [row["tau"]] * 2, [place, place], color=BLUE)
-        _curve(alphas, place, label, (row.get("alpha") or [])[:DEEPEST])
+        _draw_curve(alphas, place, label, (row.get("alpha") or [])[:DEEPEST])
     for axis in (speed, times, taus):
         axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
     speed.margins(x=0.15)
@@ -100,7 +100,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         lines = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         if lines:
             axis.legend(lines.values(), lines.keys(), fontsize="small")
-    _save(figure, path, format_conditions(result))
+    _save_figure(figure, path, format_conditions(result))
 
 
 def plot_concurrency(result: dict[str, Any], path: Path) -> None:
@@ -116,7 +116,7 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
             (gain, [row["speedup"] for row in rows if row["speedup"] is not None]),
             (waits, [wait["p50"] for wait in between] if all(between) else []),
         ):
-            _curve(panel, place, _lines(name), figures, numbers)
+            _draw_curve(panel, place, _wrap_name(name), figures, numbers)
     gain.axhline(1, color="black", linewidth=0.8)
     speed.set_ylabel("tokens per second, prompts included")
     gain.set_ylabel("speed-up over the baseline")
@@ -126,8 +126,8 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
         axis.set_xticks(numbers, [str(number) for number in numbers])
         axis.minorticks_off()
         axis.set(xlabel="texts at a time", ylim=(0, None))
-    _legend(figure, speed)
-    _save(figure, path, format_conditions(result))
+    _draw_legend(figure, speed)
+    _save_figure(figure, path, format_conditions(result))
 
 
 def step_ms(row: dict[str, Any]) -> dict[str, float]:
@@ -169,7 +169,7 @@ def plot_tree_search(result: dict[str, Any], path: Path) -> None:
         xlabel="tokens of a pass", ylabel="cost in passes over one token", ylim=(0, None),
         title=curve["device"],
     )  # fmt: skip
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
 def plot_calibration(result: dict[str, Any], path: Path) -> None:
@@ -196,7 +196,7 @@ def plot_calibration(result: dict[str, Any], path: Path) -> None:
     axes[2].axhline(best, color="black", linewidth=0.8, linestyle=":", label="best length")
     axes[2].set(xlabel="chance below which chains are cut", ylabel="speed over whole chains")
     axes[2].legend(fontsize="small")
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
 def plot_comparison(
@@ -209,14 +209,14 @@ def plot_comparison(
     Reads `acceptance.json`; `under` is the text below, by default the conditions of the first
     result.
     """
-    names, height = _named(results)
+    names, height = _wrap_names(results)
     size = (15, max(4.2, 1 + height))
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=size, layout="constrained")
     for place, result in enumerate(results.values()):
         tree_tau = select_tree_figures(result)["tau"]
-        _tau(left, place, result["tau"], result["tau_ci95"], tree_tau, BLUE)
+        _draw_tau_row(left, place, result["tau"], result["tau_ci95"], tree_tau, BLUE)
         for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
-            _curve(axis, place, names[place], rates)
+            _draw_curve(axis, place, names[place], rates)
     _tau_axis(left, names)
     left.set_xlim(left=1)
     middle.set(xlabel="depth", ylabel="alpha, acceptance per depth")
@@ -224,8 +224,10 @@ def plot_comparison(
     deepest = max(len(result["alpha"]) for result in results.values())
     for axis in (middle, right):
         axis.set(ylim=(0, 1), xticks=range(1, deepest + 1))
-    _legend(figure, middle)
-    _save(figure, path, format_conditions(next(iter(results.values()))) if under is None else under)
+    _draw_legend(figure, middle)
+    _save_figure(
+        figure, path, format_conditions(next(iter(results.values()))) if under is None else under
+    )
 
 
 def plot_reported(
@@ -239,19 +241,19 @@ def plot_reported(
         under: conditions; may be empty.
         path: path of the picture.
     """
-    names, height = _named(results)
+    names, height = _wrap_names(results)
     size = (12, max(4.2, 1 + height))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     for place, (length, rates) in enumerate(results.values()):
         left.barh(place, length or 0, color=BLUE)
-        _curve(right, place, names[place], rates)
+        _draw_curve(right, place, names[place], rates)
     left.set(yticks=range(len(names)), yticklabels=names, xlabel=what, xlim=(1, None))
     left.invert_yaxis()
     right.set(xlabel="position", ylabel="share of drafts accepted that far", ylim=(0, 1))
     right.xaxis.get_major_locator().set_params(integer=True)
     if any(rates for _, rates in results.values()):
-        _legend(figure, right)
-    _save(figure, path, under)
+        _draw_legend(figure, right)
+    _save_figure(figure, path, under)
 
 
 def plot_pruning(result: dict[str, Any], path: Path) -> None:
@@ -276,10 +278,10 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
         axis.legend(fontsize="small")
     middle.set(ylabel="share of the target's choices that can be drafted", ylim=(0, 1.02))
     right.set_ylabel(f"expected speed-up, {result['device']}")
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
-def _tau(
+def _draw_tau_row(
     panel: Any, place: int, tau: float, ends: list[float] | None, tree_tau: float, color: str
 ) -> None:
     """Draw a row: a bar for the chain with its interval, a diamond for the tree."""
@@ -294,7 +296,7 @@ def _tau_axis(panel: Any, names: list[str]) -> None:
     panel.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")
 
 
-def _lines(name: str) -> str:
+def _wrap_name(name: str) -> str:
     """Split a name into lines, between its parts."""
     lines = [""]
     for part in re.split(r"(?<=[ _/-])", name):
@@ -304,14 +306,14 @@ def _lines(name: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _named(names: Iterable[str]) -> tuple[list[str], float]:
+def _wrap_names(names: Iterable[str]) -> tuple[list[str], float]:
     """Names in lines, and the height in inches of a panel with a row for each."""
-    names = list(map(_lines, names))
+    names = list(map(_wrap_name, names))
     num_lines = 1 + max(name.count("\n") for name in names)
     return names, len(names) * (0.1 + 0.16 * num_lines)
 
 
-def _curve(
+def _draw_curve(
     panel: Any,
     place: int,
     name: str,
@@ -366,12 +368,12 @@ def _fit_labels(figure: Any) -> None:
                 label.set_text("\n".join(lines))
 
 
-def _legend(figure: Any, panel: Any) -> None:
+def _draw_legend(figure: Any, panel: Any) -> None:
     """Draw one panel's legend beside all panels, where inside it would cover curves."""
     figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
 
 
-def _save(figure: Any, path: Path, under: str = "") -> None:
+def _save_figure(figure: Any, path: Path, under: str = "") -> None:
     """Write a picture, with a line of text below it if given."""
     if under:
         width = int(LETTERS_AN_INCH * figure.get_figwidth())

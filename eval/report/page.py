@@ -45,7 +45,7 @@ class Axis:
     end: float
 
     @classmethod
-    def around(cls, figures: Sequence[float], start: float, end: float) -> "Axis":
+    def from_figures(cls, figures: Sequence[float], start: float, end: float) -> "Axis":
         """Make an axis that contains all figures with a margin."""
         low, high = min(figures), max(figures)
         margin = 0.06 * (high - low) or 0.1
@@ -66,7 +66,7 @@ class Axis:
         return [round(number * step, 6) for number in range(first, last + 1)]
 
 
-def write_report(result: dict[str, Any], path: Path) -> None:
+def write_html_page(result: dict[str, Any], path: Path) -> None:
     """Write the page completely or not at all.
 
     Args:
@@ -84,25 +84,25 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         undefined=StrictUndefined,
     )
     environment.filters |= {
-        "verbatim": _verbatim,
-        "breakable": _breakable,
+        "verbatim": _escape_verbatim,
+        "breakable": _escape_breakable,
         "shown": format_interval,
     }
-    page = environment.get_template("page.html.j2").render(_view(result))
+    page = environment.get_template("page.html.j2").render(_build_view(result))
     write_atomically(path, page.encode(errors="replace"))
 
 
-def _verbatim(text: str) -> Markup:
+def _escape_verbatim(text: str) -> Markup:
     """Text that a browser returns unchanged; a bare carriage return would become a line break."""
     return Markup(str(escape(text)).replace("\r", "&#13;").replace("\0", "\ufffd"))
 
 
-def _breakable(name: str) -> Markup:
+def _escape_breakable(name: str) -> Markup:
     """A name that a narrow column may split at its underscores."""
     return Markup("_<wbr>").join(name.split("_"))
 
 
-def _view(result: dict[str, Any]) -> dict[str, Any]:
+def _build_view(result: dict[str, Any]) -> dict[str, Any]:
     methods, equality = _equal_texts(result)
     target, baselines = result["target"], result["baselines"]
     timed = {name: times for name, row in methods.items() if (times := step_ms(row))}
@@ -113,7 +113,7 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
         "methods": methods,
         "labels": {n: f"{n} (lossy)" if row.get("lossy") else n for n, row in methods.items()},
         "lossy": any(row.get("lossy") for row in methods.values()),
-        "target": _short(
+        "target": _shorten_target(
             target if isinstance(target, str) else target.get("path") or target.get("name")
         ),
         "best": max(
@@ -127,13 +127,15 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
         ],
         "speedup_axis": _interval_axis(list(methods.values()), "speedup", 6, 134),
         "sizes": result.get("concurrency", {}),
-        "categories": _categories(methods, baselines),
-        "alpha": _alpha(methods),
+        "categories": _build_category_panels(methods, baselines),
+        "alpha": _place_alpha_lines(methods),
         "passes": passes,
         "ms_axis": Axis(0, max((sum(t.values()) for t in passes.values()), default=1), 0, 400),
         "parts": parts,
         "undivided": {name: row for name, row in methods.items() if name not in passes},
-        "trees": {n: _tree(row["tree"]) for n, row in methods.items() if row.get("tree")},
+        "trees": {
+            n: _place_tree_nodes(row["tree"]) for n, row in methods.items() if row.get("tree")
+        },
         "texts": result.get("texts", []),
         "text_methods": [
             name for name in methods if any(name in t["methods"] for t in result.get("texts", []))
@@ -143,7 +145,7 @@ def _view(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _short(target: str) -> str:
+def _shorten_target(target: str) -> str:
     """A Hub id, or the last part of a local path."""
     return Path(target).name if target.startswith(("/", "~", ".")) else target
 
@@ -166,10 +168,12 @@ def _equal_texts(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dic
 
 def _interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
     ends = [bound for row in rows for bound in row.get(f"{key}_ci95") or ()]
-    return Axis.around([1.0, *ends, *(row[key] for row in rows)], start, end)
+    return Axis.from_figures([1.0, *ends, *(row[key] for row in rows)], start, end)
 
 
-def _categories(methods: dict[str, dict[str, Any]], baselines: list[str]) -> dict[str, Any] | None:
+def _build_category_panels(
+    methods: dict[str, dict[str, Any]], baselines: list[str]
+) -> dict[str, Any] | None:
     """Rows per drafting method on shared axes, so that panels are comparable."""
     panels = {
         name: row["by_category"]
@@ -189,7 +193,7 @@ def _categories(methods: dict[str, dict[str, Any]], baselines: list[str]) -> dic
     }
 
 
-def _alpha(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+def _place_alpha_lines(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Lines with positions of their labels, spread so that no label covers another."""
     rates = {name: row["alpha"][:DEEPEST] for name, row in methods.items() if row.get("alpha")}
     if not rates:
@@ -197,7 +201,7 @@ def _alpha(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     height, gap = max(230, 16 * len(rates)), 15
     depth = max(map(len, rates.values()))
     x, y = Axis(1, max(depth, 2), 36, 236), Axis(0, 1, height + 10, 10)
-    places = _spread([y(line[-1]) for line in rates.values()], gap, height + 10)
+    places = _spread_labels([y(line[-1]) for line in rates.values()], gap, height + 10)
     lines = {
         name: {"points": [(x(d), y(a), a) for d, a in enumerate(line, start=1)], "label_y": place}
         for (name, line), place in zip(rates.items(), places, strict=True)
@@ -206,7 +210,7 @@ def _alpha(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     return {"lines": lines, "depth": depth, "height": height, "width": width, "x": x, "y": y}
 
 
-def _spread(wanted: list[float], gap: float, limit: float) -> list[float]:
+def _spread_labels(wanted: list[float], gap: float, limit: float) -> list[float]:
     """Positions near the wanted ones, at least `gap` apart, none beyond `limit`."""
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     placed, last = list(wanted), -math.inf
@@ -218,7 +222,7 @@ def _spread(wanted: list[float], gap: float, limit: float) -> list[float]:
     return placed
 
 
-def _tree(tree: dict[str, Any]) -> dict[str, Any]:
+def _place_tree_nodes(tree: dict[str, Any]) -> dict[str, Any]:
     """Nodes with positions: depth to the right, a best child level with its parent."""
     parents, ranks, rates = tree["parents"], tree["ranks"], tree["acceptance"]
     depths, children = [0] * len(parents), [[] for _ in parents]  # type: ignore[var-annotated]

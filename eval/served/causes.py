@@ -5,11 +5,11 @@ from typing import Any
 
 from conf.errors import InputError
 from data.servers.serving import ServingEngine
-from eval.decode.engine import common_prefix
+from eval.decode.engine import count_common_prefix
 from eval.measure.prompts import Prompt
 from eval.served.check import (
     CheckedText,
-    OtherToken,
+    DifferingToken,
     find_first_difference,
     format_count_differences,
 )
@@ -41,7 +41,7 @@ def compare_chat_template(
                 found = f"{theirs} tokens by the server, {len(ours)} here"
                 return f"{_TEMPLATE}: {prompt.location} has {found}", number + 1
         elif theirs != ours:
-            place = common_prefix(theirs, ours)
+            place = count_common_prefix(theirs, ours)
             ids = [str(text[place]) if place < len(text) else "the end" for text in (theirs, ours)]
             found = f"token {place} is {ids[0]} by the server, {ids[1]} here"
             return f"{_TEMPLATE}: in {prompt.location} {found}", number + 1
@@ -92,7 +92,7 @@ def diagnose_differences(
 
 
 def _other_texts(
-    server: ServingEngine, others: list[OtherToken], num_tokens: int, target: str, drawn: bool
+    server: ServingEngine, others: list[DifferingToken], num_tokens: int, target: str, drawn: bool
 ) -> str:
     first = others[0]
     found = (

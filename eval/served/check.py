@@ -12,7 +12,7 @@ import torch
 
 from data.servers.counts import DraftCounts
 from eval.measure.bench import Measurement
-from eval.measure.lengths import LENGTH_DEFINITIONS, PassCounts, acceptance_lengths
+from eval.measure.lengths import LENGTH_DEFINITIONS, PassCounts, compute_acceptance_lengths
 from eval.measure.prompts import Prompt
 from eval.measure.replay import compute_accepted_lengths, rank_candidates
 from eval.measure.stats import bootstrap_interval
@@ -22,7 +22,7 @@ NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
-class OtherToken:
+class DifferingToken:
     """A token of a server that the target would not have chosen.
 
     Attributes:
@@ -55,7 +55,7 @@ class CheckedText:
 
     served: DraftCounts
     replayed: DraftCounts
-    others: list[OtherToken]
+    others: list[DifferingToken]
     near_ties: int
 
 
@@ -103,11 +103,11 @@ def replay_server_text(
     best, ids = logits.max(dim=-1)
     gaps = (best - logits.gather(1, chosen[:, None])[:, 0]).tolist()
     near = NEAR_TIES.get(target.dtype, NEAR_TIES[torch.bfloat16])
-    others, seen = list[OtherToken](), {*prompt}
+    others, seen = list[DifferingToken](), {*prompt}
     for place, (ours, theirs, gap) in enumerate(zip(ids.tolist(), text, gaps, strict=True)):
         if gap > near:
             avoids = ours in seen and theirs not in seen
-            others.append(OtherToken(number, place, ours, theirs, gap, avoids))
+            others.append(DifferingToken(number, place, ours, theirs, gap, avoids))
         seen.add(theirs)
     near_ties = sum(0 < gap <= near for gap in gaps)
     return CheckedText(served, replayed, others, near_ties)
@@ -127,7 +127,7 @@ def summarise_counts(
         )
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    lengths, total = acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
+    lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
     dialogues: dict[int, list[PassCounts]] = {}
     for each in passes:
         dialogues.setdefault(each.dialogue, []).append(each)

@@ -27,7 +27,7 @@ PassesByServer = dict[str, list[LoadMeasurement]]
 """By server, one per repeat; texts in the order of the prompts."""
 
 
-def run_passes(
+def measure_passes(
     servers: Mapping[str, ServingEngine],
     prompts: Sequence[Prompt],
     config: ServeRun,
@@ -46,7 +46,7 @@ def run_passes(
         size: requests in flight.
         journal: keeps finished passes, which a second start does not repeat.
     """
-    kept = {row["id"]: _pass(row["pass"]) for row in journal.load_rows() if "pass" in row}
+    kept = {row["id"]: _parse_pass(row["pass"]) for row in journal.load_rows() if "pass" in row}
     found: PassesByServer = {name: [] for name in servers}
     warm = False
     for repeat in range(config.num_repeats):
@@ -57,18 +57,18 @@ def run_passes(
         if not warm and any(number not in kept for number in ids.values()):
             for name in names:
                 for _ in range(config.num_warmups):
-                    _timed(servers[name], prompts, order[:size], config, size)
+                    _measure_pass(servers[name], prompts, order[:size], config, size)
             warm = True
         for name in names:
             if ids[name] not in kept:
                 words = f"{name}, {size} in flight, {repeat + 1} of {config.num_repeats}"
-                kept[ids[name]] = _timed(servers[name], prompts, order, config, size, words)
+                kept[ids[name]] = _measure_pass(servers[name], prompts, order, config, size, words)
                 journal.append([{"id": ids[name], "pass": asdict(kept[ids[name]])}])
             found[name].append(kept[ids[name]])
     return found
 
 
-def _timed(
+def _measure_pass(
     server: ServingEngine,
     prompts: Sequence[Prompt],
     order: Sequence[int],
@@ -118,7 +118,7 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
     for name, repeats in passes.items():
         compared = WITHOUT in passes and name != WITHOUT
         speedup, bounds = (
-            _speedup(repeats, passes[WITHOUT], prompts, seed)
+            _compute_speedup(repeats, passes[WITHOUT], prompts, seed)
             if compared
             else (1.0 if name == WITHOUT else None, None)
         )
@@ -130,7 +130,7 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
                 [[text.arrivals_s[0] for text in each.texts] for each in repeats]
             ),
             "between_tokens_ms": percentiles_ms(
-                [[gap for text in each.texts for gap in _gaps(text)] for each in repeats]
+                [[gap for text in each.texts for gap in _compute_gaps(text)] for each in repeats]
             ),
             "request_ms": percentiles_ms(
                 [[text.arrivals_s[-1] for text in each.texts] for each in repeats]
@@ -143,7 +143,7 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
     return {"baseline": WITHOUT if WITHOUT in passes else None, "methods": rows}
 
 
-def _gaps(text: StreamedText) -> list[float]:
+def _compute_gaps(text: StreamedText) -> list[float]:
     return [after - before for before, after in pairwise(text.arrivals_s)]
 
 
@@ -157,7 +157,7 @@ def _per_draft(counts: Sequence[DraftCounts]) -> float | None:
     return 1 + sum(sum(each.accepted) for each in counts) / drafts if drafts else None
 
 
-def _speedup(
+def _compute_speedup(
     ours: Sequence[LoadMeasurement],
     base: Sequence[LoadMeasurement],
     prompts: Sequence[Prompt],
@@ -175,7 +175,7 @@ def _speedup(
             [
                 sum(statistics.median(value(each[r].texts[n]) for r in repeats) for n in numbers)
                 for each in (ours, base)
-                for value in (_seconds, _tokens)
+                for value in (_get_seconds, _get_num_tokens)
             ]
             for numbers in dialogues.values()
         ]
@@ -193,15 +193,15 @@ def _speedup(
     )
 
 
-def _seconds(text: StreamedText) -> float:
+def _get_seconds(text: StreamedText) -> float:
     return text.arrivals_s[-1]
 
 
-def _tokens(text: StreamedText) -> float:
+def _get_num_tokens(text: StreamedText) -> float:
     return text.num_tokens
 
 
-def _pass(row: dict[str, Any]) -> LoadMeasurement:
+def _parse_pass(row: dict[str, Any]) -> LoadMeasurement:
     """A pass from what `asdict` made of it."""
     texts = [StreamedText(**text) for text in row["texts"]]
     return LoadMeasurement(texts, row["seconds"], DraftCounts(**row["counts"]))

@@ -41,14 +41,14 @@ class BatchSizeAdvice:
     measured: dict[int, float] = field(default_factory=dict)
 
     @property
-    def fastest(self) -> int:
+    def fastest_length(self) -> int:
         """Length of the fastest chain, even if it does not pay."""
         return self.predicted.index(max(self.predicted)) + 1
 
     @property
     def best_length(self) -> int:
         """Number of tokens to draft; 0 if no chain pays."""
-        return self.fastest if max(self.predicted) > 1 else 0
+        return self.fastest_length if max(self.predicted) > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class Advice:
         largest = max((p.batch_size for p in self.points if p.best_length), default=0)
         return next((p.batch_size for p in self.points if p.batch_size > largest), None)
 
-    def described(self) -> dict[str, Any]:
+    def describe_advice(self) -> dict[str, Any]:
         """Advice for a results file."""
         return {
             "points": [asdict(point) | {"best_length": point.best_length} for point in self.points],
             "stops_paying_at_batch_size": self.stops_paying,
         }
 
-    def show(self, console: Console) -> None:
+    def print_advice(self, console: Console) -> None:
         """Print one row per batch size."""
         table = Table(title="Chains by batch size: speed-up while the whole batch goes on")
         for column in ("batch", "best length", "predicted", "measured"):
             table.add_column(column, justify="right")
         for point in self.points:
-            lengths = point.measured or [point.fastest]
+            lengths = point.measured or [point.fastest_length]
             table.add_row(
                 str(point.batch_size),
                 str(point.best_length),
@@ -108,7 +108,7 @@ def estimate_advice(bench: Measurement, config: TreeSearchRun, context: list[int
             length: make_chain_drafter(head, length, size) for length in (1, head.max_useful_depth)
         }
         curve, drafts = measure_step_costs(target, drafters, context, size, SIZES)
-        points.append(BatchSizeAdvice(size, speedups(taus, curve, drafts)))
+        points.append(BatchSizeAdvice(size, estimate_speedups(taus, curve, drafts)))
     return Advice(points)
 
 
@@ -117,15 +117,15 @@ def chain_taus(
 ) -> list[float]:
     """Tokens per verify pass of chains by length, from 1, with one replay of the longest."""
     texts = StaticTreeReplay.from_prompts(
-        target, head.draft_head, prompts, max_new_tokens, Tree.chain(head.max_useful_depth)
+        target, head.draft_head, prompts, max_new_tokens, Tree.make_chain(head.max_useful_depth)
     )
     return [
-        tau([PromptSteps("", steps) for steps in texts.replay_shape(Tree.chain(length))])
+        tau([PromptSteps("", steps) for steps in texts.replay_shape(Tree.make_chain(length))])
         for length in range(1, head.max_useful_depth + 1)
     ]
 
 
-def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> list[float]:
+def estimate_speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> list[float]:
     """Speed-ups of chains by length, from 1.
 
     Args:
@@ -146,10 +146,12 @@ def speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> l
 
 def make_chain_drafter(head: MeasuredHead, length: int, num_texts: int) -> Drafter:
     """Make a drafter of greedy chains."""
-    return replace(head, chain=Tree.chain(length)).make_drafter("chain", GREEDY, [0] * num_texts)
+    return replace(head, chain=Tree.make_chain(length)).make_drafter(
+        "chain", GREEDY, [0] * num_texts
+    )
 
 
-def measured_advice(advice: Advice, bench: Measurement, config: TreeSearchRun) -> Advice:
+def measure_advice(advice: Advice, bench: Measurement, config: TreeSearchRun) -> Advice:
     """Measure the best chain at the smallest, the middle and the largest batch size.
 
     Args:
@@ -161,18 +163,18 @@ def measured_advice(advice: Advice, bench: Measurement, config: TreeSearchRun) -
     prompts = [prompt.token_ids for prompt in bench.prompts]
     points = []
     for place, point in enumerate(advice.points):
-        size, length = point.batch_size, point.fastest
+        size, length = point.batch_size, point.fastest_length
         measured: dict[int, float] = {}
         if place in places and len(prompts) >= size:
             ends = range(size, len(prompts) + 1, size)
             batches = [prompts[end - size : end] for end in ends]
-            speedup = _speedup(bench, config, batches, length)
+            speedup = _measure_speedup(bench, config, batches, length)
             measured = {} if speedup is None else {length: speedup}
         points.append(replace(point, measured=measured))
     return Advice(points)
 
 
-def _speedup(
+def _measure_speedup(
     bench: Measurement, config: TreeSearchRun, batches: list[list[list[int]]], length: int
 ) -> float | None:
     """Median speed-up of interleaved repeats; None if no batch got beyond its prompts."""

@@ -49,7 +49,7 @@ class ChainSteps:
     emitted: NDArray[np.int64]
 
     @classmethod
-    def of(
+    def from_logits(
         cls,
         logits: Sequence[Sequence[float]],
         steps: Sequence[Step],
@@ -66,12 +66,12 @@ class ChainSteps:
             np.array([step.num_emitted for step in steps], int),
         )
 
-    def chances(self, calibration: Calibration) -> Floats:
+    def compute_path_probabilities(self, calibration: Calibration) -> Floats:
         """[S, D] chances that chains are accepted down to each depth."""
         scaled = self.logits / calibration.temperatures + calibration.offsets
         return sigmoid(scaled).cumprod(1)
 
-    def kept(self, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def mask_accepted(self, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Masks [S] of a depth, from 1: steps that tested it, and those that accepted it."""
         tested = self.tested >= depth
         return tested, self.accepted[tested] >= depth
@@ -82,38 +82,42 @@ def sigmoid(logits: Floats) -> Floats:
     return 0.5 * (1 + np.tanh(0.5 * logits))
 
 
-def _binned(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, ...]:
+def _sum_bins(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, ...]:
     """Number, sum of chances and number accepted per bin."""
     places = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
     weights = (np.ones_like(chances), chances, kept.astype(float))
     return tuple(np.bincount(places, weight, NUM_BINS).astype(float) for weight in weights)
 
 
-def bins(chances: Floats, kept: NDArray[np.bool_]) -> list[tuple[float, float, int]]:
+def build_reliability_bins(
+    chances: Floats, kept: NDArray[np.bool_]
+) -> list[tuple[float, float, int]]:
     """Mean chance, share accepted and number per non-empty bin.
 
     Args:
         chances: [n].
         kept: [n].
     """
-    rows = zip(*_binned(chances, kept), strict=True)
+    rows = zip(*_sum_bins(chances, kept), strict=True)
     return [(float(c / n), float(k / n), int(n)) for n, c, k in rows if n]
 
 
-def ece(chances: Floats, kept: NDArray[np.bool_]) -> float:
+def compute_ece(chances: Floats, kept: NDArray[np.bool_]) -> float:
     """Expected calibration error: mean distance of chance and share over bins, by their numbers."""
-    _, chance, share = _binned(chances, kept)
+    _, chance, share = _sum_bins(chances, kept)
     return float(np.abs(chance - share).sum()) / max(1, len(chances))
 
 
-def fit(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Calibration:
+def fit_calibration(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Calibration:
     """Fit depth by depth; a depth that no step tested stays unchanged."""
     fitted: list[tuple[float, float]] = []
     path = np.ones(len(steps.logits))
     for depth, logits in enumerate(steps.logits.T, start=1):
-        tested, kept = steps.kept(depth)
+        tested, kept = steps.mask_accepted(depth)
         tried = list(product(TEMPERATURES, offsets))
-        errors = [ece(path[tested] * sigmoid(logits[tested] / t + o), kept) for t, o in tried]
+        errors = [
+            compute_ece(path[tested] * sigmoid(logits[tested] / t + o), kept) for t, o in tried
+        ]
         fitted.append(tried[int(np.argmin(errors))])
         path = path * sigmoid(logits / fitted[-1][0] + fitted[-1][1])
     return Calibration(tuple(t for t, _ in fitted), tuple(o for _, o in fitted))
@@ -121,9 +125,9 @@ def fit(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Calibration:
 
 def by_depth(steps: ChainSteps, calibration: Calibration) -> list[tuple[Floats, NDArray[np.bool_]]]:
     """Per depth, the chance in every step that tested it, and whether it was accepted."""
-    chances, rows = steps.chances(calibration), []
+    chances, rows = steps.compute_path_probabilities(calibration), []
     for depth in range(1, chances.shape[1] + 1):
-        tested, kept = steps.kept(depth)
+        tested, kept = steps.mask_accepted(depth)
         rows.append((chances[tested, depth - 1], kept))
     return rows
 
@@ -164,22 +168,24 @@ class ChainForecast:
     tokens_per_s: float
 
     @classmethod
-    def whole(cls, steps: ChainSteps, num_tokens: int, costs: ChainCosts) -> "ChainForecast":
+    def from_whole_chains(
+        cls, steps: ChainSteps, num_tokens: int, costs: ChainCosts
+    ) -> "ChainForecast":
         """Forecast whole chains of at most the recorded length."""
         lengths = np.full(len(steps.logits), num_tokens)
-        return cls._replayed(steps, lengths, np.array([np.nan, *costs.whole]), costs.curve)
+        return cls._from_lengths(steps, lengths, np.array([np.nan, *costs.whole]), costs.curve)
 
     @classmethod
-    def cut(
+    def from_cut_chains(
         cls, steps: ChainSteps, calibration: Calibration, threshold: float, costs: ChainCosts
     ) -> "ChainForecast":
         """Forecast cut chains."""
-        lengths = (steps.chances(calibration) >= threshold).sum(1)
-        uncut = cls._replayed(steps, lengths, np.array(costs.cut), costs.curve)
+        lengths = (steps.compute_path_probabilities(calibration) >= threshold).sum(1)
+        uncut = cls._from_lengths(steps, lengths, np.array(costs.cut), costs.curve)
         return replace(uncut, threshold=threshold)
 
     @classmethod
-    def _replayed(
+    def _from_lengths(
         cls, steps: ChainSteps, lengths: NDArray[np.int64], drafts: Floats, curve: CostCurve
     ) -> "ChainForecast":
         """Replay steps, given the seconds of drafts per length."""
@@ -205,10 +211,10 @@ class FixedLength(Calibration):
     num_tokens: int = 0
 
     @classmethod
-    def after(cls, num_tokens: int) -> "FixedLength":
+    def from_num_tokens(cls, num_tokens: int) -> "FixedLength":
         """End chains after `num_tokens`."""
         return cls((), (), 0.5, num_tokens)
 
-    def chance(self, logits: Tensor, depth: int) -> Tensor:
+    def compute_chance(self, logits: Tensor, depth: int) -> Tensor:
         """[B] ones down to the last token, then zeros."""
         return torch.full_like(logits, float(depth <= self.num_tokens))

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from conf.command.clock import measure_seconds
 from conf.errors import InputError
 from eval.decode.accept import verify
-from eval.decode.captured import CaptureError, Graph, compute_num_slots, find_capture_obstacle
-from eval.measure.heads import device_name
+from eval.decode.captured import CaptureError, CudaGraph, compute_num_slots, find_capture_obstacle
+from eval.measure.heads import get_device_name
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS
@@ -65,7 +65,7 @@ class CostCurve:
         return t + (num_tokens - b) * max(t - s, 0.0) / (b - a)
 
 
-def load_curve(path: str) -> CostCurve:
+def load_cost_curve(path: str) -> CostCurve:
     """Read a recorded curve: JSON with the attributes of `CostCurve`.
 
     Raises:
@@ -133,17 +133,18 @@ def measure_step_costs(
         on_device = to_device(tokens, target.device), to_device(counts, target.device)
         seen = CommittedTokens(tokens, output, cache, logits=logits, on_device=on_device)
         for drafter in drafters.values():
-            _draft(drafter, seen, roots).tolist()
+            _run_draft(drafter, seen, roots).tolist()
     captures = target.device.type == "cuda" and not find_capture_obstacle(target)
     if captures:
         width = target.capacity or compute_num_slots(len(context) + 1, sizes[-1])
-        cache.hold(width, sizes[-1], width)
-    verify = partial(_verify, target, cache, roots)
+        cache.fix_width(width, sizes[-1], width)
+    verify = partial(_run_verify, target, cache, roots)
     checks = {size: _TimedStep(partial(verify, taps, size), captures) for size in sizes}
     plain = _TimedStep(partial(verify, FeatureLayers(), 1), captures)
     proposals = {
         key: _TimedStep(
-            partial(_draft, drafter, seen, roots), captures and drafter.num_static_nodes is not None
+            partial(_run_draft, drafter, seen, roots),
+            captures and drafter.num_static_nodes is not None,
         )
         for key, drafter in drafters.items()
     }
@@ -161,11 +162,11 @@ def measure_step_costs(
     # Other work of the machine only adds time. The effect of a draft on a pass, however, differs
     # between drafters and belongs to them.
     seconds = [statistics.mean(min(p[size]) for p in passes.values()) for size in (1, *sizes)]
-    curve = CostCurve(device_name(), [1, *sizes], seconds, batch_size, len(context))
+    curve = CostCurve(get_device_name(), [1, *sizes], seconds, batch_size, len(context))
     return curve, {key: statistics.mean(map(min, of.values())) for key, of in drafts.items()}
 
 
-def typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[int]:
+def build_typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[int]:
     """The prompt of median length with half of its text."""
     prompt, text = sorted(zip(prompts, texts, strict=True), key=lambda pair: len(pair[0]))[
         len(prompts) // 2
@@ -188,21 +189,21 @@ class _TimedStep:
             # The first call runs without capture, to load kernels and allocate buffers.
             run()
             with suppress(CaptureError):
-                self._graph = Graph(self._launch, torch.cuda.graph_pool_handle())
+                self._graph = CudaGraph(self._run_again, torch.cuda.graph_pool_handle())
 
     def __call__(self) -> None:
         """Run once."""
         if self._graph is None:
-            self._launch()
+            self._run_again()
         else:
-            self._graph.launch()
+            self._graph.launch_graph()
         self._output.tolist()
 
-    def _launch(self) -> None:
+    def _run_again(self) -> None:
         self._output = self._run()
 
 
-def _verify(
+def _run_verify(
     target: Target, cache: TreeCache, roots: Roots, taps: FeatureLayers, size: int
 ) -> Tensor:
     tokens = roots.tokens.unsqueeze(1).repeat(1, size)
@@ -215,6 +216,6 @@ def _verify(
     ).bonus
 
 
-def _draft(drafter: Drafter, seen: CommittedTokens, roots: Roots) -> Tensor:
+def _run_draft(drafter: Drafter, seen: CommittedTokens, roots: Roots) -> Tensor:
     drafter.observe(seen)
     return drafter.propose(roots).tokens

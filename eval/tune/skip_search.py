@@ -50,7 +50,7 @@ class PassCosts:
         """Seconds of one token through a share of the layers."""
         return self.bare + share * (self.verify[0] - self.bare)
 
-    def speedup(self, tokens_per_step: float, num_tokens: int, share: float) -> float:
+    def estimate_speedup(self, tokens_per_step: float, num_tokens: int, share: float) -> float:
         """Speed-up over plain decoding, for chains of K tokens drafted by a share of the layers."""
         step = num_tokens * self.draft(share) + self.verify[num_tokens]
         return tokens_per_step * self.verify[0] / step
@@ -75,7 +75,7 @@ class SkipChoice:
     speedup: float
 
     @property
-    def order(self) -> tuple[float, float, tuple[int, ...]]:
+    def sort_key(self) -> tuple[float, float, tuple[int, ...]]:
         """Sort key: the better choice first, with fixed ties."""
         return (-self.speedup, -self.agreement, self.skip)
 
@@ -93,7 +93,7 @@ class SkipSearch:
     num_tried: int
 
 
-def search_layers(
+def search_skipped_layers(
     target: Target,
     texts: list[list[int]],
     prompt_lengths: list[int],
@@ -120,22 +120,22 @@ def search_layers(
     costs = costs or measure_pass_costs(target, max(texts, key=len), MAX_DRAFT_TOKENS)
     with tqdm(desc="layers left out", unit="set") as bar:
         replays = _Replays(target, texts, prompt_lengths, costs, bar)
-        tried = {choice.skip: choice for choice in _tried(replays, target)}
-        best = sorted(tried.values(), key=lambda choice: choice.order)[:NUM_REPLAYED]
-        choices = [replays.exact(choice.skip) for choice in best]
-    return SkipSearch(sorted(choices, key=lambda choice: choice.order), len(tried))
+        tried = {choice.skip: choice for choice in _estimate_sets(replays, target)}
+        best = sorted(tried.values(), key=lambda choice: choice.sort_key)[:NUM_REPLAYED]
+        choices = [replays.replay_choice(choice.skip) for choice in best]
+    return SkipSearch(sorted(choices, key=lambda choice: choice.sort_key), len(tried))
 
 
-def _tried(replays: "_Replays", target: Target) -> list[SkipChoice]:
+def _estimate_sets(replays: "_Replays", target: Target) -> list[SkipChoice]:
     """All sets tried, judged by their first draft tokens."""
     num_layers = target.num_layers
-    tried = [replays.estimate(list_skipped_layers(target, n)) for n in range(1, num_layers)]
+    tried = [replays.estimate_choice(list_skipped_layers(target, n)) for n in range(1, num_layers)]
     skip: tuple[int, ...] = ()
     fastest, idle = 0.0, 0
     for _ in range(num_layers - 1):
         sets = [tuple(sorted((*skip, layer))) for layer in set(range(num_layers)) - set(skip)]
-        choices = [replays.estimate(layers) for layers in sorted(sets)]
-        choices.sort(key=lambda choice: choice.order)
+        choices = [replays.estimate_choice(layers) for layers in sorted(sets)]
+        choices.sort(key=lambda choice: choice.sort_key)
         tried += choices
         skip = choices[0].skip
         idle = 0 if choices[0].speedup > fastest else idle + 1
@@ -161,31 +161,31 @@ class _Replays:
         self.own = [ReplayText(target, text, first) for text, first in pairs]
         self.responses = [text[first:] for text, first in pairs]
 
-    def estimate(self, skip: tuple[int, ...]) -> SkipChoice:
+    def estimate_choice(self, skip: tuple[int, ...]) -> SkipChoice:
         """Estimate a set, assuming that chains last while first draft tokens are right."""
         rows = []
-        for right in self._accepted(skip, 1):
+        for right in self._count_accepted(skip, 1):
             lengths = [0]
             for is_right in reversed(right):
                 lengths.append(lengths[-1] + 1 if is_right else 0)
             rows.append(lengths[:0:-1])
-        return self._best(skip, rows)
+        return self._choose_length(skip, rows)
 
-    def exact(self, skip: tuple[int, ...]) -> SkipChoice:
+    def replay_choice(self, skip: tuple[int, ...]) -> SkipChoice:
         """Replay a set as decoding would run it."""
-        return self._best(skip, self._accepted(skip, MAX_DRAFT_TOKENS))
+        return self._choose_length(skip, self._count_accepted(skip, MAX_DRAFT_TOKENS))
 
-    def _accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
+    def _count_accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
         """[text][n] draft tokens that a pass would accept at each root."""
         self.bar.update()
-        tree = Tree.chain(depth)
-        drafts = [own.drafts(skip, depth).transpose(0, 1).tolist() for own in self.own]
+        tree = Tree.make_chain(depth)
+        drafts = [own.draft_all_places(skip, depth).transpose(0, 1).tolist() for own in self.own]
         return [
             compute_accepted_lengths(tree, *pair)
             for pair in zip(drafts, self.responses, strict=True)
         ]
 
-    def _best(self, skip: tuple[int, ...], accepted: list[list[int]]) -> SkipChoice:
+    def _choose_length(self, skip: tuple[int, ...], accepted: list[list[int]]) -> SkipChoice:
         # The last token of an answer has no next token to agree with.
         first = [length > 0 for row in accepted for length in row[:-1]]
         agreement = sum(first) / max(len(first), 1)
@@ -194,7 +194,7 @@ class _Replays:
         for length in range(1, MAX_DRAFT_TOKENS + 1):
             kept = [[min(number, length) for number in row] for row in accepted]
             per_step = tau([PromptSteps("", build_steps(row, len(row))) for row in kept])
-            speedup = self.costs.speedup(per_step, length, share)
+            speedup = self.costs.estimate_speedup(per_step, length, share)
             choices.append(SkipChoice(skip, length, agreement, per_step, speedup))
         return max(choices, key=lambda choice: choice.speedup)
 

@@ -27,7 +27,7 @@ WIDTH = 10
 Path = tuple[int, ...]
 
 
-def widest(depth: int) -> Tree:
+def build_widest_tree(depth: int) -> Tree:
     """Make a tree that needs all candidates down to a depth."""
     return Tree.from_paths([[0] * d + [rank] for d in range(depth) for rank in range(WIDTH)])
 
@@ -69,7 +69,7 @@ class StaticTreeReplay:
         ]
 
 
-def node_values(texts: StaticTreeReplay) -> dict[Path, float]:
+def compute_node_values(texts: StaticTreeReplay) -> dict[Path, float]:
     """Value of every path of candidate ranks that was right at least once."""
     counts: Counter[Path] = Counter()
     num_places = 0
@@ -85,7 +85,7 @@ def node_values(texts: StaticTreeReplay) -> dict[Path, float]:
     return {path: count / num_places for path, count in counts.items()}
 
 
-def best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tree]:
+def build_best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tree]:
     """Best tree of every size up to `max_nodes` draft tokens, at most `depth` deep.
 
     Values are known per node and never rise along a path. The best tree of m + 1 nodes is therefore
@@ -114,7 +114,7 @@ class DrawnTree:
     ahead: list[list[int]]
 
     @classmethod
-    def of(
+    def from_expanded_tree(
         cls, tokens: list[int], scores: list[float], parents: list[int], future: list[int]
     ) -> "DrawnTree":
         """Follow a text from a position on in the result of `EagleTree.expand` there."""
@@ -135,7 +135,7 @@ class DrawnTree:
         limits = range(1, max(depths) + 1)
         return cls([[int((levels[:place] <= d).sum()) for place in places[:d]] for d in limits])
 
-    def accepted(self, depth: int, num_tokens: int) -> int:
+    def count_accepted(self, depth: int, num_tokens: int) -> int:
         """Accepted draft tokens of the tree with these limits."""
         return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
@@ -211,7 +211,7 @@ class DynamicTreeReplay:
             for limit, trees in zip(limits, recorder.drawn, strict=True):
                 drawn[limit].append(
                     [
-                        DrawnTree.of(*tree, text[place : place + limit[0]])
+                        DrawnTree.from_expanded_tree(*tree, text[place : place + limit[0]])
                         for place, tree in enumerate(trees, start=1)
                     ]
                 )
@@ -232,7 +232,8 @@ class DynamicTreeReplay:
         drawn = self.drawn[self.depth if self.has_nested_trees else shape.depth, shape.top_k]
         return [
             build_steps(
-                [tree.accepted(shape.depth, shape.num_tokens) for tree in places], len(response)
+                [tree.count_accepted(shape.depth, shape.num_tokens) for tree in places],
+                len(response),
             )
             for places, response in zip(drawn, self.responses, strict=True)
         ]

@@ -69,7 +69,9 @@ class BlockRange:
 
     def make_chunk_plan(self, query: Tensor, num_tokens: int, group: int) -> "ChunkPlan":
         """Plan the attention of blocks over one text, once for all layers."""
-        return self._once(ChunkPlan, query, num_tokens, group, key=(query.dtype, num_tokens, group))
+        return self._build_once(
+            ChunkPlan, query, num_tokens, group, key=(query.dtype, num_tokens, group)
+        )
 
     def build_masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """[A, R, S] and [R, R] bool: what rows see of texts and blocks; one result for all layers.
@@ -77,14 +79,14 @@ class BlockRange:
         Args:
             num_tokens: S.
         """
-        return self._once(BlockRange._masks, num_tokens, key=num_tokens)
+        return self._build_once(BlockRange._build_masks, num_tokens, key=num_tokens)
 
-    def _once(self, make: Callable[..., Any], *given: Any, key: Any) -> Any:
+    def _build_once(self, make: Callable[..., Any], *given: Any, key: Any) -> Any:
         if key not in self._found:
             self._found[key] = make(self, *given)
         return self._found[key]
 
-    def _masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _build_masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         return self.build_context_mask(
             slice(0, len(self.end)), slice(0, num_tokens)
         ), self.build_block_mask()
@@ -134,23 +136,23 @@ class ChunkPlan:
             # Powers of two: whole tiles of rows, and few shapes.
             most = 1 << min(most.bit_length() - 1, (number - 1).bit_length())
         self.num_rows = (number if self.exact else _round_up(number, most)) * size
-        self.chunks = [self._chunk(start, most, query) for start in range(0, number, most)]
+        self.chunks = [self._build_chunk(start, most, query) for start in range(0, number, most)]
         self.block_bias: Tensor | None = None
         if sight.causal or sight.window is not None:
             self.block_bias = make_aligned_bias(query, group * size, size)
             self.block_bias.masked_fill_(~sight.build_block_mask().repeat(group, 1), HIDDEN_BIAS)
 
-    def _chunk(self, start: int, number: int, query: Tensor) -> Chunk:
+    def _build_chunk(self, start: int, number: int, query: Tensor) -> Chunk:
         """Chunk of `number` blocks from `start` on, with the tokens that any of them sees."""
         size, blocks = self.sight.num_rows, slice(start, start + number)
         rows = slice(start * size, min((start + number) * size, self.num_rows))
-        tokens = self._tokens(blocks)
+        tokens = self._find_visible_tokens(blocks)
         bias = make_aligned_bias(query, rows.stop - rows.start, tokens.stop - tokens.start)
         hidden = ~self.sight.build_context_mask(blocks, tokens)
         bias[: len(hidden) * size].unflatten(0, (-1, size)).masked_fill_(hidden, HIDDEN_BIAS)
         return Chunk(rows, tokens, bias)
 
-    def _tokens(self, blocks: slice) -> slice:
+    def _find_visible_tokens(self, blocks: slice) -> slice:
         assert self.sight.bounds_on_cpu is not None
         (first, end), window = (
             (each[blocks] for each in self.sight.bounds_on_cpu),
@@ -171,12 +173,12 @@ class ChunkPlan:
 
         Groups thus share keys without a copy.
         """
-        rows = _padded(states.flatten(0, 1), self.num_rows)
+        rows = _pad_length(states.flatten(0, 1), self.num_rows)
         return rows.unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
 
     def arrange_context(self, states: Tensor, group: int) -> Tensor:
         """[G, K, S, d] view of a text's keys or values [S, K, d], padded to `num_tokens`."""
-        return _padded(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
+        return _pad_length(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
 
 
 def block_attention(
@@ -300,7 +302,7 @@ def _heads_first(both: Sequence[Tensor]) -> list[Tensor]:
     return [each.transpose(1, 2) for each in both]
 
 
-def _padded(states: Tensor, length: int) -> Tensor:
+def _pad_length(states: Tensor, length: int) -> Tensor:
     """[length, ., d] with zeros behind [., ., d]."""
     missing = length - len(states)
     return functional.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states

@@ -138,12 +138,12 @@ def choose_mask_token(target: EmbeddingsAndOutputHead, asked: int | None) -> int
         raise InputError(
             f"head.mask_token_id is unset: target.path={target.name} has no spare token, as all "
             f"{size} rows of its embedding have a token and none is called mask, reserved, unused "
-            f"or pad; set it to a token that its texts do not use{_example(target)}"
+            f"or pad; set it to a token that its texts do not use{_suggest_mask_token(target)}"
         )
     return found
 
 
-def _example(target: EmbeddingsAndOutputHead) -> str:
+def _suggest_mask_token(target: EmbeddingsAndOutputHead) -> str:
     """Suggest a special token that chats do not use; empty if all may be used."""
     tokenizer = target.tokenizer
     used = (str(tokenizer.chat_template), *map(str, tokenizer.special_tokens_map.values()))

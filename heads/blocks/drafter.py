@@ -75,11 +75,11 @@ class BlockChain(ChainDrafter, _BlockDrafter):
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of `depth` tokens."""
         before, outputs, base = self._compute_slots(roots)
-        draws = self.sampler()
+        draws = self.make_sampler()
         tokens: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(self.shape.depth):
-            if draws.ended:
+            if draws.has_ended:
                 break
             mine = outputs[:, slot]
             logits, state = self.head.compute_slot_logits(base[:, slot], mine, before, state)

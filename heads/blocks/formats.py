@@ -61,7 +61,7 @@ VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 """Tensors that speculators keeps for training only."""
 
 
-def _settings(folder: Path, path: str) -> dict[str, Any]:
+def _load_settings(folder: Path, path: str) -> dict[str, Any]:
     """Read `config.json`, with its parts merged and without None.
 
     Raises:
@@ -112,54 +112,54 @@ class BlockCheckpoint:
         Raises:
             InputError: missing, pickled or corrupt files, or settings of another architecture.
         """
-        settings, export, tensors = _settings(folder, path), {}, dict[str, Tensor]()
+        settings, export, tensors = _load_settings(folder, path), {}, dict[str, Tensor]()
         if (folder / PROVENANCE).is_file():
             export = json.loads((folder / PROVENANCE).read_text()).get("export", {})
         files = sorted(folder.glob("model*.safetensors"))
         found = cls(path, settings, tensors, DraftVocab.make_full(1), export)
         if not files:
             names = sorted(each.name for each in folder.iterdir())
-            raise found.error(
+            raise found.make_error(
                 f"no model*.safetensors there; found {names}. Pickled weights can run code and are "
                 "never opened; convert them with https://huggingface.co/spaces/safetensors/convert"
             )
         if (folder / MASK_EMBEDDING).is_file():
-            raise found.error(
+            raise found.make_error(
                 f"{MASK_EMBEDDING}: a separate pickled mask embedding, which is never opened; name "
                 "another head"
             )
         for file in files:
             for name, tensor in load_tensors(file).items():
                 tensors[name.removeprefix("model.").removeprefix(EARLY)] = tensor
-        found._forget()
-        found._check(computed)
-        found.vocab = found._vocabulary()
+        found._drop_target_tensors()
+        found._check_settings(computed)
+        found.vocab = found._parse_draft_vocab()
         return found
 
-    def _forget(self) -> None:
+    def _drop_target_tensors(self) -> None:
         """Drop the target's tensors, if the file marks them."""
         copies = (*self.export.get("added", ()), *VERIFIER)
         for name in copies:
             self.tensors.pop(name, None)
 
-    def error(self, problem: str) -> InputError:
+    def make_error(self, problem: str) -> InputError:
         """Make an error that names `head.path`."""
         return InputError(f"head.path={self.path}: {problem}")
 
-    def _check(self, computed: Collection[str]) -> None:
+    def _check_settings(self, computed: Collection[str]) -> None:
         for key, only in ONLY.items():
             if key not in computed and self.settings.get(key, only) != only:
-                raise self.error(
+                raise self.make_error(
                     f"config.json says {key}={self.settings[key]}, which is not implemented; must "
                     f"be {only}"
                 )
         if "mask_hidden" in self.tensors:
-            raise self.error("mask_hidden: belongs to a P-EAGLE head, which is another kind")
+            raise self.make_error("mask_hidden: belongs to a P-EAGLE head, which is another kind")
         missing = [key for key in SIZES if key not in self.settings]
         if missing:
-            raise self.error(f"config.json lacks {missing}")
+            raise self.make_error(f"config.json lacks {missing}")
 
-    def _vocabulary(self) -> DraftVocab:
+    def _parse_draft_vocab(self) -> DraftVocab:
         size, tensors = self.settings["vocab_size"], self.tensors
         d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
         vocab = DraftVocab.make_full(size)
@@ -167,12 +167,12 @@ class BlockCheckpoint:
             vocab = DraftVocab.from_offsets(d2t, size, t2d)
         stated, rows = self.settings.get("draft_vocab_size", size), tensors.get("lm_head.weight")
         if stated != len(vocab.ids) or (rows is not None and len(rows) != len(vocab.ids)):
-            raise self.error(
+            raise self.make_error(
                 f"draft vocabularies disagree: {len(vocab.ids)} of {size} ids by d2t (without it, "
                 f"all), {stated} by config.json, {None if rows is None else len(rows)} by lm_head"
             )
         if not vocab.is_full and rows is None:
-            raise self.error(
+            raise self.make_error(
                 "lm_head.weight is missing, and the target's has other ids than these "
                 f"{len(vocab.ids)}"
             )
@@ -189,19 +189,19 @@ class BlockCheckpoint:
             InputError: a needed key is missing, or a value is not implemented.
         """
         settings = self.settings
-        llama, window = self._llama(), self._window()
+        llama, window = self._parse_llama_config(), self._parse_window()
         width = settings.get("target_hidden_size", llama.hidden_size)
-        chosen, full = self._layers(layers, width), self._full_layers(window)
+        chosen, full = self._parse_layers(layers, width), self._full_layers(window)
         return BlockHeadConfig(
             llama=llama,
-            target=self._target(),
+            target=self._parse_target_name(),
             target_hidden_size=width,
             num_target_layers=settings.get("num_target_layers", 0),
             layers=chosen,
             block_size=self.get_integer("block_size"),
             mask_token_id=self.get_integer("mask_token_id"),
             sample_from_anchor=settings.get("sample_from_anchor", anchored),
-            causal=self._causal(window, full),
+            causal=self._is_causal(window, full),
             window=window,
             full_layers=full,
             own_output_head="lm_head.weight" in self.tensors,
@@ -216,29 +216,31 @@ class BlockCheckpoint:
         """
         found = self.settings.get(key)
         if not isinstance(found, int):
-            raise self.error(f"config.json has {found!r} for {key}: must be a whole number")
+            raise self.make_error(f"config.json has {found!r} for {key}: must be a whole number")
         return found
 
-    def _target(self) -> str:
+    def _parse_target_name(self) -> str:
         verifier = self.settings.get("speculators_config", {}).get("verifier", {})
         return (
             self.settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
         )
 
-    def _window(self) -> int | None:
+    def _parse_window(self) -> int | None:
         """Tokens that layers see; None for all.
 
         Raises:
             InputError: the window has no size.
         """
-        if not (self.settings.get("use_swa", False) or SLIDING in self._kinds()):
+        if not (self.settings.get("use_swa", False) or SLIDING in self._get_layer_types()):
             return None
         size = self.settings.get("swa_window_size", self.settings.get("sliding_window"))
         if not isinstance(size, int):
-            raise self.error("config.json asks for a sliding window, but has no sliding_window")
+            raise self.make_error(
+                "config.json asks for a sliding window, but has no sliding_window"
+            )
         return size
 
-    def _kinds(self) -> list[str]:
+    def _get_layer_types(self) -> list[str]:
         return self.settings.get("layer_types", [])
 
     def _full_layers(self, window: int | None) -> tuple[int, ...]:
@@ -247,16 +249,16 @@ class BlockCheckpoint:
         Raises:
             InputError: unknown kinds of layers, or not one kind per layer.
         """
-        kinds, number = self._kinds(), self.settings["num_hidden_layers"]
+        kinds, number = self._get_layer_types(), self.settings["num_hidden_layers"]
         if not set(kinds) <= {SLIDING, FULL} or len(kinds) not in (0, number):
-            raise self.error(
+            raise self.make_error(
                 f"config.json says layer_types {kinds}: must be {number} of {SLIDING} and {FULL}"
             )
         if window is None or SLIDING not in kinds:
             return ()
         return tuple(index for index, kind in enumerate(kinds) if kind == FULL)
 
-    def _causal(self, window: int | None, full: Sequence[int]) -> bool:
+    def _is_causal(self, window: int | None, full: Sequence[int]) -> bool:
         """Whether rows are causal, as vLLM decides: by the config's key, or else by sliding layers.
 
         Raises:
@@ -268,13 +270,13 @@ class BlockCheckpoint:
             return window is not None and not settings.get("sliding_window_non_causal", True)
         said = settings.get("is_causal", settings.get("causal"))
         if said and full:
-            raise self.error(
+            raise self.make_error(
                 f"config.json says that rows are causal in all layers, but layers {list(full)} see "
                 "all of the text; must be false or unset"
             )
-        return SLIDING in self._kinds() if said is None else bool(said)
+        return SLIDING in self._get_layer_types() if said is None else bool(said)
 
-    def _layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
+    def _parse_layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         settings = self.settings
         stated = [index + 1 for index in settings.get("target_layer_ids", ())]
         for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
@@ -283,20 +285,20 @@ class BlockCheckpoint:
         fc = self.tensors.get("fc.weight")
         if not chosen or (fc is not None and fc.shape[-1] != len(chosen) * width):
             read = "nothing" if fc is None else f"{fc.shape[-1] / width:g} hidden states of {width}"
-            raise self.error(
+            raise self.make_error(
                 f"fc.weight reads {read}, but head.layers or config.json names {list(chosen)}"
             )
         return chosen
 
-    def _llama(self) -> LlamaConfig:
+    def _parse_llama_config(self) -> LlamaConfig:
         settings = self.settings
         sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
         try:
-            return LlamaConfig(**sizes, rope_parameters=self._rope(), attention_bias=False)
+            return LlamaConfig(**sizes, rope_parameters=self._parse_rope(), attention_bias=False)
         except (StrictDataclassError, KeyError) as error:
-            raise self.error(f"config.json: {error}") from error
+            raise self.make_error(f"config.json: {error}") from error
 
-    def _rope(self) -> dict[str, Any]:
+    def _parse_rope(self) -> dict[str, Any]:
         """RoPE settings in the form of transformers 5, from either form."""
         settings = self.settings
         rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
@@ -309,7 +311,7 @@ class BlockCheckpoint:
             return {"rope_type": "default", "rope_theta": theta}
         if part == 1.0 and kind in SCALED_ROPE:
             return rope | {"rope_type": kind, "rope_theta": theta}
-        raise self.error(
+        raise self.make_error(
             f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; "
             f"must be default, {', '.join(SCALED_ROPE)} over 1.0"
         )
@@ -333,7 +335,7 @@ class BlockCheckpoint:
         }
         problems = [f"{kind}: {names}" for kind, names in wrong.items() if names]
         if problems:
-            raise self.error("tensors " + "; ".join(problems))
+            raise self.make_error("tensors " + "; ".join(problems))
         head.load_state_dict(tensors)
         return head
 

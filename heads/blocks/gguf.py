@@ -60,7 +60,7 @@ MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def _names(num_layers: int) -> dict[str, str]:
+def _map_tensor_names(num_layers: int) -> dict[str, str]:
     return NAMES | {
         f"layers.{number}.{ours}": f"blk.{number}.{theirs}"
         for number in range(num_layers)
@@ -84,9 +84,9 @@ def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
     if config.window is not None:
         windows = [number not in config.full_layers for number in range(llama.num_hidden_layers)]
         about |= {WINDOW: config.window, PATTERN: windows}
-    metadata |= {f"{ARCH}.{key}": Value.of(value) for key, value in about.items()}
-    metadata[MASK] = Value.of(config.mask_token_id)
-    names = _names(llama.num_hidden_layers)
+    metadata |= {f"{ARCH}.{key}": Value.from_content(value) for key, value in about.items()}
+    metadata[MASK] = Value.from_content(config.mask_token_id)
+    names = _map_tensor_names(llama.num_hidden_layers)
     tensors = {names[name]: each for name, each in own.tensors.items() if name in names}
     added = _copy_output_head(head)
     if MARKOV in tensors and CONFIDENCE in tensors:
@@ -119,10 +119,10 @@ def load_gguf_tensors(
     Raises:
         InputError: metadata are missing.
     """
-    tensors = {name: each for name, each in file.tensors().items() if name not in added}
+    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
     config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), what)
     facts = ArchMetadata(file.metadata, ARCH, what)
-    found = {ours: facts.get(theirs) for ours, theirs in KEYS.items()}
+    found = {ours: facts.get_content(theirs) for ours, theirs in KEYS.items()}
     kind = "DFlash2DraftModel" if "selector_hidden.weight" in tensors else "DFlashDraftModel"
     if MARKOV in tensors:
         kind, hidden = "Qwen3DSparkModel", config["hidden_size"]
@@ -133,17 +133,17 @@ def load_gguf_tensors(
     if "d2t" in tensors:
         found["draft_vocab_size"] = len(tensors["d2t"])
         tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
-    number, window = config["num_hidden_layers"], facts.get(WINDOW)
-    pattern = facts.get(PATTERN, [True] * number) if window else [False] * number
+    number, window = config["num_hidden_layers"], facts.get_content(WINDOW)
+    pattern = facts.get_content(PATTERN, [True] * number) if window else [False] * number
     mask = file.metadata.get(MASK)
-    ours = {theirs: name for name, theirs in _names(number).items()}
+    ours = {theirs: name for name, theirs in _map_tensor_names(number).items()}
     given = {key: value for key, value in found.items() if value is not None}
     return config | given | {
         "architectures": [kind],
-        "block_size": facts.get("block_size", 16),
+        "block_size": facts.get_content("block_size", 16),
         "mask_token_id": None if mask is None else mask.content,
-        "target_layer_ids": [index - 1 for index in facts.require("target_layers")],
+        "target_layer_ids": [index - 1 for index in facts.require_content("target_layers")],
         "layer_types": [SLIDING if windowed else FULL for windowed in pattern],
         "sliding_window": window,
-        "is_causal": facts.get("attention.causal", False),
+        "is_causal": facts.get_content("attention.causal", False),
     }, {ours.get(name, name): tensor for name, tensor in tensors.items()}

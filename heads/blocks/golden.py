@@ -35,7 +35,7 @@ def compute_reference_logits(
     """
     num_rows, mask = len(position_ids), head.config.mask_token_id
     wanted = torch.cat([token_ids, torch.tensor([mask])])
-    copy = _on_cpu(head, _embeddings(head, target, wanted))
+    copy = _on_cpu(head, _select_embeddings(head, target, wanted))
     output = TargetOutput(states[-1], dict(enumerate(states)))
     text = copy.encode_context(copy.collect_features(output), position_ids)
     ends = torch.arange(1, num_rows + 1)
@@ -43,9 +43,11 @@ def compute_reference_logits(
     sight = copy.make_block_range(nothing, ends, depth, (nothing, ends))
     outputs = copy.draft(ends, position_ids + 1, text, sight)
     rows = None if head.lm_head is not None else copy_output_rows(target, head.dtype)
-    beside = {"token_embeddings": _embeddings(head, target, token_ids[1:], of_target=True)}
+    beside = {"token_embeddings": _select_embeddings(head, target, token_ids[1:], of_target=True)}
     beside["mask_token_id"] = torch.tensor([mask])
-    beside["mask_embedding"] = _embeddings(head, target, torch.tensor([mask]), of_target=True)
+    beside["mask_embedding"] = _select_embeddings(
+        head, target, torch.tensor([mask]), of_target=True
+    )
     found, state = [], None
     for slot in range(depth):
         mine = outputs[:, slot]
@@ -65,7 +67,7 @@ def compute_reference_logits(
     return ReferenceLogits(logits, beside, rows)
 
 
-def _embeddings(
+def _select_embeddings(
     head: BlockNetwork, target: Target, token_ids: Tensor, of_target: bool = False
 ) -> Tensor:
     """[n, H] rows of the head's own embedding, or of the target's."""

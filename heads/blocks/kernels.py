@@ -32,7 +32,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> 
         values: as the keys.
         bias: [M, N] of `bias_like`.
     """
-    bias = _expanded(bias, query)
+    bias = _expand_bias(bias, query)
     if _fits_efficient(query):
         found, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, keys, values, bias, True
@@ -41,7 +41,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> 
     if is_on_cpu(query):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, keys, values, attn_mask=bias)
-    scores = _scores(query, keys, bias)
+    scores = _compute_scores(query, keys, bias)
     log_norm = scores.logsumexp(-1)
     return (scores - log_norm.unsqueeze(-1)).exp().to(values) @ values, log_norm
 
@@ -60,7 +60,7 @@ def attend_backward(
             assumes.
         log_norm: [B, H, M] float32.
     """
-    query, bias = text[0], _expanded(bias, text[0])
+    query, bias = text[0], _expand_bias(bias, text[0])
     if _fits_efficient(query):
         # Random state for dropout, which is not used.
         unused = torch.empty((), dtype=torch.int64, device=query.device)
@@ -73,7 +73,7 @@ def attend_backward(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, *text, found, log_norm, 0.0, False, attn_mask=bias)
     query, keys, values = (each.to(log_norm) for each in text)
-    weights = (_scores(query, keys, bias) - log_norm.unsqueeze(-1)).exp()
+    weights = (_compute_scores(query, keys, bias) - log_norm.unsqueeze(-1)).exp()
     inner = (grad * found).sum(-1, keepdim=True, dtype=log_norm.dtype)
     d_scores = weights * (grad.to(log_norm) @ values.mT - inner) * query.shape[-1] ** -0.5
     parts = d_scores @ keys, d_scores.mT @ query, weights.mT @ grad.to(log_norm)
@@ -91,7 +91,7 @@ def make_aligned_bias(query: Tensor, num_queries: int, num_keys: int) -> Tensor:
     return query.new_zeros(num_queries, width)[:, :num_keys]
 
 
-def _expanded(bias: Tensor | None, query: Tensor) -> Tensor | None:
+def _expand_bias(bias: Tensor | None, query: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(*query.shape[:2], -1, -1)
 
 
@@ -107,7 +107,7 @@ def _whole_tiles(log_norm: Tensor) -> Tensor:
     return functional.pad(log_norm, (0, padding), value=torch.inf) if padding else log_norm
 
 
-def _scores(query: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
+def _compute_scores(query: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
     """[B, H, M, N] scores, at least in float32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ keys.to(wide).mT * query.shape[-1] ** -0.5

@@ -47,7 +47,7 @@ class BlockLayer(nn.Module):
     ) -> Tensor:
         """[A, R, H] attention of normalised inputs [A, R, H]; other arguments as in `forward`."""
         rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
-        query = self.self_attn.query(rows, rotation).unflatten(0, shape)
+        query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
         keys, values = self.self_attn.keys_values(rows, rotation)
         own = keys.unflatten(0, shape), values.unflatten(0, shape)
         found = block_attention(query, text, own, sight)

@@ -105,11 +105,13 @@ class BlockNetwork(FeatureHead):
             position_ids: [S] int64.
         """
         context = self.hidden_norm(self.fc(features))
-        rotation = self._attention(0).rotation(context, position_ids)
-        found = [self._attention(n).keys_values(context, rotation) for n in range(len(self.layers))]
+        rotation = self._get_attention(0).rotation(context, position_ids)
+        found = [
+            self._get_attention(n).keys_values(context, rotation) for n in range(len(self.layers))
+        ]
         return [(keys[None], values[None]) for keys, values in found]
 
-    def _attention(self, number: int) -> Any:
+    def _get_attention(self, number: int) -> Any:
         return self.layers[number].self_attn
 
     def draft(
@@ -128,7 +130,7 @@ class BlockNetwork(FeatureHead):
         positions = (places.unsqueeze(1) + rows).clamp_max(self.max_positions - 1)
         states = self.embed(ids)
         # In the dtype of the text's keys; under autocast, embeddings have another.
-        rotation = self._attention(0).rotation(context[0][0], positions.flatten())
+        rotation = self._get_attention(0).rotation(context[0][0], positions.flatten())
         whole, full = replace(sight, causal=False, window=None), self.config.full_layers
         for number, layer in enumerate(self.layers):
             seen = whole if number in full else sight
@@ -182,12 +184,12 @@ class BlockNetwork(FeatureHead):
         places = torch.arange(len(ids) - 1, device=device)
         text = self.encode_context(self.collect_features(output)[0], places)
         parts = [
-            self._candidates(text, ids, rows, depth, width)
+            self._rank_candidates(text, ids, rows, depth, width)
             for rows in places[first:].split(TOKENS_PER_CHUNK)
         ]
         return torch.cat(parts, dim=1)
 
-    def _candidates(
+    def _rank_candidates(
         self, text: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
     ) -> Tensor:
         """Likeliest candidates of the slots, for blocks after tokens [n] of a text."""

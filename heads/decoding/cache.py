@@ -21,7 +21,7 @@ from heads.upload import to_device
 ROUND_TO = 64  # slots
 
 
-def rounded(num_slots: int) -> int:
+def round_up_slots(num_slots: int) -> int:
     """Round up to one of the few slot counts that drafters read; every buffer has as many.
 
     Texts grow with each step, and oneDNN recompiles a bfloat16 product for each new length.
@@ -29,9 +29,9 @@ def rounded(num_slots: int) -> int:
     return -(-num_slots // ROUND_TO) * ROUND_TO
 
 
-def reserved(num_slots: int) -> int:
+def compute_capacity(num_slots: int) -> int:
     """Slots to allocate for a needed number: an eighth more."""
-    return rounded(num_slots + num_slots // 8)
+    return round_up_slots(num_slots + num_slots // 8)
 
 
 class SlotBuffer:
@@ -52,54 +52,56 @@ class SlotBuffer:
 
         `needed` announces slots needed later.
         """
-        buffers = self._grown((keys, values), max(width, needed), len(keys))
+        buffers = self._grow_buffers((keys, values), max(width, needed), len(keys))
         for buffer, new in zip(buffers, (keys, values), strict=True):
             if isinstance(slots, int):
                 buffer.narrow(2, slots, new.shape[2]).copy_(new)
             else:
-                texts, places = _index(slots, buffer)
+                texts, places = _build_slot_index(slots, buffer)
                 buffer[texts, :, places] = new.transpose(1, 2)
         return buffers[0].narrow(2, 0, width), buffers[1].narrow(2, 0, width)
 
-    def reserve(self, width: int) -> None:
+    def reserve_slots(self, width: int) -> None:
         """Grow to at least `width` slots, after the first write."""
-        self._grown(self._both(), width, len(self._both()[0]))
+        self._grow_buffers(self._get_keys_values(), width, len(self._get_keys_values()[0]))
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some rows only."""
-        self.keys, self.values = (_kept(buffer, rows) for buffer in self._both())
+        self.keys, self.values = (
+            _select_buffer_rows(buffer, rows) for buffer in self._get_keys_values()
+        )
 
     def insert_row(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
         """Replace the first slots of a row by those of a buffer of one row."""
         if num_slots:
-            buffers = self._grown(other._both(), num_slots, num_texts)
-            for buffer, new in zip(buffers, other._both(), strict=True):
+            buffers = self._grow_buffers(other._get_keys_values(), num_slots, num_texts)
+            for buffer, new in zip(buffers, other._get_keys_values(), strict=True):
                 buffer[row, :, :num_slots] = new[0, :, :num_slots]
 
-    def move(self, source: Tensor, to: Tensor) -> None:
+    def copy_slots(self, source: Tensor, to: Tensor) -> None:
         """Copy slots [B, A] to slots [B, A]."""
-        for buffer in self._both():
-            texts, from_slots = _index(source, buffer)
+        for buffer in self._get_keys_values():
+            texts, from_slots = _build_slot_index(source, buffer)
             buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
 
-    def _both(self) -> tuple[Tensor, Tensor]:
+    def _get_keys_values(self) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
-    def _grown(
+    def _grow_buffers(
         self, like: tuple[Tensor, Tensor], width: int, num_texts: int
     ) -> tuple[Tensor, Tensor]:
         if width > (0 if self.keys is None else self.keys.shape[2]):
-            size = self.capacity or reserved(width)
+            size = self.capacity or compute_capacity(width)
             if width > size:
                 raise RuntimeError(f"{width} slots needed in a cache of {size}")
-            self.keys = _enlarged(self.keys, like[0], size, num_texts)
-            self.values = _enlarged(self.values, like[1], size, num_texts)
-        return self._both()
+            self.keys = _enlarge_buffer(self.keys, like[0], size, num_texts)
+            self.values = _enlarge_buffer(self.values, like[1], size, num_texts)
+        return self._get_keys_values()
 
 
-def _enlarged(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
+def _enlarge_buffer(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
     # Zeros, because a masked slot enters a product with weight 0, and 0 times NaN is NaN.
     new = like.new_zeros(num_texts, like.shape[1], size, like.shape[3])
     if old is not None:
@@ -107,7 +109,7 @@ def _enlarged(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Te
     return new
 
 
-def _kept(buffer: Tensor, rows: list[int]) -> Tensor:
+def _select_buffer_rows(buffer: Tensor, rows: list[int]) -> Tensor:
     moved = [(to, row) for to, row in enumerate(rows) if to != row]
     if any(row < len(rows) for _, row in moved):
         return buffer[rows]
@@ -117,13 +119,13 @@ def _kept(buffer: Tensor, rows: list[int]) -> Tensor:
     return buffer[: len(rows)]
 
 
-def _index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+def _build_slot_index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [B, 1] and slots [B, n] of a buffer, to move whole vectors, unlike `scatter`."""
-    return _texts(len(slots), buffer.device), slots.to(buffer.device)
+    return _make_row_index(len(slots), buffer.device), slots.to(buffer.device)
 
 
 @functools.cache
-def _texts(num_texts: int, device: torch.device) -> Tensor:
+def _make_row_index(num_texts: int, device: torch.device) -> Tensor:
     # Cached, as captured graphs read it at its address.
     return torch.arange(num_texts, device=device).unsqueeze(1)
 
@@ -131,7 +133,7 @@ def _texts(num_texts: int, device: torch.device) -> Tensor:
 def move_slots(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
     """Copy slots [B, A] to slots [B, A] of every buffer."""
     for buffer in buffers:
-        buffer.move(source, to)
+        buffer.copy_slots(source, to)
 
 
 class KeptNodes(NamedTuple):
@@ -163,7 +165,7 @@ class CacheSlots:
         self.lengths = [0] * num_texts
         self.committed = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
 
-    def rewind(self, lengths: list[int]) -> None:
+    def rewind_texts(self, lengths: list[int]) -> None:
         """Forget committed tokens after `lengths`; new tokens will overwrite them."""
         self.lengths = lengths
         self.committed = to_device(lengths, self.device).unsqueeze(1)
@@ -199,7 +201,7 @@ class CacheSlots:
         )
         return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
 
-    def positions(self, depths: Tensor, width: int) -> Tensor:
+    def compute_positions(self, depths: Tensor, width: int) -> Tensor:
         """[B, S] int64 positions of the tokens in all slots; pending ones by depth [B or 1, P]."""
         pending = self.committed + depths
         everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
@@ -233,7 +235,7 @@ class CacheSlots:
             num_kept = source.shape[1]
             mover(buffers, source, self.compute_pending_slots(num_kept, num_kept))
         if on_device is None:
-            self.rewind(self._with(kept))
+            self.rewind_texts(self._compute_lengths(kept))
         else:
             self.advance(on_device.counts, kept)
 
@@ -243,24 +245,24 @@ class CacheSlots:
         `counts` [B] int64 is their number; `kept` lists them per text and is not read with `held`.
         """
         if self.fixed_width is None:
-            self.lengths = self._with(kept)
+            self.lengths = self._compute_lengths(kept)
             self.committed = self.committed + counts.unsqueeze(1)
         else:
             # A finished text continues until another takes its row, but never beyond the buffer.
             self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._longest)
 
-    def _with(self, kept: Sequence[Sequence[int]]) -> list[int]:
+    def _compute_lengths(self, kept: Sequence[Sequence[int]]) -> list[int]:
         return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
 
-    def take(self, row: int, length: int) -> None:
+    def insert_row(self, row: int, length: int) -> None:
         """Start another text in a row, with `length` committed tokens."""
         self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
         self.committed[row] = length
 
-    def keep(self, rows: list[int], *buffers: SlotBuffer) -> None:
+    def select_rows(self, rows: list[int], *buffers: SlotBuffer) -> None:
         """Keep some texts only."""
         for buffer in buffers:
-            buffer.keep(rows)
+            buffer.select_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
         self.committed = self.committed[to_device(rows, self.device)]
 
@@ -358,7 +360,7 @@ class TreeCache(Cache):
         if self.slots.fixed_width is None and self.slots.device.type == "cuda":
             # Gives kernels few lengths; masks hide slots after the pending tokens.
             self.read_width = min(
-                rounded(self.read_width), self.capacity or rounded(self.read_width)
+                round_up_slots(self.read_width), self.capacity or round_up_slots(self.read_width)
             )
 
     def start_traced_pass(self, num_new: int, num_pending: int, width: int) -> None:
@@ -366,17 +368,17 @@ class TreeCache(Cache):
         self.has_shared_slots, self.read_width, self.num_needed_slots = False, width, 0
         self.write_slots = self.slots.compute_pending_slots(num_new, num_pending)
 
-    def reserve(self, width: int) -> None:
+    def reserve_slots(self, width: int) -> None:
         """Grow to at least `width` slots."""
-        for buffer in self._buffers():
-            buffer.reserve(width)
+        for buffer in self._collect_buffers():
+            buffer.reserve_slots(width)
 
-    def hold(self, width: int, num_pending: int, capacity: int) -> None:
+    def fix_width(self, width: int, num_pending: int, capacity: int) -> None:
         """Hold as `Slots.hold` does, with a fixed capacity whose memory does not move."""
         self.slots.fix_width(width, num_pending)
         self.num_needed_slots = capacity
 
-    def announce(self, sure: list[int], ends: list[int]) -> None:
+    def set_certain_tokens(self, sure: list[int], ends: list[int]) -> None:
         """Announce the certain tokens of the next pass; see the attributes."""
         self.num_certain, self.certain_lengths, self.num_needed_slots = (
             sure,
@@ -387,15 +389,15 @@ class TreeCache(Cache):
     def commit(self, kept: list[list[int]], on_device: KeptNodes | None = None) -> None:
         """See `Slots.commit`."""
         self.num_certain = []
-        self.slots.commit(kept, self._buffers(), on_device, self.mover)
+        self.slots.commit(kept, self._collect_buffers(), on_device, self.mover)
         if self.states is not None:
             self.states.commit(kept)
 
     def select_rows(self, rows: list[int]) -> None:
         """See `Slots.keep`."""
-        self.slots.keep(rows, *self._buffers())
+        self.slots.select_rows(rows, *self._collect_buffers())
         if self.states is not None:
-            self.states.keep(rows)
+            self.states.select_rows(rows)
 
     def overwrite_row(self, row: int, other: "TreeCache") -> None:
         """Take the committed tokens of a text from a cache of that text, which may hold more."""
@@ -406,10 +408,10 @@ class TreeCache(Cache):
 
     def insert_row(self, row: int, other: "TreeCache") -> None:
         """Start the single text of another cache in a row."""
-        self.slots.take(row, other.slots.lengths[0])
+        self.slots.insert_row(row, other.slots.lengths[0])
         self.overwrite_row(row, other)
         if self.states is not None and other.states is not None:
-            self.states.take(row, other.states)
+            self.states.insert_row(row, other.states)
 
-    def _buffers(self) -> list[SlotBuffer]:
+    def _collect_buffers(self) -> list[SlotBuffer]:
         return [layer.buffer for layer in self._attention if layer.buffer.keys is not None]

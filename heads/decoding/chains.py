@@ -41,12 +41,12 @@ class Calibration:
     threshold: float = 0.0
 
     @classmethod
-    def none(cls, depth: int) -> "Calibration":
+    def make_neutral(cls, depth: int) -> "Calibration":
         """Use the head's confidence unchanged and cut no chain."""
         return cls((1.0,) * depth, (0.0,) * depth)
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "Calibration":
+    def from_json(cls, stored: Mapping[str, Any]) -> "Calibration":
         """Make a calibration from JSON with its attributes.
 
         Raises:
@@ -68,7 +68,7 @@ class Calibration:
             "and a number from 0 to below 1"
         )
 
-    def chance(self, logits: Tensor, depth: int) -> Tensor:
+    def compute_chance(self, logits: Tensor, depth: int) -> Tensor:
         """[B] chance that the token at a depth (from 1) is accepted if the previous ones are.
 
         Args:
@@ -78,7 +78,7 @@ class Calibration:
         return (logits / self.temperatures[depth - 1] + self.offsets[depth - 1]).sigmoid()
 
 
-def largest(logits: Tensor) -> Tensor:
+def compute_top_logits(logits: Tensor) -> Tensor:
     """[B] float32 logits of the largest probability of distributions [B, W]."""
     return logits.float().softmax(-1).amax(-1).logit(EPS)
 
@@ -121,20 +121,22 @@ class ChainSampler:
         """
         if self.calibration is not None:
             # Before drawing, see the module docstring.
-            self._weigh(self.calibration, largest(logits) if confidence is None else confidence)
+            self._update_cut(
+                self.calibration, compute_top_logits(logits) if confidence is None else confidence
+            )
         if self.sampling.is_greedy:
             return self.vocab.to_target_ids(logits.argmax(-1))
         q = self.sampling.compute_probabilities(logits)
         self.probs.append(q.new_zeros(len(q), self.vocab.size).index_copy(1, self.vocab.ids, q))
-        return self.vocab.to_target_ids(self.generators.sample(q))
+        return self.vocab.to_target_ids(self.generators.sample_indices(q))
 
-    def _weigh(self, calibration: Calibration, confidence: Tensor) -> None:
+    def _update_cut(self, calibration: Calibration, confidence: Tensor) -> None:
         self.confidence.append(confidence)
-        self.chance = self.chance * calibration.chance(confidence, len(self.confidence))
+        self.chance = self.chance * calibration.compute_chance(confidence, len(self.confidence))
         self.cut.append(self.chance < calibration.threshold)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Tell whether all chains have ended. With a calibration this waits for the device."""
         return bool(self.cut) and bool(self.cut[-1].all())
 

@@ -76,7 +76,7 @@ class Draft:
         filled = [row + [PAD] * (longest - len(row)) for row in rows]
         # An empty list would give floats.
         tokens = to_device(filled, device).reshape(len(rows), longest).long()
-        return cls.from_tree(Tree.chain(longest), tokens)
+        return cls.from_tree(Tree.make_chain(longest), tokens)
 
     @property
     def is_chain(self) -> bool:
@@ -206,13 +206,15 @@ class CommittedTokens:
         for row, tokens in enumerate(self.token_ids):
             if tokens and not after[row]:
                 mine[row], after[row] = tokens[:-1], tokens[-1:]
-                later.output.put(row, last.rows(to_device([row], last.hidden_states.device)))
+                later.output.insert_row(
+                    row, last.select_rows(to_device([row], last.hidden_states.device))
+                )
         return replace(self, token_ids=mine), replace(later, token_ids=after)
 
     def insert_row(self, row: int, other: "CommittedTokens") -> "CommittedTokens":
         """Replace a row by the last token of another text."""
         last = other.token_ids[0][-1:]
-        self.output.put(row, other.last_output)
+        self.output.insert_row(row, other.last_output)
         tokens, counts = self.tokens, self.counts
         tokens[row, 0], counts[row] = last[0], 1
         kept = list(self.token_ids)
@@ -224,7 +226,7 @@ class CommittedTokens:
 
     def copy_from(self, new: "CommittedTokens") -> None:
         """Copy the tensors of a later step of the same shapes in place."""
-        self.output.fill(new.output)
+        self.output.copy_from(new.output)
         for own, other in zip((self.tokens, self.counts), (new.tokens, new.counts), strict=True):
             own.copy_(other)
 
@@ -234,7 +236,7 @@ class CommittedTokens:
         on_device = self.on_device
         return CommittedTokens(
             token_ids=[self.token_ids[row] for row in rows] if self.token_ids else [],
-            output=self.output.rows(index),
+            output=self.output.select_rows(index),
             cache=self.cache,
             logits=None if self.logits is None else self.logits[index],
             on_device=None if on_device is None else (on_device[0][index], on_device[1][index]),

@@ -98,7 +98,7 @@ def expand_tree(
     return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
 
 
-def rerank(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
+def rerank_nodes(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
     """Keep the likeliest nodes, at most `num_tokens`, as trees."""
     tokens, scores, parents = expanded
     kept = min(shape.num_tokens, tokens.shape[1])

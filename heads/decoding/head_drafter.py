@@ -13,7 +13,7 @@ from torch import Tensor
 from heads.decoding.cache import CacheSlots, SlotBuffer
 from heads.decoding.chains import Calibration, ChainSampler
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
-from heads.decoding.dynamic_trees import ExpandedTree, rerank
+from heads.decoding.dynamic_trees import ExpandedTree, rerank_nodes
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.upload import to_device
@@ -99,13 +99,13 @@ class ChainDrafter(HeadDrafter):
         seeds: Sequence[int] = (1,),
         calibration: Calibration | None = None,
     ) -> None:
-        self.tree, self.sampling = Tree.chain(depth), sampling
+        self.tree, self.sampling = Tree.make_chain(depth), sampling
         super().__init__(head, self.tree, calibration)
         self.num_static_nodes = 1 + depth if calibration is None else None
         self.generators = Generators.from_seeds(seeds, next(head.parameters()).device)
         self.row_attributes = (*self.row_attributes, "generators")
 
-    def sampler(self) -> ChainSampler:
+    def make_sampler(self) -> ChainSampler:
         """Make the sampler for one draft."""
         return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
 
@@ -129,7 +129,7 @@ class DynamicTreeDrafter(HeadDrafter):
 
     def propose(self, roots: Roots) -> Draft:
         """Draft trees of at most `num_tokens` nodes below the roots."""
-        return rerank(self.expand_trees(roots), self.shape)
+        return rerank_nodes(self.expand_trees(roots), self.shape)
 
 
 class HeadCache:
@@ -156,15 +156,15 @@ class HeadCache:
         assert self.slots is not None
         return self.slots
 
-    def rows(self, rows: list[int]) -> Self:
+    def select_rows(self, rows: list[int]) -> Self:
         """Keep some texts only."""
         if self.slots is not None:
-            self.slots.keep(rows, *self.buffers)
+            self.slots.select_rows(rows, *self.buffers)
         return self
 
-    def take(self, row: int, other: "HeadCache") -> None:
+    def insert_row(self, row: int, other: "HeadCache") -> None:
         """Start the single text of another cache in a row."""
         length = 0 if other.slots is None else other.slots.lengths[0]
-        self.prepared_slots.take(row, length)
+        self.prepared_slots.insert_row(row, length)
         for own, new in zip(self.buffers, other.buffers, strict=True):
             own.insert_row(row, new, length, len(self.prepared_slots.lengths))

@@ -85,7 +85,7 @@ class RecurrentStates:
         tables = (states for table in self._tables.values() for states in table.values())
         return sum(states[0, 0].nbytes for states in tables)
 
-    def begin(
+    def start_pass(
         self, sure: list[int], draft: tuple[Tensor, Tensor] | None, in_order: bool = False
     ) -> None:
         """Set the tokens of the next pass.
@@ -146,14 +146,14 @@ class RecurrentStates:
     def commit(self, kept: list[list[int]]) -> None:
         """Continue from the last accepted token of each text."""
         last = [1 + nodes[-1] if nodes and not self.sure else 0 for nodes in kept]
-        self._pick([*range(len(kept))], last)
+        self._keep_states([*range(len(kept))], last)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         self._num_texts = len(rows)
-        self._pick(rows)
+        self._keep_states(rows)
 
-    def _pick(self, texts: list[int], tokens: list[int] | None = None) -> None:
+    def _keep_states(self, texts: list[int], tokens: list[int] | None = None) -> None:
         """Keep the states of some texts, at given tokens if named."""
         index: dict[torch.device, Tensor] = {}
         for table in self._tables.values():
@@ -164,7 +164,7 @@ class RecurrentStates:
                 rows, last = index[device]
                 table[name] = states[rows] if tokens is None else states[rows, last].unsqueeze(1)
 
-    def take(self, row: int, other: "RecurrentStates") -> None:
+    def insert_row(self, row: int, other: "RecurrentStates") -> None:
         """Replace a text by one of another object, with the states of its mixers."""
         for mixer, table in self._tables.items():
             for name, states in table.items():

@@ -86,7 +86,7 @@ GOLDEN, *FACTORS = (
 """Constants of splitmix64, as signed numbers."""
 
 
-def mix(numbers: Tensor) -> Tensor:
+def hash_numbers(numbers: Tensor) -> Tensor:
     """Hash int64 of any shape in place, one to one, so that close numbers have nothing in common.
 
     Products wrap around.
@@ -127,15 +127,15 @@ class Generators:
     def from_seeds(cls, seeds: Sequence[int], device: torch.device) -> "Generators":
         """Make the generator of each text from 64 bits of its seed, without waiting."""
         signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
-        keys = mix(to_device(torch.tensor(signed, dtype=torch.int64), device) + GOLDEN)
+        keys = hash_numbers(to_device(torch.tensor(signed, dtype=torch.int64), device) + GOLDEN)
         return cls(keys, torch.zeros_like(keys))
 
-    def rows(self, rows: list[int]) -> "Generators":
+    def select_rows(self, rows: list[int]) -> "Generators":
         """Generators of some texts, in new memory."""
         index = to_device(rows, self.keys.device)
         return Generators(self.keys[index], self.counts[index])
 
-    def take(self, row: int, other: "Generators") -> None:
+    def insert_row(self, row: int, other: "Generators") -> None:
         """Start the single text of another object in a row."""
         self.keys[row], self.counts[row] = other.keys[0], other.counts[0]
 
@@ -148,7 +148,7 @@ class Generators:
 
     def draw_uniform(self, num_nodes: int) -> Tensor:
         """[B, N] float32 in [0, 1)."""
-        bits = self._bits(num_nodes)
+        bits = self._draw_bits(num_nodes)
         return _shift_right(bits, 40, bits).float().mul_(2.0**-24)
 
     def draw_exponential(self, like: Tensor) -> Tensor:
@@ -157,11 +157,11 @@ class Generators:
         # draw alone. A draw from 24 bits, as in `uniform`, is 0 with a chance of 2^-24, and a token
         # of any weight would win by it. All 63 bits keep float32's relative precision down to
         # 2^-64. They are scaled to at most 1 - 2^-24, as log1p(-1) is infinite.
-        bits = self._bits(like.shape[1:].numel())
+        bits = self._draw_bits(like.shape[1:].numel())
         draws = _shift_right(bits, 1, bits).float().add_(0.5)
         return draws.mul_((2.0**-24 - 1) * 2.0**-63).log1p_().neg_().view_as(like)
 
-    def sample(self, probs: Tensor) -> Tensor:
+    def sample_indices(self, probs: Tensor) -> Tensor:
         """Sample [B] int64 from weights [B, V], which need not sum to 1.
 
         Unlike `torch.multinomial`, this never waits for the device.
@@ -170,14 +170,14 @@ class Generators:
         """
         return (probs / self.draw_exponential(probs)).argmax(-1)
 
-    def _bits(self, num: int) -> Tensor:
+    def _draw_bits(self, num: int) -> Tensor:
         """[B, num] int64, all bits random."""
         places = torch.arange(num, device=self.keys.device)
-        return mix(torch.add(self._next_keys().unsqueeze(1), places, alpha=GOLDEN))
+        return hash_numbers(torch.add(self._next_keys().unsqueeze(1), places, alpha=GOLDEN))
 
     def _next_keys(self) -> Tensor:
         """[B] int64 keys of the next draw."""
-        keys = mix(torch.add(self.keys, self.counts, alpha=GOLDEN))
+        keys = hash_numbers(torch.add(self.keys, self.counts, alpha=GOLDEN))
         self.counts.add_(1)
         return keys
 
@@ -190,7 +190,7 @@ def sample_tokens(logits: Tensor, sampling: Sampling, generators: Generators) ->
     """Choose [B] int64 tokens from logits [B, V]."""
     if sampling.is_greedy:
         return logits.argmax(-1)
-    return generators.sample(sampling.compute_probabilities(logits))
+    return generators.sample_indices(sampling.compute_probabilities(logits))
 
 
 def drafter_seeds(seeds: Sequence[int]) -> list[int]:

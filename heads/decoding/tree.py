@@ -50,7 +50,7 @@ class Tree:
         return cls(tuple(parents), tuple(ranks))
 
     @classmethod
-    def chain(cls, depth: int) -> "Tree":
+    def make_chain(cls, depth: int) -> "Tree":
         """Make a chain of `depth` tokens: a tree of width one with the best candidates."""
         return cls.from_paths([[0] * length for length in range(1, depth + 1)])
 

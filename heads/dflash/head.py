@@ -33,7 +33,7 @@ class DFlashHead(BlockHead):
         """See `heads/blocks/formats.py`."""
         file = BlockCheckpoint.from_folder(folder, path)
         if file.settings.get("sample_from_anchor"):
-            raise file.error(
+            raise file.make_error(
                 "config.json says sample_from_anchor=True, but a DFlash head fills in masks, and "
                 "no engine serves the other kind; must be false"
             )

@@ -121,19 +121,19 @@ class DFlash2Head(BlockHead):
         """See `heads/blocks/formats.py`."""
         file = BlockCheckpoint.from_folder(folder, path, DEFAULT_SCALES)
         if not file.vocab.is_full or "lm_head.weight" in file.tensors:
-            raise file.error(
+            raise file.make_error(
                 "an output head of its own, but a DFlash-2 head drafts with the target's; name "
                 "another head"
             )
         plain = file.build_head_config(layers, anchored=False)
         if plain.sample_from_anchor:
-            raise file.error(
+            raise file.make_error(
                 "config.json says sample_from_anchor=True, which no DFlash-2 head does; must be "
                 "false"
             )
         scales = {name: file.settings.get(name, usual) for name, usual in DEFAULT_SCALES.items()}
         if not all(isinstance(each, int | float) for each in scales.values()):
-            raise file.error(f"config.json has {scales}: must be numbers")
+            raise file.make_error(f"config.json has {scales}: must be numbers")
         sizes: Any = {name: file.get_integer(name) for name in SIZES}
         return file.load_into(cls(DFlash2HeadConfig(**vars(plain), **scales, **sizes), file.vocab))
 

@@ -44,10 +44,10 @@ class BlockConvolution(nn.Module):
         change = self.kernel_projection(states).unflatten(-1, (SIDES, taps, self.groups))
         before, after = change.unbind(2)
         first, second = self.base_kernel.to(states).unbind(0)
-        return _mixed(sublayer(_mixed(states, first, before)), second, after)
+        return _mix_rows(sublayer(_mix_rows(states, first, before)), second, after)
 
 
-def _mixed(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
+def _mix_rows(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
     """[A, R, H] sums over taps of rows [A, R, H], with kernels [taps, H] and [A, R, taps, G]."""
     num_rows, (taps, groups) = states.shape[1], change.shape[2:]
     grouped = states.unflatten(-1, (groups, -1))

@@ -94,7 +94,7 @@ class DSparkHead(BlockHead):
         markov = settings.get("markov_head_type", "vanilla")
         if markov not in [each.value for each in Markov]:
             allowed = ", ".join(each.value for each in Markov)
-            raise file.error(f"config.json says markov_head_type={markov}: must be {allowed}")
+            raise file.make_error(f"config.json says markov_head_type={markov}: must be {allowed}")
         # speculators filled in masks before it wrote the key, and vLLM reads such files so.
         plain = file.build_head_config(layers, anchored="speculators_model_type" not in settings)
         rank = file.get_integer("markov_rank")

@@ -44,14 +44,14 @@ class FlashBranchAttention(torch.autograd.Function):
         rows, documents = seen.anchors, seen.documents
         assert rows is not None
         assert documents is not None
-        every = _scattered(query, rows, len(keys))
+        every = _scatter_rows(query, rows, len(keys))
         found, log_norm = flash_attention(every, keys, values, documents)
         output, log_norm = found.index_select(0, rows), log_norm.index_select(1, rows)
         log_norm = log_norm.T.contiguous()
         for part in _joined_rows(keys, own):
-            heads, texts = (_grouped(each[part], keys) for each in (query, output))
-            norms = _grouped(log_norm[part].unsqueeze(-1), keys)
-            output[part] = _join(heads, texts, norms, _own_of(part, own)).flatten(1, 2)
+            heads, texts = (_group_queries(each[part], keys) for each in (query, output))
+            norms = _group_queries(log_norm[part].unsqueeze(-1), keys)
+            output[part] = _merge_attention(heads, texts, norms, _own_of(part, own)).flatten(1, 2)
         ctx.save_for_backward(query, keys, values, output, log_norm, *own)
         ctx.seen = seen
         return output
@@ -63,22 +63,22 @@ class FlashBranchAttention(torch.autograd.Function):
         query, keys, values, output, log_norm, *own = ctx.saved_tensors
         rows, size = ctx.seen.anchors, len(keys)
         grad = grad.contiguous()
-        every, outputs, grads = (_scattered(each, rows, size) for each in (query, output, grad))
+        every, outputs, grads = (_scatter_rows(each, rows, size) for each in (query, output, grad))
         # Without a query, scores, output and gradient are 0, and everything after them.
-        norms = _scattered(log_norm, rows, size).T
+        norms = _scatter_rows(log_norm, rows, size).T
         text = (every, keys, values)
         found, *d_text = flash_attention_backward(grads, text, (outputs, norms), ctx.seen.documents)
         d_query = found.index_select(0, rows)
         d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
         for part in _joined_rows(keys, own):
-            heads = [_grouped(each[part], keys) for each in (query, output, grad)]
-            norm = _grouped(log_norm[part].unsqueeze(-1), keys)
+            heads = [_group_queries(each[part], keys) for each in (query, output, grad)]
+            norm = _group_queries(log_norm[part].unsqueeze(-1), keys)
             more = _own_backward(heads, norm, _own_of(part, own), d_own[:, :, part])
             d_query[part].add_(more.flatten(1, 2))
         return d_query, *d_text, None, *d_own.flatten(0, 1)
 
 
-def _scattered(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+def _scatter_rows(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
     """[S, ...] with states [N, ...] at rows [N], and 0 elsewhere."""
     return states.new_zeros(num_tokens, *states.shape[1:]).index_copy_(0, rows, states)
 
@@ -108,11 +108,11 @@ class ChunkedBranchAttention(torch.autograd.Function):
         output, kept = torch.empty_like(query), []
         for span in spans:
             rows, tokens, _ = span
-            heads = _grouped(query[rows], keys)
+            heads = _group_queries(query[rows], keys)
             text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
             found, norms = _text_forward(heads, text)
             if own:
-                found = _join(heads, found, _by_row_and_head(norms), _own_of(rows, own))
+                found = _merge_attention(heads, found, _by_row_and_head(norms), _own_of(rows, own))
             output[rows] = found.flatten(1, 2)
             kept.append(norms)
         ctx.save_for_backward(query, keys, values, output, *own)
@@ -131,7 +131,7 @@ class ChunkedBranchAttention(torch.autograd.Function):
         d_text = [torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)]
         for span, norms in zip(ctx.spans, ctx.kept, strict=True):
             rows, tokens, _ = span
-            heads = [_grouped(each[rows], keys) for each in (query, output, grad)]
+            heads = [_group_queries(each[rows], keys) for each in (query, output, grad)]
             text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
             found, *parts = _text_backward(heads, text, norms)
             for whole, part in zip(d_text, parts, strict=True):
@@ -144,7 +144,7 @@ class ChunkedBranchAttention(torch.autograd.Function):
         return d_query, d_keys, d_values, None, *d_own.flatten(0, 1)
 
 
-def _grouped(states: Tensor, keys: Tensor) -> Tensor:
+def _group_queries(states: Tensor, keys: Tensor) -> Tensor:
     """[n, K, G, d] of [n, Q, d]."""
     return states.unflatten(1, (keys.shape[1], -1))
 
@@ -155,7 +155,7 @@ def _own_of(rows: slice, own: Sequence[Tensor]) -> Tensor:
     return found.unflatten(0, (2, -1)).movedim(1, 3)
 
 
-def _join(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
+def _merge_attention(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
     """[n, K, G, d] float32 attention over text and draft tokens.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads.decoding.cache import rounded
+from heads.decoding.cache import round_up_slots
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
 from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter, HeadCache, HeadDrafter
@@ -40,7 +40,7 @@ class EagleDrafter(HeadDrafter):
             # Parts of a prompt are read as they arrive, which bounds the memory.
             before, self.pending = self.pending.carry_last_tokens(seen)
             first = [tokens[0] if tokens else 0 for tokens in self.pending.token_ids]
-            self._encode(before, to_device(first, seen.output.hidden_states.device))
+            self._encode_tokens(before, to_device(first, seen.output.hidden_states.device))
         else:
             self.pending = self.pending.concat(seen)
 
@@ -61,10 +61,10 @@ class EagleDrafter(HeadDrafter):
                 torch.arange(len(tokens) - 1, device=device).unsqueeze(0)
             )
             before = CommittedTokens([tokens[:-1]], output, self.pending.cache)
-            self._encode(before, to_device(tokens[-1:], device))
+            self._encode_tokens(before, to_device(tokens[-1:], device))
 
     @abstractmethod
-    def _encode(self, seen: CommittedTokens, following: Tensor) -> Any:
+    def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> Any:
         """Read tokens, each with the next; `following` [B] comes after the last of each text."""
 
     def _build_inputs(
@@ -91,7 +91,7 @@ class EagleDrafter(HeadDrafter):
             each.unflatten(0, places.shape).transpose(1, 2) for each in (keys, values)
         )
         width, needed = (
-            rounded(self.cache.prepared_slots.count_used_slots(places.shape[1])),
+            round_up_slots(self.cache.prepared_slots.count_used_slots(places.shape[1])),
             seen.cache.num_needed_slots,
         )
         every = self.cache.buffers[layer].write(new_keys, new_values, places, width, needed)
@@ -113,11 +113,11 @@ class _AutoregressiveDrafter(EagleDrafter):
         """Read committed tokens up to `roots`; give the head's output [B, H] and position."""
         assert self.pending is not None
         seen, self.pending = self.pending, None
-        text, branches = self._encode(seen, roots.tokens)
+        text, branches = self._encode_tokens(seen, roots.tokens)
         outputs = self.head.draft(text, find_last_rows(seen), branches)
         return outputs, self.cache.prepared_slots.committed[:, 0] - 1, branches
 
-    def _encode(self, seen: CommittedTokens, following: Tensor) -> tuple[Any, BranchCache]:
+    def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> tuple[Any, BranchCache]:
         """See above."""
         fused, ids, places = self._build_inputs(seen, following)
         text = self.head.encode_context(fused, ids, self._clamp_positions(places.flatten()))
@@ -140,10 +140,10 @@ class EagleChain(ChainDrafter, _AutoregressiveDrafter):
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of `depth` tokens."""
         outputs, positions, branches = self._start_draft(roots)
-        draws = self.sampler()
+        draws = self.make_sampler()
         tokens: list[Tensor] = []
         for step in range(self.tree.depth):
-            if draws.ended:
+            if draws.has_ended:
                 break
             if step:
                 place = self._clamp_positions(positions + step)

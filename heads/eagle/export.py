@@ -40,14 +40,14 @@ def build_engine_files(
     check_layers_and_embedding(head, engine, layout)
     if layout.gguf:
         return gguf.build_gguf_files(head)
-    own, added = _tensors(head, layout), _added(head, layout)
-    settings = _config(head, layout, format_dtype(head))
+    own, added = _collect_engine_tensors(head, layout), _make_added_tensors(head, layout)
+    settings = _build_config(head, layout, format_dtype(head))
     if engine is ExportFormat.speculators:
         settings = _speculators_config(head, settings, layout, num_draft_tokens)
     return HeadFiles(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
 
 
-def _tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
+def _collect_engine_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     prefix = head.layer_prefix
     named = {
         layout.layer_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: each
@@ -62,7 +62,7 @@ def _tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     return named
 
 
-def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
+def _make_added_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     """Tensors that the engine would otherwise initialise randomly."""
     added = {}
     if layout.needs_embedding and head.embed_tokens is None:
@@ -75,7 +75,7 @@ def _added(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
     return added
 
 
-def _config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, Any]:
+def _build_config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, Any]:
     """Config of a Llama model with EAGLE's keys, each in every place where it is read."""
     config, eagle3 = head.config, head.config.form is EagleForm.eagle3
     settings = head.build_files().config

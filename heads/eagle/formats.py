@@ -85,7 +85,7 @@ class EagleCheckpoint:
         found._read_export(folder / PROVENANCE)
         files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if not files:
-            raise found.error(
+            raise found.make_error(
                 f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "
                 "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened; on "
                 "the Hub, take the repository's safetensors conversion, usually "
@@ -96,33 +96,35 @@ class EagleCheckpoint:
             for name, tensor in load_tensors(file).items():
                 # Copied from the target, or zeros, for engines that need them.
                 if name not in found.export.get("added", ()):
-                    found._add(name, tensor)
+                    found._add_tensor(name, tensor)
         return found
 
     def _read_settings(self, file: Path) -> None:
-        root = self._json(file)
+        root = self._load_json(file)
         for part in ("model", "transformer_layer_config", "eagle_config"):
             if isinstance(root.get(part), dict):
-                self._merge(root[part])
-        self._merge(root)
+                self._merge_settings(root[part])
+        self._merge_settings(root)
 
     def _read_export(self, file: Path) -> None:
         if file.is_file():
-            self.export = self._json(file).get("export", {})
+            self.export = self._load_json(file).get("export", {})
 
-    def _json(self, file: Path) -> dict[str, Any]:
+    def _load_json(self, file: Path) -> dict[str, Any]:
         try:
             return json.loads(file.read_text())
         except ValueError as error:
-            raise self.error(f"{file.name} is not JSON: {error}") from error
+            raise self.make_error(f"{file.name} is not JSON: {error}") from error
 
-    def _merge(self, part: dict[str, Any]) -> None:
+    def _merge_settings(self, part: dict[str, Any]) -> None:
         self.settings |= {key: value for key, value in part.items() if value is not None}
 
-    def _add(self, stored: str, tensor: Tensor) -> None:
+    def _add_tensor(self, stored: str, tensor: Tensor) -> None:
         name = _own_name(stored)
         if name in self.tensors:
-            raise self.error(f"the same tensor appears twice, as {self.names[name]} and {stored}")
+            raise self.make_error(
+                f"the same tensor appears twice, as {self.names[name]} and {stored}"
+            )
         self.tensors[name], self.names[name] = tensor, stored
 
     def stored_name(self, name: str) -> str:
@@ -139,7 +141,7 @@ class EagleCheckpoint:
                 return stored.removesuffix(name.removeprefix("layer."))
         return LAYER_NAMES[EagleForm.eagle3]
 
-    def error(self, problem: str) -> InputError:
+    def make_error(self, problem: str) -> InputError:
         """Make an error that names `head.path`."""
         return InputError(f"head.path={self.path}: {problem}")
 
@@ -167,12 +169,12 @@ def build_head_config(
         InputError: settings contradict the tensors, or are not implemented.
     """
     _check_settings(found, only)
-    tensors, settings, llama = found.tensors, found.settings, _llama(found)
-    form = _form(found)
+    tensors, settings, llama = found.tensors, found.settings, _parse_llama_config(found)
+    form = _detect_form(found)
     shared: dict[str, Any] = {
         "form": form,
         "llama": llama,
-        "target": _target(settings),
+        "target": _parse_target_name(settings),
         "target_hidden_size": llama.hidden_size,
         "own_embedding": "embed_tokens.weight" in tensors,
         "qk_norm": "layer.self_attn.q_norm.weight" in tensors,
@@ -180,7 +182,7 @@ def build_head_config(
     }
     if form is EagleForm.eagle1:
         if layers is not None:
-            raise found.error(
+            raise found.make_error(
                 "an EAGLE-1 head reads the last hidden state: leave head.layers unset"
             )
         return EagleHeadConfig(**shared)
@@ -189,7 +191,7 @@ def build_head_config(
     post_norm = settings.get("return_hidden_post_norm", False)
     more = {
         "target_hidden_size": width,
-        "layers": _layers(found, layers, width),
+        "layers": _parse_layers(found, layers, width),
         "own_output_head": "lm_head.weight" in tensors,
         "norm_before_fc": FLAGS["norm_before_fc"] in tensors,
         "fc_norm": FLAGS["fc_norm"] in tensors,
@@ -200,7 +202,7 @@ def build_head_config(
     return EagleHeadConfig(**(shared | more))
 
 
-def _form(found: EagleCheckpoint) -> EagleForm:
+def _detect_form(found: EagleCheckpoint) -> EagleForm:
     signs = (
         "layer.hidden_norm.weight" in found.tensors,
         "speculators_model_type" in found.settings,
@@ -213,42 +215,44 @@ def _check_settings(found: EagleCheckpoint, only: Mapping[str, Any]) -> None:
     settings = found.settings
     for key, value in only.items():
         if settings.get(key, value) != value:
-            raise found.error(
+            raise found.make_error(
                 f"config.json says {key}={settings[key]}, which is not implemented; must be {value}"
             )
     if "sliding_attention" in settings.get("layer_types", ()):
-        raise found.error(
+        raise found.make_error(
             "config.json says layer_types=['sliding_attention'], which is not implemented"
         )
     for key, name in FLAGS.items():
         if settings.get(key, name in found.tensors) != (name in found.tensors):
             has = "has no" if settings[key] else "has"
-            raise found.error(f"config.json says {key}={settings[key]}, but the file {has} {name}")
+            raise found.make_error(
+                f"config.json says {key}={settings[key]}, but the file {has} {name}"
+            )
 
 
-def _target(settings: dict[str, Any]) -> str:
+def _parse_target_name(settings: dict[str, Any]) -> str:
     verifier = settings.get("speculators_config", {}).get("verifier", {})
     return settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
 
 
-def _llama(found: EagleCheckpoint) -> LlamaConfig:
+def _parse_llama_config(found: EagleCheckpoint) -> LlamaConfig:
     settings = found.settings
     missing = [key for key in SIZES if key not in settings]
     if missing:
-        raise found.error(f"config.json lacks {missing}")
+        raise found.make_error(f"config.json lacks {missing}")
     sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
     try:
         return LlamaConfig(
             **sizes,
-            rope_parameters=_rope(found),
+            rope_parameters=_parse_rope(found),
             attention_bias="layer.self_attn.q_proj.bias" in found.tensors,
             num_hidden_layers=settings.get("num_hidden_layers", 1),
         )
     except (StrictDataclassError, KeyError) as error:
-        raise found.error(f"config.json: {error}") from error
+        raise found.make_error(f"config.json: {error}") from error
 
 
-def _rope(found: EagleCheckpoint) -> dict[str, Any]:
+def _parse_rope(found: EagleCheckpoint) -> dict[str, Any]:
     """RoPE settings in the form of transformers 5, from either form."""
     settings = found.settings
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
@@ -262,7 +266,7 @@ def _rope(found: EagleCheckpoint) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": theta}
     if part == 1.0 and kind in SCALED_ROPE:
         return rope | {"rope_type": kind, "rope_theta": theta}
-    raise found.error(
+    raise found.make_error(
         f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; must "
         f"be default, mrope, {', '.join(SCALED_ROPE)} over 1.0"
     )
@@ -273,21 +277,23 @@ def _target_width(found: EagleCheckpoint) -> int:
     width = found.settings.get("target_hidden_size", hidden)
     missing = {"embed_tokens.weight", "lm_head.weight"} - set(found.tensors)
     if width != hidden and missing:
-        raise found.error(
+        raise found.make_error(
             f"{sorted(missing)} missing, and the target's do not fit: target_hidden_size={width}, "
             f"hidden_size={hidden}"
         )
     return width
 
 
-def _layers(found: EagleCheckpoint, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
+def _parse_layers(
+    found: EagleCheckpoint, layers: Sequence[int] | None, width: int
+) -> tuple[int, ...]:
     # Engines count layers in several ways, and some name none.
     own = found.export.get("layers")
     stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
     chosen = tuple(stated if layers is None else layers)
     fc = found.tensors.get("fc.weight")
     if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:
-        raise found.error(
+        raise found.make_error(
             f"{found.stored_name('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} "
             "hidden "
             f"states of {width}, but head.layers or config.json names "
@@ -310,14 +316,14 @@ def pop_draft_vocab(found: EagleCheckpoint, form: EagleForm) -> DraftVocab:
         # vLLM's first converter added one: https://github.com/vllm-project/vllm/pull/11866
         tensors.pop("lm_head.weight", None)
         if not vocab.is_full or {*stated, *rows} - {size}:
-            raise found.error(
+            raise found.make_error(
                 f"an EAGLE-1 head with a draft vocabulary, which is not implemented: {told}"
             )
         return vocab
     if {*stated, *rows} - {len(vocab.ids)}:
-        raise found.error(f"draft vocabularies disagree: {told} (without d2t, all)")
+        raise found.make_error(f"draft vocabularies disagree: {told} (without d2t, all)")
     if not rows and not vocab.is_full:
-        raise found.error(f"lm_head.weight is missing, and the target's does not fit {told}")
+        raise found.make_error(f"lm_head.weight is missing, and the target's does not fit {told}")
     return vocab
 
 
@@ -341,6 +347,6 @@ def load_into(head: Head, found: EagleCheckpoint) -> Head:
     }
     problems = [f"{kind}: {sorted(names)}" for kind, names in wrong.items() if names]
     if problems:
-        raise found.error("tensors " + "; ".join(problems))
+        raise found.make_error("tensors " + "; ".join(problems))
     head.load_state_dict(tensors)
     return head

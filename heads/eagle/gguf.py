@@ -48,10 +48,10 @@ def build_gguf_files(head: EagleNetwork) -> HeadFiles:
     title = head.variants[head.variant].title
     metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
     # As in every other layout: a head's own files may say less than its target supports.
-    metadata[f"{ARCH}.context_length"] = Value.of(find_max_positions(head.target.config))
-    metadata[f"{ARCH}.target_layers"] = Value.of(list(config.layers))
-    metadata[f"{ARCH}.target_hidden_size"] = Value.of(config.target_hidden_size)
-    metadata |= {f"{ARCH}.{flag}": Value.of(getattr(config, flag)) for flag in FLAGS}
+    metadata[f"{ARCH}.context_length"] = Value.from_content(find_max_positions(head.target.config))
+    metadata[f"{ARCH}.target_layers"] = Value.from_content(list(config.layers))
+    metadata[f"{ARCH}.target_hidden_size"] = Value.from_content(config.target_hidden_size)
+    metadata |= {f"{ARCH}.{flag}": Value.from_content(getattr(config, flag)) for flag in FLAGS}
     own = head.collect_tensors()
     tensors = {NAMES[name]: each for name, each in own.items() if name in NAMES}
     for name, heads in TURNED.items():
@@ -74,7 +74,7 @@ def load_gguf_tensors(
     Raises:
         InputError: metadata are missing.
     """
-    tensors = {name: each for name, each in file.tensors().items() if name not in added}
+    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
     config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), what)
     facts = ArchMetadata(file.metadata, ARCH, what)
     for name, heads in TURNED.items():
@@ -83,10 +83,10 @@ def load_gguf_tensors(
     if "d2t" in tensors:
         tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
     ours = {theirs: name for name, theirs in NAMES.items()}
-    layers = facts.get("target_layers", facts.get("extract_layers", []))
+    layers = facts.get_content("target_layers", facts.get_content("extract_layers", []))
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "target_hidden_size": facts.get("target_hidden_size", config["hidden_size"]),
+        "target_hidden_size": facts.get_content("target_hidden_size", config["hidden_size"]),
         "eagle_aux_hidden_state_layer_ids": layers,
-        **{flag: facts.get(flag, False) for flag in FLAGS},
+        **{flag: facts.get_content(flag, False) for flag in FLAGS},
     }, {ours.get(name, name): tensor for name, tensor in tensors.items()}

@@ -34,7 +34,7 @@ def compute_reference_logits(
     own = embeddings
     if head.embed_tokens is not None:
         own = select_embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
-    outputs = _unrolled(copy_to_cpu(head, own), states, places)
+    outputs = _compute_unrolled_outputs(copy_to_cpu(head, own), states, places)
     return project_reference_logits(head, target, outputs, {"token_embeddings": embeddings[1:]})
 
 
@@ -61,7 +61,9 @@ def copy_to_cpu(head: Head, embeddings: Tensor) -> Head:
     return copy.eval()
 
 
-def _unrolled(head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor) -> Tensor:
+def _compute_unrolled_outputs(
+    head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor
+) -> Tensor:
     """[D, S, H] normalised outputs of a head made by `on_cpu`."""
     assert head.embed_tokens is not None
     num_rows = len(position_ids)

@@ -120,9 +120,11 @@ class EagleHead(EagleNetwork):
         if layout is None:
             return ExportPlan(f"loads no {self.variants[self.variant].title}")
         problem = layouts.find_layout_problem(self, layout)
-        return ExportPlan(problem) if problem else self._exported(engine, layout, folder)
+        return ExportPlan(problem) if problem else self._plan_engine_export(engine, layout, folder)
 
-    def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> ExportPlan:
+    def _plan_engine_export(
+        self, engine: ExportFormat, layout: EagleLayout, folder: str
+    ) -> ExportPlan:
         command = export.format_serve_command(self, engine, folder)
         files = partial(export.build_engine_files, self, engine, layout)
         return ExportPlan(None, files, command, export.format_engine_hint(self, engine))
@@ -139,7 +141,7 @@ class EagleHead(EagleNetwork):
         """Facts of a head. Its training tells methods with the same architecture apart."""
         settings, config = get_head_settings(provenance), self.config
         tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
-        method, paper = self._method(settings)
+        method, paper = self._identify_method(settings)
         drafted = min(max(settings.get("num_steps", 3), 3), 5)
         return HeadFacts(
             tag=tag,
@@ -147,17 +149,18 @@ class EagleHead(EagleNetwork):
             method=method,
             paper=paper,
             description=(
-                f"one decoder layer {self._parts()}. It drafts token by token, to any depth, each "
+                f"one decoder layer {self._describe_layer()}. It drafts token by token, to any "
+                "depth, each "
                 "from its own last output"
             ),
             num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
             # vLLM builds the fusion layer without a bias and fails on the tensor.
             vllm_method=None if config.fc_bias else tag,
             vllm_problem=BIAS_PROBLEM,
-            copied=self._copied(settings),
+            copied=self._list_copied_parts(settings),
         )
 
-    def _method(self, settings: dict[str, Any]) -> tuple[str, str]:
+    def _identify_method(self, settings: dict[str, Any]) -> tuple[str, str]:
         """Name and arXiv number."""
         config = self.config
         if config.form is EagleForm.eagle1:
@@ -168,7 +171,7 @@ class EagleHead(EagleNetwork):
             return "EAGLE-3.1", "2605.09992"
         return "EAGLE-3", "2503.01840"
 
-    def _parts(self) -> str:
+    def _describe_layer(self) -> str:
         config = self.config
         size = f"(hidden size {config.llama.hidden_size}, {self.vocab.describe_size()})"
         if config.form is EagleForm.eagle1:
@@ -178,7 +181,7 @@ class EagleHead(EagleNetwork):
         counted = " (as `output_hidden_states` counts them)" if config.layers else ""
         return f"{size} on the target's hidden states {fused}{counted}, fused"
 
-    def _copied(self, settings: dict[str, Any]) -> list[str]:
+    def _list_copied_parts(self, settings: dict[str, Any]) -> list[str]:
         copied, start = [], settings.get("output_head")
         if self.lm_head is not None and start == OutputHead.frozen.value:
             copied.append("rows of its output head")

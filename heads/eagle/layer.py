@@ -42,7 +42,7 @@ class EagleLayer(nn.Module):
             rotation: [N, 2, d] of the rows' positions.
             branches: keys and values, including those of the rows themselves.
         """
-        attended = branch_attention(self.self_attn.query(inputs, rotation), branches)
+        attended = branch_attention(self.self_attn.compute_query(inputs, rotation), branches)
         return self.add_attention_and_mlp(residual, attended)
 
     def add_attention_and_mlp(self, residual: Tensor, attended: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from heads.eagle.config import EagleHeadConfig, default_layers
 from heads.eagle.continuing import AutoregressiveHead
 from heads.eagle.layer import EagleLayer
 from heads.head import check_fits
-from heads.layers.llama import RmsNorm, normed
+from heads.layers.llama import RmsNorm, normalise_parts
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
@@ -127,7 +127,7 @@ class EagleNetwork(AutoregressiveHead):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            features = normed(features, self.fc_norm)
+            features = normalise_parts(features, self.fc_norm)
         return self.fc(features)
 
     def encode_context(
@@ -135,7 +135,7 @@ class EagleNetwork(AutoregressiveHead):
     ) -> ContextStates:
         """See `ContinuingHead.read`."""
         inputs, residual = self.build_layer_inputs(fused, token_ids)
-        rotation = self.layer.self_attn.rotation(inputs, position_ids)
+        rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
         keys, values = self.layer.self_attn.keys_values(inputs, rotation)
         return ContextStates(inputs, residual, position_ids, rotation, keys, values)
 

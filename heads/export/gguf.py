@@ -61,7 +61,7 @@ class Value:
     content: Any
 
     @classmethod
-    def of(cls, content: Any) -> Self:
+    def from_content(cls, content: Any) -> Self:
         """Make the value that llama.cpp expects: integers are u32, and i32 in a list."""
         plain = content[0] if isinstance(content, list) and content else content
         if isinstance(plain, bool):
@@ -83,43 +83,43 @@ def write_gguf(file: Path, metadata: Mapping[str, Value], tensors: Mapping[str, 
         InputError: an empty list, which llama.cpp takes for damage.
     """
     header = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
-    header += [_string(key) + _value(key, value) for key, value in metadata.items()]
+    header += [_encode_string(key) + _encode_value(key, value) for key, value in metadata.items()]
     start = 0
     for name, tensor in tensors.items():
         dims = tensor.shape[::-1]
-        header.append(_string(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
+        header.append(_encode_string(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
         header.append(struct.pack("<IQ", DTYPE_NUMBERS[tensor.dtype], start))
-        start += tensor.nbytes + _padding(tensor.nbytes)
-    write_atomically(file, _pieces(b"".join(header), tensors))
+        start += tensor.nbytes + _compute_padding(tensor.nbytes)
+    write_atomically(file, _iter_pieces(b"".join(header), tensors))
 
 
-def _pieces(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield header + bytes(_padding(len(header)))
+def _iter_pieces(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield header + bytes(_compute_padding(len(header)))
     for tensor in tensors.values():
         yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
-        yield bytes(_padding(tensor.nbytes))
+        yield bytes(_compute_padding(tensor.nbytes))
 
 
-def _padding(size: int) -> int:
+def _compute_padding(size: int) -> int:
     return -size % ALIGNMENT
 
 
-def _string(text: str) -> bytes:
+def _encode_string(text: str) -> bytes:
     return struct.pack("<Q", len(encoded := text.encode())) + encoded
 
 
-def _value(key: str, value: Value) -> bytes:
+def _encode_value(key: str, value: Value) -> bytes:
     if not isinstance(value.content, list):
-        return struct.pack("<I", value.kind) + _scalars(value.kind, [value.content])
+        return struct.pack("<I", value.kind) + _encode_scalars(value.kind, [value.content])
     if not value.content:
         raise InputError(f"{key}=[]: a GGUF file cannot hold an empty list; leave the key out")
-    elements = _scalars(value.kind, value.content)
+    elements = _encode_scalars(value.kind, value.content)
     return struct.pack("<IIQ", ARRAY, value.kind, len(value.content)) + elements
 
 
-def _scalars(kind: Kind, contents: list[Any]) -> bytes:
+def _encode_scalars(kind: Kind, contents: list[Any]) -> bytes:
     if kind is Kind.string:
-        return b"".join(map(_string, contents))
+        return b"".join(map(_encode_string, contents))
     return struct.pack(f"<{len(contents)}{LETTERS[kind]}", *contents)
 
 
@@ -185,18 +185,18 @@ class GgufFile:
             name, (rank,) = string(), read("I")
             *dims, number, start = read(f"{rank}QIQ")
             self.table[name] = number, tuple(reversed(dims)), start
-        alignment = self.metadata.get("general.alignment", Value.of(ALIGNMENT)).content
+        alignment = self.metadata.get("general.alignment", Value.from_content(ALIGNMENT)).content
         self.start = opened.tell() + -opened.tell() % alignment
 
-    def tensors(self) -> dict[str, Tensor]:
+    def load_tensors(self) -> dict[str, Tensor]:
         """Read all tensors to the CPU.
 
         Raises:
             InputError: a tensor is quantised, or lies beyond the end of the file.
         """
-        return {name: self._tensor(name, *entry) for name, entry in self.table.items()}
+        return {name: self._load_tensor(name, *entry) for name, entry in self.table.items()}
 
-    def _tensor(self, name: str, number: int, shape: tuple[int, ...], start: int) -> Tensor:
+    def _load_tensor(self, name: str, number: int, shape: tuple[int, ...], start: int) -> Tensor:
         dtype = DTYPES.get(number)
         if dtype is None:
             raise InputError(

@@ -49,14 +49,14 @@ def compute_reference_tensors(
     """
     depth = head.max_draft_tokens or depth
     longest = find_max_positions(target.config)
-    token_ids = _tokens(target, num_rows + depth + 1)
+    token_ids = _draw_tokens(target, num_rows + depth + 1)
     states = _hidden_states(target, token_ids[:num_rows])
     # A block has one row more than draft tokens.
     places = torch.linspace(0, longest - depth - 2, num_rows, dtype=torch.float64).long()
     made = head.compute_reference_logits(target, states, token_ids, places)
-    ids = _ids(made.logits)
+    ids = _choose_ids(made.logits)
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
-    tensors |= _features(states, bool(head.taps.layers)) | made.beside
+    tensors |= _select_features(states, bool(head.taps.layers)) | made.beside
     tensors["logits"] = made.logits[..., ids]
     if made.output_head is not None:
         tensors["output_head"] = made.output_head[ids]
@@ -70,7 +70,7 @@ def compute_reference_tensors(
     return {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata
 
 
-def _tokens(target: Target, count: int) -> Tensor:
+def _draw_tokens(target: Target, count: int) -> Tensor:
     """[count] int64 tokens, always the same and independent of a tokenizer."""
     size = min(target.vocab_size, len(target.embedding.weight))
     return torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
     return [each[0].cpu() for each in reversed(states)]
 
 
-def _features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
+def _select_features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
     """All hidden states for a head that fuses some, so that a layer off by one is noticed."""
     first = 0 if fused else len(states) - 2
     return {
@@ -112,7 +112,7 @@ def _features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
     }
 
 
-def _ids(logits: Tensor) -> Tensor:
+def _choose_ids(logits: Tensor) -> Tensor:
     """[R] int64 rising ids of logits [D, S, V]: all, or the likeliest and evenly spaced ones."""
     size = logits.shape[-1]
     if size <= MOST_IDS:

@@ -70,10 +70,10 @@ def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
         config: config of a target, or of a head's layers.
         arch: architecture, with which the keys begin.
     """
-    found = {key: Value.of(getattr(config, name)) for name, key in SIZES.items()}
+    found = {key: Value.from_content(getattr(config, name)) for name, key in SIZES.items()}
     found |= {
-        "attention.value_length": Value.of(config.head_dim),
-        "rope.dimension_count": Value.of(config.head_dim),
+        "attention.value_length": Value.from_content(config.head_dim),
+        "rope.dimension_count": Value.from_content(config.head_dim),
         "attention.layer_norm_rms_epsilon": Value(Kind.f32, config.rms_norm_eps),
     }
     keyed = {f"{arch}.{key}": value for key, value in found.items()}
@@ -93,14 +93,14 @@ def build_head_metadata(
         target: Hub id or folder of its target.
     """
     found = {
-        "general.architecture": Value.of(arch),
-        "general.type": Value.of("model"),
-        "general.name": Value.of(f"{title} for {Path(target).name}"),
-        "general.file_type": Value.of(FILE_TYPES[dtype][0]),
+        "general.architecture": Value.from_content(arch),
+        "general.type": Value.from_content("model"),
+        "general.name": Value.from_content(f"{title} for {Path(target).name}"),
+        "general.file_type": Value.from_content(FILE_TYPES[dtype][0]),
     }
     if HUB_ID.fullmatch(target) and not Path(target).exists():
-        found["general.base_model.count"] = Value.of(1)
-        found[BASE] = Value.of(target)
+        found["general.base_model.count"] = Value.from_content(1)
+        found[BASE] = Value.from_content(target)
     return found | build_size_metadata(config, arch)
 
 
@@ -187,12 +187,12 @@ def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> 
     """
     if source is None:
         found = {
-            "tokenizer.ggml.model": Value.of("gpt2"),
-            "tokenizer.ggml.pre": Value.of("default"),
-            "tokenizer.ggml.tokens": Value.of([f"<{index}>" for index in range(size)]),
-            "tokenizer.ggml.token_type": Value.of([1] * size),
+            "tokenizer.ggml.model": Value.from_content("gpt2"),
+            "tokenizer.ggml.pre": Value.from_content("default"),
+            "tokenizer.ggml.tokens": Value.from_content([f"<{index}>" for index in range(size)]),
+            "tokenizer.ggml.token_type": Value.from_content([1] * size),
             # A merge that never applies, as the list must not be empty.
-            "tokenizer.ggml.merges": Value.of(["a b"]),
+            "tokenizer.ggml.merges": Value.from_content(["a b"]),
         }
     else:
         metadata = GgufFile(source, "tokenizer_gguf").metadata
@@ -203,7 +203,9 @@ def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> 
                 f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
                 f"but the target has {size}; name the target's own file"
             )
-    return found | {f"tokenizer.ggml.{name}": Value.of(index) for name, index in more.items()}
+    return found | {
+        f"tokenizer.ggml.{name}": Value.from_content(index) for name, index in more.items()
+    }
 
 
 def rope_problem(rope: Any) -> str | None:
@@ -226,11 +228,11 @@ def rope_metadata(rope: Any, arch: str) -> dict[str, Value]:
     """
     found = {"freq_base": Value(Kind.f32, rope["rope_theta"])}
     if rope["rope_type"] in ("linear", "yarn"):
-        found["scaling.type"] = Value.of(rope["rope_type"])
+        found["scaling.type"] = Value.from_content(rope["rope_type"])
         found["scaling.factor"] = Value(Kind.f32, rope["factor"])
     if rope["rope_type"] == "yarn":
         original = rope["original_max_position_embeddings"]
-        found["scaling.original_context_length"] = Value.of(original)
+        found["scaling.original_context_length"] = Value.from_content(original)
     return {f"{arch}.rope.{key}": value for key, value in found.items()}
 
 
@@ -284,24 +286,26 @@ def parse_metadata(
     """
     arch = metadata["general.architecture"].content
     values = ArchMetadata(metadata, arch, what)
-    found = {name: values.require(key) for name, key in SIZES.items() if key != "vocab_size"}
+    found = {
+        name: values.require_content(key) for name, key in SIZES.items() if key != "vocab_size"
+    }
     tokens = metadata.get("tokenizer.ggml.tokens")
-    found["vocab_size"] = len(tokens.content) if tokens else values.require("vocab_size")
-    found["rms_norm_eps"] = values.require("attention.layer_norm_rms_epsilon")
-    rope = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
-    if (kind := values.get("rope.scaling.type", "none")) != "none":
-        rope |= {"rope_type": kind, "factor": values.require("rope.scaling.factor")}
+    found["vocab_size"] = len(tokens.content) if tokens else values.require_content("vocab_size")
+    found["rms_norm_eps"] = values.require_content("attention.layer_norm_rms_epsilon")
+    rope = {"rope_type": "default", "rope_theta": values.get_content("rope.freq_base", 10000.0)}
+    if (kind := values.get_content("rope.scaling.type", "none")) != "none":
+        rope |= {"rope_type": kind, "factor": values.require_content("rope.scaling.factor")}
     if kind == "yarn":
-        original = values.require("rope.scaling.original_context_length")
+        original = values.require_content("rope.scaling.original_context_length")
         rope["original_max_position_embeddings"] = original
     elif divisors is not None:
-        rope |= _llama3(divisors, rope["rope_theta"], what)
+        rope |= _recover_llama3_rope(divisors, rope["rope_theta"], what)
     base = metadata.get(BASE)
     target = {"base_model_name_or_path": base.content} if base else {}
     return found | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
 
 
-def _llama3(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
+def _recover_llama3_rope(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
     """Recover the RoPE settings from their divisors."""
     shared = {"rope_type": "llama3", "rope_theta": theta, "factor": float(divisors.max()), **LLAMA3}
     for power in range(4, 24):
@@ -328,7 +332,7 @@ class ArchMetadata:
     def __init__(self, metadata: Mapping[str, Value], arch: str, what: str) -> None:
         self._metadata, self._arch, self._what = metadata, arch, what
 
-    def get(self, key: str, otherwise: Any = None) -> Any:
+    def get_content(self, key: str, otherwise: Any = None) -> Any:
         """Content of a key, or a default."""
         value = self._metadata.get(f"{self._arch}.{key}")
         if value is None:
@@ -338,13 +342,13 @@ class ArchMetadata:
             return float(str(np.float32(value.content)))
         return value.content
 
-    def require(self, key: str) -> Any:
+    def require_content(self, key: str) -> Any:
         """Content of a required key.
 
         Raises:
             InputError: the key is missing.
         """
-        found = self.get(key)
+        found = self.get_content(key)
         if found is None:
             raise InputError(
                 f"{self._what}: {self._arch}.{key} is missing in its metadata; convert it again"

@@ -101,7 +101,7 @@ def export_head(
     def fill(staging: Path) -> None:
         for name, content in documents.items():
             (staging / name).write_text(json.dumps(content, indent=2) + "\n")
-        (staging / "README.md").write_text(readme(head, engine, files.layers, provenance))
+        (staging / "README.md").write_text(format_readme(head, engine, files.layers, provenance))
         if gguf:
             # The head's mask token takes precedence over the target's.
             write_gguf(staging / files.weights, words | files.config, tensors)
@@ -113,7 +113,7 @@ def export_head(
     write_folder(out_dir, fill)
 
 
-def readme(
+def format_readme(
     head: DraftHead, engine: ExportFormat, layers: Sequence[int], provenance: dict[str, Any]
 ) -> str:
     """README of an export, with `DIR` for its folder."""

@@ -62,7 +62,7 @@ class Documents:
         return Documents(tuple(pieces), to_device(bounds, self.cu_seqlens.device))
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of the longest document."""
         return max(self.lengths)
 
@@ -95,7 +95,7 @@ def flash_attention(
     Returns:
         Output [S, Q, d] and the logsumexp of the scores, [Q, S] float32.
     """
-    bounds, longest = documents.cu_seqlens, documents.longest
+    bounds, longest = documents.cu_seqlens, documents.max_length
     output, log_norm, *_ = torch.ops.aten._flash_attention_forward(
         query, keys, values, bounds, bounds, longest, longest, 0.0, True, False,
         scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
@@ -113,7 +113,7 @@ def flash_attention_backward(
     output O [S, Q, d] and logsumexp L [Q, S] float32 given as `forward`. `text` is query, keys and
     values as given to `flash`.
     """
-    bounds, longest = documents.cu_seqlens, documents.longest
+    bounds, longest = documents.cu_seqlens, documents.max_length
     # Random state for dropout, which is not used.
     unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(

@@ -100,34 +100,34 @@ class LlamaAttention(nn.Module):
         # Not a submodule, as its float32 frequencies must survive a cast of the head.
         self._rotary = (LlamaRotaryEmbedding(config),)
 
-    def rotation(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
+    def compute_rotation(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
         """[N, 2, d] rotation of queries and keys of inputs [N, I] at positions [N]."""
         cos, sin = self._rotary[0].to(inputs.device)(inputs, position_ids.unsqueeze(0))
         # Llama's `rotate_half` negates the second half.
         behind, ahead = sin[0].chunk(2, dim=-1)
         return torch.stack([cos[0], torch.cat([-behind, ahead], dim=-1)], dim=1)
 
-    def query(self, inputs: Tensor, rotation: Tensor) -> Tensor:
+    def compute_query(self, inputs: Tensor, rotation: Tensor) -> Tensor:
         """[N, Q, d] rotated queries of inputs [N, I]."""
-        return self._rotated(self.q_proj(inputs), self.q_norm, rotation)
+        return self._rotate_heads(self.q_proj(inputs), self.q_norm, rotation)
 
     def keys_values(self, inputs: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, [N, K, d] each, of inputs [N, I]."""
-        keys = self._rotated(self.k_proj(inputs), self.k_norm, rotation)
-        return keys, self._heads(self.v_proj(inputs))
+        keys = self._rotate_heads(self.k_proj(inputs), self.k_norm, rotation)
+        return keys, self._split_heads(self.v_proj(inputs))
 
-    def _heads(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.view(len(projected), -1, self.head_dim)
 
-    def _rotated(self, projected: Tensor, norm: RmsNorm | None, rotation: Tensor) -> Tensor:
-        states = self._heads(projected)
+    def _rotate_heads(self, projected: Tensor, norm: RmsNorm | None, rotation: Tensor) -> Tensor:
+        states = self._split_heads(projected)
         if norm is not None:
             states = norm(states)
         cos, sin = rotation.unsqueeze(2).unbind(1)
         return states * cos + states.roll(self.head_dim // 2, dims=-1) * sin
 
 
-def normed(states: Tensor, norms: nn.ModuleList) -> Tensor:
+def normalise_parts(states: Tensor, norms: nn.ModuleList) -> Tensor:
     """[..., n * H] with each of its n parts normalised by its own norm."""
     parts = states.chunk(len(norms), dim=-1)
     return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)

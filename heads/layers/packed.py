@@ -36,7 +36,7 @@ _library = torch.library.Library("headsmith", "DEF")
 _library.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias, int key) -> Tensor")
 
 
-def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:
+def _multiply_packed(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:
     place, packed = _packed.get(key, (None, weight))
     if place != weight.data_ptr():  # the layer was copied or cast
         return linear(rows, weight, bias)
@@ -49,12 +49,12 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Te
     return output[:number].view(*rows.shape[:-1], len(weight))
 
 
-def _shaped(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001
+def _make_empty_output(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001
     return rows.new_empty((*rows.shape[:-1], len(weight)))
 
 
-_library.impl("packed_linear", _multiply, "CPU")
-_library.impl("packed_linear", _shaped, "Meta")
+_library.impl("packed_linear", _multiply_packed, "CPU")
+_library.impl("packed_linear", _make_empty_output, "Meta")
 
 
 class PackedLinear(nn.Linear):

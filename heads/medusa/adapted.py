@@ -28,11 +28,11 @@ class AdaptedMedusa(nn.Module):
         """The heads' candidates. See `MedusaHead.candidates`."""
         return self.heads.compute_candidates(output, token_ids, first, depth, width)
 
-    def output_heads(self) -> list[Tensor]:
+    def find_output_heads(self) -> list[Tensor]:
         """The heads' output heads. See `MedusaHead.output_heads`."""
         return self.heads.find_output_heads()
 
-    def embeddings(self) -> list[Tensor]:
+    def find_embeddings(self) -> list[Tensor]:
         """The heads' embeddings. See `DraftHead.embeddings`."""
         return self.heads.find_embeddings()
 

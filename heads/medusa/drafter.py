@@ -57,7 +57,7 @@ class MedusaCut(MedusaDrafter):
     """
 
     def __init__(self, head: MedusaNetwork, depth: int, calibration: Calibration) -> None:
-        super().__init__(head, Tree.chain(depth))
+        super().__init__(head, Tree.make_chain(depth))
         self.calibration, self.num_static_nodes = calibration, None
 
     def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
@@ -66,6 +66,6 @@ class MedusaCut(MedusaDrafter):
         hidden = self.hidden.to(next(self.head.parameters()).dtype)
         draws = ChainSampler(self.head.vocab, calibration=self.calibration)
         tokens: list[Tensor] = []
-        while len(tokens) < self.tree.depth and not draws.ended:
+        while len(tokens) < self.tree.depth and not draws.has_ended:
             tokens.append(draws.choose_token(self.head.head_logits(len(tokens), hidden)))
         return draws.make_draft(self.tree, torch.stack(tokens, 1))

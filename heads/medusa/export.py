@@ -73,11 +73,11 @@ def build_engine_files(head: MedusaNetwork, engine: ExportFormat) -> HeadFiles:
     del settings["architectures"]
     if layout.architecture is not None:
         settings["architectures"] = [layout.architecture]
-    tensors = _renamed(own.tensors) if layout.own_names else own.tensors
+    tensors = _rename_tensors(own.tensors) if layout.own_names else own.tensors
     return HeadFiles(settings, layout.weights, tensors)
 
 
-def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     named = {}
     for name, tensor in tensors.items():
         k, layer, *rest = name.split(".")

@@ -115,12 +115,12 @@ def build_layer_settings(config: Any, family: MtpFamily, sparse: bool) -> dict[s
         "moe_layer_end_index": 0,
     }
     if family.is_sliding is not False:
-        one |= _window(config, family)
+        one |= _build_window_settings(config, family)
     settings |= {key: value for key, value in one.items() if key in settings}
     return settings | ({"model_type": family.model_type} if family.model_type else {})
 
 
-def _window(config: Any, family: MtpFamily) -> dict[str, Any]:
+def _build_window_settings(config: Any, family: MtpFamily) -> dict[str, Any]:
     """Window settings of a layer that rotates in a window; a window of 0 means full attention."""
     window = config.sliding_window
     if family.is_sliding is None:

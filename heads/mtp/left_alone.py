@@ -32,7 +32,7 @@ def find_unlisted_modules(
     lists = {key: quantisation[key] for key in LISTS if isinstance(quantisation.get(key), list)}
     usual = USUAL.get(str(quantisation.get("quant_method")), LISTS[0])
     missing = {
-        key: [name for name in modules if not any(_names(each, name) for each in listed)]
+        key: [name for name in modules if not any(_is_match(each, name) for each in listed)]
         for key, listed in (lists or {usual: []}).items()
     }
     return {key: names for key, names in missing.items() if names}
@@ -45,7 +45,7 @@ def add_unquantized_modules(quantisation: dict[str, Any], modules: Iterable[str]
         quantisation[key] = [*(quantisation.get(key) or ["lm_head"]), *missing]
 
 
-def _names(entry: str, module: str) -> bool:
+def _is_match(entry: str, module: str) -> bool:
     """Tell whether an entry is a module, a parent of it, or a pattern of either."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None

@@ -51,8 +51,8 @@ class _KeyValueCapture:
         """Keep keys and values; the returned attention is not used."""
         del layer, scores
         # Under autocast only values come from a product, and keys have the wider dtype.
-        self.keys = _rows(key).to(value.dtype)
-        self.values = _padded(_rows(value), key.shape[-1])
+        self.keys = _view_rows(key).to(value.dtype)
+        self.values = _pad_values(_view_rows(value), key.shape[-1])
         return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
 
 
@@ -78,22 +78,22 @@ class _DraftAttention:
             raise NotImplementedError("an MTP layer with a soft cap")
         width, query, key = query.shape[-1], query.to(value.dtype), key.to(value.dtype)
         if self.remembered:
-            self.branches.draft_keys.append(_rows(key))
-            self.branches.draft_values.append(_padded(_rows(value), width))
+            self.branches.draft_keys.append(_view_rows(key))
+            self.branches.draft_values.append(_pad_values(_view_rows(value), width))
         if scores.scale is not None and scores.scale != width**-0.5:
             query = query * (scores.scale * width**0.5)
         attended = branch_attention(
-            _rows(query), self.branches, scores.window or None, scores.sinks
+            _view_rows(query), self.branches, scores.window or None, scores.sinks
         )
         return attended[..., : value.shape[-1]].unsqueeze(0)
 
 
-def _rows(heads: Tensor) -> Tensor:
+def _view_rows(heads: Tensor) -> Tensor:
     """[N, K, d] view of [1, K, N, d]."""
     return heads.squeeze(0).transpose(0, 1)
 
 
-def _padded(values: Tensor, width: int) -> Tensor:
+def _pad_values(values: Tensor, width: int) -> Tensor:
     """Pad values to the width of keys, which latent attention has wider."""
     return pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
 
@@ -120,7 +120,7 @@ class MtpNetwork(AutoregressiveHead):
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer: Any = parts.layer(parts.config, 0)
         if config.family_entry.has_indexer:
-            self.layer.self_attn.indexer = _indexer(parts.config)
+            self.layer.self_attn.indexer = _build_indexer(parts.config)
         self.norm = parts.norm(hidden, epsilon) if "norm" in config.family_entry.names else None
         self.lm_head = self.embed_tokens = None
         self.taps, self.max_positions = FeatureLayers(config.layers), config.num_positions
@@ -178,13 +178,17 @@ class MtpNetwork(AutoregressiveHead):
         )
         norm, rows = getattr(self.layer, "input_layernorm", nn.Identity()), inputs.unsqueeze(0)
         with open_attention_pass(reading):
-            self.layer.self_attn(hidden_states=norm(rows), **self._places(rows, position_ids))
+            self.layer.self_attn(
+                hidden_states=norm(rows), **self._build_layer_arguments(rows, position_ids)
+            )
         return MtpContextStates(inputs, position_ids, reading.keys, reading.values)
 
     def draft(self, text: MtpContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
         """See `ContinuingHead.draft`."""
         positions = text.position_ids[rows]
-        return self._run(text.inputs[rows], positions, _DraftAttention(branches, remembered=False))
+        return self._run_layer(
+            text.inputs[rows], positions, _DraftAttention(branches, remembered=False)
+        )
 
     def advance(
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
@@ -192,16 +196,16 @@ class MtpNetwork(AutoregressiveHead):
         """See `ContinuingHead.advance`."""
         fed = self.apply_final_norm(outputs) if self.config.feeds_back_normed else outputs
         inputs = self.build_layer_inputs(fed, token_ids, position_ids)
-        return self._run(inputs, position_ids, _DraftAttention(branches, remembered=True))
+        return self._run_layer(inputs, position_ids, _DraftAttention(branches, remembered=True))
 
-    def _run(self, inputs: Tensor, position_ids: Tensor, drafting: _DraftAttention) -> Tensor:
+    def _run_layer(self, inputs: Tensor, position_ids: Tensor, drafting: _DraftAttention) -> Tensor:
         """[N, H] outputs of the layer for inputs [N, H] at positions [N]."""
         rows = inputs.unsqueeze(0)
         with open_attention_pass(drafting):
-            output = self.layer(rows, **self._places(rows, position_ids))
+            output = self.layer(rows, **self._build_layer_arguments(rows, position_ids))
         return (output[0] if isinstance(output, tuple) else output).squeeze(0)
 
-    def _places(self, rows: Tensor, position_ids: Tensor) -> dict[str, Any]:
+    def _build_layer_arguments(self, rows: Tensor, position_ids: Tensor) -> dict[str, Any]:
         """Arguments of a layer for positions [N], without a mask."""
         places = position_ids.unsqueeze(0)
         told: dict[str, Any] = {"position_ids": places, "attention_mask": None}
@@ -211,7 +215,7 @@ class MtpNetwork(AutoregressiveHead):
         return told
 
 
-def _indexer(config: Any) -> nn.Module:
+def _build_indexer(config: Any) -> nn.Module:
     """Weights of the module that chooses keys of long texts; kept unchanged and not run here."""
     hidden, size, num_heads = config.hidden_size, config.index_head_dim, config.index_n_heads
     parts = {

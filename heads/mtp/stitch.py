@@ -55,20 +55,20 @@ def stitch_layer(folder: Path, head: MtpHead, final: Path) -> list[str]:
             is full, or the written layer differs.
     """
     config, what = load_model_config(folder), f"target.path={folder}"
-    family = _fitting(config, head, what)
+    family = _find_matching_family(config, head, what)
     num_layers = count_decoder_layers(config)
     files = find_weight_files(folder, "model")
     if files is None:
         raise InputError(f"{what}: some of its safetensors files are missing; download it again")
     places = find_mtp_tensors(folder, family, num_layers, what)
-    layer = _named(head, family, num_layers, places, _dtype(files))
+    layer = _name_stored_tensors(head, family, num_layers, places, _find_common_dtype(files))
     layer |= _lacking_copies(family.copy_names(num_layers), files)
     written = sorted({places[name].name for name in layer if name in places} | {SHARD})
 
     def fill(staging: Path) -> None:
         for path in folder.iterdir():
             if path.is_file() and path not in files and path.name not in (INDEX, "config.json"):
-                _link(path, staging / path.name)
+                _link_or_copy(path, staging / path.name)
         rest: dict[str, Tensor] = dict(layer)
         weight_map: dict[str, str] = {}
         for file in files:
@@ -77,24 +77,26 @@ def stitch_layer(folder: Path, head: MtpHead, final: Path) -> list[str]:
             # Once there is a second file, readers need an index and look for this name.
             name = "model-00001-of-00001.safetensors" if file.stem == "model" else file.name
             if not own and len(kept) == len(load_tensor_table(file)):
-                _link(file, staging / name)
+                _link_or_copy(file, staging / name)
             elif own or kept:
-                save_file(_held(file, kept) | own, staging / name, metadata={"format": "pt"})
+                save_file(
+                    _load_tensors(file, kept) | own, staging / name, metadata={"format": "pt"}
+                )
             weight_map |= dict.fromkeys([*kept, *own], name)
         if rest:
             save_file(rest, staging / SHARD, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(rest, SHARD)
-        index = {"metadata": _sizes(staging, weight_map), "weight_map": weight_map}
+        index = {"metadata": _build_index_metadata(staging, weight_map), "weight_map": weight_map}
         (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
         changed = _with_layer(config, family, {name: t.shape for name, t in layer.items()})
         (staging / "config.json").write_text(json.dumps(changed, indent=2))
-        _verify(staging, head)
+        _check_written_layer(staging, head)
 
     write_folder(final, fill)
     return [name for name in written if (final / name).is_file()]
 
 
-def _verify(folder: Path, head: MtpHead) -> None:
+def _check_written_layer(folder: Path, head: MtpHead) -> None:
     """Read a layer back and compare.
 
     Raises:
@@ -110,7 +112,7 @@ def _verify(folder: Path, head: MtpHead) -> None:
             )
 
 
-def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> MtpFamily:
+def _find_matching_family(config: Mapping[str, Any], head: MtpHead, what: str) -> MtpFamily:
     """Table entry of the model's family.
 
     Raises:
@@ -135,7 +137,7 @@ def _fitting(config: Mapping[str, Any], head: MtpHead, what: str) -> MtpFamily:
     return FAMILIES[name]
 
 
-def _named(
+def _name_stored_tensors(
     head: MtpHead,
     family: MtpFamily,
     num_layers: int,
@@ -167,11 +169,11 @@ def _lacking_copies(names: list[str], files: list[Path]) -> dict[str, Tensor]:
     copies: dict[str, Tensor] = {}
     for name, end in zip(names, (EMBEDDING, EMBEDDING if is_tied else HEAD), strict=False):
         if name not in held and end in held and held[end][1]["dtype"] in DTYPES:
-            copies[name] = _held(held[end][0], [end])[end].clone()
+            copies[name] = _load_tensors(held[end][0], [end])[end].clone()
     return copies
 
 
-def _dtype(files: list[Path]) -> torch.dtype:
+def _find_common_dtype(files: list[Path]) -> torch.dtype:
     """Dtype of most unquantised bytes; bfloat16 if a model has none."""
     sizes = Counter[str]()
     for tensor in chain.from_iterable(load_tensor_table(file).values() for file in files):
@@ -181,12 +183,12 @@ def _dtype(files: list[Path]) -> torch.dtype:
     return DTYPES[known[0]] if known else torch.bfloat16
 
 
-def _held(file: Path, names: list[str]) -> dict[str, Tensor]:
+def _load_tensors(file: Path, names: list[str]) -> dict[str, Tensor]:
     with safe_open(file, "pt") as opened:
         return {name: opened.get_tensor(name) for name in names}
 
 
-def _link(path: Path, copy: Path) -> None:
+def _link_or_copy(path: Path, copy: Path) -> None:
     """Link the same bytes under another name; on another disk, copy them."""
     try:
         os.link(path.resolve(), copy)
@@ -194,7 +196,7 @@ def _link(path: Path, copy: Path) -> None:
         shutil.copyfile(path, copy)
 
 
-def _sizes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
+def _build_index_metadata(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
     total = 0
     for file in set(weight_map.values()):
         for tensor in load_tensor_table(folder / file).values():

@@ -21,11 +21,11 @@ class _PEagleDrafter(EagleDrafter):
 
     head: PEagleNetwork
 
-    def _encode(self, seen: CommittedTokens, following: Tensor) -> None:
+    def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> None:
         """Read tokens without a draft."""
-        self._pass(seen, following, 0)
+        self._run_pass(seen, following, 0)
 
-    def _pass(self, seen: CommittedTokens, following: Tensor, num_masks: int) -> list[Tensor]:
+    def _run_pass(self, seen: CommittedTokens, following: Tensor, num_masks: int) -> list[Tensor]:
         """Outputs [B * n, H] of tokens, each with the next, and [B, H] of each row after them."""
         head, (fused, ids, places) = self.head, self._build_inputs(seen, following)
         flat, end = places.flatten(), self.cache.prepared_slots.committed[:, 0] + seen.counts
@@ -44,11 +44,11 @@ class _PEagleDrafter(EagleDrafter):
         self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
         return found
 
-    def _logits(self, roots: Roots) -> Tensor:
+    def _compute_logits(self, roots: Roots) -> Tensor:
         """[B, D, W] logits of all rows that draft."""
         assert self.pending is not None
         seen, self.pending = self.pending, None
-        text, *masks = self._pass(seen, roots.tokens, self.shape.depth - 1)
+        text, *masks = self._run_pass(seen, roots.tokens, self.shape.depth - 1)
         return self.head.compute_logits(torch.stack([text[find_last_rows(seen)], *masks], 1))
 
     def _pad_row_tokens(self, tokens: Tensor, level: int) -> Tensor:
@@ -61,8 +61,10 @@ class PEagleChain(ChainDrafter, _PEagleDrafter):
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of `depth` tokens."""
-        draws = self.sampler()
-        tokens = [draws.choose_token(each).unsqueeze(1) for each in self._logits(roots).unbind(1)]
+        draws = self.make_sampler()
+        tokens = [
+            draws.choose_token(each).unsqueeze(1) for each in self._compute_logits(roots).unbind(1)
+        ]
         readable = [self._pad_row_tokens(each, level) for level, each in enumerate(tokens)]
         return draws.make_draft(self.tree, torch.cat(readable, 1))
 
@@ -72,7 +74,7 @@ class PEagleTree(DynamicTreeDrafter, _PEagleDrafter):
 
     def expand_trees(self, roots: Roots) -> ExpandedTree:
         """See `heads.decoding.drafting.DynamicDrafter`."""
-        logits = self._logits(roots)
+        logits = self._compute_logits(roots)
 
         def after(grown: Frontier) -> Tensor:
             number = len(grown.rows) // len(roots)

@@ -37,12 +37,12 @@ def load_peagle_checkpoint(
     only = {name: value for name, value in REQUIRED_VALUES.items() if name not in FREE}
     plain = build_head_config(found, layers, {**only, "norm_output": False})
     if not plain.layers:
-        raise found.error(
+        raise found.make_error(
             "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
         )
     mask = next((found.settings[key] for key in MASK_KEYS if key in found.settings), None)
     if not isinstance(mask, int) or not 0 <= mask < plain.llama.vocab_size:
-        raise found.error(
+        raise found.make_error(
             f"config.json says mask_token_id={mask}: must be from 0 to {plain.llama.vocab_size - 1}"
         )
     feature = found.tensors.get(MASK_HIDDEN)

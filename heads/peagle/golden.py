@@ -32,7 +32,7 @@ def compute_reference_logits(
         own = select_embedding_rows(head.embed_tokens.weight, wanted, head.dtype)
     copy = copy_to_cpu(head, own)
     copy.config = replace(copy.config, mask_token_id=len(own) - 1)
-    outputs = _outputs(copy, states, places, len(token_ids) - len(places) - 1)
+    outputs = _compute_outputs(copy, states, places, len(token_ids) - len(places) - 1)
     beside = {
         "token_embeddings": embeddings[1:-1],
         "mask_token_id": mask,
@@ -41,7 +41,9 @@ def compute_reference_logits(
     return project_reference_logits(head, target, outputs, beside)
 
 
-def _outputs(head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int) -> Tensor:
+def _compute_outputs(
+    head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int
+) -> Tensor:
     """[D, S, H] normalised outputs of a head whose embedding holds only the text, then the mask."""
     rows = torch.arange(len(places))
     output = TargetOutput(states[-1], dict(enumerate(states)))

@@ -72,7 +72,9 @@ class PEagleHead(PEagleNetwork, EagleHead):
         more = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
         return replace(files, config=files.config | more)
 
-    def _exported(self, engine: ExportFormat, layout: EagleLayout, folder: str) -> ExportPlan:
+    def _plan_engine_export(
+        self, engine: ExportFormat, layout: EagleLayout, folder: str
+    ) -> ExportPlan:
         """Export whose command makes vLLM draft all tokens in one pass."""
         tokens = self.config.num_draft_tokens
         command = f"vllm serve {folder}"

@@ -113,7 +113,7 @@ class PEagleNetwork(EagleNetwork):
     ) -> RowGroup:
         """Rows of a text; arguments as in `read`, and the stretch that each sees."""
         inputs, residual = self.build_layer_inputs(fused, token_ids)
-        rotation = self.layer.self_attn.rotation(inputs, position_ids)
+        rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
         return RowGroup(inputs, residual, rotation, seen)
 
     def build_mask_rows(
@@ -131,7 +131,7 @@ class PEagleNetwork(EagleNetwork):
         mask = position_ids.new_full((1,), self.config.mask_token_id)
         fused = self.fuse(self.mask_hidden.flatten(0, 1).to(self.fc.weight))
         inputs, residual = self.build_layer_inputs(fused, mask)
-        rotation = self.layer.self_attn.rotation(inputs, position_ids)
+        rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
         sizes = [len(each.end) for each in seen]
         found = zip(rotation.split(sizes), seen, kept or [None] * len(seen), strict=True)
         return [
@@ -165,7 +165,7 @@ class PEagleNetwork(EagleNetwork):
             for place, group in enumerate(groups):
                 if group is not text:
                     own = [
-                        [*_followed(each, group.parent_rows), rows[place]]
+                        [*_select_kept_rows(each, group.parent_rows), rows[place]]
                         for each, rows in zip(own, both, strict=True)
                     ]
                 branches = BranchCache(keys, values, group.seen, *own)
@@ -226,5 +226,5 @@ def make_list_store(known: list[KeysValues]) -> KeyValueStore:
     return text_of
 
 
-def _followed(own: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
+def _select_kept_rows(own: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
     return [each if kept is None else each.index_select(0, kept) for each in own]

@@ -92,7 +92,7 @@ class Adapter(nn.Module):
             target.recompute_layers()
         self.train()
 
-    def pause(self) -> AbstractContextManager[None]:
+    def pause_adapter(self) -> AbstractContextManager[None]:
         """Context in which the target runs without the adapter."""
         return self._disabled()
 
@@ -132,16 +132,17 @@ def apply_adapter(model: Any, adapter: str) -> Any:
         same = not config.is_prompt_learning and not _is_activated(config)
         if same:
             _check_keys(adapted, adapter)
-            expected = _probe(adapted, model)
+            expected = _compute_probe_logits(adapted, model)
             _fold_embedding_and_head(adapted.get_base_model())
-            same = _alike(expected, _probe(adapted.get_base_model(), model))
+            same = _is_close(expected, _compute_probe_logits(adapted.get_base_model(), model))
     except InputError:
         raise
     except (OSError, ImportError, *MODEL_ERRORS) as error:
         raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
     if not same:
         raise InputError(
-            f"target.adapter={adapter}: {_method(adapted)} changes more than a model's weights, so "
+            f"target.adapter={adapter}: {_format_method(adapted)} changes more than a model's "
+            "weights, so "
             "heads and engines would miss it; allowed: adapters of weights, such as LoRA"
         )
     return adapted
@@ -153,22 +154,22 @@ def merge_into_weights(adapted: Any, adapter: str) -> Any:
     Raises:
         InputError: the adapter cannot become weights.
     """
-    expected = _probe(adapted, adapted.get_base_model())
+    expected = _compute_probe_logits(adapted, adapted.get_base_model())
     try:
         model = adapted.merge_and_unload(safe_merge=True)
     except MODEL_ERRORS as error:
         raise InputError(
             f"target.adapter={adapter}: cannot be merged into weights: {error}; name a LoRA adapter"
         ) from error
-    if not _alike(expected, _probe(model, model)):
+    if not _is_close(expected, _compute_probe_logits(model, model)):
         raise InputError(
             f"target.adapter={adapter}: the merged model would give other logits, as "
-            f"{_method(adapted)} is no change of its weights; name a LoRA adapter"
+            f"{_format_method(adapted)} is no change of its weights; name a LoRA adapter"
         )
     return model
 
 
-def _method(adapted: Any) -> str:
+def _format_method(adapted: Any) -> str:
     config = adapted.active_peft_config
     return "aLoRA" if _is_activated(config) else str(config.peft_type.value)
 
@@ -202,14 +203,14 @@ def _add_token_rows(model: Any, shapes: Mapping[str, list[int]], adapter: str) -
 
 
 @torch.no_grad()
-def _probe(model: Any, whole: Any) -> Tensor:
+def _compute_probe_logits(model: Any, whole: Any) -> Tensor:
     """Logits of a model after token ids from the whole vocabulary."""
     weight = whole.get_input_embeddings().weight
     ids = torch.linspace(0, weight.shape[0] - 1, NUM_PROBED).long()[None].to(weight.device)
     return model(input_ids=ids, use_cache=False).logits.float()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _is_close(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return float((one - other).abs().max()) <= 0.01 * float(one.abs().max())
@@ -219,7 +220,7 @@ def _fold_embedding_and_head(model: Any) -> None:
     """Replace embedding and output head by plain modules with the adapter merged in."""
     names = {id(module): name for name, module in model.named_modules()}
     both = [model.get_input_embeddings(), model.get_output_embeddings()]
-    tied = _weight(both[0]) is _weight(both[1])
+    tied = _find_weight(both[0]) is _find_weight(both[1])
     folded = False
     for module in both:
         if not hasattr(module, "base_layer") and not hasattr(module, "original_module"):
@@ -242,7 +243,7 @@ def _fold_embedding_and_head(model: Any) -> None:
             config.tie_word_embeddings = False
 
 
-def _weight(module: Any) -> Any:
+def _find_weight(module: Any) -> Any:
     while not isinstance(module, nn.Embedding | nn.Linear):
         inner = getattr(module, "base_layer", getattr(module, "original_module", None))
         if inner is None:
@@ -272,17 +273,18 @@ def _check_keys(adapted: Any, adapter: str) -> None:
     )
     if lacking:
         raise InputError(
-            f"target.adapter={adapter}: its file lacks weights for this model: {_some(lacking)}; "
+            f"target.adapter={adapter}: its file lacks weights for this model: "
+            f"{_format_names(lacking)}; "
             "name the model it was trained on"
         )
     left = sorted(loaded.unexpected_keys)
     if left:
         print(  # noqa: T201
             f"target.adapter={adapter}: skipped weights without a place in the language model: "
-            f"{_some(left)}",
+            f"{_format_names(left)}",
             file=sys.stderr,
         )
 
 
-def _some(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

@@ -185,7 +185,7 @@ class DocumentPass:
     ) -> Tensor:
         """See `AttentionPass`."""
         q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
-        kernel = _kernel(q, v, scores)
+        kernel = _choose_kernel(q, v, scores)
         documents = self.place_documents(query.device, layer)
         self.calls.append((scores.window, kernel))
         if kernel is not FLASH:
@@ -197,7 +197,7 @@ class DocumentPass:
         return output.unflatten(0, (len(query), -1))
 
 
-def _kernel(query: Tensor, values: Tensor, scores: ScoreRule) -> str:
+def _choose_kernel(query: Tensor, values: Tensor, scores: ScoreRule) -> str:
     same = query.shape[-1] == values.shape[-1]
     if scores.cap is None and same and can_use_flash(query):
         return FLASH
@@ -305,7 +305,7 @@ class CachedPass:
     @property
     def key_positions(self) -> Tensor:
         """[B, S] int64 positions of the tokens in the slots."""
-        return self.slots.positions(self.depths, self.cache.read_width)
+        return self.slots.compute_positions(self.depths, self.cache.read_width)
 
     @property
     def allowed(self) -> Tensor:
@@ -327,7 +327,7 @@ class CachedPass:
                 return output
             reach = (scores.window or self.cache.read_width) + self.depths.shape[1]
             if self.mask is not None and query.is_cuda and reach < self.cache.read_width:
-                return self._within(query, key, value, scores)
+                return self._attend_window(query, key, value, scores)
         if self.mask is None and isinstance(self.cache.write_slots, int):
             end = self.cache.write_slots + self.num_new
             return causal_attention(
@@ -335,7 +335,7 @@ class CachedPass:
             ).transpose(1, 2)
         mask_key = (scores.window, chunk, query.shape[1] // key.shape[1], query.device)
         if mask_key not in self._masks:
-            self._masks[mask_key] = self._mask(*mask_key, query.dtype)
+            self._masks[mask_key] = self._build_mask(*mask_key, query.dtype)
         return masked_attention(query, key, value, self._masks[mask_key], scores).transpose(1, 2)
 
     def _by_slots(
@@ -354,20 +354,24 @@ class CachedPass:
             self._texts[query.device] = SlotTexts(committed, self.depths.shape[1], mask)
         texts = self._texts[query.device]
         if apart:
-            return texts.joined(query, key, value, scores)
+            return texts.attend_tree(query, key, value, scores)
         return texts.in_order(query, key, value, scores, window)
 
-    def _within(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule) -> Tensor:
+    def _attend_window(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
+    ) -> Tensor:
         """`attend` of draft tokens in a sliding layer, over the slots in reach."""
         near_key = (scores.window, query.shape[1] // key.shape[1], query.device)
         if near_key not in self._near:
             assert scores.window is not None
-            self._near[near_key] = self._reached(scores.window, *near_key[1:], query.dtype)
+            self._near[near_key] = self._build_window_slots(
+                scores.window, *near_key[1:], query.dtype
+            )
         texts, slots, mask = self._near[near_key]
         key, value = (states[texts, :, slots].transpose(1, 2) for states in (key, value))
         return masked_attention(query, key, value, mask, scores).transpose(1, 2)
 
-    def _reached(
+    def _build_window_slots(
         self, window: int, groups: int, device: Any, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Texts [B, 1], slots [B, window - 1 + P] and their mask for `masked`."""
@@ -382,7 +386,7 @@ class CachedPass:
         texts = torch.arange(len(slots), device=device).unsqueeze(1)
         return texts, slots.clamp_min(0).to(device), mask
 
-    def _mask(
+    def _build_mask(
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype
     ) -> Tensor | None:
         """Mask for `masked`; None for a single token that sees everything."""

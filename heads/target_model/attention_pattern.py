@@ -62,11 +62,11 @@ class AttentionPattern:
         known = {FULL, SLIDING, CHUNKED, *ATTENTION, *RECURRENT, *NEITHER}
         for unknown in sorted(set(types) - known):
             reason = REFUSED.get(unknown, f"is none of {sorted(known)}")
-            raise _refusal(config, name, f"its layer of type {unknown} {reason}")
+            raise _make_refusal(config, name, f"its layer of type {unknown} {reason}")
         for key, reason in REFUSED_WITH.items():
             # BLOOM always has ALiBi, and no key for it.
             if getattr(config, key, False) or (key == "alibi" and config.model_type == "bloom"):
-                raise _refusal(config, name, f"{key} in its config: {reason}")
+                raise _make_refusal(config, name, f"{key} in its config: {reason}")
         chunk = getattr(config, "attention_chunk_size", None)
         shares = bool(getattr(config, "num_kv_shared_layers", 0))
         return cls(types, window, chunk, bool(RECURRENT & set(types)), shares)
@@ -75,7 +75,7 @@ class AttentionPattern:
     def windows(self) -> list[int | None]:
         """Window of each attention layer; None for full or chunked layers."""
         windows = {FULL: None, SLIDING: self.window, CHUNKED: None}
-        return [windows[own] for own in self._attending if own in windows]
+        return [windows[own] for own in self._attention_types if own in windows]
 
     @property
     def chunks(self) -> dict[int, int]:
@@ -87,14 +87,14 @@ class AttentionPattern:
     def length_limits(self) -> list[int]:
         """Lengths above which some layer sees less than everything."""
         sizes = {SLIDING: self.window, CHUNKED: self.chunk}
-        return [size for own, size in sizes.items() if own in self._attending and size]
+        return [size for own, size in sizes.items() if own in self._attention_types and size]
 
     @property
-    def _attending(self) -> list[str]:
+    def _attention_types(self) -> list[str]:
         """Types of layers, hybrids by their attention."""
         return [ATTENTION.get(own, own) for own in self.layer_types]
 
-    def masks(
+    def build_masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
     ) -> Masks | None:
         """Additive masks [B, 1, Q, S], by type of layer if there are several.
@@ -110,14 +110,14 @@ class AttentionPattern:
             window = self.window if own == SLIDING else None
             chunk = self.chunk if own == CHUNKED else None
             seen = restrict_visibility(allowed, query_positions, key_positions, window, chunk)
-            return additive(seen, dtype)
+            return build_additive_mask(seen, dtype)
 
-        types = {own for own in self._attending if own in (FULL, SLIDING, CHUNKED)}
+        types = {own for own in self._attention_types if own in (FULL, SLIDING, CHUNKED)}
         masks: dict[str, Tensor | None] = {own: mask(own) for own in types}
         if len(masks) < 2:
             return next(iter(masks.values()), None)
         recurrent: dict[str, Tensor | None] = dict.fromkeys(RECURRENT)
-        by_layer = zip(self.layer_types, self._attending, strict=True)
+        by_layer = zip(self.layer_types, self._attention_types, strict=True)
         return recurrent | masks | {stated: masks.get(own) for stated, own in by_layer}
 
 
@@ -136,13 +136,13 @@ def restrict_visibility(
     return allowed
 
 
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def build_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, 1, Q, S], 0 for visible tokens; boolean masks are silently wrong in eager attention."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def _refusal(config: Any, name: str, reason: str) -> InputError:
+def _make_refusal(config: Any, name: str, reason: str) -> InputError:
     return InputError(
         f"target.path={name}: {config.model_type} is not supported: {reason}; name another target"
     )

@@ -57,7 +57,7 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
     Raises:
         InputError: the target is not supported.
     """
-    file = _remembered(target, config)
+    file = _find_check_file(target, config)
     if file is not None and file.is_file():
         for name, value in json.loads(file.read_text()).items():
             setattr(target, name, value)
@@ -75,7 +75,7 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
         Path(temporary).replace(file)
 
 
-def _remembered(target: Target, config: TargetConfig) -> Path | None:
+def _find_check_file(target: Target, config: TargetConfig) -> Path | None:
     """File of a check, named after everything it depends on; None for unknown weights."""
     identity = identify_target(config, target.tokenizer, target.dtype)
     if identity.weights is None:
@@ -116,21 +116,21 @@ def check_target_support(target: Target) -> None:
     text = (drawn % target.vocab_size).to(target.device)
     target.needs_masks = reason = _compare_documents(target, text, by_kernel=True)
     if reason and (with_masks := _compare_documents(target, text, by_kernel=False)):
-        raise _refusal(target, f"packed documents: {with_masks}")
+        raise _make_refusal(target, f"packed documents: {with_masks}")
     reason = _compare_drafts(target, text)
     if reason and not target.needs_masks:
         target.needs_masks = reason
         reason = _compare_drafts(target, text)
     if reason:
-        raise _refusal(target, reason)
+        raise _make_refusal(target, reason)
     if target.is_recurrent:
         decoded = _decoded_logits(target, text, NUM_BEHIND)
-        target.numerical_difference = _difference(
+        target.numerical_difference = _describe_difference(
             target, decoded, _own_logits(target, text, NUM_BEHIND)
         )
 
 
-def _refusal(target: Target, reason: str) -> InputError:
+def _make_refusal(target: Target, reason: str) -> InputError:
     return InputError(
         f"target.path={target.name}: {target.config.model_type} "
         f"({type(target.model).__name__}) cannot be served: {reason}"
@@ -166,7 +166,7 @@ def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
     return torch.stack(logits)
 
 
-def _difference(target: Target, logits: Tensor, expected: Tensor) -> str:
+def _describe_difference(target: Target, logits: Tensor, expected: Tensor) -> str:
     """Describe the difference of logits from the model's own; empty if they agree."""
     if expected.isnan().any():
         raise InputError(
@@ -210,7 +210,7 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
     # The last three tokens of each document.
     rows = [(0, long - 3), (0, long), (1, 0), (1, long)]
     last = torch.cat([states[row, start : start + 3] for row, start in rows])
-    difference = _difference(
+    difference = _describe_difference(
         target, target.compute_logits(last).float(), torch.cat([*own, *own[::-1]])
     )
     return difference and f"a read by documents {difference}"
@@ -219,7 +219,7 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
 def _compare_drafts(target: Target, text: Tensor) -> str:
     """Describe the difference of prompts and of drafts after them; empty without one."""
     try:
-        return _DraftCheck(target, text).run()
+        return _DraftCheck(target, text).find_difference()
     except MODEL_ERRORS as error:
         return f"{type(error).__name__}: {error}"
 
@@ -243,7 +243,7 @@ class _DraftCheck:
         ]
 
     @torch.no_grad()
-    def run(self) -> str:
+    def find_difference(self) -> str:
         """Describe the first difference; empty without one."""
         cache = self.target.new_cache(2)
         rows = [self.ids[:length].tolist() for length in self.lengths]
@@ -251,7 +251,7 @@ class _DraftCheck:
         last = output.select_tokens(
             torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1
         )
-        difference = self._compare("a prompt", last, [0], [-1])
+        difference = self._compare_states("a prompt", last, [0], [-1])
         for name, parents, right, kept in (
             ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
             ("a draft after a kept part of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
@@ -278,12 +278,14 @@ class _DraftCheck:
         output = self.target.run_pending(
             cache, rows, None if is_chain else mask[None], depths[None]
         )
-        difference = self._compare(name, output, right, depths[right].tolist())
+        difference = self._compare_states(name, output, right, depths[right].tolist())
         cache.commit([right[:num] for num in kept])
         self.lengths = [length + num for length, num in zip(self.lengths, kept, strict=True)]
         return difference
 
-    def _compare(self, name: str, output: TargetOutput, nodes: list[int], depths: list[int]) -> str:
+    def _compare_states(
+        self, name: str, output: TargetOutput, nodes: list[int], depths: list[int]
+    ) -> str:
         """Describe the difference of the states of nodes at depths after the texts."""
         places = torch.tensor([nodes] * len(self.lengths), device=self.ids.device)
         states = output.select_tokens(places).hidden_states.flatten(0, 1)
@@ -293,5 +295,5 @@ class _DraftCheck:
             for depth in depths
         ]
         logits = self.target.compute_logits(states).float()
-        difference = _difference(self.target, logits, torch.stack(own))
+        difference = _describe_difference(self.target, logits, torch.stack(own))
         return difference and f"{name}, after texts of {self.lengths} tokens, {difference}"

@@ -44,7 +44,7 @@ def call_decoder(
     Masks are additive, by type of layer if there are several.
     """
     model_class: Any = type(getattr(decoder, "_orig_mod", decoder))
-    known = _arguments(model_class)
+    known = _list_forward_arguments(model_class)
     given = {"position_ids": position_ids, "attention_mask": masks}
     # State spaces have no positions or masks, and name their cache differently.
     name = "past_key_values" if "past_key_values" in known else "cache_params"
@@ -53,7 +53,7 @@ def call_decoder(
 
 
 @cached_result
-def _arguments(model_class: Any) -> frozenset[str]:
+def _list_forward_arguments(model_class: Any) -> frozenset[str]:
     return frozenset(signature(model_class.forward).parameters)
 
 

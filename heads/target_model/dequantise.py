@@ -81,7 +81,7 @@ def resolve_target_folder(config: TargetConfig) -> str:
             transformers.__version__,
             gguf.header_checksum,
             checksum_gguf_weights(gguf),
-            _own(gguf),
+            _compute_checksums(gguf),
         ]
     )
     key = sha256(made.encode()).hexdigest()[:16]
@@ -94,7 +94,7 @@ def resolve_target_folder(config: TargetConfig) -> str:
             if not folder.is_dir():
                 _check_room(gguf, folder.parent)
                 with report_target_errors(config):
-                    write_folder(folder, partial(_fill, config, gguf))
+                    write_folder(folder, partial(_write_dequantised, config, gguf))
     return str(folder)
 
 
@@ -115,7 +115,7 @@ def load_config_file(file: Path) -> dict[str, Any]:
     return stored
 
 
-def _own(gguf: GgufTarget) -> dict[str, str]:
+def _compute_checksums(gguf: GgufTarget) -> dict[str, str]:
     """Checksums of the files beside the GGUF file."""
     return {
         name: sha256(file.read_bytes()).hexdigest() for name, file in gguf.original_files.items()
@@ -158,7 +158,7 @@ def _check_room(gguf: GgufTarget, place: Path) -> None:
     )
 
 
-def _fill(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
+def _write_dequantised(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
     """Write config, tokenizer and weights in transformers' format."""
     of_file = {"gguf_file": gguf.name}
     whole = _config_beside(gguf) is not None
@@ -174,7 +174,7 @@ def _fill(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
     )
     _check_all_read(gguf, check_complete(config, model, info), info["unexpected_keys"])
     for parameter in model.parameters():
-        parameter.data = _narrowest(parameter.data)
+        parameter.data = _cast_narrowest(parameter.data)
     model.generation_config = _generation_config(gguf, model)
     model.save_pretrained(staging)
     _save_tokenizer(gguf, staging)
@@ -235,7 +235,7 @@ def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> 
         name: math.prod(tensor["shape"])
         for name, tensor in gguf.tensor_table.items()
         # Layers after the last predict several tokens (MTP).
-        if not name.startswith(ROPE_FACTORS) and _layer(name) < layers
+        if not name.startswith(ROPE_FACTORS) and _parse_layer_index(name) < layers
     }
     read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     if sum(values.values()) <= sum(read.values()):
@@ -249,13 +249,13 @@ def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> 
     )
 
 
-def _layer(name: str) -> int:
+def _parse_layer_index(name: str) -> int:
     """Index of a tensor's layer; -1 outside of layers."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "blk" else -1
 
 
-def _narrowest(values: Tensor) -> Tensor:
+def _cast_narrowest(values: Tensor) -> Tensor:
     """Cast float32 values to the smallest dtype that holds them exactly."""
     for dtype in (torch.bfloat16, torch.float16):
         narrow = values.to(dtype)

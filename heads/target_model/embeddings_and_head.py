@@ -54,7 +54,7 @@ class EmbeddingsAndOutputHead:
         self._model_config = model_config
         self.config = model_config.get_text_config()
         self.embedding = embedding
-        self.output_head = _emitting(output_head, self.config)
+        self.output_head = _remove_padding_rows(output_head, self.config)
         self.generation_config = generation_config
         self.tokenizer = tokenizer
         self.name = name
@@ -73,7 +73,7 @@ class EmbeddingsAndOutputHead:
         return cls(
             model_config=model.config,
             embedding=nn.Embedding.from_pretrained(model.get_input_embeddings().weight.detach()),
-            output_head=_linear(output_head.weight, getattr(output_head, "bias", None)),
+            output_head=_make_linear(output_head.weight, getattr(output_head, "bias", None)),
             generation_config=model.generation_config,
             tokenizer=tokenizer,
             name=name,
@@ -221,7 +221,7 @@ class EmbeddingsAndOutputHead:
                 f"{folder}: cannot load the target's embedding and output head: {error}"
             ) from error
         embedding = nn.Embedding.from_pretrained(tensors[EMBEDDING])
-        output_head = _linear(tensors.get(HEAD, embedding.weight), tensors.get(BIAS))
+        output_head = _make_linear(tensors.get(HEAD, embedding.weight), tensors.get(BIAS))
         return cls(config, embedding, output_head, generation, tokenizer, name)
 
 
@@ -236,18 +236,18 @@ def on_embedding_device(embedding: Any, output_head: Any) -> Any:
     if weight.device == device or weight.is_meta or not plain:
         return output_head
     bias = output_head.bias
-    return _linear(weight.to(device), None if bias is None else bias.to(device))
+    return _make_linear(weight.to(device), None if bias is None else bias.to(device))
 
 
-def _emitting(output_head: Any, config: Any) -> Any:
+def _remove_padding_rows(output_head: Any, config: Any) -> Any:
     """Remove rows that pad a vocabulary from an output head, as Inkling does with logits."""
     size = getattr(config, "unpadded_vocab_size", None)
     if not size or size >= len(output_head.weight):
         return output_head
-    return _linear(output_head.weight[:size], None)
+    return _make_linear(output_head.weight[:size], None)
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Make a frozen projection with these weights."""
     head = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     head.weight = nn.Parameter(weight.detach(), requires_grad=False)

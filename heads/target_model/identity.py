@@ -67,15 +67,15 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
     if split_gguf_path(config.path):
         gguf = load_gguf_target(config.path, config.revision)
         own = {
-            "config": _sha256(collect_gguf_facts(gguf)),
+            "config": _compute_sha256(collect_gguf_facts(gguf)),
             "weights": checksum_gguf_weights(gguf),
             "quantization": gguf.quantization,
         }
         file = gguf.file
     else:
-        file = _resolved("target.path", config.path, "config.json", config.revision)
+        file = _resolve_file("target.path", config.path, "config.json", config.revision)
         own = {
-            "config": _sha256(load_config_file(file)),
+            "config": _compute_sha256(load_config_file(file)),
             "weights": compute_weights_checksum(file.parent, "model"),
             "quantization": config.quantization.value,
         }
@@ -85,14 +85,14 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
     else:  # without truncation and padding, which callers set
         rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     template = tokenizer.chat_template
-    adapter = config.adapter and _resolved(
+    adapter = config.adapter and _resolve_file(
         "target.adapter", config.adapter, "adapter_config.json", None
     )
     return TargetIdentity(
         name=config.path,
         revision=extract_commit_hash(file.as_posix(), None),
-        tokenizer=_sha256(rules),
-        template=None if template is None else _sha256(template),
+        tokenizer=_compute_sha256(rules),
+        template=None if template is None else _compute_sha256(template),
         adapter=config.adapter or config.adapter_name,
         adapter_weights=compute_weights_checksum(adapter.parent, "adapter_model")
         if adapter
@@ -125,7 +125,7 @@ def format_target_change(
     )
 
 
-def _resolved(key: str, path: str, name: str, revision: str | None) -> Path:
+def _resolve_file(key: str, path: str, name: str, revision: str | None) -> Path:
     """Local path of a file in a folder or Hub repository."""
     try:
         return Path(str(cached_file(path, name, revision=revision)))
@@ -146,5 +146,5 @@ def compute_weights_checksum(folder: Path, name: str) -> str | None:
     )
 
 
-def _sha256(content: Any) -> str:
+def _compute_sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

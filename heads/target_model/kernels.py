@@ -84,16 +84,18 @@ def causal_attention(
     everything = window == length and (chunk or length) >= length
     if everything and scores.is_plain and query.shape[-1] == values.shape[-1]:
         if num_queries == length:
-            return _whole(query, keys, values, scores)
+            return _attend_causal(query, keys, values, scores)
         if query.device.type == "cpu" and not torch.is_grad_enabled():
-            return _joined(query, keys, values, scores)
+            return _attend_continued(query, keys, values, scores)
     rows = max(1, min(LONGEST_CHUNK, CHUNK_BYTES // (4 * num_texts * num_heads * window)))
     parts = []
     for start in range(length - num_queries, length, rows):
         end, first = min(start + rows, length), max(0, start - window + 1)
         if chunk is not None:
             first = max(first, start // chunk * chunk)
-        mask = _mask(range(start, end), range(first, end), window, chunk or length, query.device)
+        mask = _build_mask(
+            range(start, end), range(first, end), window, chunk or length, query.device
+        )
         own = query[:, :, start - length + num_queries : end - length + num_queries]
         seen = keys[:, :, first:end], values[:, :, first:end]
         parts.append(_by_mask(own, *seen, mask, scores))
@@ -107,11 +109,11 @@ def masked_attention(
 
     The mask is [B or 1, 1, Q / K * n, m], additive, as from `folded_mask`; None shows all.
     """
-    rows = _folded(query, keys)
+    rows = _fold_queries(query, keys)
     if scores.is_plain:
         output = scaled_dot_product_attention(rows, keys, values, mask, scale=scores.scale)
     else:
-        output = _scored(rows, keys, values, mask, scores)
+        output = _attend_with_scores(rows, keys, values, mask, scores)
     return output.reshape(*query.shape[:3], -1)
 
 
@@ -127,16 +129,16 @@ def build_folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tenso
     return mask.masked_fill_(allowed[:, None, None], 0).flatten(2, 3)
 
 
-def _folded(query: Tensor, keys: Tensor) -> Tensor:
+def _fold_queries(query: Tensor, keys: Tensor) -> Tensor:
     """[B, K, Q / K * n, d] queries, with the heads that share keys concatenated."""
     return query.reshape(len(query), keys.shape[1], -1, query.shape[3])
 
 
-def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
+def _attend_continued(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
     """Causal attention of the last n of m tokens, to earlier tokens and to themselves."""
     start = keys.shape[2] - query.shape[2]
     flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    rows = _folded(query, keys)
+    rows = _fold_queries(query, keys)
     before, norm = flash(rows, keys[:, :, :start], values[:, :, :start], scale=scores.scale)
     groups = query.shape[1] // keys.shape[1]
     own = (states[:, :, start:].repeat_interleave(groups, 1) for states in (keys, values))
@@ -145,7 +147,9 @@ def _joined(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> T
     return torch.lerp(behind, before.reshape_as(behind), share)
 
 
-def _mask(queries: range, keys: range, window: int, chunk: int, device: torch.device) -> Tensor:
+def _build_mask(
+    queries: range, keys: range, window: int, chunk: int, device: torch.device
+) -> Tensor:
     """[n, m] bool, tokens that each query sees."""
     at = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
     key_at = torch.arange(keys.start, keys.stop, device=device)
@@ -173,7 +177,7 @@ def _by_mask(
     return output
 
 
-def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
+def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
     """Causal attention with as many queries as keys, by PyTorch's own kernels."""
     groups = query.shape[1] // keys.shape[1]
     if query.is_cuda and groups > 1:
@@ -185,7 +189,7 @@ def _whole(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Te
     )
 
 
-def _scored(
+def _attend_with_scores(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: ScoreRule
 ) -> Tensor:
     """`masked` for folded queries with soft caps and sinks, computed as in transformers."""
@@ -237,14 +241,16 @@ class SlotTexts:
         The kernel sees a single token as one head with several queries, so that it divides keys
         among blocks. Keys and values are [B, K, m, d]; a window includes the query's own token.
         """
-        text, used = (keys, values), self._seen(self.num_pending)
+        text, used = (keys, values), self._count_used_slots(self.num_pending)
         left = -1 if window is None else window - 1
-        output, norm = self._flash(query.transpose(1, 2), text, used, scores.scale, (True, left))
+        output, norm = self._run_flash(
+            query.transpose(1, 2), text, used, scores.scale, (True, left)
+        )
         if scores.sinks is None:
             return output
-        return _sunk(output, norm.t().unflatten(0, output.shape[:2]), scores.sinks)
+        return _apply_sinks(output, norm.t().unflatten(0, output.shape[:2]), scores.sinks)
 
-    def joined(self, query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
+    def attend_tree(self, query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
         """Attention of draft tokens to all committed tokens, and to pending ones by the mask.
 
         Over the text, draft tokens become heads of one token, so that keys are divided among
@@ -252,17 +258,17 @@ class SlotTexts:
         """
         rows = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         heads, text = rows.flatten(1, 2).unsqueeze(1), (keys, values)
-        before, norm = self._flash(heads, text, self._seen(0), scores.scale)
-        own, own_norm = self._own(rows, text, scores.scale)
+        before, norm = self._run_flash(heads, text, self._count_used_slots(0), scores.scale)
+        own, own_norm = self._attend_pending(rows, text, scores.scale)
         norm = norm.t().unflatten(1, rows.shape[1:3])
         share = torch.sigmoid(norm - own_norm).unsqueeze(-1).to(own.dtype)
         output = torch.lerp(own, before.view_as(rows), share)
         if scores.sinks is not None:
             sinks = scores.sinks.view(keys.shape[1], -1, 1).expand(-1, -1, query.shape[2])
-            output = _sunk(output, torch.logaddexp(norm, own_norm), sinks.flatten(1))
+            output = _apply_sinks(output, torch.logaddexp(norm, own_norm), sinks.flatten(1))
         return output.reshape(query.shape).transpose(1, 2)
 
-    def _flash(
+    def _run_flash(
         self, query: Tensor, text: tuple[Tensor, Tensor], used: Tensor, scale: float | None,
         causal: tuple[bool, int] = (False, -1),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -271,36 +277,39 @@ class SlotTexts:
         `causal` tells whether they are causal, and how far they see to the left.
         """
         num_texts, num_queries = query.shape[:2]
-        begins = self._begin(num_queries), self._begin(_step(text[0]))
+        begins = (
+            self._get_text_starts(num_queries),
+            self._get_text_starts(_compute_row_stride(text[0])),
+        )
         output, log_norm, *_ = torch.ops.aten._flash_attention_forward(
-            query.flatten(0, 1), *map(_rows, text), *begins, num_queries, text[0].shape[2],
+            query.flatten(0, 1), *map(_view_rows, text), *begins, num_queries, text[0].shape[2],
             0.0, causal[0], False,
             # Unbounded on the right; with a bound, the kernel would not divide keys.
             scale=scale, window_size_left=causal[1], window_size_right=-1, seqused_k=used,
         )  # fmt: skip
         return output.unflatten(0, (num_texts, num_queries)), log_norm
 
-    def _own(
+    def _attend_pending(
         self, rows: Tensor, text: tuple[Tensor, Tensor], scale: float | None
     ) -> tuple[Tensor, Tensor]:
         """Output [B, K, Q / K * n, d] of rows over pending tokens, and their logsumexp."""
         num_texts, num_heads, num_rows, _ = rows.shape
-        keys, values = (states[self._places].transpose(1, 2) for states in text)
+        keys, values = (states[self._pending_index].transpose(1, 2) for states in text)
         output, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            rows, keys, values, self._bias(rows).expand(num_texts, num_heads, -1, -1), True,
+            rows, keys, values, self._get_bias(rows).expand(num_texts, num_heads, -1, -1), True,
             scale=scale,
         )  # fmt: skip
         return output, log_norm[..., :num_rows]
 
     @cached_property
-    def _places(self) -> tuple[Tensor, slice, Tensor]:
+    def _pending_index(self) -> tuple[Tensor, slice, Tensor]:
         """Index of pending tokens in [B, K, m, d]."""
         device = self.committed.device
         pending = torch.arange(self.num_pending, device=device)
         texts = torch.arange(len(self.committed), device=device).unsqueeze(1)
         return texts, slice(None), self.committed.unsqueeze(1) + pending
 
-    def _bias(self, rows: Tensor) -> Tensor:
+    def _get_bias(self, rows: Tensor) -> Tensor:
         """[B or 1, 1, Q / K * n, P] bias of the mask."""
         assert self.mask is not None
         groups = rows.shape[2] // self.mask.shape[1]
@@ -308,13 +317,13 @@ class SlotTexts:
             self._biases[groups] = build_folded_mask(self.mask, groups, rows.dtype)
         return self._biases[groups]
 
-    def _seen(self, num_pending: int) -> Tensor:
+    def _count_used_slots(self, num_pending: int) -> Tensor:
         """[B] int32 number of used slots, with `num_pending` pending ones."""
         if num_pending not in self._used:
             self._used[num_pending] = (self.committed + num_pending).int()
         return self._used[num_pending]
 
-    def _begin(self, step: int) -> Tensor:
+    def _get_text_starts(self, step: int) -> Tensor:
         """[B + 1] int32 starts of texts that are `step` rows apart."""
         if step not in self._begins:
             end, device = step * (len(self.committed) + 1), self.committed.device
@@ -322,18 +331,18 @@ class SlotTexts:
         return self._begins[step]
 
 
-def _sunk(output: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
+def _apply_sinks(output: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
     """Output [..., d] with a further key in its softmax, without value and with scores `sinks`."""
     return output * torch.sigmoid(log_norm - sinks).unsqueeze(-1).to(output.dtype)
 
 
-def _step(states: Tensor) -> int:
+def _compute_row_stride(states: Tensor) -> int:
     """Rows of `_rows` from one text to the next; arbitrary for a single text."""
     return states.stride(0) // states.stride(2) if len(states) > 1 else 1
 
 
-def _rows(states: Tensor) -> Tensor:
+def _view_rows(states: Tensor) -> Tensor:
     """[., K, d] view of texts [B, K, m, d], with one row per slot from the first to the last."""
     num_texts, num_heads, num_slots, size = states.shape
-    rows = (num_texts - 1) * _step(states) + num_slots
+    rows = (num_texts - 1) * _compute_row_stride(states) + num_slots
     return states.as_strided((rows, num_heads, size), (states.stride(2), states.stride(1), 1))

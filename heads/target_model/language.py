@@ -35,7 +35,7 @@ def find_language_class(model_config: Any, towers: bool = False) -> Any:
     whole = _class_in(WRITERS, model_config)
     if whole is None and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or ()):
         return AutoModelForCausalLM  # code of the repository
-    reason = REFUSED.get(model_config.model_type) or _reason(model_config, whole)
+    reason = REFUSED.get(model_config.model_type) or _find_reason(model_config, whole)
     if reason:
         raise ValueError(f"{model_config.model_type} cannot be a target: {reason}")
     return whole if towers else text_only(whole)
@@ -47,7 +47,7 @@ def _class_in(tables: tuple[str, ...], model_config: Any) -> Any:
     return next((mapping[own] for mapping in mappings if own in mapping), None)
 
 
-def _reason(model_config: Any, whole: Any) -> str:
+def _find_reason(model_config: Any, whole: Any) -> str:
     """Reason why heads cannot draft for a config's model; empty without one."""
     if model_config.is_encoder_decoder:
         return "an encoder-decoder, whose text depends on an input that draft heads do not read"

@@ -221,7 +221,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     quantized = config.quantization is not Quantization.none
     if quantized:
-        options["quantization_config"] = _quantization(config.quantization, dtype)
+        options["quantization_config"] = _make_quantization_config(config.quantization, dtype)
     if config.device_map is not None:
         options["device_map"] = config.device_map
     elif quantized or device.type != "cpu":
@@ -254,7 +254,7 @@ def load_model(
     return check_complete(config, model, info)
 
 
-def _quantization(quantization: Quantization, dtype: torch.dtype | str) -> Any:
+def _make_quantization_config(quantization: Quantization, dtype: torch.dtype | str) -> Any:
     from transformers import BitsAndBytesConfig
 
     try:

@@ -73,19 +73,19 @@ class TargetOutput:
     def select_tokens(self, tokens: Tensor) -> "TargetOutput":
         """Hidden states [B, n, D] at tokens [B, n] int64."""
         texts = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        return self._map(lambda states: states[texts, tokens])
+        return self._map_states(lambda states: states[texts, tokens])
 
-    def rows(self, texts: Tensor) -> "TargetOutput":
+    def select_rows(self, texts: Tensor) -> "TargetOutput":
         """Hidden states [b, Q, D] of texts [b] int64."""
-        return self._map(lambda states: states[texts])
+        return self._map_states(lambda states: states[texts])
 
-    def put(self, row: int, other: "TargetOutput") -> None:
+    def insert_row(self, row: int, other: "TargetOutput") -> None:
         """Start a row with the hidden states [1, 1, D] of another text."""
         self.hidden_states[row, 0] = other.hidden_states[0, 0]
         for index, states in self.layers.items():
             states[row, 0] = other.layers[index][0, 0]
 
-    def fill(self, new: "TargetOutput") -> None:
+    def copy_from(self, new: "TargetOutput") -> None:
         """Copy hidden states of the same shapes in place."""
         self.hidden_states.copy_(new.hidden_states)
         for index, states in self.layers.items():
@@ -103,9 +103,9 @@ class TargetOutput:
 
     def to(self, device: torch.device) -> "TargetOutput":
         """Move to a device; a target over several devices leaves states at its layers."""
-        return self._map(lambda states: states.to(device))
+        return self._map_states(lambda states: states.to(device))
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
+    def _map_states(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
         layers = {index: change(states) for index, states in self.layers.items()}
         return TargetOutput(change(self.hidden_states), layers)
 
@@ -191,7 +191,7 @@ class Target(EmbeddingsAndOutputHead):
         own checkpointing has no effect.
         """
         for layer in self.decoder_layers:
-            layer.forward = partial(_recomputed, layer.forward)
+            layer.forward = partial(_run_with_recompute, layer.forward)
 
     def new_cache(self, num_texts: int) -> TreeCache:
         """Make an empty cache, which grows unless `compile` fixed its size."""
@@ -236,10 +236,10 @@ class Target(EmbeddingsAndOutputHead):
                     lengths = to_device(cache.certain_lengths, self.device).unsqueeze(1)
                 undo.enter_context(self.long_rope.mark_long_texts(lengths > self.long_rope.switch))
             if self._compiled is not None and draft is not None and not skip:
-                return self._compiled.extend(cache, input_ids, draft, taps or FeatureLayers())
+                return self._compiled.run_pending(cache, input_ids, draft, taps or FeatureLayers())
             cache.start_pass(num_new, num_new if mask is None else mask.shape[2])
             if cache.states is not None:
-                cache.states.begin(cache.num_certain, draft, in_order)
+                cache.states.start_pass(cache.num_certain, draft, in_order)
             for layer in skip:
                 undo.enter_context(
                     pause_layer(self.decoder_layers[layer], self._num_outputs[layer])
@@ -267,7 +267,7 @@ class Target(EmbeddingsAndOutputHead):
         if self.needs_masks:
             masks = cached_pass.allowed, cached_pass.key_positions
             return self.forward(input_ids, positions, *masks, cache, taps)
-        return self._run(input_ids, positions, None, cache, taps)
+        return self._run_decoder(input_ids, positions, None, cache, taps)
 
     def forward(
         self,
@@ -290,10 +290,10 @@ class Target(EmbeddingsAndOutputHead):
             cache: cache whose `begin` was told where the new tokens go.
             taps: layers to tap.
         """
-        masks = self.attention_pattern.masks(allowed, position_ids, key_positions, self.dtype)
-        return self._run(input_ids, position_ids, masks, cache, taps)
+        masks = self.attention_pattern.build_masks(allowed, position_ids, key_positions, self.dtype)
+        return self._run_decoder(input_ids, position_ids, masks, cache, taps)
 
-    def _run(
+    def _run_decoder(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
@@ -345,7 +345,7 @@ class Target(EmbeddingsAndOutputHead):
                 documents, self.decoder.config, self.attention_pattern.chunks
             )
             undo.enter_context(open_attention_pass(document_pass))
-            output = self._run(input_ids, position_ids, None, None, taps)
+            output = self._run_decoder(input_ids, position_ids, None, None, taps)
         self.attention_calls = document_pass.calls
         return output
 
@@ -376,7 +376,7 @@ class Target(EmbeddingsAndOutputHead):
         if switch is None or not len(prompt_ids) <= switch < len(token_ids):
             return whole
         before = self.encode_text(token_ids[:switch], taps)
-        behind = whole._map(lambda states: states[:, switch:])
+        behind = whole._map_states(lambda states: states[:, switch:])
         output = TargetOutput.concat([before, behind])
         output.switch_length = switch
         return output
@@ -392,7 +392,7 @@ class Target(EmbeddingsAndOutputHead):
         self._taps.add(index)
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_with_recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     now = current_pass()
@@ -420,14 +420,16 @@ class CompiledPasses:
         # Every set of tapped layers is a graph; on a GPU, every shape too.
         limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
         torch._dynamo.config.recompile_limit = limit
-        self._run: Any = torch.compile(self._pass, dynamic=self.capacity is None, backend=backend)
+        self._run: Any = torch.compile(
+            self._run_pass, dynamic=self.capacity is None, backend=backend
+        )
         self._move: Any = torch.compile(move_slots, dynamic=True, backend=backend)
 
     def new_cache(self, num_texts: int, num_layers: int) -> TreeCache:
         """See `Target.new_cache`."""
         return TreeCache(num_texts, self.device, num_layers, self.capacity, mover=self._move)
 
-    def extend(
+    def run_pending(
         self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: FeatureLayers
     ) -> TargetOutput:
         """`Target.extend` by draft tokens; `draft` has their mask and depths."""
@@ -435,12 +437,12 @@ class CompiledPasses:
             # Before tracing, as later hooks do not become part of the trace.
             self.target.keep_state(index)
         width = cache.slots.count_used_slots(draft[0].shape[2])
-        cache.reserve(width)
+        cache.reserve_slots(width)
         with pause_masks(None if self.target.needs_masks else self.target.decoder.config):
             output: TargetOutput = self._run(cache, input_ids, draft, taps, self.capacity or width)
         return output
 
-    def _pass(
+    def _run_pass(
         self,
         cache: TreeCache,
         input_ids: Tensor,
@@ -502,7 +504,7 @@ def iter_prefill(
         filled = [row + [0] * (width - len(row)) for row in new]
         both = to_device([*chain.from_iterable(filled), *counts], target.device)
         ids = both[: -len(new)].view(len(new), width)
-        cache.announce(counts, ends)
+        cache.set_certain_tokens(counts, ends)
         output = target.run_pending(cache, ids, taps=taps)
         every = torch.arange(width, device=target.device).expand_as(ids)
         cache.commit([list(range(count)) for count in counts], KeptNodes(every, both[-len(new) :]))

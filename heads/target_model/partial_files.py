@@ -29,7 +29,9 @@ def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> I
         wanted: function that tells whether a tensor is needed, by its name.
     """
     place = resolve_target_folder(config)
-    weight_map = {} if Path(place).is_dir() or config.trust_remote_code else _index(config, place)
+    weight_map = (
+        {} if Path(place).is_dir() or config.trust_remote_code else _load_weight_map(config, place)
+    )
     files = sorted({file for name, file in weight_map.items() if wanted(name)})
     if len(files) == len({*weight_map.values()}):
         yield place
@@ -48,7 +50,7 @@ def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> I
         yield temporary
 
 
-def _index(config: TargetConfig, place: str) -> dict[str, str]:
+def _load_weight_map(config: TargetConfig, place: str) -> dict[str, str]:
     """Files of a Hub repository by the names of their tensors; empty for a single file."""
     found = cached_file(
         place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False

@@ -89,12 +89,12 @@ class _Temperature:
         self.scale, self.floor = attention.attn_scale, attention.floor_scale
         self.position_ids = torch.empty(0)
         attention.attn_temperature_tuning = False
-        layer.register_forward_pre_hook(self._remember, with_kwargs=True)
-        attention.q_proj.register_forward_hook(self._scaled)
+        layer.register_forward_pre_hook(self._store_positions, with_kwargs=True)
+        attention.q_proj.register_forward_hook(self._scale_queries)
 
-    def _remember(self, _layer: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _store_positions(self, _layer: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         self.position_ids = kwargs["position_ids"]
 
-    def _scaled(self, _module: nn.Module, _args: Any, queries: Tensor) -> Tensor:
+    def _scale_queries(self, _module: nn.Module, _args: Any, queries: Tensor) -> Tensor:
         rise = torch.log1p(torch.floor((self.position_ids.float() + 1.0) / self.floor))
         return (queries * (rise * self.scale + 1.0).unsqueeze(2)).to(queries.dtype)

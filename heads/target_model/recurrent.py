@@ -41,8 +41,10 @@ def wrap_mixers(decoder: Any, name: str) -> None:
     cache = _StateKeepers(config=decoder.config)
     with ExitStack() as undo, torch.no_grad():
         for module in decoder.modules():
-            undo.callback(module.register_forward_pre_hook(cache.enter, with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(cache.leave, with_kwargs=True).remove)
+            undo.callback(
+                module.register_forward_pre_hook(cache.record_entry, with_kwargs=True).remove
+            )
+            undo.callback(module.register_forward_hook(cache.record_exit, with_kwargs=True).remove)
         device = decoder.get_input_embeddings().weight.device
         try:
             call_decoder(decoder, torch.zeros(1, 1, dtype=torch.int64, device=device), cache=cache)
@@ -63,11 +65,11 @@ class _StateKeepers(DynamicCache):
         self.kept: dict[Any, int] = {}
         self.inside: list[nn.Module] = []
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def record_entry(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self in (*args, *kwargs.values()):
             self.inside.append(module)
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+    def record_exit(self, module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
         if self in (*args, *kwargs.values()):
             assert self.inside.pop() is module
 
@@ -102,18 +104,18 @@ class Mixer:
         now = current_pass()
         if isinstance(cache, TreeCache):
             assert cache.states is not None
-            return self._extend(_Call(self.forward, args, kwargs), cache.states)
+            return self._run_pending(_Call(self.forward, args, kwargs), cache.states)
         if cache is None and isinstance(now, DocumentPass):
-            return _read(_Call(self.forward, args, kwargs), now)
+            return _run_documents(_Call(self.forward, args, kwargs), now)
         return self.forward(*args, **kwargs)
 
-    def _extend(self, call: "_Call", states: RecurrentStates) -> Any:
+    def _run_pending(self, call: "_Call", states: RecurrentStates) -> Any:
         """Run certain tokens, texts with equally many together; or draft tokens by depth."""
         if states.sure:
             for texts, tokens in states.group_by_length(call.device):
                 committed = torch.zeros_like(texts[:, 0])
-                self._run(call, states, (texts, tokens), before=committed, after=committed)
-            return call.output()
+                self._run_rows(call, states, (texts, tokens), before=committed, after=committed)
+            return call.collect_output()
         for level in states.by_depth:
             nodes, parents = (
                 numbers.to(call.device).expand(call.shape[0], -1).reshape(-1, 1)
@@ -122,34 +124,34 @@ class Mixer:
             texts = torch.arange(call.shape[0], device=call.device).unsqueeze(1)
             texts = texts.expand(-1, level.nodes.shape[1]).reshape(-1, 1)
             after = 1 + states.num_earlier + nodes[:, 0]
-            self._run(call, states, (texts, nodes), before=parents[:, 0], after=after)
-        return call.output()
+            self._run_rows(call, states, (texts, nodes), before=parents[:, 0], after=after)
+        return call.collect_output()
 
-    def _run(
+    def _run_rows(
         self, call: "_Call", states: RecurrentStates, run: tuple[Tensor, Tensor], before: Tensor,
         after: Tensor,
     ) -> None:  # fmt: skip
         """Run rows [m, n] of texts and tokens, each from one state [m] to another."""
         texts = run[0][:, 0]
         state = states.select_states(self.number, texts, before)
-        call.run(*run, states.make_layer_cache(self.layer, state))
+        call.run_tokens(*run, states.make_layer_cache(self.layer, state))
         states.store_states(self.number, texts, after, states.collect_layer_states(self.layer))
 
 
-def _read(call: "_Call", document_pass: DocumentPass) -> Any:
+def _run_documents(call: "_Call", document_pass: DocumentPass) -> Any:
     """Read each document from an empty state; pad those of similar length and run them together."""
     runs_on = document_pass.runs
     if call.device not in runs_on:
         lengths = document_pass.documents.lengths
-        runs_on[call.device] = _runs(lengths, call.shape[1], call.device)
+        runs_on[call.device] = _build_runs(lengths, call.shape[1], call.device)
     runs, places = runs_on[call.device]
     for texts, tokens in runs:
-        call.run(texts, tokens, None)
+        call.run_tokens(texts, tokens, None)
     # Select each token's place among all that were run.
-    return call.answer(lambda rows: rows.index_select(0, places))
+    return call.arrange_output(lambda rows: rows.index_select(0, places))
 
 
-def _runs(
+def _build_runs(
     lengths: tuple[int, ...], num_tokens: int, device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Group documents of sequences with `num_tokens` into runs, with one copy to the device.
@@ -162,7 +164,7 @@ def _runs(
     begins = every.split(list(lengths))
     groups = [
         nn.utils.rnn.pad_sequence([begins[n] for n in group], True, -1)
-        for group in _groups(lengths)
+        for group in _group_documents(lengths)
     ]
     run = torch.cat([tokens.flatten() for tokens in groups])
     is_real = (run >= 0).nonzero().squeeze(1)
@@ -174,7 +176,7 @@ def _runs(
     return [(tokens // num_tokens, tokens % num_tokens) for tokens in rows], places
 
 
-def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
+def _group_documents(lengths: tuple[int, ...]) -> list[list[int]]:
     """Documents to run together, the longest first."""
     groups: list[list[int]] = []
     num_run = num_embeddings = 0
@@ -207,7 +209,7 @@ class _Call:
         self._answers: list[list[Any]] = []
         self._structure: Any = None
 
-    def run(self, texts: Tensor, tokens: Tensor, cache: Cache | None) -> None:
+    def run_tokens(self, texts: Tensor, tokens: Tensor, cache: Cache | None) -> None:
         """Run some tokens.
 
         Args:
@@ -232,16 +234,16 @@ class _Call:
             [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
         )
 
-    def output(self) -> Any:
+    def collect_output(self) -> Any:
         """The module's answer for all tokens, with zeros for tokens not run."""
         places = torch.cat(self._places)
 
         def put(rows: Tensor) -> Tensor:
             return rows.new_zeros(self.shape.numel(), *rows.shape[1:]).index_put((places,), rows)
 
-        return self.answer(put)
+        return self.arrange_output(put)
 
-    def answer(self, in_order: Callable[[Tensor], Tensor]) -> Any:
+    def arrange_output(self, in_order: Callable[[Tensor], Tensor]) -> Any:
         """The module's answer for all tokens; `in_order` sorts the rows of concatenated runs."""
         return tree_unflatten(
             [

@@ -94,10 +94,10 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
                 "target.adapter_name)"
             )
     whole, bare = load_config(config), load_config(config)
-    _shorten(bare, num_layers)
+    _truncate_layers(bare, num_layers)
     with (
         report_target_errors(config),
-        _quiet(),
+        _silence_warnings(),
         open_partial_files(config, _is_read(bare, num_layers)) as place,
     ):
         loaded: Any = find_language_class(bare).from_pretrained(
@@ -110,8 +110,8 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
             **hub_options(config),
         )
         model, info = loaded
-        parameters = {_last(name) for name, _ in model.named_parameters()}
-        check_quantized_codes(config, place, lambda name: _last(name) in parameters)
+        parameters = {_shorten_name(name) for name, _ in model.named_parameters()}
+        check_quantized_codes(config, place, lambda name: _shorten_name(name) in parameters)
     modules = dict(model.named_modules())
     unexpected = [key for key in info["unexpected_keys"] if key.rpartition(".")[0] in modules]
     check_unused_weights(config, model, unexpected)
@@ -126,16 +126,16 @@ def _is_read(bare: Any, num_layers: int) -> Callable[[str], bool]:
 
     @cache
     def parts() -> set[str]:
-        return {_last(name) for name in _skeleton(bare).state_dict()}
+        return {_shorten_name(name) for name in _make_skeleton(bare).state_dict()}
 
     def is_read(name: str) -> bool:
         number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
-        return number < num_layers if number is not None else _last(name) in parts()
+        return number < num_layers if number is not None else _shorten_name(name) in parts()
 
     return is_read
 
 
-def _skeleton(bare: Any) -> nn.Module:
+def _make_skeleton(bare: Any) -> nn.Module:
     """Make a model without weights."""
     with torch.device("meta"):
         return find_language_class(bare)(bare)
@@ -174,8 +174,8 @@ def _first_layers(
 ) -> Callable[[list[int]], Tensor] | None:
     """Load the first layers if they are not too large. See `early_state`."""
     bare = load_config(config)
-    _shorten(bare, index)
-    if sum(each.numel() for each in _skeleton(bare).parameters()) > MOST_PARAMETERS:
+    _truncate_layers(bare, index)
+    if sum(each.numel() for each in _make_skeleton(bare).parameters()) > MOST_PARAMETERS:
         return None
     decoder = find_decoder(load_remote(config, torch.device("cpu"), index))
     kept: dict[int, Tensor] = {}
@@ -189,7 +189,7 @@ def _first_layers(
     return state
 
 
-def _last(name: str) -> str:
+def _shorten_name(name: str) -> str:
     """Module and parameter, without outer modules, which differ between classes."""
     return ".".join(name.split(".")[-2:])
 
@@ -234,7 +234,7 @@ def _needs_more(who: str, parts: list[str]) -> InputError:
     )
 
 
-def _shorten(config: Any, num_layers: int) -> None:
+def _truncate_layers(config: Any, num_layers: int) -> None:
     """Remove all but the first layers from a config, with the quantisation of their weights.
 
     Raises:
@@ -254,7 +254,7 @@ def _shorten(config: Any, num_layers: int) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_warnings() -> Iterator[None]:
     """Keep transformers from listing each unused weight."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

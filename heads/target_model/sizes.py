@@ -66,12 +66,12 @@ def find_hidden_size(config: Any) -> int:
     Raises:
         InputError: the config lacks it.
     """
-    return _size(config, "hidden_size")
+    return _find_size(config, "hidden_size")
 
 
 def find_embedding_size(config: Any) -> int:
     """Width of embedded tokens and of last hidden states; OPT-350m projects both."""
-    return _size(config, "word_embed_proj_dim", find_hidden_size(config))
+    return _find_size(config, "word_embed_proj_dim", find_hidden_size(config))
 
 
 def count_layers(config: Any) -> int:
@@ -80,7 +80,7 @@ def count_layers(config: Any) -> int:
     Raises:
         InputError: the config lacks it.
     """
-    return _size(config, "num_hidden_layers")
+    return _find_size(config, "num_hidden_layers")
 
 
 def compute_mlp_size(config: Any) -> int:
@@ -90,10 +90,10 @@ def compute_mlp_size(config: Any) -> int:
     with all experts per token. Without any width it is 4 hidden sizes, as in GPT-2.
     """
     hidden = find_hidden_size(config)
-    dense = _size(config, "intermediate_size", 0)
-    experts = _size(config, "num_experts_per_tok", 0)
+    dense = _find_size(config, "intermediate_size", 0)
+    experts = _find_size(config, "num_experts_per_tok", 0)
     if experts and dense < 2 * hidden:
-        return _size(config, "moe_intermediate_size", dense) * experts or 4 * hidden
+        return _find_size(config, "moe_intermediate_size", dense) * experts or 4 * hidden
     return dense or 4 * hidden
 
 
@@ -108,25 +108,25 @@ def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
         width: width of the Llama layer's hidden states.
     """
     hidden = find_hidden_size(config)
-    num_heads = _size(config, "num_attention_heads", 0)
+    num_heads = _find_size(config, "num_attention_heads", 0)
     if not num_heads:
         num_heads = max(1, hidden // STATE_HEAD)
         return AttentionHeads(gcd(num_heads, width), gcd(num_heads, width), STATE_HEAD)
     num_heads = next(n for n in range(num_heads, 0, -1) if width % n == 0)
-    head_dim = _size(config, "head_dim", 0)
+    head_dim = _find_size(config, "head_dim", 0)
     if not head_dim or num_heads * head_dim > WIDEST * hidden:
         head_dim = hidden // num_heads
     # Falcon's flag only applies to its old layers.
     single = getattr(config, "multi_query", False) and not getattr(
         config, "new_decoder_architecture", False
     )
-    num_key_value_heads = 1 if single else _size(config, "num_key_value_heads", num_heads)
+    num_key_value_heads = 1 if single else _find_size(config, "num_key_value_heads", num_heads)
     return AttentionHeads(num_heads, gcd(num_heads, num_key_value_heads), head_dim + head_dim % 2)
 
 
 def find_max_positions(config: Any) -> int:
     """Tokens of the longest text."""
-    return _size(config, "max_position_embeddings", USUAL_POSITIONS)
+    return _find_size(config, "max_position_embeddings", USUAL_POSITIONS)
 
 
 def find_norm_epsilon(config: Any) -> float:
@@ -153,7 +153,7 @@ def find_rope(config: Any) -> dict[str, Any]:
     return kept | {"rope_theta": theta}
 
 
-def _size(config: Any, key: str, default: int | None = None) -> int:
+def _find_size(config: Any, key: str, default: int | None = None) -> int:
     """Integer above 0, or the default.
 
     Raises:

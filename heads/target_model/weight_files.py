@@ -71,11 +71,11 @@ def compute_checksum(files: Iterable[tuple[Path, dict[str, dict[str, Any]]]]) ->
         files: files with their tensors, as from `tensors`. The result does not depend on the
             division into files.
     """
-    samples = sorted(sample for file, held in files for sample in _samples(file, held))
+    samples = sorted(sample for file, held in files for sample in _iter_samples(file, held))
     return hashlib.sha256(b"".join(samples)).hexdigest()
 
 
-def _samples(file: Path, held: dict[str, dict[str, Any]]) -> Iterator[bytes]:
+def _iter_samples(file: Path, held: dict[str, dict[str, Any]]) -> Iterator[bytes]:
     with file.open("rb") as stream:
         for name, tensor in held.items():
             begin, end = tensor["data_offsets"]

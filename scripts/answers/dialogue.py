@@ -50,7 +50,7 @@ class Dialogue:
                 return True
         return False
 
-    def add(self, answer: Answer) -> None:
+    def add_answer(self, answer: Answer) -> None:
         """Add the answer to the current question to the context of the next.
 
         Raises:

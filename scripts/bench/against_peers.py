@@ -61,7 +61,7 @@ LEAST_TOKENS = 256
 end of a document, except where the next document's mask stops them."""
 
 
-def table(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
+def measure_peers(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
     """Return the cost of each path, ours first, and the versions that ran.
 
     Raises:
@@ -102,13 +102,13 @@ def print_tables(options: argparse.Namespace) -> None:
         "median of "
         f"{options.repeats} steps. Peak beyond weights, optimizer state and inputs."
     )
-    peers = runnable(EAGLE3)
+    peers = find_runnable_peers(EAGLE3)
     layer = (
         f"{options.num_heads} heads of {options.head_dim}, {options.num_kv_heads} key-value heads, "
         f"intermediate size {options.intermediate}, draft vocabulary {options.draft_vocab}"
     )
     for depth in EAGLE3_STEPS:
-        text, versions = table(vars(options) | {"depth": depth}, peers)
+        text, versions = measure_peers(vars(options) | {"depth": depth}, peers)
         print(f"\nEAGLE-3, {depth} steps of the training-time test; {layer}; {versions}.")
         if best_device().type == "cpu" and any(peer.variable for peer in peers):
             print(
@@ -116,17 +116,19 @@ def print_tables(options: argparse.Namespace) -> None:
                 "does not run: its own SDPA and eager loss stand in."
             )
         print(f"\n{text}")
-    text, versions = table(vars(options) | {"depth": MEDUSA_HEADS}, runnable(MEDUSA))
+    text, versions = measure_peers(
+        vars(options) | {"depth": MEDUSA_HEADS}, find_runnable_peers(MEDUSA)
+    )
     print(f"\nMedusa, {MEDUSA_HEADS} heads of one layer; {versions}.\n\n{text}")
     job = vars(options) | {"depth": BLOCK_SIZE, "draft_vocab": options.vocab}
-    text, versions = table(job, runnable(DFLASH))
+    text, versions = measure_peers(job, find_runnable_peers(DFLASH))
     print(
         f"\nDFlash, 5 layers, 128 blocks of {BLOCK_SIZE} rows in one document, all ids, on a CPU "
         f"speculators by SDPA and its eager loss; {versions}.\n\n{text}"
     )
 
 
-def runnable(peers: tuple[Peer, ...]) -> list[Peer]:
+def find_runnable_peers(peers: tuple[Peer, ...]) -> list[Peer]:
     """Return the peers whose Python exists; print which are left out.
 
     Raises:
@@ -146,7 +148,7 @@ def runnable(peers: tuple[Peer, ...]) -> list[Peer]:
     return there
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the sizes from the command line.
 
     Raises:
@@ -172,7 +174,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Print the tables."""
     try:
-        options = arguments()
+        options = parse_arguments()
         torch.set_num_threads(options.threads)
         print_tables(options)
     except InputError as error:

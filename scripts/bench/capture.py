@@ -79,7 +79,7 @@ def capture_to_disk(work: CaptureJob, target: Target, shard: PlannedShard) -> No
         capture_shard(work, shard, target, source, writers, tqdm(disable=True))
 
 
-def seconds(run: Callable[[], None]) -> float:
+def measure_run_seconds(run: Callable[[], None]) -> float:
     """Measure the time of a run, including the work of GPU and disk.
 
     On a CPU this is the processor time of all threads, which other programs hardly change.
@@ -90,14 +90,14 @@ def seconds(run: Callable[[], None]) -> float:
     return watch.seconds() if cuda else watch.processor_seconds()
 
 
-def measured(
+def measure_run_rates(
     runs: dict[str, Callable[[PlannedShard], None]], shards: list[PlannedShard]
 ) -> dict[str, list[float]]:
     """Measure tokens/s of each run on each shard, in turn; the first shard warms up."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for number, shard in enumerate(tqdm(shards, desc="measuring", unit="group")):
         for name, run in runs.items():
-            speed = shard.num_tokens / seconds(partial(run, shard))
+            speed = shard.num_tokens / measure_run_seconds(partial(run, shard))
             if number:
                 rates[name].append(speed)
     return rates
@@ -123,16 +123,16 @@ def size_table() -> Table:
     for way in STORED:
         size = stored_as(contents, *way).bytes_per_token
         row = (f"{size:,}", f"{size / 1024:.2f}", f"{size * 1e6 / 2**30:.1f}")
-        table.add_row(label(*way), *row)
+        table.add_row(format_run_label(*way), *row)
     return table
 
 
-def label(state_format: StateFormat, teacher: TeacherKind) -> str:
+def format_run_label(state_format: StateFormat, teacher: TeacherKind) -> str:
     """The words for a format of states and a kind of teacher."""
     return f"{state_format.value}, {teacher.value}"
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Target, data and sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
@@ -169,13 +169,13 @@ def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]
         for way in STORED:
             plan = replace(work.plan, contents=stored_as(work.plan.contents, *way))
             own = replace(work, folder=Path(folder), plan=plan)
-            runs[label(*way)] = partial(capture_to_disk, own, target)
-        return measured(runs, shards)
+            runs[format_run_label(*way)] = partial(capture_to_disk, own, target)
+        return measure_run_rates(runs, shards)
 
 
 def main() -> None:
     """Print both tables."""
-    Console().print(speed_table(measure_capture_rates(arguments())))
+    Console().print(speed_table(measure_capture_rates(parse_arguments())))
     Console().print(size_table())
 
 

@@ -88,10 +88,14 @@ def build_parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
         "--vocab", str(sizes["vocab"]), "--max-length", str(sizes["length"]), "--batch-size", "1",
         "--dtype", sizes["dtype"], "--optimizer", "muon",
     ])  # fmt: skip
-    return passes(sizes, options) | training(options, folder) | decoding(sizes)
+    return (
+        build_passes(sizes, options)
+        | build_training_steps(options, folder)
+        | build_decoding_texts(sizes)
+    )
 
 
-def passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]:
+def build_passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]:
     """Passes of a target: over few rows, packed, as in decoding; over many, as in training."""
     answers = bench_engine.make_certain_target(
         getattr(torch, sizes["dtype"]), sizes["layers"], sizes["hidden"], sizes["vocab"]
@@ -112,7 +116,7 @@ def passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]
     }
 
 
-def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
+def build_training_steps(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
     """Steps of the training loop: target pass, forward, loss, backward, Muon."""
 
     def step(run: Any) -> int:
@@ -127,7 +131,7 @@ def training(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
     return steps
 
 
-def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
+def build_decoding_texts(sizes: dict[str, Any]) -> dict[str, Run]:
     """A text by each drafting method, of a target whose text no rounding changes."""
     dtype, vocab = getattr(torch, sizes["dtype"]), sizes["vocab"]
     target = bench_engine.make_certain_target(dtype, sizes["layers"], sizes["hidden"], vocab)
@@ -146,7 +150,7 @@ def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
         head = make_untrained_head(variant, target, DraftVocab.make_full(vocab))
         pack_weights(head.attach(target, target.dtype).eval())
         depth = min(DEPTH, head.max_chain_depth)
-        ways[f"{name}_chain"] = partial(head.make_drafter, Tree.chain(depth), GREEDY, [0])
+        ways[f"{name}_chain"] = partial(head.make_drafter, Tree.make_chain(depth), GREEDY, [0])
         if head.has_static_tree:
             ways[f"{name}_tree"] = partial(head.make_drafter, make_default_tree(depth), GREEDY, [0])
 
@@ -160,7 +164,7 @@ def decoding(sizes: dict[str, Any]) -> dict[str, Run]:
     return texts | {"text by generate": generate}
 
 
-def serve(sizes: dict[str, Any]) -> None:
+def serve_parts(sizes: dict[str, Any]) -> None:
     """Run a part for each line of standard input, its name; answer `MILLISECONDS STEPS`."""
     torch.set_num_threads(sizes["threads"])
     # Other output of training goes to standard error.
@@ -198,10 +202,10 @@ class WorkerProcess:
         Raises:
             InputError: the process failed.
         """
-        processor, names = json.loads(self._answer())
+        processor, names = json.loads(self._read_answer())
         return processor, names
 
-    def run(self, part: str) -> tuple[float, int]:
+    def run_part(self, part: str) -> tuple[float, int]:
         """Return milliseconds and steps of a part.
 
         Raises:
@@ -210,16 +214,16 @@ class WorkerProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(part + "\n")
         self._process.stdin.flush()
-        milliseconds, num_steps = self._answer().split()
+        milliseconds, num_steps = self._read_answer().split()
         return float(milliseconds), int(num_steps)
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End the process at once."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
 
-    def _answer(self) -> str:
+    def _read_answer(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -242,7 +246,7 @@ def measure_parts(workers: Mapping[str, WorkerProcess], repeats: int) -> Times:
         for name in names:
             steps = {}
             for column, worker in workers.items():
-                milliseconds, steps[column] = worker.run(name)
+                milliseconds, steps[column] = worker.run_part(name)
                 if repeat:
                     times[column][name].append(milliseconds)
             if len(set(steps.values())) > 1:
@@ -250,7 +254,7 @@ def measure_parts(workers: Mapping[str, WorkerProcess], repeats: int) -> Times:
     return times
 
 
-def table(times: Times) -> tuple[list[tuple[str, ...]], float]:
+def build_rows(times: Times) -> tuple[list[tuple[str, ...]], float]:
     """Make rows: part, milliseconds natively and with AVX2, their ratio, milliseconds in bfloat16.
 
     Args:
@@ -286,7 +290,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if options.serve:
-        serve(options.serve)
+        serve_parts(options.serve)
         return 0
     sizes = {name: getattr(options, name) for name in SIZES}
     with ExitStack() as stack:
@@ -295,13 +299,13 @@ def main(given: list[str] | None = None) -> int:
             for column, (variables, dtype) in COLUMNS.items()
         }
         for worker in workers.values():
-            stack.callback(worker.end)
+            stack.callback(worker.end_process)
         try:
             here, old, *_ = (worker.about[0] for worker in workers.values())
             times = measure_parts(workers, options.repeats)
         except InputError as error:
             sys.exit(f"error: {error}")
-    rows, worst = table(times)
+    rows, worst = build_rows(times)
     print(f"{here} / {old}, {options.threads} thread(s), processor time, milliseconds\n")
     print(build_markdown_table(("part", "as it is", "AVX2", "ratio", *list(COLUMNS)[2:]), rows))
     if worst > options.limit:

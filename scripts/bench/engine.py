@@ -110,8 +110,8 @@ def make_drafters(target: Target, text: list[int], rate: float) -> dict[str, Cal
         return lambda: OracleCorrectedDrafter(make(), Oracle([text], tree, rate, target.vocab_size))
 
     makes = {
-        "prompt lookup, 4": corrected(lambda: PromptLookup(4), Tree.chain(4)),
-        "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.chain(10)),
+        "prompt lookup, 4": corrected(lambda: PromptLookup(4), Tree.make_chain(4)),
+        "prompt lookup, 10": corrected(lambda: PromptLookup(10), Tree.make_chain(10)),
     }
     vocab = DraftVocab.make_full(target.vocab_size)
     for name, kind in HEADS.items():
@@ -120,7 +120,7 @@ def make_drafters(target: Target, text: list[int], rate: float) -> dict[str, Cal
         depth = min(4, head.max_chain_depth)
         tree = make_static_tree(depth, 8)
         shapes: dict[str, DraftShape] = {
-            f"chain of {depth}": Tree.chain(depth),
+            f"chain of {depth}": Tree.make_chain(depth),
             "tree of 8": tree if head.has_static_tree else DynamicShape(depth, 2, 8),
         }
         for words, shape in shapes.items():
@@ -147,7 +147,7 @@ def decode_texts(
     return texts
 
 
-def row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]:
+def format_row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]:
     """tau, speed-up of decoding over the baseline, their ratio, milliseconds of a step."""
 
     def median(part: str, of: list[Generation]) -> float:
@@ -184,7 +184,7 @@ def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> N
     for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name in texts:
-        table.add_row(*row(name, texts[name], texts["no drafting"]))
+        table.add_row(*format_row(name, texts[name], texts["no drafting"]))
     Console(width=100).print(table)
 
 

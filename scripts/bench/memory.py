@@ -39,10 +39,10 @@ from heads.kinds import build_variant_table
 from heads.vocab import DraftVocab
 from scripts.bench.harness import ROOT, best_device, compute_peak_bytes, format_device
 from scripts.bench.training import (
-    forget_peak,
     make_objective,
     make_random_target,
     parse_arguments,
+    reset_peak_memory,
     start_run,
 )
 from train.loop import loop
@@ -55,10 +55,10 @@ TARGETS = {
     "8B": ["--hidden", "4096", "--layers", "32"],
     "70B, stored": ["--hidden", "8192", "--layers", "80"],
 }
-FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
+LAUNCH_FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
 
 
-def sizes(head: str, scale: int, *more: str) -> argparse.Namespace:
+def parse_sizes(head: str, scale: int, *more: str) -> argparse.Namespace:
     """Llama-3-8B's shape, its width and vocabulary divided by `scale`, in bfloat16."""
     shape = ["--hidden", str(4096 // scale), "--vocab", str(128256 // scale)]
     return parse_arguments(
@@ -72,12 +72,12 @@ def build_estimate_table(length: int) -> Table:
     table = Table("part", title=title)
     columns: list[BytesByPart] = []
     for name in HEADS:
-        options = sizes(name, 1, "--layers", "32", "--max-length", str(length))
+        options = parse_sizes(name, 1, "--layers", "32", "--max-length", str(length))
         with torch.device("meta"):
             target = make_random_target(options, torch.device("meta"))
             vocab = DraftVocab(torch.arange(options.draft_vocab), target.vocab_size)
             objective = make_objective(name, target, vocab)
-        for strategy in FILES:
+        for strategy in LAUNCH_FILES:
             table.add_column(f"{name}\n{strategy}", justify="right")
             setting = LaunchSpec(length, torch.bfloat16, strategy, 8, cuda=True)
             columns.append(estimate_memory(objective, setting) or {})
@@ -88,7 +88,7 @@ def build_estimate_table(length: int) -> Table:
     return table
 
 
-def texts(options: argparse.Namespace, num_texts: int) -> list[Sample]:
+def make_texts(options: argparse.Namespace, num_texts: int) -> list[Sample]:
     """Make random texts that fill sequences and are all learnt."""
     generator, length = random.Random(0), options.max_length
     made = [[generator.randrange(options.vocab) for _ in range(length)] for _ in range(num_texts)]
@@ -101,40 +101,40 @@ def measure_step(name: str, length: int) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        options = sizes(
+        options = parse_sizes(
             name, 8, "--layers", "4", "--max-length", str(length), "--batch-size",
             os.environ.get("WORLD_SIZE", "1"),
         )  # fmt: skip
-        run, _ = start_run(options, Path(folder) / "out", texts(options, 8))
+        run, _ = start_run(options, Path(folder) / "out", make_texts(options, 8))
         for _ in range(2):  # DDP lays its buckets out anew in the second step
             run.optimizer_step()
         with record_function("measured"):
             run.optimizer_step()
         run.close()
     peak = compute_peak_bytes(profiler.profiler.kineto_results.events(), "measured")
-    return result(run, length, peak)
+    return collect_result(run, length, peak)
 
 
-def measured_on_cuda(name: str, length: int, target: str) -> dict[str, Any]:
+def measure_on_cuda(name: str, length: int, target: str) -> dict[str, Any]:
     """Strategy, estimate and peak in bytes of three steps beside one of `TARGETS`.
 
     The peak is None where the device has too little memory.
     """
-    options = sizes(name, 1, *TARGETS[target], "--max-length", str(length), "--compile")
+    options = parse_sizes(name, 1, *TARGETS[target], "--max-length", str(length), "--compile")
     with tempfile.TemporaryDirectory() as folder:
         stored = target.endswith("stored")
-        run, _ = start_run(options, Path(folder) / "out", texts(options, 8), stored)
-        forget_peak(run.device)
+        run, _ = start_run(options, Path(folder) / "out", make_texts(options, 8), stored)
+        reset_peak_memory(run.device)
         peak: int | None = None
         with suppress(torch.OutOfMemoryError):
             for _ in range(3):
                 run.optimizer_step()
             peak = torch.cuda.max_memory_allocated(run.device)
         run.close()
-    return result(run, length, peak)
+    return collect_result(run, length, peak)
 
 
-def result(run: loop.TrainingLoop, length: int, peak: int | None) -> dict[str, Any]:
+def collect_result(run: loop.TrainingLoop, length: int, peak: int | None) -> dict[str, Any]:
     """Strategy, estimate and measured peak in bytes, None without the memory; ends processes."""
     strategy = run.placement.name
     setting = LaunchSpec.from_config(run.config, length, strategy, run.accelerator)
@@ -143,7 +143,9 @@ def result(run: loop.TrainingLoop, length: int, peak: int | None) -> dict[str, A
     return {"strategy": strategy, "parts": parts, "peak": peak}
 
 
-def launched(name: str, length: int, *more: str, file: str | None = None) -> dict[str, Any]:
+def measure_in_processes(
+    name: str, length: int, *more: str, file: str | None = None
+) -> dict[str, Any]:
     """Measure in other processes: one, or two by a launch file."""
     command, environment = [sys.executable], {**os.environ}
     if "--target" not in more:
@@ -156,7 +158,7 @@ def launched(name: str, length: int, *more: str, file: str | None = None) -> dic
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
 
 
-def on_cuda(length: int) -> Table:
+def build_cuda_table(length: int) -> Table:
     """Estimates and peaks on a CUDA device at full size."""
     title = (
         f"{length} tokens, bfloat16, compiled, one process on {format_device(best_device())}: GB"
@@ -164,7 +166,7 @@ def on_cuda(length: int) -> Table:
     table = Table("target", "head", "estimated", "measured", "ratio", title=title)
     for target in TARGETS:
         for name in HEADS:
-            found = launched(name, length, "--target", target)
+            found = measure_in_processes(name, length, "--target", target)
             estimated, peak = sum(found["parts"].values()), found["peak"]
             row = [
                 target, name, f"{estimated / 1e9:.1f}" if estimated else "no formula",
@@ -181,8 +183,8 @@ def build_comparison_table(length: int) -> Table:
     title = f"an eighth of the width, 4 layers, {length} tokens, bfloat16, CPU: MB on each"
     table = Table("head", "launch", "estimated", "measured", "ratio", title=title)
     for name in HEADS:
-        for strategy, file in [("one process", None), *FILES.items()]:
-            found = launched(name, length, file=file)
+        for strategy, file in [("one process", None), *LAUNCH_FILES.items()]:
+            found = measure_in_processes(name, length, file=file)
             estimated, peak = sum(found["parts"].values()), found["peak"]
             launch = strategy if file is None else f"{found['strategy']}, 2 processes"
             sizes = (f"{size / 1e6:.0f}" for size in (estimated, peak))
@@ -201,12 +203,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         given = options.worker, options.length
-        found = measured_on_cuda(*given, options.target) if options.target else measure_step(*given)
+        found = measure_on_cuda(*given, options.target) if options.target else measure_step(*given)
         print(json.dumps(found), flush=True)
         return
     console = Console(width=110)
     if options.cuda:
-        console.print(on_cuda(options.large_length))
+        console.print(build_cuda_table(options.large_length))
         return
     console.print(build_estimate_table(options.large_length))
     console.print(build_comparison_table(options.length))

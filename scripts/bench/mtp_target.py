@@ -67,7 +67,7 @@ def main() -> None:
         target = load_target(TargetConfig(path=plain, dtype=Dtype.float32), torch.device("cpu"))
         everything = DraftVocab.make_full(target.vocab_size)
         head = MtpHead.from_settings(target, MtpConfig(), everything, seed=0)
-        train(target, head, given)
+        train_target_and_head(target, head, given)
         target.model.save_pretrained(plain)
         named_mimo(Path(plain))
         stitch_layer(Path(plain), head, Path(given.out))
@@ -95,7 +95,7 @@ def named_mimo(folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2))
 
 
-def train(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
+def train_target_and_head(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
     """Train all parameters of both."""
     data, _, report = prepare_datasets(
         DataConfig(path=given.chats, max_length=LENGTH), target.tokenizer, 0

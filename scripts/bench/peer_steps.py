@@ -60,7 +60,7 @@ class StepJob:
     threads: int
     repeats: int
 
-    def llama(self) -> Any:
+    def build_llama_config(self) -> Any:
         """The config of the target, and of EAGLE's layer."""
         from transformers import LlamaConfig
 
@@ -120,7 +120,7 @@ class StepInputs:
         # ids ours and EAGLE-3 learn nothing, but speculators does.
         output_head[order[job.draft_vocab :].to(device)] *= 0.1
         return cls(
-            text={name: row.to(device) for name, row in _text(job, generator).items()},
+            text={name: row.to(device) for name, row in _draw_sequence(job, generator).items()},
             layers=draw(NUM_LAYERS, job.tokens, job.hidden),
             prenorm_states=draw(job.tokens, job.hidden),
             embedding=draw(job.vocab, job.hidden),
@@ -135,7 +135,7 @@ class StepInputs:
         return F.rms_norm(self.prenorm_states, self.prenorm_states.shape[-1:], eps=NORM_EPS)
 
 
-def _text(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
+def _draw_sequence(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
     """One packed sequence of documents of T / 8 to T / 2 tokens."""
     lengths: list[int] = []
     while (left := job.tokens - sum(lengths)) > 0:
@@ -159,7 +159,7 @@ class PeerTraining(NamedTuple):
     loss: Callable[[], Tensor]
 
 
-def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTraining:
+def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTraining:
     """`train/eagle.py`, with a frozen output head and steps weighted as in speculators.
 
     `compiled` is `train.compile=true`.
@@ -177,11 +177,11 @@ def eagle3(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTrai
     target = target_of(job, inputs)
     vocab = DraftVocab(inputs.draft_ids, job.vocab)
     head = EagleHead.from_settings(target, config, vocab, seed=0)
-    _fill(head, "layer.", inputs.weights)
+    _copy_weights(head, "layer.", inputs.weights)
     return build_own_step(EagleObjective(head, target, config), inputs, compiled)
 
 
-def medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """`train/medusa.py`, with heads weighted as in the original."""
     from conf.settings.medusa import Labels, MedusaConfig
     from heads.medusa.head import MedusaHead
@@ -200,7 +200,9 @@ def target_of(job: StepJob, inputs: StepInputs) -> Any:
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
     output_head = nn.Linear(job.hidden, job.vocab, bias=False).requires_grad_(False)
     output_head.weight.data = inputs.output_head
-    return EmbeddingsAndOutputHead(job.llama(), embedding, output_head, None, None, "random")
+    return EmbeddingsAndOutputHead(
+        job.build_llama_config(), embedding, output_head, None, None, "random"
+    )
 
 
 def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
@@ -249,7 +251,7 @@ def original_medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
     return PeerTraining(head.train(), loss)
 
 
-def speculators(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """EAGLE-3 of speculators, called as `speculators/train/trainer.py` calls it.
 
     On CUDA unchanged. Elsewhere its SDPA replaces flex attention, which has no backward pass there,
@@ -259,7 +261,7 @@ def speculators(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     on_cuda = inputs.prenorm_states.is_cuda
-    llama = job.llama()
+    llama = job.build_llama_config()
     llama.num_hidden_layers = 1
     llama._attn_implementation = "simple_flex_attention" if on_cuda else "sdpa"
     model = Eagle3DraftModel(
@@ -270,7 +272,7 @@ def speculators(job: StepJob, inputs: StepInputs) -> PeerTraining:
         "lm_head.weight": rows, "verifier_lm_head.weight": rows,
         "embed_tokens.weight": inputs.embedding,
     }  # fmt: skip
-    _fill(model, "layers.0.", inputs.weights | frozen)
+    _copy_weights(model, "layers.0.", inputs.weights | frozen)
     model.to(inputs.prenorm_states.device).train()
     implementation = "fused" if on_cuda else "eager"
     settings, _validation = model.get_trainer_kwargs(
@@ -315,13 +317,13 @@ def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
     return batch
 
 
-def _fill(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> None:
+def _copy_weights(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> None:
     """Copy weights by name; those of the decoder layer have the prefix `layer` in the module."""
     for name, weight in weights.items():
         module.get_parameter(name.replace("layer.", layer)).data.copy_(weight)
 
 
-def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """`train/dflash.py`, with the text left out of the loss."""
     from transformers import GenerationConfig
 
@@ -346,7 +348,7 @@ def dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     head = DFlashHead(shape, DraftVocab.make_full(job.vocab)).initialise(target, seed=0)
     _fill_alike(head)
     # States end one token before the certain token.
-    blocks.draw_anchors = lambda *_args: _anchors(job) - 1
+    blocks.draw_anchors = lambda *_args: _choose_anchors(job) - 1
     objective = DFlashObjective(head, target, config)
     # speculators divides by all draft tokens, not by those of one depth.
     objective.term_weights = objective.term_weights / len(objective.term_weights)
@@ -364,7 +366,7 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
         num_hidden_layers=NUM_BLOCK_LAYERS, num_attention_heads=job.num_heads,
         num_key_value_heads=job.num_kv_heads, head_dim=job.head_dim, rms_norm_eps=NORM_EPS,
         max_position_embeddings=job.tokens, tie_word_embeddings=False, use_sliding_window=False,
-        rope_parameters=job.llama().rope_parameters,
+        rope_parameters=job.build_llama_config().rope_parameters,
     )  # fmt: skip
     shape._attn_implementation = "simple_flex_attention" if on_cuda else "sdpa"
     model = core.DFlashDraftModel(
@@ -378,7 +380,7 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
         weight = inputs.embedding if name == "embed_tokens.weight" else inputs.output_head
         model.get_parameter(name).requires_grad_(False).copy_(weight)
     model.to(inputs.prenorm_states.device).train()
-    anchors = _anchors(job).to(inputs.prenorm_states.device)
+    anchors = _choose_anchors(job).to(inputs.prenorm_states.device)
     drawn = anchors, torch.ones_like(anchors, dtype=torch.bool)
     core.select_anchors = lambda *_args: drawn
     settings, _validation = model.get_trainer_kwargs(
@@ -400,7 +402,7 @@ def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
     return PeerTraining(model, loss)
 
 
-def _anchors(job: StepJob) -> Tensor:
+def _choose_anchors(job: StepJob) -> Tensor:
     """[A] tokens of the answer that have a whole block to learn after them."""
     return torch.linspace(job.tokens // 3 + 1, job.tokens - job.depth - 1, NUM_ANCHORS).long()
 
@@ -426,17 +428,17 @@ def one_document(job: StepJob, inputs: StepInputs) -> StepInputs:
 
 
 STEPS_BY_NAME: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
-    "eagle3": eagle3,
-    "eagle3_compiled": partial(eagle3, compiled=True),
-    "speculators": speculators,
-    "medusa": medusa,
+    "eagle3": build_eagle3_step,
+    "eagle3_compiled": partial(build_eagle3_step, compiled=True),
+    "speculators": build_speculators_step,
+    "medusa": build_medusa_step,
     "original_medusa": original_medusa,
-    "dflash": dflash,
+    "dflash": build_dflash_step,
     "speculators_dflash": speculators_dflash,
 }
 
 
-def stepper(training: PeerTraining) -> Callable[[], Tensor]:
+def build_stepper(training: PeerTraining) -> Callable[[], Tensor]:
     """Make one optimizer step, which returns the loss before it."""
     parameters = [each for each in training.head.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
@@ -455,7 +457,7 @@ def stepper(training: PeerTraining) -> Callable[[], Tensor]:
 
 def measure_peer_step(job: StepJob, training: PeerTraining, device: torch.device) -> dict[str, Any]:
     """The loss of the first step, the cost of later ones, and the versions that ran."""
-    step = stepper(training)
+    step = build_stepper(training)
     loss = float(step())
     names = ["torch", *(["speculators"] if "speculators" in job.path else [])]
     return {

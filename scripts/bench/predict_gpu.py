@@ -135,7 +135,7 @@ def format_decoding_row(name: str, step: dict[str, Any], plain: dict[str, Any]) 
     )  # fmt: skip
 
 
-def predict(target: str, names: list[str], bar: tqdm) -> None:
+def print_predictions(target: str, names: list[str], bar: tqdm) -> None:
     """Print both tables of a target."""
     sizes = TARGETS[target]
     trained = [name for name in names if name in RECIPES]
@@ -162,7 +162,7 @@ def shapes_of(name: str) -> tuple[str, ...]:
     return ("chain",) if name in OTHERS else ("chain", "tree")
 
 
-def save(bar: tqdm) -> None:
+def write_predictions(bar: tqdm) -> None:
     """Write predictions of the stages of `scripts/bench/gpu.py` that run at 8B sizes."""
     sizes, stages = TARGETS["8b"], dict[str, dict[str, float]]()
     for name in TRAINED:
@@ -198,10 +198,10 @@ def main() -> None:
     try:
         with tqdm(total=num_steps, unit="step") as bar:
             if options.save:
-                save(bar)
+                write_predictions(bar)
                 return
             for target in targets:
-                predict(target, names, bar)
+                print_predictions(target, names, bar)
     except InputError as error:
         sys.exit(f"error: {error}")
     print(f"\n{PUBLISHED}")

@@ -99,7 +99,7 @@ def processor_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Target, data and sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
@@ -189,7 +189,7 @@ def measure_second_start(config: DataConfig, target: str, meeting: Any) -> Cost:
     return Cost(report.num_records, seconds, busy, sizes, train.checksum)
 
 
-def measured(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
+def measure_ways(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
     """Measure all ways, each in separate processes.
 
     Raises:
@@ -243,10 +243,10 @@ def print_tables(costs: dict[str, Cost]) -> None:
 
 def main() -> None:
     """Print the tables."""
-    options = arguments()
+    options = parse_arguments()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        costs = measured(options, Path(folder))
+        costs = measure_ways(options, Path(folder))
     print(f"{num_cores()} cores, on which {load:.1f} processes were running before")
     print_tables(costs)
 

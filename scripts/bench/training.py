@@ -90,7 +90,9 @@ def make_random_target(options: argparse.Namespace, device: torch.device) -> Tar
     return Target(model, None, "random")
 
 
-def random_ends(options: argparse.Namespace, device: torch.device) -> EmbeddingsAndOutputHead:
+def make_embeddings_and_output_head(
+    options: argparse.Namespace, device: torch.device
+) -> EmbeddingsAndOutputHead:
     """Make the embedding and the output head of a `random_target`, as beside a feature store."""
     model = make_random_target(options, torch.device("meta")).model
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -170,7 +172,9 @@ def start_run(
     )  # fmt: skip
     accelerator = processes.start_accelerator(config)
     target: EmbeddingsAndOutputHead
-    target = (random_ends if stored else make_random_target)(options, accelerator.device)
+    target = (make_embeddings_and_output_head if stored else make_random_target)(
+        options, accelerator.device
+    )
     if samples is None:
         samples = iter_documents(options, max(64, options.batch_size))
     train = PackedDataset(samples, options.max_length, seed=0)
@@ -196,7 +200,7 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / statistics.median(times[2:])
 
 
-def flash_flops(num_products: int, query: Tensor, bounds: Tensor) -> int:
+def count_flash_flops(num_products: int, query: Tensor, bounds: Tensor) -> int:
     """Count the FLOPs of attention inside documents: 2 P Q d times the sum of n^2.
 
     Each document of n tokens takes P products for each of Q heads. As in torch's own count, nothing
@@ -214,9 +218,9 @@ def flash_flops(num_products: int, query: Tensor, bounds: Tensor) -> int:
 
 FLASH_FLOPS = {
     torch.ops.aten._flash_attention_forward: lambda query, _keys, _values, bounds, *_, **_more: (
-        flash_flops(2, query, bounds)
+        count_flash_flops(2, query, bounds)
     ),
-    torch.ops.aten._flash_attention_backward: lambda _grad, *given, **_more: flash_flops(
+    torch.ops.aten._flash_attention_backward: lambda _grad, *given, **_more: count_flash_flops(
         5, given[0], given[5]
     ),
 }
@@ -224,7 +228,7 @@ FLASH_FLOPS = {
 keys than of queries."""
 
 
-def counted_flops(run: Callable[[], object]) -> int:
+def count_flops(run: Callable[[], object]) -> int:
     """Count the FLOPs of matrix products and attention of a call."""
     counter = FlopCounterMode(display=False)
     counter.flop_registry |= FLASH_FLOPS
@@ -233,7 +237,7 @@ def counted_flops(run: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Start the peak of a CUDA device's memory anew, without what nobody holds any more."""
     if device.type == "cuda":
         gc.collect()
@@ -282,7 +286,7 @@ class Speed:
 
 
 @contextmanager
-def running(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
+def open_run(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
     """A run of the training loop before its first step, and its data, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         run, train = start_run(options, Path(folder) / "out")
@@ -292,7 +296,7 @@ def running(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, Pa
             run.close()
 
 
-def estimated_bytes(run: loop.TrainingLoop, options: argparse.Namespace) -> int | None:
+def estimate_bytes(run: loop.TrainingLoop, options: argparse.Namespace) -> int | None:
     """Estimate of the memory of one process on a GPU; None without a formula."""
     sizes = LaunchSpec.from_config(run.config, options.max_length, "DDP", run.accelerator)
     parts = memory.estimate_memory(run.job.objective, sizes)
@@ -303,10 +307,10 @@ def measure_steps(
     run: loop.TrainingLoop, train: PackedDataset, options: argparse.Namespace
 ) -> Speed:
     """Train for some steps."""
-    forget_peak(run.device)
+    reset_peak_memory(run.device)
     for _ in range(NUM_WARM_UP):
         run.optimizer_step()
-    flops = counted_flops(run.optimizer_step)
+    flops = count_flops(run.optimizer_step)
     tokens, times = run.tokens, []
     for _ in range(options.steps):
         times.append(measure_seconds(run.optimizer_step, run.device))
@@ -331,7 +335,7 @@ def measure_steps(
 def main() -> None:
     """Print the table."""
     options = parse_arguments()
-    with running(options) as (run, train):
+    with open_run(options) as (run, train):
         speed, parts = (
             measure_steps(run, train, options),
             measure_part_fractions(run, options.steps),

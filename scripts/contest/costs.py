@@ -22,7 +22,7 @@ import torch
 from conf.command.clock import measure_seconds
 from eval.measure.answers import generate_greedy_answers
 from eval.measure.bench import Measurement, open_measurement, write_result
-from eval.tune.cost import measure_step_costs, typical_context
+from eval.tune.cost import build_typical_context, measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.target_model.model import prefill
@@ -54,7 +54,7 @@ def main(config: SpeedupRun) -> None:
     bench = open_measurement(config, "costs.json", config.heads)
     prompt = sorted(bench.prompts, key=lambda each: len(each.token_ids))[len(bench.prompts) // 2]
     (answer,) = generate_greedy_answers(bench.target, [prompt.token_ids], config.max_new_tokens)
-    context = typical_context([prompt.token_ids], [answer])
+    context = build_typical_context([prompt.token_ids], [answer])
 
     def read() -> None:
         prefill(bench.target, bench.target.new_cache(1), [prompt.token_ids])

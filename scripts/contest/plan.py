@@ -104,17 +104,21 @@ def format_overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str
     """Settings of a group that differ from the schema's, for a command line."""
     usual = to_json(type(config)())
     return [
-        f"{prefix}.{key}={_written(value)}"
+        f"{prefix}.{key}={_format_setting_value(value)}"
         for key, value in to_json(config).items()
         if value != usual[key]
     ]
 
 
-def _written(value: Any) -> str:
+def _format_setting_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key}: {_format_setting_value(item)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, list):
-        return "[" + ",".join(map(_written, value)) + "]"
+        return "[" + ",".join(map(_format_setting_value, value)) + "]"
     if isinstance(value, str):
         return "'" + value.replace("'", "\\'") + "'"
     return "null" if value is None else str(value).lower()
@@ -131,7 +135,8 @@ def build_training_command(
         *format_overrides("target", config.target), *format_overrides("data", config.data),
         f"train.batch_size={size.batch_size}", f"train.micro_batch_size={size.micro_batch_size}",
         "train.num_checkpoints=1", "train.num_replay_prompts=0", "train.resume=auto",
-        f"seed={config.seed}", *entrant.overrides, *more, f"out_dir={_written(str(out_dir))}",
+        f"seed={config.seed}", *entrant.overrides, *more, "
+        f"f"out_dir={_format_setting_value(str(out_dir))}",
     ]  # fmt: skip
 
 
@@ -143,9 +148,9 @@ def build_measuring_command(
     return [
         sys.executable, str(ROOT / script),
         *format_overrides("target", config.target), *format_overrides("data", config.prompts),
-        f"head.path={_written(first)}", *([f"heads={_written(others)}"] if others else []),
+        f"head.path={_format_setting_value(first)}", *([f"heads={_format_setting_value(others)}"] if others else []),
         f"max_new_tokens={config.max_new_tokens}", f"num_turns={config.num_turns}",
-        f"seed={config.seed}", *more, f"out_dir={_written(str(out_dir))}",
+        f"seed={config.seed}", *more, f"out_dir={_format_setting_value(str(out_dir))}",
     ]  # fmt: skip
 
 
@@ -191,13 +196,13 @@ def list_probe_tasks(config: ContestRun, entrants: list[Entrant], out_dir: Path)
     num_prompts = min(NUM_PROBED, config.prompts.num_prompts or NUM_PROBED)
     command = build_measuring_command(
         config, "eval/speedup.py", heads, folder, "num_repeats=1", "num_warmups=0",
-        _methods(config, entrants),
+        _format_methods(config, entrants),
     )  # fmt: skip
     command.append(
         f"data.num_prompts={num_prompts}"
     )  # after the number in `prompts`, which it replaces
     tasks.append(Task("probe speed", command, folder / "speedup.json", folder))
-    return [*tasks, timing(config, heads, probe_folder(out_dir, "costs"), "probe costs")]
+    return [*tasks, build_timing_task(config, heads, probe_folder(out_dir, "costs"), "probe costs")]
 
 
 def list_training_tasks(
@@ -216,7 +221,7 @@ def list_training_tasks(
     return tasks
 
 
-def measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
+def list_measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
     """Tasks for the acceptance of each head, the cost of steps, and the speed of all methods."""
     heads = [out_dir / "heads" / entrant.label / "head" for entrant in entrants]
     tasks = []
@@ -224,18 +229,18 @@ def measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> 
         folder = out_dir / "acceptance" / entrant.label
         command = build_measuring_command(config, "eval/acceptance.py", [head], folder)
         tasks.append(Task(f"acceptance {entrant.label}", command, folder / "acceptance.json"))
-    tasks.append(timing(config, heads, out_dir / "costs", "costs"))
+    tasks.append(build_timing_task(config, heads, out_dir / "costs", "costs"))
     folder = out_dir / "speed"
     sizes = sorted(set(config.concurrency))
     command = build_measuring_command(
         config, "eval/speedup.py", heads, folder, f"batch_size={sizes[0]}",
         f"concurrency=[{','.join(map(str, sizes))}]", f"num_repeats={config.num_repeats}",
-        "num_warmups=1", _methods(config, entrants),
+        "num_warmups=1", _format_methods(config, entrants),
     )  # fmt: skip
     return [*tasks, Task("speed", command, folder / "speedup.json")]
 
 
-def timing(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Task:
+def build_timing_task(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Task:
     """Task that times steps with these heads at each batch size."""
     sizes = ",".join(map(str, sorted({1, *config.concurrency})))
     command = build_measuring_command(
@@ -249,7 +254,7 @@ def probe_folder(out_dir: Path, name: str) -> Path:
     return out_dir / "probes" / name
 
 
-def _methods(config: ContestRun, entrants: list[Entrant]) -> str:
+def _format_methods(config: ContestRun, entrants: list[Entrant]) -> str:
     names = [name for ways in list_head_methods(entrants).values() for name in ways.values()]
     return f"methods=[{','.join([*names, *config.untrained])}]"
 
@@ -349,7 +354,7 @@ def measuring_takes(
         for folder, name in (("speed", "speedup.json"), ("costs", "costs.json"))
     )
     probed = [took.rows[f"probe {name}"] for name in ("speed", "costs")]
-    decoding = sum(sum(_seconds(row)) for row in speed["methods"].values())
+    decoding = sum(sum(_list_seconds(row)) for row in speed["methods"].values())
     start = max(0.0, probed[0]["seconds"] - decoding)
     dialogue_s = seconds_per_dialogue(speed["methods"], costs, ways)
     seconds = {
@@ -367,7 +372,7 @@ def measuring_takes(
     return {name: {"seconds": value, "memory": memory} for name, value in seconds.items()}
 
 
-def _seconds(method: dict[str, Any]) -> list[float]:
+def _list_seconds(method: dict[str, Any]) -> list[float]:
     return [prompt["seconds"]["total"][0] for prompt in method["prompts"]]
 
 
@@ -391,7 +396,7 @@ def seconds_per_dialogue(
     }
     seconds = dict[tuple[str, int], float]()
     for name, row in methods.items():
-        alone = statistics.mean(_seconds(row))
+        alone = statistics.mean(_list_seconds(row))
         steps = {size: cost["plain"] for size, cost in costs["sizes"].items()}
         if name in heads:
             (place, way), alone = heads[name], alone * row["tau"] / USUAL_TAU

@@ -28,7 +28,7 @@ SAME = ("sha256", "num_train_sequences", "num_tokens")
 """Facts of the training data in which all heads must agree."""
 
 
-def minutes(seconds: float) -> str:
+def format_minutes(seconds: float) -> str:
     """Minutes as text."""
     return f"{seconds / 60:.1f}"
 
@@ -56,15 +56,17 @@ def write_report(
         InputError: a measurement is missing, or heads were trained on different texts.
     """
     check_same_data(entrants, out_dir)
-    speed, costs = (_read(out_dir, name) for name in ("speed/speedup.json", "costs/costs.json"))
+    speed, costs = (
+        _load_result(out_dir, name) for name in ("speed/speedup.json", "costs/costs.json")
+    )
     ways = list_head_methods(entrants)
     label, method = find_winner(speed, ways)
     order = [label, *(name for name in ways if name != label)]
     folders = [str(out_dir / "acceptance" / name) for name in order]
     heads = compare.load_results(folders) if len(order) > 1 else {}
-    results = {name: _read(out_dir, f"acceptance/{name}/acceptance.json") for name in ways}
+    results = {name: _load_result(out_dir, f"acceptance/{name}/acceptance.json") for name in ways}
     figures = collect_method_figures(speed, costs, results, ways, method)
-    spent = taken(plan, took, out_dir)
+    spent = collect_task_costs(plan, took, out_dir)
     words = f"{label} wins, drafting by {method}."
     faster = list(figures)[: list(figures).index(method)]
     if faster:
@@ -84,7 +86,7 @@ def write_report(
         text += f"\n**{title}**: {about}\n\n{compare.build_markdown_table(lines)}\n"
     write_atomically(out_dir / "contest.json", json.dumps(content, indent=1) + "\n")
     write_atomically(out_dir / "contest.md", text)
-    write_atomically(out_dir / "contest.html", _page(words, tables, figures))
+    write_atomically(out_dir / "contest.html", _render_page(words, tables, figures))
     source = out_dir / "heads" / label / "head"
     write_folder(out_dir / "winner" / "head", partial(shutil.copytree, source, dirs_exist_ok=True))
     return f"{text}\nwrote {out_dir / 'contest.html'}; winner: {out_dir / 'winner/head'}"
@@ -97,7 +99,7 @@ def check_same_data(entrants: list[Entrant], out_dir: Path) -> None:
         InputError: the data differ; names the heads and the differences.
     """
     data = {
-        entrant.label: _read(out_dir, f"heads/{entrant.label}/head/{PROVENANCE}")["data"]
+        entrant.label: _load_result(out_dir, f"heads/{entrant.label}/head/{PROVENANCE}")["data"]
         for entrant in entrants
     }
     (first, known), *others = data.items()
@@ -109,7 +111,7 @@ def check_same_data(entrants: list[Entrant], out_dir: Path) -> None:
         )
 
 
-def _read(out_dir: Path, name: str) -> dict[str, Any]:
+def _load_result(out_dir: Path, name: str) -> dict[str, Any]:
     path = out_dir / name
     if not path.exists():
         raise InputError(f"parts: {path} is missing; run the other parts before report")
@@ -144,7 +146,7 @@ def collect_method_figures(
         ways: methods of each head, by label and method.
         first: the method whose tau the others are compared with.
     """
-    expected = predicted(costs, results, ways)
+    expected = predict_rates(costs, results, ways)
     labels = {name: label for label, names in ways.items() for name in names.values()}
     reference, figures = speed["methods"][first]["prompts"], {}
     for name in sorted(speed["methods"], key=partial(compute_score, speed), reverse=True):
@@ -166,7 +168,7 @@ def collect_method_figures(
     return figures
 
 
-def predicted(
+def predict_rates(
     costs: dict[str, Any],
     results: dict[str, dict[str, Any]],
     ways: dict[str, dict[str, str]],
@@ -217,7 +219,9 @@ def speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
     return lines
 
 
-def taken(plan: dict[str, Any], took: TaskCosts, out_dir: Path) -> dict[str, dict[str, Any]]:
+def collect_task_costs(
+    plan: dict[str, Any], took: TaskCosts, out_dir: Path
+) -> dict[str, dict[str, Any]]:
     """Seconds of each task over all starts, bytes that it left, and peak memory of a process."""
     spent = {}
     for name in plan["estimate"]:
@@ -247,7 +251,7 @@ def cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> Lines:
     for name, *both in [*pairs, ("all", estimated, took)]:
         lines.append([
             name,
-            ARROW.join(minutes(row["seconds"]) for row in both),
+            ARROW.join(format_minutes(row["seconds"]) for row in both),
             ARROW.join(f"{row['bytes'] / 1e6:.0f}" for row in both if "bytes" in row) or "-",
             *(
                 ARROW.join(f"{row[key] / 1e9:.2f}" if row.get(key) else "-" for row in both)
@@ -257,7 +261,7 @@ def cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> Lines:
     return lines
 
 
-def _page(
+def _render_page(
     words: str, tables: list[tuple[str, str, Lines]], figures: dict[str, dict[str, Any]]
 ) -> str:
     environment = Environment(
@@ -266,7 +270,7 @@ def _page(
     )  # fmt: skip
     cells = [cell for row in figures.values() for cell in row["sizes"].values()]
     bounds = [bound for cell in cells for bound in cell["speedup_ci95"] or ()]
-    axis = Axis.around([1.0, *bounds, *(cell["speedup"] for cell in cells)], 150, 380)
+    axis = Axis.from_figures([1.0, *bounds, *(cell["speedup"] for cell in cells)], 150, 380)
     return environment.get_template("page.html.j2").render(
         words=words, tables=tables, found=figures, axis=axis,
         sizes=list(next(iter(figures.values()))["sizes"]),

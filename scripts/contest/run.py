@@ -43,7 +43,7 @@ def run_missing(
     for number, task in enumerate(missing, start=1):
         following = missing[number].name if number < len(missing) else "nothing more"
         about = estimate.get(task.name)
-        words = "" if about is None else f", about {report.minutes(about['seconds'])} min"
+        words = "" if about is None else f", about {report.format_minutes(about['seconds'])} min"
         print(f"{task.name}{words}; then {following}", flush=True)
         tasks.run_task(task, out_dir, took)
 
@@ -86,7 +86,7 @@ def main(config: ContestRun) -> None:
         if ContestPart.train in config.parts:
             todo += plan.list_training_tasks(config, entrants, out_dir, settled)
         if ContestPart.measure in config.parts:
-            todo += plan.measurements(config, entrants, out_dir)
+            todo += plan.list_measurements(config, entrants, out_dir)
         run_missing(todo, out_dir, took, settled["estimate"])
         if ContestPart.report in config.parts:
             print(report.write_report(entrants, out_dir, settled, took))

@@ -59,16 +59,16 @@ class TaskCosts:
         """Start to count."""
         row = self.rows.setdefault(name, {"seconds": 0.0, "memory": 0})
         row["since"] = time.time()
-        self._write()
+        self._write_rows()
 
     def end_task(self, name: str, memory: int) -> None:
         """Stop to count, with the peak bytes of one of the processes."""
         row = self.rows[name]
         row["seconds"] += time.time() - row["since"]
         row |= {"memory": max(row["memory"], memory), "since": None}
-        self._write()
+        self._write_rows()
 
-    def _write(self) -> None:
+    def _write_rows(self) -> None:
         write_atomically(self.path, json.dumps(self.rows, indent=1) + "\n")
 
 
@@ -87,10 +87,10 @@ def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
     with log.open("ab") as file:
         child = subprocess.Popen(task.command, stdout=file, stderr=file, env=environ)
         try:
-            code, memory = _wait(child)
+            code, memory = _wait_for_task(child)
         except BaseException:  # a signal: the command saves its state
             child.terminate()
-            took.end_task(task.name, _wait(child)[1])
+            took.end_task(task.name, _wait_for_task(child)[1])
             raise
     took.end_task(task.name, memory)
     if not task.result.exists():
@@ -101,7 +101,7 @@ def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
         )
 
 
-def _wait(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
+def _wait_for_task(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
     """Wait; return the exit code, and bytes of the largest process of it and its children."""
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)

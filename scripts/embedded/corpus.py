@@ -100,13 +100,13 @@ def find_source_files(num_files: int | None = None) -> SourceFiles:
             "source"
         )
     sides: tuple[list[str], list[str]] = [], []
-    for name in _spread(names, num_files):
+    for name in _spread_names(names, num_files):
         digest = hashlib.sha256(name.encode()).digest()
         sides[int.from_bytes(digest[:4]) % _HELD_OUT_IN == 0].append(name)
     return SourceFiles(root, *sides)
 
 
-def _spread(names: list[str], count: int | None) -> list[str]:
+def _spread_names(names: list[str], count: int | None) -> list[str]:
     return names if count is None else names[:: max(1, len(names) // count)][:count]
 
 
@@ -128,7 +128,7 @@ def find_packages(num_files: int | None = None) -> SourceFiles:
         root = folder.parent
         paths = (path.relative_to(root) for path in folder.rglob("*.py"))
         names += sorted(path.as_posix() for path in paths if _EXCLUDED.isdisjoint(path.parts))
-    return SourceFiles(root, _spread(names, num_files), [])
+    return SourceFiles(root, _spread_names(names, num_files), [])
 
 
 def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
@@ -154,8 +154,8 @@ def iter_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
         if _CONSTRUCT.match(line) and not (i and lines[i - 1].lstrip().startswith("@")):
             starts.append(i)
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        category = _category(lines[start:end])
-        for block in _split(lines[start:end], max_chars):
+        category = _find_category(lines[start:end])
+        for block in _iter_blocks(lines[start:end], max_chars):
             clean = textwrap.dedent("\n".join(block)).strip("\n").splitlines()
             # The user's part: about a third, at least to the end of the first line that is no
             # decorator, at most eight lines.
@@ -169,7 +169,7 @@ def iter_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
             category = "body"
 
 
-def _category(block: list[str]) -> str:
+def _find_category(block: list[str]) -> str:
     if not block or not _CONSTRUCT.match(block[0]):
         return "module"
     head = next((line for line in block if not line.lstrip().startswith("@")), block[0])
@@ -178,7 +178,7 @@ def _category(block: list[str]) -> str:
     return "method" if head.startswith(" ") else "function"
 
 
-def _split(lines: list[str], max_chars: int) -> Iterator[list[str]]:
+def _iter_blocks(lines: list[str], max_chars: int) -> Iterator[list[str]]:
     block: list[str] = []
     size = 0
     for line in lines:
@@ -241,6 +241,6 @@ def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTr
     )
 
 
-def render(piece: CodeChat, bos: str) -> str:
+def render_chat(piece: CodeChat, bos: str) -> str:
     """Render a piece as the chat template does; a test checks that both agree."""
     return f"{bos}<|user|>\n{piece.prompt}<|end|>\n<|assistant|>\n{piece.continuation}<|end|>\n"

@@ -29,7 +29,7 @@ STDLIB_EPOCHS = 3
 """Times that the standard library is read per reading of the packages, as prompts are like it."""
 
 
-def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
+def make_embedded(folder: Path, recipe: Recipe, progress: bool = True) -> None:
     """Write the target, conversations to learn from, held-out prompts, and checksums."""
     library = corpus.find_source_files(recipe.num_files)
     texts = corpus.read_source(library, library.train)
@@ -46,12 +46,12 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
             list(texts.values()), recipe.vocab_size, recipe.max_position_embeddings
         )
         target = train_target(STDLIB_EPOCHS * learnt + pieces, tokenizer, recipe, progress)
-        save(target, tokenizer, trained)
+        save_trained(target, tokenizer, trained)
     if not place.is_dir():
-        target, tokenizer = load(trained)
+        target, tokenizer = load_trained(trained)
         unlearn_loops(target, tokenizer, learnt, recipe, progress)
-        save(target, tokenizer, place)
-    target, tokenizer = load(place)
+        save_trained(target, tokenizer, place)
+    target, tokenizer = load_trained(place)
     rng = random.Random(recipe.seed)
     chosen = corpus.choose_prompts(
         learnt, recipe.num_conversations, tokenizer, recipe.max_prompt_tokens, rng
@@ -86,7 +86,9 @@ def make(folder: Path, recipe: Recipe, progress: bool = True) -> None:
     (folder / "recipe.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
-def save(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_trained(
+    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
     """Write both completely or not at all, rounded to bfloat16."""
     partial = folder.with_suffix(".partial")
     tokenizer.save_pretrained(partial)
@@ -94,7 +96,7 @@ def save(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: P
     partial.rename(folder)
 
 
-def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def load_trained(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Load both in float32, as every user on a CPU does."""
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return target, PreTrainedTokenizerFast.from_pretrained(folder)
@@ -109,4 +111,4 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    make(Path(sys.argv[1]), Recipe())
+    make_embedded(Path(sys.argv[1]), Recipe())

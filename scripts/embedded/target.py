@@ -102,8 +102,8 @@ def train_target(
     )  # fmt: skip
     loss = torch.tensor(math.nan)
     with bar:
-        for rows in _batches(pieces, tokenizer, recipe):  # rows: [B, T + 1]
-            with _autocast():
+        for rows in _iter_batches(pieces, tokenizer, recipe):  # rows: [B, T + 1]
+            with _make_autocast():
                 logits = target(rows[:, :-1], use_cache=False).logits  # [B, T, V]
             loss = cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
             loss.backward()
@@ -145,9 +145,9 @@ def unlearn_loops(
     bar = tqdm(total=steps.num_steps, desc="unlearning loops", unit="step", disable=not progress)
     with bar:
         for _ in range(steps.num_steps):
-            batch = _prompts(tokenizer, rng.sample(short, recipe.loop_batch_size))
-            with _autocast():
-                ids = _answers(target, batch, recipe)  # [B, T]
+            batch = _encode_prompts(tokenizer, rng.sample(short, recipe.loop_batch_size))
+            with _make_autocast():
+                ids = _generate_answers(target, batch, recipe)  # [B, T]
             first = batch["input_ids"].shape[1]
             answered = torch.zeros_like(ids, dtype=torch.bool)
             loops = []
@@ -160,7 +160,7 @@ def unlearn_loops(
             real = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, first:])], dim=1)
             positions = (real.cumsum(1) - 1).clamp(min=0)
             places = {"attention_mask": real[:, :-1], "position_ids": positions[:, :-1]}
-            with _autocast():
+            with _make_autocast():
                 with torch.no_grad():
                     teacher_logits = teacher(ids[:, :-1], **places, use_cache=False).logits.float()
                 logits = target(ids[:, :-1], **places, use_cache=False).logits.float()
@@ -180,7 +180,7 @@ def unlearn_loops(
             bar.set_postfix(kl=f"{loss.item():.3f}", refresh=False)
 
 
-def _autocast() -> torch.autocast:
+def _make_autocast() -> torch.autocast:
     """Autocast for one forward pass; its weights stay cast until the pass ends."""
     return torch.autocast("cpu", torch.bfloat16, enabled=this_processor().is_fast(torch.bfloat16))
 
@@ -204,12 +204,12 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def _batches(
+def _iter_batches(
     pieces: list[corpus.CodeChat], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[Tensor]:
     """Yield `num_steps` batches [B, T + 1], shuffling the chats anew for every epoch."""
     bos = str(tokenizer.bos_token)
-    texts = [corpus.render(piece, bos) for piece in pieces]
+    texts = [corpus.render_chat(piece, bos) for piece in pieces]
     chats = tokenizer(texts, add_special_tokens=False)["input_ids"]
     rng = random.Random(recipe.seed)
     width = recipe.train_length + 1
@@ -237,8 +237,8 @@ def answer_prompts(
     with bar:
         for start in range(0, len(order), recipe.generate_batch_size):
             chosen = order[start : start + recipe.generate_batch_size]
-            batch = _prompts(tokenizer, [pieces[i].prompt for i in chosen])
-            ids = _answers(target, batch, recipe)[:, batch["input_ids"].shape[1] :]
+            batch = _encode_prompts(tokenizer, [pieces[i].prompt for i in chosen])
+            ids = _generate_answers(target, batch, recipe)[:, batch["input_ids"].shape[1] :]
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             for i, text in zip(chosen, texts, strict=True):
                 answers[i] = text
@@ -246,7 +246,7 @@ def answer_prompts(
     return answers
 
 
-def _prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEncoding:
+def _encode_prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEncoding:
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
@@ -257,7 +257,7 @@ def _prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEnc
 
 
 @torch.no_grad()
-def _answers(target: LlamaForCausalLM, batch: BatchEncoding, recipe: Recipe) -> Tensor:
+def _generate_answers(target: LlamaForCausalLM, batch: BatchEncoding, recipe: Recipe) -> Tensor:
     return target.generate(  # type: ignore[misc, return-value]
         **batch, max_new_tokens=recipe.max_new_tokens, do_sample=False
     )

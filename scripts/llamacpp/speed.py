@@ -33,7 +33,7 @@ def request_json(url: str, path: str, **body: Any) -> Any:
     return json.load(LOOPBACK.open(request))
 
 
-def answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any:
+def request_answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any:
     """Get a greedy answer, with its token ids and times."""
     return request_json(
         url, "completion", prompt=prompt, n_predict=num_tokens, temperature=0, return_tokens=True,
@@ -41,7 +41,7 @@ def answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any
     )  # fmt: skip
 
 
-def prompts(url: str, questions: list[str]) -> list[list[int]]:
+def request_prompt_ids(url: str, questions: list[str]) -> list[list[int]]:
     """Get token ids of questions in the target's own chat template."""
     found = []
     for question in questions:
@@ -77,7 +77,7 @@ def find_first_difference(
     """Place where a text differs from the usual one, and the target's two best scores."""
     pairs = zip(usual, other, strict=False)
     place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(usual), len(other)))
-    found = answer(url, prompt + usual[:place], 1, n_probs=2)["completion_probabilities"][0]
+    found = request_answer(url, prompt + usual[:place], 1, n_probs=2)["completion_probabilities"][0]
     first, second = found["top_logprobs"]
     return {
         "token": place + 1,
@@ -105,12 +105,12 @@ def measure_speed(settings: dict[str, Any]) -> dict[str, Any]:
     urls = [server.listening_address for server in servers]
     lines = Path(settings["prompts"]).read_text().splitlines()[settings["skip"] :]
     questions = [json.loads(line)["turns"][0] for line in lines]
-    asking = prompts(urls[0], questions)
+    asking = request_prompt_ids(urls[0], questions)
     passes: list[list[list[Any]]] = [[] for _ in urls]
     for url in urls:  # to warm up
-        answer(url, asking[0], num_tokens)
+        request_answer(url, asking[0], num_tokens)
     for number in range(1, settings["num_repeats"] + 1):
-        rows = [[answer(url, prompt, num_tokens) for url in urls] for prompt in asking]
+        rows = [[request_answer(url, prompt, num_tokens) for url in urls] for prompt in asking]
         for found, answers in zip(passes, zip(*rows, strict=True), strict=True):
             found.append(list(answers))
         print(f"pass {number} of {settings['num_repeats']} is done", flush=True)

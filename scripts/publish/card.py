@@ -107,13 +107,13 @@ def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]
 def build_model_card(facts: CardFacts) -> ModelCard:
     """Write the card, with its metadata."""
     sections = [
-        _introduction(facts), *facts.notices, _use(facts), _measured(facts), _training(facts)
+        _format_introduction(facts), *facts.notices, _format_usage(facts), _format_measurements(facts), _format_training(facts)
     ]  # fmt: skip
     body = "\n\n".join(sections)
-    return ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n{body}\n")
+    return ModelCard(f"---\n{_build_metadata(facts).to_yaml()}\n---\n\n{body}\n")
 
 
-def _metadata(facts: CardFacts) -> ModelCardData:
+def _build_metadata(facts: CardFacts) -> ModelCardData:
     data_path = str(facts.provenance.get("data", {}).get("path") or "")
     on_hub = facts.target is not None and is_hub_id(facts.target)
     return ModelCardData(
@@ -126,7 +126,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
         library_name="headsmith",
         license=facts.license,
         model_name=facts.repo_id.rsplit("/")[-1] if facts.acceptance else None,
-        eval_results=_results(facts.acceptance) if facts.acceptance else None,
+        eval_results=_build_eval_results(facts.acceptance) if facts.acceptance else None,
         tags=[
             "speculative-decoding", facts.head.tag, "draft-head",
             *sorted(export.format for export in facts.exports),
@@ -134,7 +134,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
     )  # fmt: skip
 
 
-def _results(acceptance: dict[str, Any]) -> list[EvalResult]:
+def _build_eval_results(acceptance: dict[str, Any]) -> list[EvalResult]:
     """tau of the chain and of the tree, in the Hub's `model-index` form."""
     data = str((acceptance.get("data") or {}).get("path") or "headsmith-default")
     taus = {"chain": acceptance} | {
@@ -155,7 +155,7 @@ def _results(acceptance: dict[str, Any]) -> list[EvalResult]:
     ]
 
 
-def _introduction(facts: CardFacts) -> str:
+def _format_introduction(facts: CardFacts) -> str:
     head = facts.head
     target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
     if facts.target and is_hub_id(facts.target):
@@ -188,27 +188,27 @@ def _introduction(facts: CardFacts) -> str:
     )
 
 
-def _measured(facts: CardFacts) -> str:
+def _format_measurements(facts: CardFacts) -> str:
     parts = ["## Measured"]
     if facts.acceptance is None and facts.speedup is None and not facts.comparisons:
         parts.append("Nothing was measured before this head was published.")
     if facts.acceptance is not None:
-        parts += _acceptance(facts.acceptance)
+        parts += _format_acceptance(facts.acceptance)
     if facts.speedup is not None:
-        parts += _speedup(facts.speedup)
+        parts += _format_speedup(facts.speedup)
     parts += facts.comparisons
     parts += [f"![{Path(name).stem}]({name})" for name in facts.figures]
     return "\n\n".join(parts)
 
 
-def _acceptance(acceptance: dict[str, Any]) -> list[str]:
+def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
     """Show tau in words, by category, and acceptance by depth."""
     temperature = acceptance.get("temperature")
     choice = f"temperature {temperature}" if temperature else "greedy"
     words = (
         f"tau, the mean number of tokens per target pass (its own token included), is "
         f"**{acceptance['tau']:.3f}** for the top-1 chain over {acceptance['num_prompts']} "
-        f"prompts and {acceptance['num_tokens']} tokens{_setting(acceptance)} "
+        f"prompts and {acceptance['num_tokens']} tokens{_format_dtype_and_device(acceptance)} "
         f"({acceptance['mode']}, {choice}); without drafting it is 1."
     )
     tree = acceptance.get("static_tree") or acceptance.get("dynamic_tree") or {}
@@ -241,18 +241,19 @@ def _acceptance(acceptance: dict[str, Any]) -> list[str]:
     ]
 
 
-def _setting(result: dict[str, Any]) -> str:
+def _format_dtype_and_device(result: dict[str, Any]) -> str:
     """Name dtype and device, if the measurement has them."""
     told = [str(result[key]) for key in ("target_dtype", "device") if result.get(key)]
     return f", {' on '.join(told)}" if told else ""
 
 
-def _speedup(speedup: dict[str, Any]) -> list[str]:
+def _format_speedup(speedup: dict[str, Any]) -> list[str]:
     """Show the speed-up of every method, and the number of texts equal to the target's own."""
     others = [f"`{name}`" for name in speedup["baselines"] if name != speedup["baseline"]]
     faster = f", the faster of it and {' and '.join(others)}" if others else ""
     words = (
-        f"Decoding at batch {speedup.get('batch_size', 1)}{_setting(speedup)}; speed-up over "
+        f"Decoding at batch {speedup.get('batch_size', 1)}{_format_dtype_and_device(speedup)}; "
+        "speed-up over "
         f"`{speedup['baseline']}`{faster}, without drafting; efficiency is the speed-up of "
         "decoding / tau."
     )
@@ -279,10 +280,10 @@ def _speedup(speedup: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _use(facts: CardFacts) -> str:
+def _format_usage(facts: CardFacts) -> str:
     head, of_target = facts.head, f" target.path={facts.target}" if facts.target else ""
     if facts.exports:
-        serve = _exports(facts)
+        serve = _format_exports(facts)
     elif head.vllm_method is None:
         serve = f"vLLM does not load this head: {head.vllm_problem}"
     else:
@@ -299,7 +300,7 @@ def _use(facts: CardFacts) -> str:
     )
 
 
-def _exports(facts: CardFacts) -> str:
+def _format_exports(facts: CardFacts) -> str:
     """List the engine of each export, its distance from the trained head, and how to serve it."""
     rows = [
         [export.format, f"`{export.where}`", export.loaders, export.parity_text]
@@ -327,7 +328,7 @@ def _exports(facts: CardFacts) -> str:
     )
 
 
-def _training(facts: CardFacts) -> str:
+def _format_training(facts: CardFacts) -> str:
     provenance = facts.provenance
     if not provenance:
         return "## Training\n\nThis head has no record of how it was trained."

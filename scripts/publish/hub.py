@@ -68,7 +68,7 @@ def fetch_terms(name: str) -> Terms | str:
     return Terms(name, bool(info.private), bool(info.gated), license_id)
 
 
-def link(repo_id: str) -> str:
+def format_link(repo_id: str) -> str:
     """Address of a repository's page."""
     return f"{HfApi().endpoint}/{repo_id}"
 
@@ -102,7 +102,7 @@ def upload_repositories(folders: dict[str, Path], private: bool) -> list[str]:
     for repo_id, folder in folders.items():
         files = {path.relative_to(folder).as_posix(): path for path in list_files(folder)}
         with _translate_hub_errors(repo_id, api.endpoint):
-            stale = _stale(api.list_repo_files(repo_id), files)
+            stale = _find_stale_files(api.list_repo_files(repo_id), files)
             api.create_commit(
                 repo_id,
                 [
@@ -114,7 +114,7 @@ def upload_repositories(folders: dict[str, Path], private: bool) -> list[str]:
     return urls
 
 
-def _stale(there: list[str], files: dict[str, Path]) -> list[str]:
+def _find_stale_files(there: list[str], files: dict[str, Path]) -> list[str]:
     """Files of an earlier head, which must not mix with this one's."""
     exports = {name.parent for name in map(PurePosixPath, there) if name.name == PROVENANCE}
     exports.discard(PurePosixPath())

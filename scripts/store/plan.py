@@ -164,7 +164,7 @@ def check_disk(work: CaptureJob, print_sizes: bool) -> None:
     if print_sizes:
         contents = work.plan.contents
         print(*work.report.format_lines(), sep="\n")
-        print(f"store: {contents.line()}, {tokens:,} tokens")
+        print(f"store: {contents.format_line()}, {tokens:,} tokens")
         for state_format in StateFormat:
             size = replace(contents, format=state_format).bytes_per_token
             print(f"  {state_format.value}: {size:,} bytes/token, {tokens * size / GIB:,.2f} GiB")

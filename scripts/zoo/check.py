@@ -47,7 +47,7 @@ Results = dict[str, dict[str, Any]]
 
 def main(config: TargetsRun) -> None:
     """Print how many work; write `targets.md` and `targets.json`."""
-    names = chosen(config.model_types)
+    names = choose_model_types(config.model_types)
     out_dir = Path(config.out_dir)
     try:
         (out_dir / "found").mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def main(config: TargetsRun) -> None:
     content = {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "counts": counted(results),
+        "counts": count_states(results),
         "found": {
             name: {key: value for key, value in result.items() if key != "traceback"}
             for name, result in results.items()
@@ -76,12 +76,12 @@ def main(config: TargetsRun) -> None:
         "no_target": left_out,
     }
     write_atomically(out_dir / "targets.json", json.dumps(content, indent=1) + "\n")
-    write_atomically(out_dir / "targets.md", table(results, left_out))
+    write_atomically(out_dir / "targets.md", build_table(results, left_out))
     print(format_counts(results))
     print(f"wrote {out_dir / 'targets.md'} and {out_dir / 'targets.json'}")
 
 
-def chosen(names: list[str]) -> list[str]:
+def choose_model_types(names: list[str]) -> list[str]:
     """Model types to check.
 
     Raises:
@@ -135,7 +135,7 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
     write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
-def counted(results: Results) -> dict[str, int]:
+def count_states(results: Results) -> dict[str, int]:
     """Number of model types in each state."""
     numbers = Counter(result["state"] for result in results.values())
     return {state: numbers[state] for state in STATES if numbers[state]}
@@ -143,11 +143,11 @@ def counted(results: Results) -> dict[str, int]:
 
 def format_counts(results: Results) -> str:
     """Summarise on one line how many work, are refused and so on."""
-    parts = ", ".join(f"{number} {state}" for state, number in counted(results).items())
+    parts = ", ".join(f"{number} {state}" for state, number in count_states(results).items())
     return f"{len(results)} model types of transformers {transformers.__version__}: {parts}"
 
 
-def table(results: Results, left_out: dict[str, str]) -> str:
+def build_table(results: Results, left_out: dict[str, str]) -> str:
     """Make Markdown: a row per model type, reasons for failures, and types that are no targets."""
     names = [HEADINGS.get(name, name) for name in COLUMNS]
     lines = [
@@ -159,9 +159,9 @@ def table(results: Results, left_out: dict[str, str]) -> str:
         "",
         f"| model type | {' | '.join(names)} | attention | how made |",
         f"|---|{'---|' * len(names)}---|---|",
-        *(row(name, each) for name, each in results.items() if each["state"] != "not made"),
+        *(format_row(name, each) for name, each in results.items() if each["state"] != "not made"),
     ]
-    reasons = {name: reason(result) for name, result in results.items()}
+    reasons = {name: format_reason(result) for name, result in results.items()}
     for title, pairs in (("Why not", reasons), ("No targets", left_out)):
         rows = [f"| {name} | {why.replace('|', '/')} |" for name, why in pairs.items() if why]
         if rows:
@@ -169,7 +169,7 @@ def table(results: Results, left_out: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def row(name: str, result: dict[str, Any]) -> str:
+def format_row(name: str, result: dict[str, Any]) -> str:
     """Make a row of the table."""
     cells = [result["columns"].get(column, "").split(":")[0] for column in COLUMNS]
     for head, tau in result.get("tau", {}).items():
@@ -186,7 +186,7 @@ def row(name: str, result: dict[str, Any]) -> str:
     return f"| {name} | {' | '.join(cells)} | {attention} | {how} |"
 
 
-def reason(result: dict[str, Any]) -> str:
+def format_reason(result: dict[str, Any]) -> str:
     """Explain why a model type was not made, or list the checks that it failed."""
     if "why" in result:
         return f"not made: {result['why']}"

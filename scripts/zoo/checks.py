@@ -19,7 +19,7 @@ from conf.settings.target import TargetConfig
 from data.prepared.pack import PackedDataset
 from data.templates.encoder import Sample
 from eval.decode.drafters.oracle import Oracle
-from eval.decode.engine import Generation, common_prefix, decode_batch
+from eval.decode.engine import Generation, count_common_prefix, decode_batch
 from eval.decode.generate import hf_generate
 from eval.decode.generation_config import StopRules
 from eval.measure.replay import replay_response
@@ -50,7 +50,7 @@ RATE = 0.6
 """Acceptance of drafts that are the text itself with errors."""
 TIE = 1e-4
 """Margin between the two likeliest logits below which float32 may choose either."""
-CHAIN = Tree.chain(4)
+CHAIN = Tree.make_chain(4)
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0, 0]])
 MEDUSA_TREE = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 SHAPES = (
@@ -103,11 +103,13 @@ class Findings:
             yield
             self.columns.setdefault(name, YES)
         except InputError as error:
-            self.columns[name] = f"refused: {_line(error, self.folder)}"
+            self.columns[name] = f"refused: {_format_error_line(error, self.folder)}"
         except Differs as error:
             self.columns[name] = f"differs: {error}"
         except Exception as error:  # noqa: BLE001 every error is a result
-            self.columns[name] = f"FAILED: {type(error).__name__}: {_line(error, self.folder)}"
+            self.columns[name] = (
+                f"FAILED: {type(error).__name__}: {_format_error_line(error, self.folder)}"
+            )
             self.traceback = self.traceback or traceback.format_exc()
 
     def has_passed(self, name: str) -> bool:
@@ -137,7 +139,7 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
         with findings.open_column("check"):
             target = load_target(config, CPU)
         if findings.has_passed("check"):
-            _Checks(target, findings).run(heads)
+            _Checks(target, findings).run_columns(heads)
     kept = {name: value for name, value in asdict(findings).items() if name != "folder"}
     return {"state": findings.state, **kept}
 
@@ -155,31 +157,31 @@ class _Checks:
         ]
         self.texts: list[list[int]] = []
 
-    def run(self, heads: bool) -> None:
+    def run_columns(self, heads: bool) -> None:
         """Run every column after the check."""
         with self.findings.open_column("loads"):
             self._stop_at([])
-            self.texts = self._generated()
+            self.texts = self._generate_texts()
             self._same_as_saved()
         if not self.texts:
             return
         with self.findings.open_column("chain"):
-            self._lossless(Oracle, CHAIN, 1)
+            self._check_lossless(Oracle, CHAIN, 1)
         with self.findings.open_column("tree"):
             # With several texts: a target that sees one token too many usually still gives the same
             # ones.
-            self._lossless(Oracle, TREE, len(self.prompts))
-            self._lossless(VaryingTreeOracle, TREE, 1)
+            self._check_lossless(Oracle, TREE, len(self.prompts))
+            self._check_lossless(VaryingTreeOracle, TREE, 1)
         with self.findings.open_column("batch"):
             # Texts end at different places, after a third and two thirds.
             self._stop_at([self.texts[n][n * len(self.texts[n]) // 3] for n in (1, 2)])
-            self._lossless(Oracle, CHAIN, len(self.prompts))
+            self._check_lossless(Oracle, CHAIN, len(self.prompts))
             if self.findings.has_passed("tree"):
-                self._lossless(VaryingTreeOracle, TREE, len(self.prompts))
+                self._check_lossless(VaryingTreeOracle, TREE, len(self.prompts))
         self._stop_at([])
         if not heads:
             return
-        for name, trained in (("medusa", self._medusa), ("eagle", self._eagle)):
+        for name, trained in (("medusa", self._check_medusa), ("eagle", self._check_eagle)):
             with self.findings.open_column(name):
                 trained()
 
@@ -203,19 +205,19 @@ class _Checks:
         )
         self._same_texts([Generation(whole)])
 
-    def _generated(self) -> list[list[int]]:
+    def _generate_texts(self) -> list[list[int]]:
         """Generate one text after another, as `generate` must not see padding."""
         return [
             hf_generate(self.target, [prompt], NUM_NEW, GREEDY, 0)[0].token_ids
             for prompt in self.prompts
         ]
 
-    def _lossless(self, kind: type[Oracle], tree: Tree, num_texts: int) -> None:
+    def _check_lossless(self, kind: type[Oracle], tree: Tree, num_texts: int) -> None:
         """Check drafts that are right at RATE, for the first prompts together."""
         drafter = kind(self.texts[:num_texts], tree, RATE, self.target.vocab_size)
-        self._same_texts(self._decoded(drafter, num_texts))
+        self._same_texts(self._decode_texts(drafter, num_texts))
 
-    def _decoded(self, drafter: Drafter, num_texts: int = 1) -> list[Generation]:
+    def _decode_texts(self, drafter: Drafter, num_texts: int = 1) -> list[Generation]:
         return decode_batch(self.target, drafter, self.prompts[:num_texts], NUM_NEW)
 
     def _same_texts(self, texts: list[Generation]) -> None:
@@ -225,36 +227,38 @@ class _Checks:
             expected = stops.cut_after_end([], whole)
             if one.token_ids == expected:
                 continue
-            place = common_prefix(one.token_ids, expected)
-            margin = self._margin(prompt + expected[:place])
+            place = count_common_prefix(one.token_ids, expected)
+            margin = self._compute_margin(prompt + expected[:place])
             if margin >= TIE:
                 wrong.append(f"from token {place} of {len(expected)}, margin there {margin:.2g}")
         if wrong:
             raise Differs(f"{len(wrong)} of {len(texts)} texts, the first {wrong[0]}")
 
     @torch.no_grad()
-    def _margin(self, ids: list[int]) -> float:
+    def _compute_margin(self, ids: list[int]) -> float:
         logits = self.target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         first, second = logits.float().topk(2).values.tolist()
         return first - second
 
-    def _medusa(self) -> None:
+    def _check_medusa(self) -> None:
         head = MedusaHead.from_target(self.target, 3, 1)
-        _train(MedusaObjective(head, self.target, MedusaConfig(num_heads=3)), self._data())
-        for tree in (Tree.chain(3), MEDUSA_TREE)[: 1 + self.findings.has_passed("tree")]:
-            self._replayed("medusa", head, tree, MedusaDrafter(head, tree))
+        _train_head(
+            MedusaObjective(head, self.target, MedusaConfig(num_heads=3)), self._build_data()
+        )
+        for tree in (Tree.make_chain(3), MEDUSA_TREE)[: 1 + self.findings.has_passed("tree")]:
+            self._check_replay("medusa", head, tree, MedusaDrafter(head, tree))
 
-    def _eagle(self) -> None:
+    def _check_eagle(self) -> None:
         config = EagleConfig(fc_norm=True, norm_output=True, draft_vocab_size=200)
-        counts = self._data().count_token_ids(self.target.vocab_size)
+        counts = self._build_data().count_token_ids(self.target.vocab_size)
         vocab = DraftVocab.from_counts(counts, config.draft_vocab_size, self.target.special_ids)
         head = EagleHead.from_settings(self.target, config, vocab, seed=0)
-        _train(EagleObjective(head, self.target, config), self._data())
-        self._replayed("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
+        _train_head(EagleObjective(head, self.target, config), self._build_data())
+        self._check_replay("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
         if self.findings.has_passed("tree"):
-            self._same_texts(self._decoded(EagleTree(head, DynamicShape(4, 3, 8)), 2))
+            self._same_texts(self._decode_texts(EagleTree(head, DynamicShape(4, 3, 8)), 2))
 
-    def _data(self) -> PackedDataset:
+    def _build_data(self) -> PackedDataset:
         """The target's own texts."""
         samples = [
             Sample(prompt + text, [False] * len(prompt) + [True] * len(text))
@@ -262,9 +266,9 @@ class _Checks:
         ]
         return PackedDataset(samples, 256, seed=0)
 
-    def _replayed(self, name: str, head: Any, tree: Tree, drafter: Drafter) -> None:
+    def _check_replay(self, name: str, head: Any, tree: Tree, drafter: Drafter) -> None:
         """Check that decoding is lossless, and that its steps equal those of replay."""
-        decoded = self._decoded(drafter)
+        decoded = self._decode_texts(drafter)
         self._same_texts(decoded)
         with self.findings.open_column("replay"):
             told = replay_response(self.target, head, tree, self.prompts[0], self.texts[0])
@@ -273,7 +277,7 @@ class _Checks:
                 lengths = [
                     [step.num_accepted for step in each] for each in (told, decoded[0].steps)
                 ]
-                place = common_prefix(*lengths)
+                place = count_common_prefix(*lengths)
                 raise Differs(f"{name}, from pass {place} of {len(told)}")
 
 
@@ -291,13 +295,13 @@ class VaryingTreeOracle(Oracle):
         rows, parents, device = [], [], roots.tokens.device
         for (number, text), place in zip(self.texts, self.places.tolist(), strict=True):
             self.tree = SHAPES[(number + place) % len(SHAPES)]
-            rows.append(self._fill(number, text, place))
+            rows.append(self._draw_tree_tokens(number, text, place))
             parents.append(list(self.tree.parents[1:]))
         depth = max(shape.depth for shape in SHAPES)
         return Draft(to_device(parents, device), to_device(rows, device), depth)
 
 
-def _train(objective: Objective, data: PackedDataset) -> None:
+def _train_head(objective: Objective, data: PackedDataset) -> None:
     """Train for a few updates on one batch.
 
     Raises:
@@ -322,6 +326,6 @@ def _train(objective: Objective, data: PackedDataset) -> None:
     objective.head.eval()
 
 
-def _line(error: BaseException, folder: str) -> str:
+def _format_error_line(error: BaseException, folder: str) -> str:
     """Put an error on one line."""
     return " ".join(str(error).replace(folder, Path(folder).name).split())[:300]

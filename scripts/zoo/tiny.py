@@ -146,13 +146,13 @@ def make_tiny_target(model_type: str, root: Path) -> Path:
         staging = folder.with_name(f"{model_type}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        _make(model_type, staging)
+        _make_model(model_type, staging)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     return folder
 
 
-def _make(model_type: str, folder: Path) -> None:
+def _make_model(model_type: str, folder: Path) -> None:
     # The class that checkpoints are saved with: the wrapper's class if there is one.
     wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
     name = wrapper or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
@@ -161,13 +161,15 @@ def _make(model_type: str, folder: Path) -> None:
         model, weights = random_model(getattr(transformers, name), config)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    _make_tokenizer().save_pretrained(folder)
     text = config.get_text_config(decoder=True)
     made = {
         "class": name,
-        "layers": _layers(text),
+        "layers": _format_layers(text),
         "by_hand": {
-            each: MANUAL_SETTINGS[each] for each in _types(config) if each in MANUAL_SETTINGS
+            each: MANUAL_SETTINGS[each]
+            for each in _list_model_types(config)
+            if each in MANUAL_SETTINGS
         },
         "left_out": left_out,
         **weights,
@@ -183,12 +185,12 @@ def tiny_config(model_type: str) -> Any:
         default = make()
     except ValueError:  # some defaults contradict themselves; values set by hand correct them
         default = make(**MANUAL_SETTINGS[model_type])
-    return make(**_settings(default))
+    return make(**_build_settings(default))
 
 
-def _settings(config: Any) -> dict[str, Any]:
+def _build_settings(config: Any) -> dict[str, Any]:
     parts = {
-        name: {"model_type": part.model_type, **_settings(part)}
+        name: {"model_type": part.model_type, **_build_settings(part)}
         for name, part in vars(config).items()
         if isinstance(part, PreTrainedConfig)
     }
@@ -211,20 +213,20 @@ def tiny_sizes(config: Any) -> dict[str, Any]:
     others = 0
     for name, value in vars(config).items():
         if name.endswith(TOKENS):
-            sizes[name], others = _token(name, value, others)
+            sizes[name], others = _choose_token_id(name, value, others)
         elif name in INDEXES and value:
             sizes[name] = INDEXES[name]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and name in TINY:
             sizes[name] = min(value, TINY[name])
-    sizes |= _latent_heads(config, sizes) | _picture(config) | _kinds_of_layers(config)
+    sizes |= _latent_heads(config, sizes) | _shrink_pictures(config) | _kinds_of_layers(config)
     rope = vars(config).get("rope_parameters")
     if isinstance(rope, dict):
         head_dim = sizes.get("qk_rope_head_dim") or sizes.get("head_dim") or HIDDEN // HEADS
-        sizes["rope_parameters"] = _rope(rope, head_dim)
+        sizes["rope_parameters"] = _shrink_rope(rope, head_dim)
     return {name: value for name, value in sizes.items() if value is not None}
 
 
-def _token(name: str, value: Any, others: int) -> tuple[Any, int]:
+def _choose_token_id(name: str, value: Any, others: int) -> tuple[Any, int]:
     for start, token in (("eos", EOS), ("bos", BOS), ("pad", PAD), ("decoder_start", BOS)):
         if name.startswith(start):
             return (token if value is not None else None), others
@@ -250,7 +252,7 @@ def _latent_heads(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
     return parts
 
 
-def _picture(config: Any) -> dict[str, Any]:
+def _shrink_pictures(config: Any) -> dict[str, Any]:
     """Make pictures of four by four patches."""
     patch, image = (vars(config).get(name) for name in ("patch_size", "image_size"))
     if isinstance(patch, int) and isinstance(image, int):
@@ -285,13 +287,13 @@ def _kinds_of_layers(config: Any) -> dict[str, Any]:
     return {name: len(kept), **rows}
 
 
-def _rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def _shrink_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Make RoPE whose switch lies inside a text, and whose sections fill a head."""
     scaled = dict(rope)
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
         if isinstance(value, dict):
-            scaled[name] = _rope(value, head_dim)
+            scaled[name] = _shrink_rope(value, head_dim)
         elif name == "original_max_position_embeddings":
             scaled[name] = SWITCH
         elif name == "mrope_section":
@@ -300,12 +302,12 @@ def _rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
     return scaled
 
 
-def _types(config: Any) -> list[str]:
+def _list_model_types(config: Any) -> list[str]:
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    return [config.model_type, *(name for part in parts for name in _types(part))]
+    return [config.model_type, *(name for part in parts for name in _list_model_types(part))]
 
 
-def _layers(text: Any) -> str:
+def _format_layers(text: Any) -> str:
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     count = getattr(text, "num_hidden_layers", None)
     if not kinds:
@@ -385,7 +387,7 @@ def scale_weights(model: Any, gain: float, embedding: float) -> None:
         head.weight[find_placeholder_ids(model.config)] = 0
     # The final norm gets a gain, so that the logits of any family have a deviation of 2, in
     # addition to the 1 that norms start with, in the weight or in code.
-    deviation, norm = _deviation(model)
+    deviation, norm = _measure_deviation(model)
     if norm is not None and 0 < deviation < 2:
         norm.weight.add_(2 / deviation - 1)
 
@@ -401,7 +403,7 @@ def find_placeholder_ids(config: Any) -> list[int]:
     return sorted(ids)
 
 
-def _deviation(model: Any) -> tuple[float, Any]:
+def _measure_deviation(model: Any) -> tuple[float, Any]:
     """Deviation of logits, and the last norm before them."""
     ran: list[nn.Module] = []
     hooks = [
@@ -445,5 +447,5 @@ def measure_text_quality(model: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer() -> Any:
+def _make_tokenizer() -> Any:
     return train_tokenizer(list(TEXT), NUM_TOKENS, CONTEXT)

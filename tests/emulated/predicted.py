@@ -67,12 +67,14 @@ def trained(job: dict[str, Any]) -> Row:
 def decoded(job: dict[str, Any]) -> Row:
     """A captured step of one text: what more steps add, by their number."""
     found: list[tuple[Meter, int, int]] = []
-    with hollow(), patch.object(eval.decode.captured, "Graph", Whole):
+    with hollow(), patch.object(eval.decode.captured, "CudaGraph", Whole):
         target = _target(job)
         make = _drafter(job, target)
         for length in (SHORTER, SHORTER, LONGER):  # the first makes what lasts
             with metered() as meter, counted() as counts, Whole.launched_by(meter):
-                texts = GraphDecoder(target, make, length).decode([Request([5] * job["length"])], 1)
+                texts = GraphDecoder(target, make, length).decode_requests(
+                    [Request([5] * job["length"])], 1
+                )
             # The clock looks at events that have long happened.
             waits = [n for (_, line), n in counts.waits.items() if "command/clock" not in line]
             found.append((meter, sum(waits), len(texts[0].steps)))
@@ -142,7 +144,7 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
             "early_exit": lambda seeds: SelfDraft(target, behind, depth, seeds=seeds),
             "skip_layers": lambda seeds: SelfDraft(target, other, depth, seeds=seeds),
             "draft_model": lambda seeds: DraftModel(
-                _target(small), Tree.chain(depth), GREEDY, seeds
+                _target(small), Tree.make_chain(depth), GREEDY, seeds
             ),
         }
         return others[name]
@@ -150,7 +152,7 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
     head = make_untrained_head(name, target, vocab)
     head.attach(target, target.dtype).eval()
     chain = job["shape"] == "chain"
-    shape = Tree.chain(head.default_depth) if chain else head.make_default_shape(gpu=True)
+    shape = Tree.make_chain(head.default_depth) if chain else head.make_default_shape(gpu=True)
     return lambda seeds: head.make_drafter(shape, GREEDY, seeds)
 
 

@@ -17,7 +17,13 @@ from toys import texts
 
 from eval.compare.methods import PromptDecoder
 from eval.decode import captured
-from eval.decode.captured import CaptureError, Graph, GraphDecoder, PassBatch, find_capture_obstacle
+from eval.decode.captured import (
+    CaptureError,
+    CudaGraph,
+    GraphDecoder,
+    PassBatch,
+    find_capture_obstacle,
+)
 from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
@@ -116,8 +122,8 @@ def decoded(
         return decode_many(target, make, requests, NUM_TOKENS, batch_size, how)
     captured = GraphDecoder(target, make, NUM_TOKENS, how)
     if batch_size > 1:
-        return captured.decode(requests, batch_size)
-    return [text for each in requests for text in captured.decode([each], 1)]
+        return captured.decode_requests(requests, batch_size)
+    return [text for each in requests for text in captured.decode_requests([each], 1)]
 
 
 def told(found: list[Generation]) -> list[Any]:
@@ -287,12 +293,12 @@ class Asking(NoDraft):
 def test_a_step_that_waits_is_not_captured_and_leaves_nothing_behind() -> None:
     target, before = random_target("cuda"), torch.cuda.current_stream()
     with pytest.raises(CaptureError, match=r"not permitted .*: device to host") as failed:
-        GraphDecoder(target, lambda _: Asking(), 9).decode([Request([5, 17])], 1)
+        GraphDecoder(target, lambda _: Asking(), 9).decode_requests([Request([5, 17])], 1)
     assert "not permitted" in str(failed.value.__cause__)
     assert torch.cuda.current_stream() is before
     assert not graphs.open_pools
     assert not torch.cuda.default_generators[0].state.capturing
-    [text] = GraphDecoder(target, lambda _: NoDraft(), 9).decode([Request([5, 17])], 1)
+    [text] = GraphDecoder(target, lambda _: NoDraft(), 9).decode_requests([Request([5, 17])], 1)
     assert text.times.step > 0
 
 
@@ -303,7 +309,7 @@ def test_who_stops_a_capture_stops_it_whole() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Graph(stopped, torch.cuda.graph_pool_handle())
+        CudaGraph(stopped, torch.cuda.graph_pool_handle())
     assert torch.cuda.current_stream() is before
     assert not graphs.open_pools
 
@@ -341,17 +347,17 @@ def test_what_capturing_takes_is_counted_and_in_no_other_figure(
 ) -> None:
     late, now = [0.0], time.perf_counter
 
-    class Slow(Graph):
+    class Slow(CudaGraph):
         def __init__(self, call: Callable[[], None], pool: Any) -> None:
             super().__init__(call, pool)
             late[0] += 1000
 
     monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])
-    monkeypatch.setattr(captured, "Graph", Slow)
+    monkeypatch.setattr(captured, "CudaGraph", Slow)
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
     way = GraphDecoder(target, lambda _: make(), NUM_TOKENS)
-    [text] = way.decode([Request(prompts()[0])], 1)
+    [text] = way.decode_requests([Request(prompts()[0])], 1)
     assert late[0] > 0
     assert text.times.num_captures == late[0] / 1000 == text.times.capture // 1000
     assert text.times.total < 1000
@@ -399,8 +405,8 @@ def test_captured_passes_over_drafts_of_the_host_are_those_of_the_cpu(
         way = GraphDecoder(target, make, length)
         assert way.what == "verify pass"
         if how > 1:
-            return way.decode(requests, how)
-        return [text for each in requests for text in way.decode([each], 1)]
+            return way.decode_requests(requests, how)
+        return [text for each in requests for text in way.decode_requests([each], 1)]
 
     with off():
         whole = [each.token_ids for each in found("cpu", [], 1)]
@@ -430,7 +436,7 @@ def test_a_text_longer_than_the_one_before_it_is_drafted_for_as_if_it_were_the_f
         way = GraphDecoder(target, make, NUM_TOKENS)
         assert way.what == what
         # The longest first, so that what lasts has room for it.
-        return [way.decode([each], 1)[0] for each in (long, short, long)][1:]
+        return [way.decode_requests([each], 1)[0] for each in (long, short, long)][1:]
 
     with off():
         expected = found("cpu")

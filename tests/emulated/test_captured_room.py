@@ -26,13 +26,13 @@ class Growing(PromptLookup):
     def propose(self, roots: Roots) -> Draft:
         self.size = min(self.size + 1, 12)
         tokens = roots.tokens.unsqueeze(1).expand(-1, self.size).contiguous()
-        return Draft(Tree.chain(self.size), tokens, self.size)
+        return Draft(Tree.make_chain(self.size), tokens, self.size)
 
 
 def in_turn(way: GraphDecoder) -> list[Generation]:
     """Texts one after the other, the longest first."""
     way.target.model.generation_config.eos_token_id = []
-    return [text for ids in prompts()[:2] for text in way.decode([Request(ids)], 1)]
+    return [text for ids in prompts()[:2] for text in way.decode_requests([Request(ids)], 1)]
 
 
 def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +52,13 @@ def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -
 
 def test_drawn_chains_of_one_size_share_a_graph() -> None:
     tokens, probs = torch.tensor([[5, 6, 7]]), torch.rand(1, 3, 9)
-    draft = Draft.from_tree(Tree.chain(3), tokens, probs)
+    draft = Draft.from_tree(Tree.make_chain(3), tokens, probs)
     shape = PassShape.from_draft(draft)
     assert shape == PassShape.from_draft(
-        Draft.from_tree(Tree.chain(4), tokens[:, [0, 1, 2, 2]], probs[:, [0] * 4])
+        Draft.from_tree(Tree.make_chain(4), tokens[:, [0, 1, 2, 2]], probs[:, [0] * 4])
     )
-    assert shape != PassShape.from_draft(Draft.from_tree(Tree.chain(3), tokens))
-    padded = shape.padded(draft)
+    assert shape != PassShape.from_draft(Draft.from_tree(Tree.make_chain(3), tokens))
+    padded = shape.pad_draft(draft)
     assert padded.tokens.tolist() == [[5, 6, 7, PAD]]
     assert padded.draft_probs is not None
     assert padded.draft_probs.tolist() == [[*probs[0].tolist(), [0.0] * 9]]

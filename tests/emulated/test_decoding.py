@@ -115,7 +115,7 @@ def hybrid(make: Callable[..., Drafter]) -> Callable[..., Drafter]:
     return lambda *given: HybridDrafter(make(*given), SuffixDrafter(SuffixTree(8)), 0.5)
 
 
-CHAIN, BUSHY = Tree.chain(3), make_static_tree(3, 16)
+CHAIN, BUSHY = Tree.make_chain(3), make_static_tree(3, 16)
 # What is more than one copy each way says why.
 KINDS = {
     "vanilla": Kind(lambda *_: NoDraft(), 0),

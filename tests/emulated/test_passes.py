@@ -20,7 +20,7 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.layers.documents import Documents
 from heads.target_model.model import Target
-from heads.target_model.recurrent import _groups
+from heads.target_model.recurrent import _group_documents
 
 LENGTHS = (20, 6, 2, 19, 7, 2)  # of two sequences
 
@@ -58,7 +58,7 @@ def waiting_rope(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("waiting_rope")
 @pytest.mark.parametrize("target_of", [recurrent_of, longrope_of])
 def test_reading_documents_waits_for_nothing(target_of: Callable[[str], Target]) -> None:
-    assert len(_groups(LENGTHS)) == 3
+    assert len(_group_documents(LENGTHS)) == 3
     numbers = torch.arange(sum(LENGTHS))
     owners = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     ids = (numbers * 7 % 90).view(2, -1)
@@ -120,7 +120,7 @@ def test_captured_trees_in_sliding_layers_are_those_of_the_cpu(
         if device == "cpu":
             found = decode_many(target, make, requests, 30, 2)
         else:
-            found = GraphDecoder(target, make, 30).decode(requests, 2)
+            found = GraphDecoder(target, make, 30).decode_requests(requests, 2)
         return [each.token_ids for each in found]
 
     with off():

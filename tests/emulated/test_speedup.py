@@ -23,7 +23,7 @@ def test_steps_and_passes_are_captured(
     rows = [{"turns": [f"hello number {n}"], "category": "a"} for n in range(2)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     # Minutes, as each emulated operation is many real ones.
-    monkeypatch.setattr(timing, "_profile", lambda *_: None)
+    monkeypatch.setattr(timing, "_profile_busy_seconds", lambda *_: None)
     forget()
     speedup.main(
         SpeedupRun(

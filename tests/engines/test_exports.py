@@ -78,7 +78,7 @@ def exported(head: Path, engine: str, out_dir: Path) -> Path:
 
 def chain(head: DraftHead) -> Drafter:
     if isinstance(head, MedusaHead):
-        return MedusaDrafter(head, Tree.chain(DEPTH))
+        return MedusaDrafter(head, Tree.make_chain(DEPTH))
     return EagleChain(head, DEPTH)
 
 
@@ -171,7 +171,7 @@ def test_llamacpp_serves_an_export_with_our_counts(
 
     head = load_head(str(saved)).attach(target).eval()
     for depth, counts in zip(LLAMACPP_DEPTHS, theirs, strict=True):
-        chain = Tree.chain(depth)
+        chain = Tree.make_chain(depth)
         drafters = [head.make_drafter(chain, GREEDY, [0]) for _ in counts]
         assert counts == [
             asdict(drafted(target, drafter, prompt, NUM_TOKENS, depth, within=True))

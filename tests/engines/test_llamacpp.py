@@ -105,7 +105,7 @@ def ours(
     target: Target, head: DraftHead, prompts: list[list[int]], depth: int, stop_ids: list[int]
 ) -> list[dict[str, Any]]:
     """Counts of our decoder, by llama.cpp's rules."""
-    drafter = head.make_drafter(Tree.chain(depth), GREEDY, [0] * len(prompts))
+    drafter = head.make_drafter(Tree.make_chain(depth), GREEDY, [0] * len(prompts))
     counts = []
     for found in decode_batch(target, drafter, prompts, NUM_TOKENS):
         lengths = [len(path) for path in found.paths]

@@ -62,7 +62,7 @@ def accepted_per_pass(
     """Also what lies beyond the end of the text, which engines count and `decode` does not."""
     text = decode(target, NoDraft(), prompt, num_tokens + DEPTH).token_ids
     output = target.encode_text(prompt + text[:-1], head.taps)
-    chain = Tree.chain(DEPTH)
+    chain = Tree.make_chain(DEPTH)
     lengths = compute_accepted_lengths(
         chain, rank_candidates(head, chain, output, prompt, text), text
     )
@@ -200,7 +200,7 @@ def test_vllm_drafts_with_a_model_what_we_do(
     noisy.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     theirs = counted(tmp_path, target, prompts, DEPTH, method="draft_model", model=str(folder))
-    draft, chain = opened(folder), Tree.chain(DEPTH)
+    draft, chain = opened(folder), Tree.make_chain(DEPTH)
     ours = [our_counts(target, DraftModel(draft, chain), prompt, DEPTH) for prompt in prompts]
     assert ours == theirs
     assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
@@ -223,6 +223,6 @@ def test_vllm_drafts_with_pruned_medusa_heads(
     head.save(tmp_path / "head")
     model, depth = str(tmp_path / "head"), head.num_heads
     theirs = counted(tmp_path, target, prompts, depth, method="medusa", model=model)
-    drafter = MedusaDrafter(head, Tree.chain(depth))
+    drafter = MedusaDrafter(head, Tree.make_chain(depth))
     assert theirs == [our_counts(target, drafter, prompt, depth) for prompt in prompts]
     assert sum(counts["accepted"][0] for counts in theirs) > 20

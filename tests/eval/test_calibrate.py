@@ -26,10 +26,10 @@ from eval.tune.confidence import (
     ChainForecast,
     ChainSteps,
     FixedLength,
-    bins,
+    build_reliability_bins,
     by_depth,
-    ece,
-    fit,
+    compute_ece,
+    fit_calibration,
     sigmoid,
 )
 from eval.tune.cost import CostCurve
@@ -45,22 +45,31 @@ def test_errors_by_hand() -> None:
     # Two bins: of three chances of .2 on average one was kept, of one of .95 none.
     chances = np.array([0.15, 0.95, 0.19, 0.11])
     kept = np.array([True, False, False, False])
-    assert bins(chances, kept) == [(pytest.approx(0.15), pytest.approx(1 / 3), 3), (0.95, 0.0, 1)]
-    assert ece(chances, kept) == pytest.approx(0.75 * (1 / 3 - 0.15) + 0.25 * 0.95)
-    assert ece(np.array([1.0, 0.999]), np.array([True, True])) == pytest.approx(0.0005)
-    assert ece(np.array([]), np.array([], bool)) == 0
+    assert build_reliability_bins(chances, kept) == [
+        (pytest.approx(0.15), pytest.approx(1 / 3), 3),
+        (0.95, 0.0, 1),
+    ]
+    assert compute_ece(chances, kept) == pytest.approx(0.75 * (1 / 3 - 0.15) + 0.25 * 0.95)
+    assert compute_ece(np.array([1.0, 0.999]), np.array([True, True])) == pytest.approx(0.0005)
+    assert compute_ece(np.array([]), np.array([], bool)) == 0
 
 
 def test_what_a_step_could_test_by_hand() -> None:
     # Left: 9, 2 (the last), 5 of a head that knew two positions more.
     steps = [Step(1, 2, 9), Step(2, 2, 2), Step(2, 3, 5)]
-    told = ChainSteps.of([[0.0, 1.0, 2.0], [0.0] * 3, [3.0, 0.0]], steps, [3, 3, 2], 3)
+    told = ChainSteps.from_logits([[0.0, 1.0, 2.0], [0.0] * 3, [3.0, 0.0]], steps, [3, 3, 2], 3)
     assert told.tested.tolist() == [3, 2, 2]
-    assert [each.tolist() for each in told.kept(1)] == [[True, True, True], [True, True, True]]
-    assert [each.tolist() for each in told.kept(2)] == [[True, True, True], [False, True, True]]
-    assert [each.tolist() for each in told.kept(3)] == [[True, False, False], [False]]
+    assert [each.tolist() for each in told.mask_accepted(1)] == [
+        [True, True, True],
+        [True, True, True],
+    ]
+    assert [each.tolist() for each in told.mask_accepted(2)] == [
+        [True, True, True],
+        [False, True, True],
+    ]
+    assert [each.tolist() for each in told.mask_accepted(3)] == [[True, False, False], [False]]
     doubled = Calibration((1.0, 1.0, 2.0), (0.0, 0.0, 0.0))
-    chances = told.chances(doubled)
+    chances = told.compute_path_probabilities(doubled)
     assert chances[0].tolist() == pytest.approx([0.5, 0.365529, 0.267223], rel=1e-5)
     assert chances[2, 2] == 0  # no chain is that long
     first, *_, last = by_depth(told, doubled)
@@ -78,18 +87,18 @@ def synthetic(temperatures: list[float], offsets: list[float], number: int = 40_
 
 def test_temperatures_are_found_depth_by_depth() -> None:
     told = synthetic([2.0, 0.5, 1.0], [0.0, 0.0, 0.0])
-    found = fit(told, [0.0])
+    found = fit_calibration(told, [0.0])
     assert found.temperatures == pytest.approx((2.0, 0.5, 1.0), rel=0.15)
     assert found.offsets == (0.0, 0.0, 0.0)
-    assert max(ece(*each) for each in by_depth(told, found)) < 0.01
-    assert ece(*by_depth(told, Calibration.none(3))[0]) > 0.05
+    assert max(compute_ece(*each) for each in by_depth(told, found)) < 0.01
+    assert compute_ece(*by_depth(told, Calibration.make_neutral(3))[0]) > 0.05
 
 
 def test_an_offset_is_found_where_no_temperature_helps() -> None:
     told = synthetic([1.0, 1.5], [1.0, 0.6])
-    alone, both = fit(told, [0.0]), fit(told)
-    assert ece(*by_depth(told, alone)[0]) > 0.1
-    assert max(ece(*each) for each in by_depth(told, both)) < 0.01
+    alone, both = fit_calibration(told, [0.0]), fit_calibration(told)
+    assert compute_ece(*by_depth(told, alone)[0]) > 0.1
+    assert max(compute_ece(*each) for each in by_depth(told, both)) < 0.01
     logits = np.linspace(-3, 3, 7)
     for t, o, true in zip(both.temperatures, both.offsets, ((1.0, 1.0), (1.5, 0.6)), strict=True):
         np.testing.assert_allclose(
@@ -100,11 +109,11 @@ def test_an_offset_is_found_where_no_temperature_helps() -> None:
 def test_a_depth_that_nothing_tested_stays_as_it_is() -> None:
     told = synthetic([2.0, 1.0], [0.0, 0.0], 500)
     short = replace(told, tested=np.full(500, 1), accepted=np.minimum(told.accepted, 1))
-    found = fit(short)
+    found = fit_calibration(short)
     assert (found.temperatures[1], found.offsets[1]) == (1.0, 0.0)
 
 
-HALF = Calibration.none(2)
+HALF = Calibration.make_neutral(2)
 CURVE = CostCurve("cpu", [1, 3], [1.0, 2.0])
 
 
@@ -113,34 +122,34 @@ def test_what_a_threshold_is_expected_to_do_by_hand() -> None:
     logits = np.log(np.array([[9.0, 9.0], [9.0, 1.0], [1.0, 1.0]]))
     told = ChainSteps(logits, np.array([2, 1, 2]), np.full(3, 2), np.array([3, 2, 2]))
     costs = ChainCosts(CURVE, [0.125, 0.25], [0.1, 0.2, 0.3])
-    whole = ChainForecast.whole(told, 2, costs)
+    whole = ChainForecast.from_whole_chains(told, 2, costs)
     assert (whole.num_drafted, whole.share_accepted, whole.tau) == (2, 5 / 6, 7 / 3)
     assert whole.tokens_per_s == pytest.approx(7 / (3 * 2.25))
     # 2, 1 and 0 draft tokens: 3 + 2 + 1 tokens, passes of 2, 1.5 and 1.
-    shorter = ChainForecast.whole(told, 1, costs)
+    shorter = ChainForecast.from_whole_chains(told, 1, costs)
     assert (shorter.most_tokens, shorter.share_accepted, shorter.tau) == (1, 1, 2)
     assert shorter.tokens_per_s == pytest.approx(6 / (3 * 1.625))
-    cut = ChainForecast.cut(told, HALF, 0.6, costs)
+    cut = ChainForecast.from_cut_chains(told, HALF, 0.6, costs)
     assert (cut.num_drafted, cut.share_accepted, cut.tau) == (1, 1, 2)
     assert cut.tokens_per_s == pytest.approx(6 / (0.3 + 2 + 0.2 + 1.5 + 0.1 + 1))
     # Of the last step, which had two tokens left, a chain of one gives both.
-    assert ChainForecast.cut(told, HALF, 0.5, costs).tau == 7 / 3
-    assert ChainForecast.cut(told, HALF, 0.0, costs).num_drafted == 2
+    assert ChainForecast.from_cut_chains(told, HALF, 0.5, costs).tau == 7 / 3
+    assert ChainForecast.from_cut_chains(told, HALF, 0.0, costs).num_drafted == 2
 
 
 @pytest.mark.parametrize(("dear", "threshold"), [(0.0, 0.0), (5.0, 0.9)])
 def test_the_threshold_depends_on_what_rows_cost(dear: float, threshold: float) -> None:
     told = synthetic([1.0, 1.0], [0.0, 0.0], 2000)
     costs = ChainCosts(CostCurve("cpu", [1, 3], [1.0, 1.0 + 2 * dear]), [0.0] * 2, [0.0] * 3)
-    found = calibrate.report(told, told, costs)
+    found = calibrate.build_report(told, told, costs)
     assert (found["threshold"] >= threshold) if dear else (found["threshold"] == 0)
     assert found["checked"]["shorter"]["most_tokens"] == (1 if dear else 2)
     assert found["checked"]["cut"]["threshold"] == found["threshold"]
 
 
 def test_chains_that_are_timed_end_where_they_should() -> None:
-    calibration, logits = FixedLength.after(2), torch.tensor([-30.0, 30.0])
-    told = [calibration.chance(logits, depth).tolist() for depth in (1, 2, 3)]
+    calibration, logits = FixedLength.from_num_tokens(2), torch.tensor([-30.0, 30.0])
+    told = [calibration.compute_chance(logits, depth).tolist() for depth in (1, 2, 3)]
     assert told == [[1, 1], [1, 1], [0, 0]]
 
 
@@ -194,7 +203,7 @@ def test_the_command_calibrates_what_decoding_then_uses(setting, tmp_path, capsy
 
     path = head / "draft_confidence.json"
     stored = json.loads(path.read_text())
-    assert Calibration.of(stored) == Calibration.of(result)
+    assert Calibration.from_json(stored) == Calibration.from_json(result)
     assert (stored["device"], stored["temperature"]) == ("cpu", 0.0)
     # Half of these heads' chains end before their second token.
     half = {**stored, "temperatures": [1.0] * 3, "offsets": [0.0] * 3, "threshold": 5e-5}

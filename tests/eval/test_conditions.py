@@ -12,7 +12,7 @@ from conf.settings.measure import AcceptanceRun, Mode
 from eval import acceptance
 from eval.measure import bench
 from eval.measure.under import build_condition_runs
-from eval.report.by_condition import conditions_table
+from eval.report.by_condition import build_conditions_table
 from tests.eval.test_commands import made, settings
 
 
@@ -104,10 +104,10 @@ def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
             "by_part": by_part, "alpha": [0.5], "mode": "replay", "conditions": {},
         }  # fmt: skip
 
-    plain = conditions_table({"": result({})})
+    plain = build_conditions_table({"": result({})})
     assert [column.header for column in plain.columns][-2:] == ["as vLLM", "tree"]
     parts = {"thinking": {"tau": 4.0}, "answer": {"tau": 1.5}}
-    both = conditions_table({"a": result(parts), "b": result({})})
+    both = build_conditions_table({"a": result(parts), "b": result({})})
     assert [column.header for column in both.columns][-2:] == ["thinking", "answer"]
     assert [list(column.cells) for column in both.columns][-2:] == [["4.00", "-"], ["1.50", "-"]]
 

@@ -51,9 +51,9 @@ def test_acceptance_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch, 
             run("killed")
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["acceptance.partial"]
     measured = []
-    one = acceptance._measured
+    one = acceptance._build_prompt_row
     monkeypatch.setattr(
-        acceptance, "_measured", lambda *given: measured.append(given[2]) or one(*given)
+        acceptance, "_build_prompt_row", lambda *given: measured.append(given[2]) or one(*given)
     )
     with pytest.raises(InputError, match=r"delete .*/killed/acceptance.partial to begin anew, or"):
         run("killed", max_new_tokens=13)
@@ -90,7 +90,7 @@ def test_speedup_goes_on_with_the_same_layers(setting, tmp_path, monkeypatch, ca
         with pytest.raises(InputError, match=rf"in another way: {what}'[0-9a-f]{{64}}'\]+, is "):
             run()
         weights.write_bytes(content)
-    monkeypatch.setattr("eval.compare.methods.search_layers", None)  # not searched again
+    monkeypatch.setattr("eval.compare.methods.search_skipped_layers", None)  # not searched again
     run()
     assert "continuing with 3 runs of an earlier start" in " ".join(capsys.readouterr().err.split())
     result = json.loads((tmp_path / "speedup.json").read_text())

@@ -45,7 +45,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     prompts = folder / "prompts.jsonl"
     rows = [{"turns": [f"hello {word}, how are you?", "and now?"]} for word in WORDS]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chain = Tree.chain(DEPTH)
+    chain = Tree.make_chain(DEPTH)
 
     @cache
     def replayed(prompt: tuple[int, ...], num_tokens: int) -> tuple[list[int], list[int]]:

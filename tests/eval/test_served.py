@@ -104,7 +104,7 @@ def test_an_answer_ends_at_a_text_that_the_engine_does_not_know(
     (prompt,) = [[5, 17, 40]]
     with serving(target, tmp_path, [NUM_LAYERS]) as server:
         config = run(folder, tmp_path / "out", "medusa", [server.url], num_turns=1)
-        with open_measurement(config, "acceptance.json", served=True) as bench:
+        with open_measurement(config, "acceptance.json", may_use_engines=True) as bench:
             ((whole, _),) = bench.answer_source.answer_with_states(
                 [prompt], 8, bench.head.draft_head.taps
             )

@@ -249,8 +249,8 @@ def test_figures_by_hand() -> None:
         "vanilla": Method(lambda *_: []),
         "tree": Method(lambda *_: [], tree),
         "generate": Method(lambda *_: [], lossy=True),
-        "one": Method(lambda *_: [], Tree.chain(1)),
-        "root": Method(lambda *_: [], Tree.chain(0)),
+        "one": Method(lambda *_: [], Tree.make_chain(1)),
+        "root": Method(lambda *_: [], Tree.make_chain(0)),
         "silent": Method(lambda *_: []),
     }
     bench = Measurement(TARGET, [], [], GREEDY, {}, True)

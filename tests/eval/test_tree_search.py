@@ -22,7 +22,7 @@ from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
 from eval.measure.bench import Measurement
-from eval.measure.heads import SHAPE_FILE, MeasuredHead, write_beside
+from eval.measure.heads import SHAPE_FILE, MeasuredHead, write_beside_head
 from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, ShapeCosts
 from eval.tune import advice, cost
@@ -31,9 +31,9 @@ from eval.tune.trees import (
     DrawnTree,
     DynamicTreeReplay,
     StaticTreeReplay,
-    best_trees,
-    node_values,
-    widest,
+    build_best_trees,
+    build_widest_tree,
+    compute_node_values,
 )
 from heads.blocks.drafter import BlockTree
 from heads.decoding.sampling import GREEDY
@@ -56,11 +56,11 @@ RESPONSE = [1, 4, 5, 9]
 def test_values_by_hand() -> None:
     texts = StaticTreeReplay([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], PAD]])
     # Four places: three of the first text, one of the second, followed by 4: rank 0.
-    assert node_values(texts) == {(1,): 2 / 4, (1, 0): 1 / 4, (0,): 1 / 4}
+    assert compute_node_values(texts) == {(1,): 2 / 4, (1, 0): 1 / 4, (0,): 1 / 4}
 
 
 def test_a_text_of_one_token_has_no_values() -> None:
-    assert node_values(StaticTreeReplay([[1]], [[PAD]])) == {}
+    assert compute_node_values(StaticTreeReplay([[1]], [[PAD]])) == {}
 
 
 def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
@@ -68,7 +68,7 @@ def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
     draw = torch.Generator().manual_seed(seed)
     response = torch.randint(3, (60,), generator=draw).tolist()
     orders = torch.rand(60, 3, 3, generator=draw).argsort(-1).tolist()
-    return node_values(StaticTreeReplay([response], [orders]))
+    return compute_node_values(StaticTreeReplay([response], [orders]))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -76,7 +76,7 @@ def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
 def test_the_best_trees_are_the_best_of_all(seed: int, depth: int) -> None:
     values = text_statistics(seed)
     nodes = [path for path in values if len(path) <= depth]
-    trees = best_trees(values, depth, 4)
+    trees = build_best_trees(values, depth, 4)
     assert len(trees) == min(4, len(nodes))
     for size, tree in enumerate(trees, start=1):
         best = max(
@@ -84,7 +84,7 @@ def test_the_best_trees_are_the_best_of_all(seed: int, depth: int) -> None:
             for paths in itertools.combinations(nodes, size)
             if all(path[:-1] in ((), *paths) for path in paths)
         )
-        paths = [tuple(path) for path in tree_search.described(tree)["tree"]]
+        paths = [tuple(path) for path in tree_search.describe_shape(tree)["tree"]]
         assert sum(values[path] for path in paths) == pytest.approx(best)
         assert tree.num_nodes - 1 == size
         assert tree.depth <= depth
@@ -93,7 +93,7 @@ def test_the_best_trees_are_the_best_of_all(seed: int, depth: int) -> None:
 
 def test_a_described_tree_is_that_tree() -> None:
     tree = Tree.from_paths([[2], [0], [2, 1], [0, 3], [2, 1, 0]])
-    assert Tree.from_paths(tree_search.described(tree)["tree"]) == tree
+    assert Tree.from_paths(tree_search.describe_shape(tree)["tree"]) == tree
 
 
 @pytest.fixture(scope="module")
@@ -108,27 +108,29 @@ def eagle(target):
 
 def test_static_steps_are_those_of_decoding(target) -> None:
     head = noisy_head(target)
-    texts = StaticTreeReplay.from_prompts(target, head, PROMPTS, 30, widest(3))
+    texts = StaticTreeReplay.from_prompts(target, head, PROMPTS, 30, build_widest_tree(3))
     for paths in ([[0]], [[1], [3], [3, 0]], [[0], [1], [0, 0], [1, 2], [0, 0, 0], [0, 0, 9]]):
         tree = Tree.from_paths(paths)
         found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 30) for p in PROMPTS]
         assert texts.replay_shape(tree) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.num_accepted for text in texts.replay_shape(widest(3)) for step in text)
+    assert any(
+        step.num_accepted for text in texts.replay_shape(build_widest_tree(3)) for step in text
+    )
 
 
 def test_what_was_drawn_is_followed_by_hand() -> None:
     # Numbered from 1: tokens 7 and 8 below the root, then 7 and 9 below each of them.
     tokens, parents = [7, 8, 7, 9, 7, 9], [0, 0, 1, 1, 2, 2]
     scores = [-1.0, -0.5, -2.0, -1.5, -1.0, -3.0]  # in order: nodes 2, 1, 5, 4, 3, 6
-    drawn = DrawnTree.of(tokens, scores, parents, [8, 9, 9])
+    drawn = DrawnTree.from_expanded_tree(tokens, scores, parents, [8, 9, 9])
     # Of one level only node 2 counts, and stands first; node 6 stands last of all.
     assert drawn.ahead == [[0], [0, 5]]
-    assert [drawn.accepted(2, n) for n in (1, 5, 6)] == [1, 1, 2]
+    assert [drawn.count_accepted(2, n) for n in (1, 5, 6)] == [1, 1, 2]
     # Node 1 comes first of those equal to it; a level that is not looked at stands before none.
-    assert DrawnTree.of(tokens, scores, parents, [7, 9]).ahead == [[1], [1, 3]]
-    assert DrawnTree.of(tokens, scores, parents, [9, 7]).accepted(2, 6) == 0
-    assert DrawnTree.of(tokens, scores, parents, []).accepted(1, 6) == 0
+    assert DrawnTree.from_expanded_tree(tokens, scores, parents, [7, 9]).ahead == [[1], [1, 3]]
+    assert DrawnTree.from_expanded_tree(tokens, scores, parents, [9, 7]).count_accepted(2, 6) == 0
+    assert DrawnTree.from_expanded_tree(tokens, scores, parents, []).count_accepted(1, 6) == 0
 
 
 MADE = {
@@ -159,18 +161,18 @@ def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
 
 def test_trees_are_drawn_no_deeper_than_a_head_drafts(target) -> None:
     """A block of five has four slots to draft in."""
-    head, chain = fresh(target, settings_of("dflash")), Tree.chain(4)
+    head, chain = fresh(target, settings_of("dflash")), Tree.make_chain(4)
     opened = MeasuredHead("", head.attach(target).eval(), DynamicShape(4, 4, 8), chain)
     bench = Measurement(target, [opened], PROMPTS[:1], GREEDY, {}, is_main_process=True)
     config = TreeSearchRun(max_new_tokens=3, top_ks=[1])
-    texts = tree_search.read_texts(bench, config)
+    texts = tree_search.replay_target_texts(bench, config)
     assert (texts.depth, texts.top_ks) == (4, [1, 4])
 
 
 def test_what_a_step_costs_by_hand() -> None:
     curve = CostCurve("gpu", [1, 9], [1.0, 3.0])
     tree = Tree.from_paths([[0], [1], [0, 0]])
-    costs = ShapeCosts(curve, {widest(1): 0.1, widest(2): 0.2}, scale=2.0)
+    costs = ShapeCosts(curve, {build_widest_tree(1): 0.1, build_widest_tree(2): 0.2}, scale=2.0)
     assert costs.draft_s(tree) == 0.4
     assert costs.step_s(tree) == pytest.approx(0.4 + 1.75)
     ends = {DynamicShape(depth, 3, 1): seconds for depth, seconds in ((1, 0.1), (8, 0.8))}
@@ -193,15 +195,17 @@ DEAR = CostCurve("gpu", [1, 2], [1.0, 3.0], draft_seconds=0.0)
 def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passes(
     target, eagle
 ) -> None:
-    static = StaticTreeReplay.from_prompts(target, noisy_head(target), PROMPTS, 30, widest(3))
+    static = StaticTreeReplay.from_prompts(
+        target, noisy_head(target), PROMPTS, 30, build_widest_tree(3)
+    )
     dynamic = DynamicTreeReplay.from_prompts(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
     config = TreeSearchRun(max_nodes=24, top_ks=[4])
     for texts in (static, dynamic):
-        usual, best, found = tree_search.search(texts, ShapeCosts(FREE, {}), config)
+        usual, best, found = tree_search.search_shapes(texts, ShapeCosts(FREE, {}), config)
         assert best.tau == max(each.tau for each in (usual, *found))
         assert tree_search.count_draft_tokens(best.shape) > 8
         assert best.speedup == best.tau
-        usual, best, found = tree_search.search(texts, ShapeCosts(DEAR, {}), config)
+        usual, best, found = tree_search.search_shapes(texts, ShapeCosts(DEAR, {}), config)
         assert tree_search.count_draft_tokens(best.shape) == 1
         assert best.speedup == best.tau / 3
 
@@ -227,7 +231,7 @@ def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
 
 def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
     texts = StaticTreeReplay([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
-    usual = Candidate.from_replay(Tree.chain(2), texts, ShapeCosts(FREE, {}))
+    usual = Candidate.from_replay(Tree.make_chain(2), texts, ShapeCosts(FREE, {}))
     assert (usual.tau, usual.speedup, usual.step_s) == (2.0, 2.0, 1.0)
 
 
@@ -351,16 +355,16 @@ def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> Non
 
 
 def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
-    chain = Tree.chain(1)
+    chain = Tree.make_chain(1)
     head = MeasuredHead("somebody/head", noisy_head(random_target()), chain, chain)
-    content = {**tree_search.described(DynamicShape(3, 2, 4)), "device": "cpu"}
-    path = write_beside(head, SHAPE_FILE, content, tmp_path)
+    content = {**tree_search.describe_shape(DynamicShape(3, 2, 4)), "device": "cpu"}
+    path = write_beside_head(head, SHAPE_FILE, content, tmp_path)
     assert path == tmp_path / "draft_tree.json"
     assert json.loads(path.read_text()) == {
         "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu",
     }  # fmt: skip
     with pytest.raises(InputError, match=r"head\.path=somebody/head: cannot write .*gone"):
-        write_beside(head, SHAPE_FILE, content, tmp_path / "gone")
+        write_beside_head(head, SHAPE_FILE, content, tmp_path / "gone")
 
 
 @pytest.mark.parametrize(

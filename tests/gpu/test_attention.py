@@ -69,7 +69,7 @@ def test_tokens_behind_texts_of_which_a_graph_learns_how_long_they_are(
     mask = None if mask is None else mask.to("cuda")
     scores = scores._replace(sinks=None if sinks is None else sinks.to("cuda"))
     held = TreeCache(num_texts, torch.device("cuda"), 1)
-    held.hold(NUM_SLOTS, num_new, NUM_SLOTS)
+    held.fix_width(NUM_SLOTS, num_new, NUM_SLOTS)
     held.slots.committed.fill_(1)
     attended(there, held, mask, scores, drafted == "chain")
     graph = torch.cuda.CUDAGraph()

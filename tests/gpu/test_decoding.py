@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig
 from data.features.writer import HostCopier
-from eval.decode.captured import CaptureError, Graph, GraphDecoder, compute_num_slots
+from eval.decode.captured import CaptureError, CudaGraph, GraphDecoder, compute_num_slots
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream_tokens
 from eval.measure.replay import replay_response
@@ -47,7 +47,7 @@ def test_decoding_on_cuda_is_lossless_and_replayed_exactly(family: str) -> None:
     )[0, len(PROMPT) :].tolist()
     assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
     head = noisy_head(target)
-    for tree in (Tree.chain(3), make_static_tree(3, 32)):
+    for tree in (Tree.make_chain(3), make_static_tree(3, 32)):
         drafted = decode(target, MedusaDrafter(head, tree), PROMPT, 40)
         assert drafted.token_ids == expected
         assert replay_response(target, head, tree, PROMPT, expected) == drafted.steps
@@ -65,7 +65,7 @@ def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
     expected = decode(target, NoDraft(), PROMPT, 40).token_ids
     chain = decode(target, head.chain(head, 4), PROMPT, 40)
     assert chain.token_ids == expected
-    assert replay_response(target, head, Tree.chain(4), PROMPT, expected) == chain.steps
+    assert replay_response(target, head, Tree.make_chain(4), PROMPT, expected) == chain.steps
     tree = head.tree_drafter(head, DynamicShape(4, 4, 16))
     assert decode(target, tree, PROMPT, 40).token_ids == expected
     sampling = Sampling(temperature=1.0, top_k=1)
@@ -170,7 +170,7 @@ def test_captured_steps_are_those_that_are_not_and_write_the_text_of_the_cpu(
             if way is None:
                 found = decode_many(target, make, REQUESTS, 40, batch_size, how)
             else:
-                found = way.decode(REQUESTS, batch_size)
+                found = way.decode_requests(REQUESTS, batch_size)
             assert [g.token_ids for g in found] == texts
             assert [g.steps for g in found] == [g.steps for g in expected]
     # Drafts are accepted by draws of their own, so with them a sampled text is another one.
@@ -186,13 +186,13 @@ def test_a_capture_that_fails_leaves_nothing_behind() -> None:
         numbers.add_(1)
 
     with pytest.raises(CaptureError, match="captur") as failed:
-        Graph(lambda: numbers.add_(1).tolist() and None, torch.cuda.graph_pool_handle())
+        CudaGraph(lambda: numbers.add_(1).tolist() and None, torch.cuda.graph_pool_handle())
     assert "previous error" not in str(failed.value)
     assert torch.cuda.current_stream() == before
     torch.randn(4, device="cuda")
     numbers.zero_()
-    graph = Graph(add_one, torch.cuda.graph_pool_handle())
-    graph.launch()
+    graph = CudaGraph(add_one, torch.cuda.graph_pool_handle())
+    graph.launch_graph()
     assert numbers.tolist() == [1.0] * 4
 
 

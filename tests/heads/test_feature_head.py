@@ -42,7 +42,7 @@ def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
     for prompt, text in zip(prompts(), answers(), strict=True):
         decoded = decode(target, head.chain(head, depth), prompt, 40)
         assert decoded.token_ids == text
-        assert replay_response(target, head, Tree.chain(depth), prompt, text) == decoded.steps
+        assert replay_response(target, head, Tree.make_chain(depth), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
     assert num_accepted > 20
 

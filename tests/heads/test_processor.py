@@ -136,8 +136,8 @@ def test_a_torch_without_a_list_of_capabilities_is_asked_one_by_one(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    found = heads.processor._capabilities()
+    found = heads.processor._get_capabilities()
     assert found == {"avx512_bf16": True, "amx_bf16": False}
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.setattr(heads.processor, "_is_supported", lambda dtype: dtype is BF16)
-    assert heads.processor._capabilities() == {"bf16": True}
+    assert heads.processor._get_capabilities() == {"bf16": True}

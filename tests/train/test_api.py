@@ -194,7 +194,7 @@ def test_what_is_generated_is_the_targets_own_and_what_is_replayed_is_what_was_d
     assert drafted.token_ids == own.token_ids
     assert own.tau == 1 < drafted.tau
     assert drafted.text == target.tokenizer.decode(own.token_ids, skip_special_tokens=True)
-    chain = decode(target, head.make_drafter(Tree.chain(3), GREEDY, [0]), prompt, 30)
+    chain = decode(target, head.make_drafter(Tree.make_chain(3), GREEDY, [0]), prompt, 30)
     replayed = api.acceptance(target, head, prompt, own.token_ids, depth=3)
     assert replayed.tau == stats.tau([stats.PromptSteps("", chain.steps)])
     assert len(replayed.alpha) == 3

@@ -100,7 +100,7 @@ def test_python_h_and_triton_are_needed(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(
     "compiles",
     [
-        fused._compiled.__wrapped__,
+        fused._compile_criterion.__wrapped__,
         lambda: noisy_head(random_target(), 1).compile_layers(),
         lambda: random_target().compile(8),
     ],

@@ -62,7 +62,7 @@ def test_compiled_parts_are_the_loss_and_the_blocks(target, monkeypatch) -> None
         return fused.apply_criterion
 
     head = noisy_head(target, 2)
-    monkeypatch.setattr(fused, "_compiled", compiled)
+    monkeypatch.setattr(fused, "_compile_criterion", compiled)
     monkeypatch.setattr(head, "compile_layers", lambda: used.append("blocks"))
     objective, batch = MedusaObjective(head, target, MedusaConfig()), packed(texts(target, 2, 9))
     sums_of(objective, batch)

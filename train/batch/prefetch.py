@@ -109,14 +109,14 @@ class Prefetcher:
         and dropped it.
         """
         for number in range(len(self._current)):
-            started = self._ahead or self._start(self._current[number])
+            started = self._ahead or self._start_batch(self._current[number])
             self._ahead = None
-            following = self._following(number)
+            following = self._get_next_batch(number)
             if self._stream is not None and following is not None:
-                self._ahead = self._start(following)
-            yield self._finish(started)
+                self._ahead = self._start_batch(following)
+            yield self._finish_batch(started)
 
-    def _following(self, number: int) -> Batch | None:
+    def _get_next_batch(self, number: int) -> Batch | None:
         """Next batch of this step, if it is loaded."""
         if number + 1 < len(self._current):
             return self._current[number + 1]
@@ -124,7 +124,7 @@ class Prefetcher:
         ready = coming is not None and coming.done() and coming.exception() is None
         return coming.result()[0] if coming is not None and ready else None
 
-    def _start(self, batch: Batch) -> _Started:
+    def _start_batch(self, batch: Batch) -> _Started:
         if self._stream is not None:
             # The stream reuses memory of the step; see the module docstring.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -133,7 +133,7 @@ class Prefetcher:
             done = None if self._stream is None else self._stream.record_event()
         return _Started(prepared, done)
 
-    def _finish(self, started: _Started) -> Batch:
+    def _finish_batch(self, started: _Started) -> Batch:
         if started.done is not None:
             # `record_stream` would hold memory until the host, which runs far ahead, looks again.
             torch.cuda.current_stream(self._device).wait_event(started.done)

@@ -117,13 +117,13 @@ class BlockObjective(Objective):
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of a prepared batch; `scale` [D] is the weight of each slot."""
         with record_function("head"):
-            outputs = self._outputs(batch)
+            outputs = self._compute_block_outputs(batch)
         with record_function("loss"):
             slots = self.build_student(outputs, batch, scale[batch[STEP_TARGETS].steps])
             weight = self.config.off_path_weight if self.training else 1.0
             beside = partial(self.compute_extra_loss, outputs, batch)
             return compute_block_loss(
-                self.criterion, slots, batch, self._teacher(batch), weight, beside
+                self.criterion, slots, batch, self._build_teacher(batch), weight, beside
             )
 
     @abstractmethod
@@ -144,7 +144,7 @@ class BlockObjective(Objective):
             .index_select(0, unrolled.matched_rows.output_indices)
         )
 
-    def _outputs(self, batch: Batch) -> Tensor:
+    def _compute_block_outputs(self, batch: Batch) -> Tensor:
         """[A, D, H] outputs of the drawn blocks, of all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         positions = batch["position_ids"].flatten()
@@ -155,7 +155,7 @@ class BlockObjective(Objective):
         sight = head.make_block_range(first.device, end.device, depth, host)
         return head.draft(ids.roll(-1)[anchors], positions[anchors] + 1, text, sight)
 
-    def _teacher(self, batch: Batch) -> Teacher:
+    def _build_teacher(self, batch: Batch) -> Teacher:
         """The target's distributions after the answered places."""
         vocab, places = self.head.vocab, batch[SUPERVISION].token_indices
         temperature = self.distillation_temperature(self.config.teacher_temperature)

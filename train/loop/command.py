@@ -177,7 +177,7 @@ class TrainingCommand:
         chooses = hasattr(settings, "draft_vocab_size")
         head: Any
         if settings.path is not None:
-            head = self._saved(settings).attach(target)
+            head = self._load_saved_head(settings).attach(target)
             if not (chooses or head.vocab.full):
                 raise InputError(
                     f"head.path={settings.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} "
@@ -204,7 +204,7 @@ class TrainingCommand:
         full = head.vocab.is_full
         return head, [] if full else format_coverage(counts(), head.vocab.to("cpu"), always)
 
-    def _saved(self, settings: Any) -> DraftHead:
+    def _load_saved_head(self, settings: Any) -> DraftHead:
         layers = getattr(settings, "layers", None)
         head = load_head(settings.path, settings.revision, layers)
         if type(head) is not self.head:
@@ -363,7 +363,7 @@ def estimate_and_check_memory(
     length = len(train_data[0]["input_ids"])
     setting = LaunchSpec.from_config(config, length, strategy_name(accelerator), accelerator)
     parts = memory.estimate_memory(objective, setting)
-    total = memory.available(accelerator.device)
+    total = memory.get_available_bytes(accelerator.device)
     if parts is not None:
         if accelerator.is_main_process:
             print(memory.format_memory(parts, total))  # noqa: T201
@@ -444,7 +444,7 @@ def load_store_source(
     """Take target and data from a feature store."""
     ends = load_embeddings_and_head(store, device)
     replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
-    lines = [f"features: {store.folder} ({store.manifest.plan.contents.line()})"]
+    lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
     for data in (store.train, store.heldout, store.replay):
         data.check_token_ids(ends)
     report = store.manifest.report

@@ -169,7 +169,7 @@ class TrainingLoop:
             path = checkpoint.find_latest_checkpoint(self.checkpoints, self.print_on_main)
         elif self.config.resume is not None:
             path = Path(self.config.resume)
-        state = {} if path is None else self._restore(path)
+        state = {} if path is None else self._restore_progress(path)
         processes.wait_for_processes()  # processes load at different speeds
         self._check_agreed()
         self.placement = make_strategy(accelerator, job.objective, self.config)
@@ -194,7 +194,7 @@ class TrainingLoop:
         if self.rank == 0:
             tqdm.write(text)
 
-    def _restore(self, path: Path) -> dict[str, Tensor]:
+    def _restore_progress(self, path: Path) -> dict[str, Tensor]:
         """Restore progress and head; return the state of the optimizers, which do not exist yet."""
         head = self.job.objective.head
         progress, tensors = checkpoint.load_checkpoint(path)
@@ -215,7 +215,7 @@ class TrainingLoop:
     def _check_agreed(self) -> None:
         own = torch.zeros(self.world, device=self.device)
         own[self.rank] = self.step
-        steps = self._sum(own).int().tolist()
+        steps = self._sum_over_processes(own).int().tolist()
         if len(set(steps)) > 1:
             raise InputError(
                 f"train.resume={self.config.resume}: processes found checkpoints of different "
@@ -237,7 +237,9 @@ class TrainingLoop:
                 self.print_on_main(f"step {self.step}: {rollouts.format_round(written)}")
         last = min(self.round.last, self.config.max_steps)
         ahead = self.job.num_prefetch_steps
-        return Prefetcher(self._load, objective.prepare_batch, self.device, self.step, last, ahead)
+        return Prefetcher(
+            self._load_micro_batches, objective.prepare_batch, self.device, self.step, last, ahead
+        )
 
     def run_steps(self) -> Outcome:
         """Run steps until the end or a stop."""
@@ -248,12 +250,12 @@ class TrainingLoop:
         )  # fmt: skip
         with bar:
             if self.step == 0 and self.job.has_trained_head:
-                self._evaluate()
+                self._run_evaluation()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
             self.waiting.restart()
             while self.step < config.max_steps:
                 if self.stopping:
-                    self._save()
+                    self._save_checkpoint()
                     return Outcome(False, self.step, self.evaluation)
                 if self.step == self.round.last:
                     self.prefetcher.close()
@@ -264,20 +266,20 @@ class TrainingLoop:
                 bar.update()
                 last = self.step == config.max_steps
                 if last or self.step % config.log_steps == 0:
-                    self._log()
+                    self._log_metrics()
                 if last or self.step % config.save_steps == 0:
-                    self._save()
+                    self._save_checkpoint()
                 if not last and self.step % config.eval_steps == 0:
-                    self._evaluate()
+                    self._run_evaluation()
         # The head is saved before its last evaluation, so a failure there loses nothing.
         with self.placement.open_averaged_weights():
             if self.rank == 0:
                 self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
         processes.wait_for_processes()
-        self._evaluate()
+        self._run_evaluation()
         return Outcome(True, self.step, self.evaluation)
 
-    def _sum(self, value: Tensor) -> Tensor:
+    def _sum_over_processes(self, value: Tensor) -> Tensor:
         """Sum of a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="sum")
 
@@ -285,13 +287,13 @@ class TrainingLoop:
         """Run one optimizer step and return its loss. The host waits for the device once."""
         with self.waiting.measure_wait():
             batches = self.prefetcher.next_step()
-        result = self._gradients(batches, self.prefetcher.iter_micro_batches())
+        result = self._compute_gradients(batches, self.prefetcher.iter_micro_batches())
         again = False
         while not all(map(math.isfinite, result.losses)):
             self._leave_out(result.losses, again)
             again = True
-            batches = self._load(self.step)
-            result = self._gradients(batches, map(self._prepared, batches))
+            batches = self._load_micro_batches(self.step)
+            result = self._compute_gradients(batches, map(self._prepare_batch, batches))
         self._check_norm(result.norm)
         self._rate = schedule.compute_learning_rate(self.config, self.step)
         with record_function("optimizer"):
@@ -302,7 +304,7 @@ class TrainingLoop:
         self.window.append(result.sums)
         return float((self._term_weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
 
-    def _gradients(self, batches: list[Batch], prepared: Iterable[Batch]) -> _StepResult:
+    def _compute_gradients(self, batches: list[Batch], prepared: Iterable[Batch]) -> _StepResult:
         """Clip the gradients of a step and gather its figures from all processes.
 
         Args:
@@ -311,21 +313,21 @@ class TrainingLoop:
         """
         counts = torch.stack([self.job.objective.compute_divisors(batch) for batch in batches])
         self._term_weights = self.job.objective.start_step(self.step)
-        totals = self._sum(to_device(counts.sum(0).double(), self.device))
+        totals = self._sum_over_processes(to_device(counts.sum(0).double(), self.device))
         # Strategies average gradients over the processes; the loss needs their sum.
         weights = to_device(self._term_weights, self.device)
         scale = self.world * weights / totals.clamp_min(1).float()
-        sums = self._accumulate(prepared, len(batches), scale)
+        sums = self._accumulate_gradients(prepared, len(batches), scale)
         num_tokens = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
         with record_function("optimizer"):
             norm = self.placement.clip_gradients(self.step)
-            return self._reduce(sums, norm, num_tokens)
+            return self._reduce_figures(sums, norm, num_tokens)
 
-    def _indices(self) -> list[int]:
+    def _draw_indices(self) -> list[int]:
         """Indices of the sequences of this step, over all processes."""
         return self.round.draw_global_batch(self.step, self.config.batch_size)
 
-    def _load(self, step: int) -> list[Batch]:
+    def _load_micro_batches(self, step: int) -> list[Batch]:
         """Load the micro batches of this process in a step, on the CPU.
 
         Each sequence gets a random seed from its index and the step. Draws are therefore the same
@@ -340,10 +342,12 @@ class TrainingLoop:
             batches.append(objective.index_training_batch({**batch, NOISE_SEEDS: seeds}))
         return batches
 
-    def _prepared(self, batch: Batch) -> Batch:
+    def _prepare_batch(self, batch: Batch) -> Batch:
         return self.job.objective.prepare_batch(batch_to_device(batch, self.device))
 
-    def _accumulate(self, prepared: Iterable[Batch], num_micro: int, scale: Tensor) -> Tensor:
+    def _accumulate_gradients(
+        self, prepared: Iterable[Batch], num_micro: int, scale: Tensor
+    ) -> Tensor:
         """Run forward and backward of each micro batch; return `Sums.terms` [M, 2 + L, K]."""
         terms: list[Tensor] = []
         for batch in prepared:
@@ -355,7 +359,7 @@ class TrainingLoop:
             del batch, sums  # frees their memory for the next batch
         return torch.stack(terms)
 
-    def _reduce(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:
+    def _reduce_figures(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:
         """Bring the figures of all processes to the host. This is the step's only wait.
 
         Args:
@@ -367,7 +371,7 @@ class TrainingLoop:
         losses[self.rank] = sums[:, 0].sum(1)
         own = torch.tensor([num_tokens, self.stop_asked], dtype=torch.float64)
         parts = (to_device(own, self.device), losses.flatten(), sums.sum(0).flatten())
-        packed = self._sum(torch.cat([part.double() for part in parts]))
+        packed = self._sum_over_processes(torch.cat([part.double() for part in parts]))
         packed = torch.cat([packed, norm.double().view(1)]).to("cpu")
         (tokens, stop), of_losses, terms, (gathered_norm,) = packed.split(
             [2, losses.numel(), sums[0].numel(), 1]
@@ -388,17 +392,17 @@ class TrainingLoop:
             InputError: the head is at fault (see `SkippedSequences`), or too many sequences are
                 bad.
         """
-        size, indices = self.config.micro_batch_size, self._indices()
+        size, indices = self.config.micro_batch_size, self._draw_indices()
         bad = [micro for micro, loss in enumerate(losses) if not math.isfinite(loss)]
         suspects = [index for micro in bad for index in indices[micro * size :][:size]]
         if not self.placement.can_discard:
             self._stop_on("the loss", suspects)
-        self.placement.discard()
+        self.placement.discard_gradients()
         new = self.skipped.filter_kept(suspects)
         if not new and not is_reloaded:
             return  # loaded before they were left out
         faulty = [index for index in new if self._is_bad(index)] or new
-        around = self.round.around(self.step, self.config.batch_size)
+        around = self.round.iter_other_batches(self.step, self.config.batch_size)
         if not faulty or self.skipped.has_diverged(faulty, indices, around, self._is_bad):
             self._stop_on("the loss", faulty or suspects)
         self.print_on_main(self.skipped.skip_sequences(faulty, self.step + 1))
@@ -413,12 +417,12 @@ class TrainingLoop:
         with self.placement.open_whole_weights():
             # As in evaluations, without the hooks of a strategy.
             weights = self._term_weights.to(self.device)
-            terms = objective.forward(self._prepared(batch), weights).terms
+            terms = objective.forward(self._prepare_batch(batch), weights).terms
         return not terms.isfinite().all()
 
     def _check_norm(self, norm: float) -> None:
         if not math.isfinite(norm):
-            self._stop_on("the gradient's norm", self._indices())
+            self._stop_on("the gradient's norm", self._draw_indices())
 
     def _stop_on(self, what: str, indices: list[int]) -> None:
         raise InputError(
@@ -431,7 +435,7 @@ class TrainingLoop:
     def _tokens_per_s(self) -> float:
         return (self.tokens - self._started_tokens) / self._watch.seconds()
 
-    def _log(self) -> None:
+    def _log_metrics(self) -> None:
         sums = torch.stack(self.window).sum(0)
         self.window.clear()
         metrics = compute_metrics("train", sums, self._term_weights, self.job.objective)
@@ -446,7 +450,7 @@ class TrainingLoop:
         if self.metrics is not None:
             self.metrics.log(self.step, metrics)
 
-    def _evaluate(self) -> None:
+    def _run_evaluation(self) -> None:
         job = self.job
         self.evaluation = evaluate_heldout(
             self.placement, job.objective, job.heldout, job.evaluate, self.step
@@ -460,7 +464,7 @@ class TrainingLoop:
         shown = (f"{name} {value:.3f}" for name, value in named.items() if "/" not in name)
         self.print_on_main(f"step {self.step}: {', '.join(shown)}")
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         tensors = self.placement.gather_tensors()
         if self.rank == 0:
             progress = checkpoint.Progress(

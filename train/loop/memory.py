@@ -127,7 +127,7 @@ def check_memory_fits(parts: BytesByPart, total: int) -> None:
         raise InputError(f"{format_memory(parts, total)}: does not fit; {REMEDIES}")
 
 
-def available(device: torch.device) -> int | None:
+def get_available_bytes(device: torch.device) -> int | None:
     """Bytes that this process has or can get on a CUDA device."""
     if device.type != "cuda":
         return None

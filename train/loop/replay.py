@@ -47,7 +47,7 @@ class Replay(ABC):
 
     def __call__(self, head: Replayable) -> dict[str, float]:
         """Compute `tau` and `greedy_alpha_d1`.. of the chain."""
-        chain = Tree.chain(self.depth)
+        chain = Tree.make_chain(self.depth)
         steps = []
         for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
             ranked = rank_candidates(head, chain, output, prompt, answer)
@@ -93,10 +93,11 @@ class StoredReplay(Replay):
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
         """Stored answers and hidden states."""
         return [
-            (row["input_ids"][row["loss_mask"]].tolist(), self._output(row)) for row in self.rows
+            (row["input_ids"][row["loss_mask"]].tolist(), self._build_target_output(row))
+            for row in self.rows
         ]
 
-    def _output(self, row: dict[str, Tensor]) -> TargetOutput:
+    def _build_target_output(self, row: dict[str, Tensor]) -> TargetOutput:
         """Hidden states [1, S, D] of all tokens but the last. A last state not stored is empty."""
         states = {
             name: tensor[None, :-1].to(self.target.device, self.target.dtype)

@@ -69,7 +69,7 @@ class Round(NamedTuple):
         """Global batch of a step, as indices."""
         return schedule.draw_global_batch(step - self.first, batch_size, len(self.data), self.seed)
 
-    def around(self, step: int, batch_size: int) -> Iterator[list[int]]:
+    def iter_other_batches(self, step: int, batch_size: int) -> Iterator[list[int]]:
         """Yield batches of earlier steps, the latest first, then those of later steps."""
         for other in (*range(self.first, step)[::-1], *range(step + 1, self.last)):
             yield self.draw_global_batch(other, batch_size)
@@ -87,7 +87,7 @@ class AnsweredPrompts(NamedTuple):
     lengths: Tensor
     prompts: Tensor
 
-    def samples(self) -> Iterator[Sample]:
+    def iter_samples(self) -> Iterator[Sample]:
         """Yield documents whose answers are learnt."""
         texts = self.token_ids.split(self.lengths.tolist())
         for ids, prompt in zip(texts, self.prompts.tolist(), strict=True):
@@ -131,7 +131,7 @@ class Rollouts:
         asked = sorted(self.target.logits_processing.items())
         return {"generation_config": to_json(asked), "stop": to_json(self.target.stop_strings)}
 
-    def _statement(self) -> dict[str, Any]:
+    def _make_fingerprint(self) -> dict[str, Any]:
         how = {"max_new_tokens": self.config.max_new_tokens, "temperature": self.config.temperature}
         return {**self.made_of, **self.generation_settings, **how, "seed": self.seed}
 
@@ -148,20 +148,20 @@ class Rollouts:
         assert self.config.steps is not None
         number = step // self.config.steps
         first = number * self.config.steps
-        prompts = self._prompts(first, first + self.config.steps)
-        texts, figures = self._kept(number, prompts), dict[str, float]()
+        prompts = self._select_prompts(first, first + self.config.steps)
+        texts, figures = self._load_written_answers(number, prompts), dict[str, float]()
         processes.wait_for_processes()  # no process may write before all of them have looked
         if texts is None:
-            texts, figures = self._make(number, prompts, head)
+            texts, figures = self._generate_round(number, prompts, head)
             if PartialState().is_main_process:
-                tensors, metadata = texts._asdict(), {MADE: json.dumps(self._statement())}
+                tensors, metadata = texts._asdict(), {MADE: json.dumps(self._make_fingerprint())}
                 write_folder(
-                    self._path(number),
+                    self._get_round_folder(number),
                     lambda folder: save_file(tensors, folder / TEXTS, metadata=metadata),
                 )
         seed = self.seed + number
         packed = PackedDataset(
-            texts.samples(), self.data.max_length, seed=seed, pad_id=self.data.pad_id
+            texts.iter_samples(), self.data.max_length, seed=seed, pad_id=self.data.pad_id
         )
         data = packed if self.served is None else replace(self.served, rows=packed)
         return Round(data, first, first + self.config.steps, seed), figures
@@ -177,7 +177,7 @@ class Rollouts:
             f"second{drafted}"
         )
 
-    def _prompts(self, first: int, last: int) -> list[list[int]]:
+    def _select_prompts(self, first: int, last: int) -> list[list[int]]:
         """Prompts of these steps' sequences that leave room for an answer."""
         numbers: dict[int, None] = {}
         for step in range(first, last):
@@ -195,23 +195,25 @@ class Rollouts:
             )
         return fitting
 
-    def _path(self, number: int) -> Path:
+    def _get_round_folder(self, number: int) -> Path:
         return self.folder / f"round-{number:04}"
 
-    def _kept(self, number: int, prompts: list[list[int]]) -> AnsweredPrompts | None:
+    def _load_written_answers(
+        self, number: int, prompts: list[list[int]]
+    ) -> AnsweredPrompts | None:
         """Answers that a stopped run has written."""
-        file = self._path(number) / TEXTS
+        file = self._get_round_folder(number) / TEXTS
         if not file.exists():
             return None
         with safe_open(file, "pt") as opened:
             made = (opened.metadata() or {}).get(MADE)
         # A round of an earlier version has no statement.
-        if made is not None and find_changed_keys(json.loads(made), self._statement()):
+        if made is not None and find_changed_keys(json.loads(made), self._make_fingerprint()):
             return None
         texts = AnsweredPrompts(**load_tensors(file))
         return texts if texts.are_answers_to(prompts) else None
 
-    def _make(
+    def _generate_round(
         self, number: int, prompts: list[list[int]], head: DraftHead
     ) -> tuple[AnsweredPrompts, dict[str, float]]:
         watch, state = Stopwatch(), PartialState()
@@ -222,7 +224,7 @@ class Rollouts:
         own: list[tuple[int, Generation]] = []
         bar = tqdm(mine, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False)
         for group in bar:
-            own += zip(group, self._answers(number, group, prompts, head), strict=True)
+            own += zip(group, self._generate_group(number, group, prompts, head), strict=True)
         processes.wait_for_processes()
         answers = [answer for _, answer in sorted(gather_items(own), key=lambda pair: pair[0])]
         whole = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
@@ -243,7 +245,7 @@ class Rollouts:
         return texts, figures
 
     @torch.no_grad()
-    def _answers(
+    def _generate_group(
         self, number: int, group: range, prompts: list[list[int]], head: DraftHead
     ) -> list[Generation]:
         """Answers to the prompts of a group, in order."""
@@ -251,9 +253,9 @@ class Rollouts:
             Request(prompts[index], schedule.hash_seed(self.seed, number, index)) for index in group
         ]
         if self.server is not None or self.served is not None:
-            return self._served(requests)
+            return self._request_answers(requests)
         assert isinstance(self.target, Target)
-        sampling, chain = Sampling(self.config.temperature), Tree.chain(head.default_depth)
+        sampling, chain = Sampling(self.config.temperature), Tree.make_chain(head.default_depth)
 
         def make(seeds: list[int]) -> Drafter:
             return head.make_drafter(chain, sampling, seeds)
@@ -261,7 +263,7 @@ class Rollouts:
         limits = self.config.max_new_tokens, self.config.batch_size
         return decode_many(self.target, make, requests, *limits, sampling)
 
-    def _served(self, requests: list[Request]) -> list[Generation]:
+    def _request_answers(self, requests: list[Request]) -> list[Generation]:
         """Answers of a server or of engines, without figures of their drafts."""
         who = "target.engine" if self.server is None else str(self.server)
         told = build_request_settings(self.target, who, self.config.temperature)

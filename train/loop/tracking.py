@@ -57,7 +57,7 @@ class MetricLogger:
         if config.tracker is not Tracker.none:
             starts = {Tracker.tensorboard: _Tensorboard, Tracker.wandb: _Wandb}
             start = starts[config.tracker]
-            self._sink = self._guard(lambda: start(out_dir, config, run), START_TIMEOUT_S)
+            self._sink = self._guard_tracker(lambda: start(out_dir, config, run), START_TIMEOUT_S)
 
     def drop_later_lines(self, step: int) -> None:
         """Drop the lines of later steps, which a resumed run writes again."""
@@ -88,16 +88,16 @@ class MetricLogger:
             ) from error
         if self._sink is not None:
             sink = self._sink
-            self._guard(lambda: sink.log(step, metrics), None)
+            self._guard_tracker(lambda: sink.log(step, metrics), None)
 
     def close(self) -> None:
         """Let the tracker finish within a time limit."""
         if self._sink is not None:
-            self._guard(self._sink.close, CLOSE_TIMEOUT_S)
+            self._guard_tracker(self._sink.close, CLOSE_TIMEOUT_S)
 
-    def _guard(self, act: Callable[[], Any], timeout_s: float | None) -> Any:
+    def _guard_tracker(self, act: Callable[[], Any], timeout_s: float | None) -> Any:
         try:
-            return act() if timeout_s is None else _bounded(act, timeout_s)
+            return act() if timeout_s is None else _run_with_timeout(act, timeout_s)
         # A tracker may raise any error, and no such error is worth a run.
         except Exception as error:  # noqa: BLE001
             self._sink = None
@@ -151,7 +151,7 @@ class _Wandb:
         self._run.finish()
 
 
-def _bounded(act: Callable[[], Any], timeout_s: float) -> Any:
+def _run_with_timeout(act: Callable[[], Any], timeout_s: float) -> Any:
     """Run an action in a thread; after a TimeoutError the thread is left behind."""
     outcome: dict[str, Any] = {}
 

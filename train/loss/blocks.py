@@ -33,7 +33,7 @@ def compute_slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def paced(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
+def scale_by_dpace(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
     """Multiply the scales of slots by D-PACE's weights."""
     surprise = _Surprise(criterion.vocab)
     _, (values,) = compute_fused_loss([slots], TextTeacher(gather_labels(batch)), surprise)
@@ -87,7 +87,7 @@ def compute_block_loss(
         `terms` with `MEASURES`.
     """
     if criterion.config.slot_weights is SlotWeights.dpace and torch.is_grad_enabled():
-        slots = paced(slots, batch, criterion)
+        slots = scale_by_dpace(slots, batch, criterion)
     slots, teacher = scale_off_path_rows(slots, teacher, batch, off_path_weight)
     text = TextTeacher(gather_labels(batch), teacher)
     total, (values,) = compute_fused_loss([slots], text, criterion, criterion.compiled)

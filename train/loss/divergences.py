@@ -82,7 +82,7 @@ class DistributionPair(NamedTuple):
 
     def p_log_q(self) -> Tensor:
         """[N] the sum of p log q."""
-        return dot(self.p, self.student.logits) - self.mass * self.student.log_norm
+        return dot_rows(self.p, self.student.logits) - self.mass * self.student.log_norm
 
 
 class LossGrad(NamedTuple):
@@ -112,7 +112,7 @@ class LossGrad(NamedTuple):
         return LossGrad(torch.where(rows, self.loss, 0.0), grad)
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
+def dot_rows(a: Tensor, b: Tensor) -> Tensor:
     """[N] sum of products of rows."""
     return torch.linalg.vecdot(a, b)
 
@@ -124,7 +124,7 @@ def finite_log(p: Tensor) -> Tensor:
 
 def p_log_p(p: Tensor) -> Tensor:
     """[N] the sum of p log p of probabilities [N, W]."""
-    return dot(p, finite_log(p))
+    return dot_rows(p, finite_log(p))
 
 
 def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
@@ -138,7 +138,7 @@ def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
 def reverse_kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """KL(q || p)."""
     ratio = pair.student.log_q().sub_(pair.log_p())
-    loss = dot(pair.q, ratio) + pair.mass.log()
+    loss = dot_rows(pair.q, ratio) + pair.mass.log()
     if not needs_grad:
         return LossGrad(loss, None)
     return LossGrad(loss, ratio.add_((pair.mass.log() - loss).unsqueeze(1)).mul_(pair.q))
@@ -149,9 +149,9 @@ def js(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     log_p = pair.log_p().sub_(pair.mass.log().unsqueeze(1))
     log_q = pair.student.log_q()
     log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
-    from_p = dot(pair.p, log_p.sub_(log_m)) / pair.mass
+    from_p = dot_rows(pair.p, log_p.sub_(log_m)) / pair.mass
     to_m = log_q.sub_(log_m)
-    from_q = dot(pair.q, to_m)
+    from_q = dot_rows(pair.q, to_m)
     loss = 0.5 * (from_p + from_q)
     if not needs_grad:
         return LossGrad(loss, None)
@@ -167,7 +167,7 @@ def total_variation(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     # Where p and q are equal, half of the gradient goes to each, as in min.
     half = pair.q.new_full((), 0.5)
     below = torch.heaviside(pair.p - pair.q, half)
-    return LossGrad(loss, (dot(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
+    return LossGrad(loss, (dot_rows(pair.q, below).unsqueeze(1) - below).mul_(pair.q))
 
 
 def negative_log_alpha(pair: DistributionPair, needs_grad: bool) -> LossGrad:

@@ -148,7 +148,7 @@ def apply_criterion(
 
 
 @cache
-def _compiled() -> Compare:
+def _compile_criterion() -> Compare:
     hide_hints()
     # Imported on use: the compiler takes as long to import as torch.
     config = torch._dynamo.config
@@ -162,7 +162,7 @@ def _compare_compiled(
     criterion: Criterion, chunk: Any, chunk_rows: Tensor, logits: Tensor, needs_grad: bool
 ) -> RowLosses:
     # Dynamo would compile a single row separately, as it takes 1 for a constant.
-    compare = apply_criterion if len(logits) == 1 else _compiled()
+    compare = apply_criterion if len(logits) == 1 else _compile_criterion()
     return compare(criterion, chunk, chunk_rows, logits, needs_grad)
 
 
@@ -221,7 +221,7 @@ class _Fused(torch.autograd.Function):
             for number, (begin, end) in enumerate(pairwise(edges)):
                 chunk = teacher.compute_chunk(begin, end)
                 for one in passes:
-                    one.compare(partial(compare, chunk), number, begin)
+                    one.compare_rows(partial(compare, chunk), number, begin)
                 del chunk  # frees its memory before the next chunk
         ctx.state_grads = [grad for one in passes for grad in one.state_grads]
         ctx.weights = [weight for student in students for weight in student.inputs[1::2]]
@@ -277,7 +277,7 @@ class _StudentPass:
             _grad_of(factor) if needs_grad and factor.requires_grad else None for _, factor in pairs
         ]
 
-    def compare(self, compare: Compare, number: int, begin: int) -> None:
+    def compare_rows(self, compare: Compare, number: int, begin: int) -> None:
         """Compare the rows that refer to the teacher's chunk from row `begin` on."""
         student, weight = self.student, self.student.projection.weight
         if self.projection is None:
@@ -306,7 +306,7 @@ class _StudentPass:
         self, compare: Compare, rows: RowSelection, projection: Projection, begin: int
     ) -> None:
         hidden = self.student.hidden[rows].detach().to(self.dtype)
-        logits = projection.compute_logits(hidden, self._buffer(len(hidden)))
+        logits = projection.compute_logits(hidden, self._get_logits_buffer(len(hidden)))
         added = self._add_low_rank(rows, logits)
         at = self.student.teacher_rows.device[rows] - begin
         for piece in split_evenly(0, len(logits), piece_rows(logits)):
@@ -321,7 +321,7 @@ class _StudentPass:
         if self.needs_grad:
             self._carry_back(0, logits, rows, hidden, projection.weight)
 
-    def _buffer(self, num_rows: int) -> Tensor:
+    def _get_logits_buffer(self, num_rows: int) -> Tensor:
         """[R, W] for logits, in one buffer for all chunks, as first touches of memory are slow."""
         weight = self.student.projection.weight
         key = (weight.shape[0], self.dtype)

@@ -55,7 +55,7 @@ class MedusaHeads(Protocol):
     def num_heads(self) -> int:
         """K."""
 
-    def states(self, k: int, hidden_states: Tensor, /) -> Tensor:
+    def head_states(self, k: int, hidden_states: Tensor, /) -> Tensor:
         """Input [N, D] of the projection of head k (from 0), for last hidden states [N, D]."""
 
     def make_projection(self, k: int, /) -> Projection:
@@ -100,7 +100,7 @@ def compute_medusa_loss(
     with record_function("head"):
         for k in range(heads.num_heads):
             rows: MatchedRows = batch[SUPERVISION].depths[1 + k]
-            states = heads.states(k, flat[rows.output_indices])
+            states = heads.head_states(k, flat[rows.output_indices])
             scales: Scales = scale[k].expand(len(states))
             if path is not None:
                 depths = rows.output_indices.new_full((), 1 + k).expand(len(states))
@@ -183,21 +183,21 @@ class HeldoutLoss:
 
     def __call__(self) -> dict[str, float]:
         """Loss in nats per token without and with the adapter, and its change in percent."""
-        adapted = self._mean()
+        adapted = self._compute_mean_loss()
         return {
-            "target_loss_before": self.before,
+            "target_loss_before": self.loss_without_adapter,
             "target_loss": adapted,
-            "target_change_percent": 100 * (adapted / self.before - 1),
+            "target_change_percent": 100 * (adapted / self.loss_without_adapter - 1),
         }
 
     @cached_property
-    def before(self) -> float:
+    def loss_without_adapter(self) -> float:
         """Loss without the adapter."""
-        with self.adapter.pause():
-            return self._mean()
+        with self.adapter.pause_adapter():
+            return self._compute_mean_loss()
 
     @torch.no_grad()
-    def _mean(self) -> float:
+    def _compute_mean_loss(self) -> float:
         sums = torch.zeros(2, device=self.target.device)
         for index in range(min(len(self.heldout), self.num_sequences)):
             batch = batch_to_device(

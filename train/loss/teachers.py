@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
-from train.loss.divergences import DistributionPair, Softmax, dot, p_log_p
+from train.loss.divergences import DistributionPair, Softmax, dot_rows, p_log_p
 from train.loss.fused import Teacher, piece_rows, split_evenly
 
 MIN_MASS = 1e-6
@@ -116,7 +116,7 @@ def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Te
     whole = of_drafted if drafted.shape == logits.shape else Softmax.from_logits(logits.float())
     mass = (of_drafted.log_norm - whole.log_norm).exp()
     p = of_drafted.q.mul_(mass.unsqueeze(1))
-    of_p = dot(p, of_drafted.logits) - mass * whole.log_norm
+    of_p = dot_rows(p, of_drafted.logits) - mass * whole.log_norm
     if drafted.dtype is torch.float32:
         drafted.copy_(p)
     return whole.top1_columns, whole.log_norm, mass, of_p

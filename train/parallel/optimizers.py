@@ -56,21 +56,21 @@ class Muon(torch.optim.Optimizer):
                     continue
                 momentum = self.state[matrix]["momentum_buffer"]
                 momentum.lerp_(matrix.grad, 1 - MOMENTUM)
-                update = self._orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
+                update = self._orthogonalise_update(matrix.grad.lerp(momentum, MOMENTUM))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 stretch = math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
                 matrix.add_(update, alpha=-group["lr"] * stretch)
 
-    def _orthogonal(self, update: Tensor) -> Tensor:
+    def _orthogonalise_update(self, update: Tensor) -> Tensor:
         """[R, C] `orthogonalized`. Shards are gathered once; each process keeps its shard."""
         if not isinstance(update, DTensor):
-            return orthogonalized(update.to(self.dtype))
-        whole = orthogonalized(update.full_tensor().to(self.dtype))
+            return orthogonalise_matrix(update.to(self.dtype))
+        whole = orthogonalise_matrix(update.full_tensor().to(self.dtype))
         mesh, placements = update.device_mesh, update.placements
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
+def orthogonalise_matrix(matrix: Tensor) -> Tensor:
     """Orthogonalise a matrix [R, C] = U S V^T to about U V^T.
 
     Newton-Schulz iteration in the matrix's dtype. Singular values end between 0.7 and 1.2, except

@@ -81,12 +81,12 @@ class ParallelStrategy:
         self.objective, self.optimizers = self._lay_out(objective)
         self.trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
         # Made at once, so that a run can be saved before its first step.
-        for optimizer, tensor, _ in self._stepped():
+        for optimizer, tensor, _ in self._list_stepped_tensors():
             optimizer.state[tensor] = fresh_state(optimizer, tensor, config)
 
     def __str__(self) -> str:
         # Measured, as a launcher may fall back to another strategy silently.
-        stepped = [tensor for _, tensor, _ in self._stepped()]  # its state is as large
+        stepped = [tensor for _, tensor, _ in self._list_stepped_tensors()]  # its state is as large
         held = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in stepped)
         return f"{self.name}, {held / self._size:.0%} of the optimizer state on each process"
 
@@ -99,13 +99,17 @@ class ParallelStrategy:
                     parameter.grad = torch.zeros_like(parameter)
         return self.accelerator.prepare(objective), make_optimizers(objective, self.config)
 
-    def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    def _iter_parameter_groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         """Yield every optimizer with each of its parameter groups."""
         return ((optim, group) for optim in self.optimizers for group in optim.param_groups)
 
-    def _stepped(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
+    def _list_stepped_tensors(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
         """Tensors with optimizer state, and the first step that trains each."""
-        return [(o, tensor, g["first_step"]) for o, g in self._groups() for tensor in g["params"]]
+        return [
+            (o, tensor, g["first_step"])
+            for o, g in self._iter_parameter_groups()
+            for tensor in g["params"]
+        ]
 
     @contextmanager
     def open_micro_batch(self, last: bool) -> Iterator[None]:
@@ -127,12 +131,12 @@ class ParallelStrategy:
             [] norm before clipping, on the device, the same on every process; 0 if only `step`
             knows it.
         """
-        for _, group in self._groups():
+        for _, group in self._iter_parameter_groups():
             if number < group["first_step"]:
                 for parameter in group["params"]:
                     parameter.grad = None  # skipped, and its step is not counted
         max_norm, max_value = self.config.max_grad_norm or math.inf, self.config.max_grad_value
-        norm = _whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm))
+        norm = _gather_whole(nn.utils.clip_grad_norm_(self.trained.values(), max_norm))
         if max_value is not None:
             nn.utils.clip_grad_value_(self.trained.values(), max_value)
         return norm
@@ -147,25 +151,25 @@ class ParallelStrategy:
         Returns:
             0, or the norm if `clip` could not tell it.
         """
-        for _, group in self._groups():
+        for _, group in self._iter_parameter_groups():
             warmth = compute_late_warmup(self.config, number, group["first_step"])
             group["lr"] = learning_rate * group["rate"] * warmth
-        norm = self._apply()
+        norm = self._apply_gradients()
         if self.config.average_decay is not None:
             # Starts as a plain mean, so that untrained weights fade quickly.
             decay = min(self.config.average_decay, (1 + number) / (10 + number))
             with torch.no_grad():
-                for optimizer, tensor, _ in self._stepped():
+                for optimizer, tensor, _ in self._list_stepped_tensors():
                     optimizer.state[tensor][AVERAGE].lerp_(tensor, 1 - decay)
         return norm
 
-    def _apply(self) -> float:
+    def _apply_gradients(self) -> float:
         for optimizer in self.optimizers:
             optimizer.step()
-        self.discard()
+        self.discard_gradients()
         return 0.0
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         """Drop all gradients."""
         in_buckets = isinstance(self.objective, nn.parallel.DistributedDataParallel)
         for optimizer in self.optimizers:
@@ -183,7 +187,7 @@ class ParallelStrategy:
             with self.open_whole_weights():
                 yield
             return
-        averages = {n: self._state(p, AVERAGE) for n, p in self.trained.items()}
+        averages = {n: self._gather_optimizer_state(p, AVERAGE) for n, p in self.trained.items()}
         with self.open_whole_weights(), torch.no_grad():
             whole = [(self.head.get_parameter(n), average) for n, average in averages.items()]
             weights = [parameter.clone() for parameter, _ in whole]
@@ -203,12 +207,12 @@ class ParallelStrategy:
         """
         first = self.accelerator.is_main_process
         with self.open_whole_weights():
-            head = {n: _copied(p) for n, p in self.head.named_parameters()} if first else {}
+            head = {n: _copy_to_cpu(p) for n, p in self.head.named_parameters()} if first else {}
         state = {}
-        for name, parameter, key in self._states():
-            value = self._state(parameter, key)
+        for name, parameter, key in self._iter_optimizer_states():
+            value = self._gather_optimizer_state(parameter, key)
             if first:
-                state[f"{name}.{key}"] = _copied(value)
+                state[f"{name}.{key}"] = _copy_to_cpu(value)
         return CheckpointTensors(head, state)
 
     def restore_optimizers(self, step: int, state: dict[str, Tensor]) -> None:
@@ -218,28 +222,28 @@ class ParallelStrategy:
             step: optimizer steps done.
             state: optimizer state of a checkpoint's `Tensors`, on every process.
         """
-        for optimizer, tensor, first_step in self._stepped():
+        for optimizer, tensor, first_step in self._list_stepped_tensors():
             if "step" in optimizer.state[tensor]:
                 optimizer.state[tensor]["step"].fill_(max(0, step - first_step))
-        for name, parameter, key in self._states():
+        for name, parameter, key in self._iter_optimizer_states():
             self._set_state(parameter, key, state[f"{name}.{key}"])
 
-    def _states(self) -> Iterator[tuple[str, Any, str]]:
+    def _iter_optimizer_states(self) -> Iterator[tuple[str, Any, str]]:
         """Yield name and tensor of each trained parameter with the name of each of its states."""
         for name, keys in state_keys(self.head, self.config).items():
             for key in keys:
                 yield name, self.trained[name], key
 
-    def _held(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _get_optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """State that an optimizer holds for a parameter."""
         (state,) = (o.state[parameter] for o in self.optimizers if parameter in o.state)
         return state
 
-    def _state(self, parameter: Tensor, key: str) -> Tensor:
-        return _whole(self._held(parameter)[key])
+    def _gather_optimizer_state(self, parameter: Tensor, key: str) -> Tensor:
+        return _gather_whole(self._get_optimizer_state(parameter)[key])
 
     def _set_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
-        self._held(parameter)[key].copy_(value)
+        self._get_optimizer_state(parameter)[key].copy_(value)
 
 
 class Fsdp2Strategy(ParallelStrategy):
@@ -273,7 +277,7 @@ class Fsdp2Strategy(ParallelStrategy):
             self.objective.reshard()
 
     def _set_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
-        shards: Any = self._held(parameter)[key]
+        shards: Any = self._get_optimizer_state(parameter)[key]
         # Each process cuts its shard from its own read.
         own = distribute_tensor(value, shards.device_mesh, shards.placements, src_data_rank=None)
         shards.copy_(own)
@@ -302,9 +306,9 @@ class ZeroStrategy(ParallelStrategy):
     def _weights_in_shards(self) -> bool:
         return self.objective.zero_optimization_stage() == 3
 
-    def _stepped(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
+    def _list_stepped_tensors(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
         if not self._weights_in_shards:
-            return super()._stepped()
+            return super()._list_stepped_tensors()
         (adamw,) = self.optimizers
         return [(adamw, flat, 0) for flat in self.objective.optimizer.fp32_partitioned_groups_flat]
 
@@ -327,7 +331,7 @@ class ZeroStrategy(ParallelStrategy):
         del number
         return torch.zeros((), device=self.accelerator.device)
 
-    def _apply(self) -> float:
+    def _apply_gradients(self) -> float:
         # Not in `accelerator.backward`: the loss is checked in between.
         self.objective.step()
         return float(self.objective.get_global_grad_norm())
@@ -340,16 +344,16 @@ class ZeroStrategy(ParallelStrategy):
         with GatheredParameters(list(self.head.parameters()), enabled=self._weights_in_shards):
             yield
 
-    def _state(self, parameter: Tensor, key: str) -> Tensor:
+    def _gather_optimizer_state(self, parameter: Tensor, key: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        self._link()
+        self._link_state_slices()
         return safe_get_full_optimizer_state(parameter, key)
 
     def _set_state(self, parameter: Any, key: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        self._link()
+        self._link_state_slices()
         if not self._weights_in_shards:
             safe_set_full_optimizer_state(parameter, value, key)
             return
@@ -359,16 +363,16 @@ class ZeroStrategy(ParallelStrategy):
         padded[: value.numel()] = value.flatten()
         safe_set_local_optimizer_state(parameter, padded[rank * size :][:size], key)
 
-    def _link(self) -> None:
+    def _link_state_slices(self) -> None:
         """Tell ZeRO-1 and 2 which slice of the state belongs to which parameter, as a step does."""
         if not self._weights_in_shards:
             self.objective.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _whole(value: Tensor) -> Tensor:
+def _gather_whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _copied(value: Tensor) -> Tensor:
+def _copy_to_cpu(value: Tensor) -> Tensor:
     # Copied, because safetensors refuses tensors that share memory.
     return value.detach().to("cpu", copy=True).contiguous()

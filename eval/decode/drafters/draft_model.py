@@ -73,7 +73,7 @@ class DraftModel:
         self.model, self.tree, self.sampling = model, tree, sampling
         self.length, self.vocab_size = length or DraftLength(), vocab_size or model.vocab_size
         self.generators = Generators.from_seeds(seeds, model.device)
-        self.levels = _levels(tree, sampling.is_greedy, model.device)
+        self.levels = _build_levels(tree, sampling.is_greedy, model.device)
         self.order = [node for level in self.levels[1:] for node in level.nodes]
         numbers = {node: number for number, node in enumerate(self.order)}
         self.numbers = to_device([numbers.get(n, -1) for n in range(tree.num_nodes)], model.device)
@@ -133,7 +133,7 @@ class DraftModel:
                 mask = level.mask if self.tree.width > 1 else None
                 output = self.model.run_pending(self.cache, fed, mask, level.depths)
                 logits = self.model.compute_logits(output.hidden_states)
-            tokens = self._sample(match_vocab_size(logits, self.vocab_size), level, probs)
+            tokens = self._choose_children(match_vocab_size(logits, self.vocab_size), level, probs)
             self.tokens = torch.cat([self.tokens, tokens], dim=1)
             self.depth += 1
         q = _by_node(self.levels, probs) if probs else None
@@ -147,7 +147,7 @@ class DraftModel:
     def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
         if not self.sampling.is_greedy:
-            self.generators = self.generators.rows(rows)
+            self.generators = self.generators.select_rows(rows)
         if self.cache is not None:
             self.cache.select_rows(rows)
             for values in (self.lengths, self.limits, self.drafted):
@@ -163,9 +163,9 @@ class DraftModel:
         self.cache.insert_row(row, other.cache)
         self.unread[row] = [last]
         self.lengths[row], self.limits[row] = other.lengths[0], other.limits[0]
-        self.generators.take(row, other.generators)
+        self.generators.insert_row(row, other.generators)
 
-    def _sample(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
+    def _choose_children(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
         """[B, C] children from logits [B, n, V]; when sampling, `probs` gets their q [B, n, V]."""
         if self.sampling.is_greedy:
             candidates = logits.topk(level.num_candidates).indices
@@ -217,7 +217,7 @@ def match_vocab_size(logits: Tensor, vocab_size: int) -> Tensor:
     return pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
-def same_tokenizer(target: Target, draft: Target) -> bool:
+def has_same_tokenizer(target: Target, draft: Target) -> bool:
     """Tell whether both models share the meaning of token ids.
 
     Additional tokens of one model are allowed if the other does not use their ids.
@@ -253,7 +253,7 @@ class _Level:
     num_candidates: int
 
 
-def _levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level]:
+def _build_levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level]:
     """Depths from the root down; of children that are not ranked, the first is drawn first."""
     levels, mask, read = [], tree.build_mask(), []
     for depth in range(tree.depth):

@@ -53,14 +53,14 @@ class HybridDrafter:
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains where the suffix promises more, the head's trees elsewhere."""
-        drafts = self.suffix.drafts(roots.ids)
+        drafts = self.suffix.draft_chains(roots.ids)
         pairs = zip(drafts, self.means, strict=True)
         self.copied = [KEPT * score >= mean and bool(tokens) for (tokens, score), mean in pairs]
         chains = [tokens for tokens, _ in drafts]
         if all(self.copied):
             return Draft.from_chains(chains, self.device)
         draft = self.head.propose(roots)
-        return _mixed(draft, chains, self.copied) if any(self.copied) else draft
+        return _replace_by_chains(draft, chains, self.copied) if any(self.copied) else draft
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only."""
@@ -78,22 +78,28 @@ class HybridDrafter:
         self.means[row] = other.means[0]
 
 
-def _mixed(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
+def _replace_by_chains(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
     """Replace some texts' trees by chains."""
     assert draft.draft_probs is None
     rows = [chain if own else [] for chain, own in zip(chains, copied, strict=True)]
     others = Draft.from_chains(rows, draft.tokens.device)
     width = max(draft.tokens.shape[1], others.tokens.shape[1])
     here = others.tokens[:, :1] != PAD
-    tokens = torch.where(here, _wide(others.tokens, width, PAD), _wide(draft.tokens, width, PAD))
-    parents = torch.where(here, _wide(_parents(others), width, 0), _wide(_parents(draft), width, 0))
+    tokens = torch.where(
+        here, _pad_width(others.tokens, width, PAD), _pad_width(draft.tokens, width, PAD)
+    )
+    parents = torch.where(
+        here,
+        _pad_width(_list_parents(others), width, 0),
+        _pad_width(_list_parents(draft), width, 0),
+    )
     return Draft(parents, tokens, max(draft.depth, others.depth))
 
 
-def _parents(draft: Draft) -> Tensor:
+def _list_parents(draft: Draft) -> Tensor:
     """[B or 1, N - 1] parents of the nodes without the root."""
     return draft.tree if isinstance(draft.tree, Tensor) else draft.build_layout().parents[:, 1:]
 
 
-def _wide(rows: Tensor, width: int, value: int) -> Tensor:
+def _pad_width(rows: Tensor, width: int, value: int) -> Tensor:
     return pad(rows, (0, width - rows.shape[1]), value=value)

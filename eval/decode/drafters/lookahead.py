@@ -32,14 +32,14 @@ class _Pool:
         self.num_guesses = num_guesses
         self.tails: dict[int, OrderedDict[Ngram, None]] = {}
 
-    def add(self, ngram: Ngram) -> None:
+    def add_ngram(self, ngram: Ngram) -> None:
         tails = self.tails.setdefault(ngram[0], OrderedDict())
         tails.pop(ngram[1:], None)
         tails[ngram[1:]] = None
         if len(tails) > self.num_guesses:
             tails.popitem(last=False)
 
-    def after(self, token: int) -> list[Ngram]:
+    def list_tails(self, token: int) -> list[Ngram]:
         """Tails that may follow, the latest first."""
         return list(reversed(self.tails.get(token, OrderedDict())))
 
@@ -52,7 +52,7 @@ class _Trie:
         self.parents: list[int] = []
         self.children: dict[tuple[int, int], int] = {}
 
-    def add(self, parent: int, token: int) -> int:
+    def add_child(self, parent: int, token: int) -> int:
         """Child of a node with a token, made if missing; node 0 is the root."""
         node = self.children.get((parent, token))
         if node is None:
@@ -73,36 +73,38 @@ class _Window:
         self.pool = _Pool(num_guesses)
         self.tail: list[int] = []
         self.last: list[int] = []
-        self.read(prompt)
+        self.append_tokens(prompt)
 
-    def read(self, tokens: list[int]) -> None:
+    def append_tokens(self, tokens: list[int]) -> None:
         """Append tokens to the text, and its n-grams to the pool."""
         for token in tokens:
             self.tail = [*self.tail, token][-self.level :]
             if len(self.tail) == self.level:
-                self.pool.add(tuple(self.tail))
+                self.pool.add_ngram(tuple(self.tail))
 
     def draft(self, root: int) -> _Trie:
         """Make the trie of window and guesses; `last` are the nodes of the last row."""
-        self.read([root])
+        self.append_tokens([root])
         self.rows[0] = [root, *self.rows[0][1:]]
         trie = _Trie()
         above = [0]
         for token in self.rows[0][1:]:
-            above.append(trie.add(above[-1], token))
+            above.append(trie.add_child(above[-1], token))
         for row in self.rows[1:]:
-            above = [trie.add(parent, token) for parent, token in zip(above, row, strict=True)]
+            above = [
+                trie.add_child(parent, token) for parent, token in zip(above, row, strict=True)
+            ]
         self.last = above
-        for tail in self.pool.after(root):
+        for tail in self.pool.list_tails(root):
             node = 0
             for token in tail:
-                node = trie.add(node, token)
+                node = trie.add_child(node, token)
         return trie
 
-    def update(self, answers: list[int]) -> None:
+    def shift_rows(self, answers: list[int]) -> None:
         """Take the target's answers [W] below the last row."""
         for column in zip(*self.rows, answers, strict=True):
-            self.pool.add(column)
+            self.pool.add_ngram(column)
         self.rows = [*self.rows[1:], answers]
 
 
@@ -127,7 +129,7 @@ class Lookahead:
         self.device = seen.output.hidden_states.device
         if seen.logits is None and self.windows:
             for window, tokens in zip(self.windows, seen.token_ids, strict=True):
-                window.read(tokens)
+                window.append_tokens(tokens)
             return
         if seen.logits is None:
             self.windows = [_Window(p, self.size, self.num_guesses) for p in seen.token_ids]
@@ -135,8 +137,8 @@ class Lookahead:
         places = torch.arange(len(self.last), device=self.device).unsqueeze(1)
         answers = seen.logits[places, self.last].argmax(-1).tolist()
         for window, tokens, row in zip(self.windows, seen.token_ids, answers, strict=True):
-            window.read(tokens[1:])
-            window.update(row)
+            window.append_tokens(tokens[1:])
+            window.shift_rows(row)
 
     def propose(self, roots: Roots) -> Draft:
         """Draft trees of different shapes, padded to the largest."""

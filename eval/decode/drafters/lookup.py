@@ -16,14 +16,14 @@ class _Table:
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.text: list[int] = []
 
-    def append(self, token: int) -> None:
+    def append_token(self, token: int) -> None:
         """Append a token, which is the follower of the n-grams that ended the text."""
         for size in self.sizes:
             if size <= len(self.text):
-                self.learn(tuple(self.text[-size:]), token)
+                self.record_follower(tuple(self.text[-size:]), token)
         self.text.append(token)
 
-    def learn(self, ngram: tuple[int, ...], follower: int) -> None:
+    def record_follower(self, ngram: tuple[int, ...], follower: int) -> None:
         """Note that `follower` continues the text after an n-gram."""
         raise NotImplementedError
 
@@ -39,7 +39,7 @@ class _FirstPlaces(_Table):
         super().__init__(max_ngram, min_ngram)
         self.places: dict[tuple[int, ...], int] = {}
 
-    def learn(self, ngram: tuple[int, ...], follower: int) -> None:  # noqa: ARG002
+    def record_follower(self, ngram: tuple[int, ...], follower: int) -> None:  # noqa: ARG002
         """Remember the follower's place, if the n-gram is new."""
         self.places.setdefault(ngram, len(self.text))
 
@@ -60,7 +60,7 @@ class _Followers(_Table):
         self.counts: dict[tuple[tuple[int, ...], int], int] = {}
         self.best: dict[tuple[int, ...], int] = {}
 
-    def learn(self, ngram: tuple[int, ...], follower: int) -> None:
+    def record_follower(self, ngram: tuple[int, ...], follower: int) -> None:
         """Count; the most frequent follower leads, the latest among equals."""
         self.counts[ngram, follower] = self.counts.get((ngram, follower), 0) + 1
         leader = self.best.get(ngram, follower)
@@ -106,12 +106,12 @@ class _FromText:
             self.tables = [self.table(*self.limits) for _ in seen.token_ids]
         for table, tokens in zip(self.tables, seen.token_ids, strict=True):
             for token in tokens if seen.logits is None else tokens[1:]:
-                table.append(token)
+                table.append_token(token)
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of at most `num_tokens`."""
         for table, root in zip(self.tables, roots.ids, strict=True):
-            table.append(root)
+            table.append_token(root)
         return Draft.from_chains(
             [table.draft(self.num_tokens) for table in self.tables], self.device
         )

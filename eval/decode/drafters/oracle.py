@@ -41,7 +41,7 @@ class Oracle:
         self.tree, self.rate, self.vocab_size, self.seed = tree, rate, vocab_size, seed
         length = 1 + max(map(len, texts))
         rows = [
-            [self._fill(number, text, place) for place in range(length)]
+            [self._draw_tree_tokens(number, text, place) for place in range(length)]
             for number, text in self.texts
         ]
         # [B, positions of a text, N - 1]; computed in advance, so that drafting costs almost
@@ -70,7 +70,7 @@ class Oracle:
         places = self.places.clamp_max(self.table.shape[1] - 1)
         return Draft.from_tree(self.tree, self.table[rows, places])
 
-    def _fill(self, number: int, text: list[int], place: int) -> list[int]:
+    def _draw_tree_tokens(self, number: int, text: list[int], place: int) -> list[int]:
         rng = random.Random(f"{self.seed} {number} {place}")
         tokens, right = [0] * self.tree.num_nodes, {0}
         for node, children in enumerate(self.tree.children):

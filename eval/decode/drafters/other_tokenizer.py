@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eval.decode.drafters.draft_model import commit_tokens, count_draftable_tokens
-from eval.decode.engine import common_prefix
+from eval.decode.engine import count_common_prefix
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.target_model.model import FeatureLayers, Target
@@ -43,9 +43,9 @@ class Translator:
 
     def to_draft_ids(self, target_ids: list[int]) -> list[int]:
         """Ids of the draft model for a piece of text, without an incomplete last character."""
-        whole, _ = self._split(target_ids)
-        text = _decode(self.target, [i for i in whole if i not in self.unread])
-        return _encode(self.draft, text)
+        whole, _ = self._split_incomplete_character(target_ids)
+        text = _decode_ids(self.target, [i for i in whole if i not in self.unread])
+        return _encode_text(self.draft, text)
 
     def save(self, target_ids: list[int], read: list[int], drafted: list[int]) -> list[int]:
         """Ids of the target for `drafted`, after `target_ids`, which were read as `read`.
@@ -56,20 +56,20 @@ class Translator:
             if token in self.ends:
                 drafted = drafted[:place]
                 break
-        before = _decode(self.draft, read)
-        after = _decode(self.draft, read + drafted).rstrip(CUT)
+        before = _decode_ids(self.draft, read)
+        after = _decode_ids(self.draft, read + drafted).rstrip(CUT)
         if not after.startswith(before):
             return []
-        whole, cut = self._split(target_ids)
-        text = _decode(self.target, whole)
-        there = _encode(self.target, text) + cut
-        ids = _encode(self.target, text + after[len(before) :])
+        whole, cut = self._split_incomplete_character(target_ids)
+        text = _decode_ids(self.target, whole)
+        there = _encode_text(self.target, text) + cut
+        ids = _encode_text(self.target, text + after[len(before) :])
         return ids[len(there) :] if ids[: len(there)] == there else []
 
-    def _split(self, target_ids: list[int]) -> tuple[list[int], list[int]]:
+    def _split_incomplete_character(self, target_ids: list[int]) -> tuple[list[int], list[int]]:
         """Split ids into those of whole characters and those of an incomplete last one."""
         for end in range(len(target_ids), max(len(target_ids) - MAX_CHARACTER_BYTES, 0), -1):
-            if not _decode(self.target, target_ids[:end]).endswith(CUT):
+            if not _decode_ids(self.target, target_ids[:end]).endswith(CUT):
                 return target_ids[:end], target_ids[end:]
         return target_ids, []
 
@@ -88,13 +88,13 @@ class Translation:
         self.tail: list[int] = []  # target ids of the window
         self.overlap = 0  # ids of the window's translation that stand in `done`
 
-    def add(self, target_ids: list[int]) -> None:
+    def append_tokens(self, target_ids: list[int]) -> None:
         """Append tokens to the text."""
         self.tail += target_ids
         if len(self.tail) > 2 * self.window:
-            self._advance()
+            self._advance_window()
 
-    def ids(self, root: int) -> tuple[list[int], list[int]]:
+    def translate_text(self, root: int) -> tuple[list[int], list[int]]:
         """The text up to `root` in the draft model's ids: the whole, and the window's part."""
         recent = self.translator.to_draft_ids([*self.tail, root])
         ids = self.done + recent[self.overlap :]
@@ -103,11 +103,11 @@ class Translation:
             ids = start + ids
         return ids or [0], recent
 
-    def _advance(self) -> None:
+    def _advance_window(self) -> None:
         """Start a later window, if most of its translation agrees with the earlier one."""
         long = self.translator.to_draft_ids(self.tail)
         short = self.translator.to_draft_ids(self.tail[-self.window :])
-        same = common_prefix(long[::-1], short[::-1])
+        same = count_common_prefix(long[::-1], short[::-1])
         if 2 * same < len(short):
             return
         self.done += long[self.overlap : len(long) - same]
@@ -145,12 +145,14 @@ class CrossTokenizerDrafter:
             self.texts = [Translation(self.translator, self.window) for _ in range(num_texts)]
             self.read: list[list[int]] = [[] for _ in range(num_texts)]
         for text, tokens in zip(self.texts, seen.token_ids, strict=True):
-            text.add(tokens)
+            text.append_tokens(tokens)
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains from the draft model's text, of different lengths, possibly empty."""
-        texts = [text.ids(root) for text, root in zip(self.texts, roots.ids, strict=True)]
-        drafted = self._draft([ids for ids, _ in texts])
+        texts = [
+            text.translate_text(root) for text, root in zip(self.texts, roots.ids, strict=True)
+        ]
+        drafted = self._draft_chains([ids for ids, _ in texts])
         rows = [
             self.translator.save([*text.tail, root], recent, tokens)
             for text, root, (_, recent), tokens in zip(
@@ -170,7 +172,7 @@ class CrossTokenizerDrafter:
         """Start the single text of another drafter in a row; differing tokens are read anew."""
         self.texts[row] = other.texts[0]
 
-    def _draft(self, texts: list[list[int]]) -> list[list[int]]:
+    def _draft_chains(self, texts: list[list[int]]) -> list[list[int]]:
         """Likeliest tokens after the texts, after reading their new tokens."""
         assert self.cache is not None
         rooms = [
@@ -180,10 +182,10 @@ class CrossTokenizerDrafter:
             return [[] for _ in texts]
         # The last token is always read, for the logits after it.
         known = [
-            min(common_prefix(old, new), len(new) - 1)
+            min(count_common_prefix(old, new), len(new) - 1)
             for old, new in zip(self.read, texts, strict=True)
         ]
-        self.cache.slots.rewind(known)
+        self.cache.slots.rewind_texts(known)
         new = [text[num:] for text, num in zip(texts, known, strict=True)]
         chosen = [commit_tokens(self.model, self.cache, new).argmax(-1)]
         one = torch.ones(1, 1, 1, dtype=torch.bool, device=self.model.device)
@@ -197,11 +199,11 @@ class CrossTokenizerDrafter:
         return [tokens[:most] for tokens, most in zip(drafted, rooms, strict=True)]
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
+def _decode_ids(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode_text(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -36,7 +36,7 @@ class SuccessorTable:
     def __init__(self) -> None:
         self.table: Tensor | None = None
 
-    def learn(self, tokens: Tensor, logits: Tensor) -> None:
+    def record_successors(self, tokens: Tensor, logits: Tensor) -> None:
         """Take the target's logits [B, N, V] after tokens [B, N]; PAD gets none."""
         if self.table is None:
             size = (logits.shape[-1] + 1, NUM_SUCCESSORS)
@@ -71,7 +71,7 @@ class Recycling:
         """Learn from every node of the last draft."""
         if seen.logits is not None:
             assert self.drafted is not None
-            self.successors.learn(self.drafted, seen.logits)
+            self.successors.record_successors(self.drafted, seen.logits)
 
     def propose(self, roots: Roots) -> Draft:
         """Draft successors of successors."""

@@ -80,17 +80,19 @@ class SelfDraft:
                 tokens.append(logits.argmax(-1))
             else:
                 probs.append(self.sampling.compute_probabilities(logits))
-                tokens.append(self.generators.sample(probs[-1]))
+                tokens.append(self.generators.sample_indices(probs[-1]))
         draft_probs = torch.stack(probs, 1) if probs else None
-        return Draft.from_tree(Tree.chain(self.num_tokens), torch.stack(tokens[1:], 1), draft_probs)
+        return Draft.from_tree(
+            Tree.make_chain(self.num_tokens), torch.stack(tokens[1:], 1), draft_probs
+        )
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep some texts only; the target drops their cache."""
-        self.generators = self.generators.rows(rows)
+        self.generators = self.generators.select_rows(rows)
 
     def insert_row(self, row: int, other: "SelfDraft") -> None:
         """Start the single text of another drafter in a row; its cache is the target's."""
-        self.generators.take(row, other.generators)
+        self.generators.insert_row(row, other.generators)
 
 
 class ReplayText:
@@ -115,7 +117,7 @@ class ReplayText:
         # The text stays pending, as a committed token would be visible everywhere.
         target.run_pending(self.cache, self.ids[None], causal[None], self.places[None])
 
-    def drafts(self, skip: Sequence[int], depth: int) -> Tensor:
+    def draft_all_places(self, skip: Sequence[int], depth: int) -> Tensor:
         """[depth, n, 1] int64 best token of each depth.
 
         Entries after a chain leaves the text are meaningless.

@@ -34,7 +34,7 @@ class _Run:
         self.total = 0
         self.best: _Run | None = None
 
-    def unfold(self) -> None:
+    def add_followers(self) -> None:
         """Make a run of the tokens that followed in its text."""
         self.followers = {}
         if self.end < len(self.text):
@@ -42,7 +42,7 @@ class _Run:
             self.followers[token] = self.best = _Run(token, self.text, self.end + 1)
             self.total = 1
 
-    def follow(self, text: list[int]) -> "_Run | None":
+    def count_follower(self, text: list[int]) -> "_Run | None":
         """Count a text's last token as follower; return the longer run if it was known before."""
         assert self.followers is not None
         token = text[-1]
@@ -67,9 +67,9 @@ class SuffixTree:
     def __init__(self, max_ngram: int) -> None:
         self.max_ngram = max_ngram
         self.root = _Run(-1, [], 0)
-        self.root.unfold()
+        self.root.add_followers()
 
-    def grow(self, runs: list[_Run], text: list[int]) -> list[_Run]:
+    def add_last_token(self, runs: list[_Run], text: list[int]) -> list[_Run]:
         """Add the last token of a text.
 
         Args:
@@ -81,17 +81,17 @@ class SuffixTree:
         """
         going = [self.root]
         for shorter in runs:
-            run = shorter.follow(text)
+            run = shorter.count_follower(text)
             if run is None:
                 continue
             if len(going) < self.max_ngram:
                 if run.followers is None:
-                    run.unfold()
+                    run.add_followers()
                 going.append(run)
         return going
 
 
-def _best(
+def _draft_best_chain(
     runs: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
 ) -> tuple[list[int], float]:
     """Draft after `root`, and the number of its tokens expected to be right.
@@ -112,12 +112,12 @@ def _best(
         assert followers is not None
         run = followers.get(root)
         if run is not None:
-            drafted = _continued(run, most, min_prob)
+            drafted = _draft_after_run(run, most, min_prob)
             best = max(best, drafted, key=lambda draft: draft[1])
     return best
 
 
-def _continued(run: _Run, most: int, min_prob: float) -> tuple[list[int], float]:
+def _draft_after_run(run: _Run, most: int, min_prob: float) -> tuple[list[int], float]:
     """Draft at most `most` tokens after a run, with the sum of their probabilities."""
     tokens: list[int] = []
     probability, score = 1.0, 0.0
@@ -161,15 +161,17 @@ class SuffixDrafter:
             self.texts = [_Text(self.answers) for _ in seen.token_ids]
         for text, tokens in zip(self.texts, seen.token_ids, strict=True):
             if seen.logits is None:
-                text.read(tokens)
+                text.append_prompt(tokens)
             else:
-                text.append(tokens[1:])
+                text.append_answer(tokens[1:])
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of at most `num_tokens`."""
-        return Draft.from_chains([tokens for tokens, _ in self.drafts(roots.ids)], self.device)
+        return Draft.from_chains(
+            [tokens for tokens, _ in self.draft_chains(roots.ids)], self.device
+        )
 
-    def drafts(self, roots: list[int]) -> list[tuple[list[int], float]]:
+    def draft_chains(self, roots: list[int]) -> list[tuple[list[int], float]]:
         """Chain of each text, with the number of its tokens expected to be right."""
         pairs = zip(self.texts, roots, strict=True)
         return [text.draft(root, self.limits) for text, root in pairs]
@@ -192,25 +194,25 @@ class _Text:
         self.tokens: list[int] = []
         self.runs, self.answer_runs = [self.own.root], [answers.root]
 
-    def read(self, prompt: list[int]) -> None:
+    def append_prompt(self, prompt: list[int]) -> None:
         """Append the prompt, or a part of it."""
         for token in prompt:
             self.tokens.append(token)
-            self.runs = self.own.grow(self.runs, self.tokens)
+            self.runs = self.own.add_last_token(self.runs, self.tokens)
 
-    def append(self, tokens: list[int]) -> None:
+    def append_answer(self, tokens: list[int]) -> None:
         """Append tokens of the answer."""
         for token in tokens:
             self.tokens.append(token)
-            self._grow()
+            self._add_last_token()
 
     def draft(self, root: int, limits: tuple[int, float, float]) -> tuple[list[int], float]:
         """Append the root and draft. The run that ends the answer must not find itself."""
         self.tokens.append(root)
-        drafts = [_best(runs, root, *limits) for runs in (self.runs, self.answer_runs)]
-        self._grow()
+        drafts = [_draft_best_chain(runs, root, *limits) for runs in (self.runs, self.answer_runs)]
+        self._add_last_token()
         return max(drafts, key=lambda draft: draft[1])
 
-    def _grow(self) -> None:
-        self.runs = self.own.grow(self.runs, self.tokens)
-        self.answer_runs = self.answers.grow(self.answer_runs, self.tokens)
+    def _add_last_token(self) -> None:
+        self.runs = self.own.add_last_token(self.runs, self.tokens)
+        self.answer_runs = self.answers.add_last_token(self.answer_runs, self.tokens)

@@ -8,7 +8,7 @@ NATIVE = "DFlashDraftModel"
 ARCHITECTURES = dict.fromkeys(FORMATS["dflash"], NATIVE)
 
 
-def read(export: Export, golden: ReferenceLogits) -> ServedBlocks:
+def build_head(export: Export, golden: ReferenceLogits) -> ServedBlocks:
     """See `eval.parity.gate.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     return ServedBlocks(export, golden, shape_of(reader), {})
@@ -25,9 +25,9 @@ def shape_of(reader: BlockConfigReader) -> BlockShape:
         root.check_equal(
             "sample_from_anchor", False, "as rows draft the token at their place", "guesses"
         )
-        return reader.shape(root, anchored=False, causal=reader.parse_speculators_causal())
+        return reader.parse_shape(root, anchored=False, causal=reader.parse_speculators_causal())
     block = root.get_section("dflash_config")
-    causal = reader.causal(block, "causal")
+    causal = reader.parse_causal(block, "causal")
     root.check_allowed("is_causal", causal)
     root.check_allowed("sample_from_anchor", False)
-    return reader.shape(block, anchored=False, causal=causal)
+    return reader.parse_shape(block, anchored=False, causal=causal)

@@ -68,16 +68,18 @@ class ServedDFlash2(ServedBlocks):
                 more[f"{conv}kernel_projection.weight"] = (2 * taps * self._groups, hidden)
         super().__init__(export, golden, shape, more)
 
-    def around(self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply_sublayer(
+        self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """[R, H] output of a sublayer between two convolutions."""
         base = self.weights[f"{name}_conv.base_kernel"]
-        change = self.linear(inputs, f"{name}_conv.kernel_projection")
+        change = self.apply_linear(inputs, f"{name}_conv.kernel_projection")
         change = change.view(len(inputs), 2, self._settings.conv_kernel_size, self._groups)
-        return self._mixed(
-            sublayer(self._mixed(inputs, base[0], change[:, 0])), base[1], change[:, 1]
+        return self._convolve_rows(
+            sublayer(self._convolve_rows(inputs, base[0], change[:, 0])), base[1], change[:, 1]
         )
 
-    def _mixed(self, rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
+    def _convolve_rows(self, rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
         """[R, H] computed row by row, each a sum over earlier rows."""
         size, outputs = rows.shape[1] // self._groups, []
         for row in range(len(rows)):
@@ -88,26 +90,26 @@ class ServedDFlash2(ServedBlocks):
             outputs.append(mixed)
         return torch.stack(outputs)
 
-    def step(
+    def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """[S, V] logits of each row's candidates, by the previous token; -inf for the others."""
         first, second = (
             self.weights[f"{SELECTOR}{n}_codebook"] for n in ("predecessor", "successor")
         )
-        asked = first[before] * self.linear(outputs, f"{SELECTOR}hidden_projection")
+        asked = first[before] * self.apply_linear(outputs, f"{SELECTOR}hidden_projection")
         least = base.topk(min(self._settings.selector_top_k, base.shape[-1])).values[:, -1:]
         unary = base * self._settings.output_multiplier
         cap = self._settings.final_logit_softcapping
         unary = torch.tanh(unary / cap) * cap if cap > 0 else unary
         return (unary + asked @ second.T).masked_fill(base < least, -torch.inf), state
 
-    def embeds(self, row: int) -> Tensor:
+    def embed_block(self, row: int) -> Tensor:
         """[R, H] scaled embeddings of the block after a row."""
-        return super().embeds(row) * self._settings.input_embedding_scale
+        return super().embed_block(row) * self._settings.input_embedding_scale
 
 
-def read(export: Export, golden: ReferenceLogits) -> ServedDFlash2:
+def build_head(export: Export, golden: ReferenceLogits) -> ServedDFlash2:
     """See `eval.parity.gate.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     shape = shape_of(reader)
@@ -120,6 +122,6 @@ def read(export: Export, golden: ReferenceLogits) -> ServedDFlash2:
         if field.default is MISSING
         else block.require_key(field.name, float, "scales nothing")
         for field in fields(DFlash2Settings)
-        if field.default is MISSING or block.has(field.name)
+        if field.default is MISSING or block.has_key(field.name)
     }
     return ServedDFlash2(export, golden, shape, DFlash2Settings(**values))

@@ -48,23 +48,23 @@ class ServedDSpark(ServedBlocks):
             more |= {f"{CONFIDENCE}.weight": (1, confidence_size), f"{CONFIDENCE}.bias": (1,)}
         super().__init__(export, golden, shape, more)
 
-    def step(
+    def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [S, W] of a slot, with those of the Markov head added."""
         memory = self.weights[f"{FIRST}.weight"][before]
         if self._markov == "gated":
-            memory = memory * self.linear(torch.cat([outputs, memory], -1), GATE).sigmoid()
+            memory = memory * self.apply_linear(torch.cat([outputs, memory], -1), GATE).sigmoid()
         elif self._markov == "rnn":
             state = torch.zeros_like(memory) if state is None else state
-            joint = self.linear(torch.cat([state, memory, outputs], -1), JOINT)
+            joint = self.apply_linear(torch.cat([state, memory, outputs], -1), JOINT)
             gate, candidate, output = joint.chunk(3, -1)
             state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
             memory = output.tanh()
-        return base + self.linear(memory, SECOND), state
+        return base + self.apply_linear(memory, SECOND), state
 
 
-def read(export: Export, golden: ReferenceLogits) -> ServedDSpark:
+def build_head(export: Export, golden: ReferenceLogits) -> ServedDSpark:
     """See `eval.parity.gate.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     root, guesses = reader.root, "guesses, and vLLM not as speculators does"
@@ -72,9 +72,9 @@ def read(export: Export, golden: ReferenceLogits) -> ServedDSpark:
     causal = (
         reader.parse_speculators_causal()
         if reader.is_speculators
-        else reader.causal(root, "is_causal")
+        else reader.parse_causal(root, "is_causal")
     )
-    shape = reader.shape(root, anchored=anchored, causal=causal)
+    shape = reader.parse_shape(root, anchored=anchored, causal=causal)
     markov = root.require_key("markov_head_type", str, "takes vanilla")
     served = ("vanilla",) if export.format == "vllm" else ("vanilla", "gated", "rnn")
     root.check_allowed("markov_head_type", *served)

@@ -45,15 +45,15 @@ class ServedEagle(ServedLayers):
     ) -> None:  # fmt: skip
         super().__init__(export, golden, conventions.title, shape)
         self.conventions, self.num_layers = conventions, num_layers
-        tensors = self.renamed(self._canonical_name)
-        self.check_tensors(tensors, *self.expected())
+        tensors = self.rename_tensors(self._canonical_name)
+        self.check_tensors(tensors, *self.list_expected_shapes())
         self._target_ids = self.target_ids()
         # The embedding is not converted: it is large, and few of its rows are needed.
         self.embedding = tensors.pop(EMBEDDING, None)
         self.weights = {n: t.float() for n, t in tensors.items() if t.is_floating_point()}
 
     @property
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """Lines about the checks."""
         shape = self.shape
         on = ", ".join(sorted(shape.flags)) or "none"
@@ -79,21 +79,26 @@ class ServedEagle(ServedLayers):
         features = torch.cat(
             [golden.require_tensor(f"hidden_states.{i}", width) for i in layers], dim=-1
         )
-        embeds = self._embeds(golden.require_tensor("token_ids", (None,)))
-        for states in self.states(features, embeds, position_ids):
+        embeds = self._select_embeddings(golden.require_tensor("token_ids", (None,)))
+        for states in self.iter_output_states(features, embeds, position_ids):
             if shape.own_head:
-                drafted = shape.logit_scale * self.linear(states, "lm_head")
-                yield self.compared(drafted, self._target_ids), drafted.logsumexp(dim=-1)
+                drafted = shape.logit_scale * self.apply_linear(states, "lm_head")
+                yield (
+                    self.select_reference_ids(drafted, self._target_ids),
+                    drafted.logsumexp(dim=-1),
+                )
             else:
                 rows = golden.require_tensor("output_head", (None, shape.hidden_size))
                 yield shape.logit_scale * states @ rows.T, None
 
-    def expected(self) -> tuple[Shapes, Shapes]:
+    def list_expected_shapes(self) -> tuple[Shapes, Shapes]:
         """Shapes of required and of optional tensors."""
         shape, conventions = self.shape, self.conventions
         if not shape.own_head and "output_head" not in self.golden.tensors:
-            raise self.wrong(OUTPUT, "is missing", "the head's own: it would take the target's")
-        must, may = shape.tensors(), Shapes()
+            raise self.make_error(
+                OUTPUT, "is missing", "the head's own: it would take the target's"
+            )
+        must, may = shape.list_tensor_shapes(), Shapes()
         if shape.eagle3 and shape.draft_vocab_size != shape.vocab_size:
             must["d2t"] = (shape.draft_vocab_size,)
             if conventions.t2d is not Presence.no:
@@ -103,7 +108,9 @@ class ServedEagle(ServedLayers):
         embedding[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
         return must, may
 
-    def states(self, features: Tensor, embeds: Tensor, position_ids: Tensor) -> Iterator[Tensor]:
+    def iter_output_states(
+        self, features: Tensor, embeds: Tensor, position_ids: Tensor
+    ) -> Iterator[Tensor]:
         """Yield inputs [S, H] of the output head at depth 0, 1, ..., while every draft is accepted.
 
         Args:
@@ -113,53 +120,55 @@ class ServedEagle(ServedLayers):
                 tokens.
             position_ids: [S] int64 positions of the hidden states.
         """
-        fed, num_rows = self.fused(features), len(features)
+        fed, num_rows = self.fuse_features(features), len(features)
         own = torch.eye(num_rows, dtype=torch.bool)
         keys, values, seen = list[Tensor](), list[Tensor](), list[Tensor]()
         for depth in range(len(embeds) - num_rows):
             positions = position_ids + depth
-            inputs, residual = self.inputs(fed, embeds[depth : depth + num_rows])
-            keys.append(self.heads(inputs, LAYER, "k", positions))
-            values.append(self.heads(inputs, LAYER, "v"))
+            inputs, residual = self.build_layer_inputs(fed, embeds[depth : depth + num_rows])
+            keys.append(self.project_heads(inputs, LAYER, "k", positions))
+            values.append(self.project_heads(inputs, LAYER, "v"))
             # The text up to a row, and the row's own draft tokens.
             seen.append(own if depth else torch.ones_like(own).tril())
             attended = self.attend(
-                self.heads(inputs, LAYER, "q", positions),
+                self.project_heads(inputs, LAYER, "q", positions),
                 torch.cat(keys), torch.cat(values), torch.cat(seen, dim=1),
             )  # fmt: skip
-            outputs = self.finish(residual, attended, LAYER)
-            normed = self.norm(outputs, "norm") if self.shape.eagle3 else outputs
+            outputs = self.finish_layer(residual, attended, LAYER)
+            normed = self.apply_norm(outputs, "norm") if self.shape.eagle3 else outputs
             yield normed
             fed = normed if "norm_output" in self.shape.flags else outputs
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         """Fuse [S, n * Ht] into [S, H]. EAGLE-1 reads one hidden state unchanged."""
         if not self.shape.eagle3:
             return features
         if "norm_before_fc" in self.shape.flags:
-            features = self.norm(features, "input_norm")
+            features = self.apply_norm(features, "input_norm")
         if "fc_norm" in self.shape.flags:
             parts = features.split(self.shape.target_hidden_size, dim=-1)
-            normed = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
+            normed = [self.apply_norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
             features = torch.cat(normed, dim=-1)
-        return self.linear(features, "fc")
+        return self.apply_linear(features, "fc")
 
-    def inputs(self, fed: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+    def build_layer_inputs(self, fed: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         """[S, I] input of the attention and [S, H] residual of the first layer."""
         if not self.shape.eagle3:
-            inputs = self.linear(torch.cat([embeds, fed], dim=-1), "fc")
+            inputs = self.apply_linear(torch.cat([embeds, fed], dim=-1), "fc")
             return inputs, inputs
-        states = self.norm(fed, f"{LAYER}hidden_norm")
-        embeds = self.norm(embeds, f"{LAYER}input_layernorm")
+        states = self.apply_norm(fed, f"{LAYER}hidden_norm")
+        embeds = self.apply_norm(embeds, f"{LAYER}input_layernorm")
         residual = states if "norm_before_residual" in self.shape.flags else fed
         return torch.cat([embeds, states], dim=-1), residual
 
-    def finish(self, residual: Tensor, attended: Tensor, layer: str) -> Tensor:
+    def finish_layer(self, residual: Tensor, attended: Tensor, layer: str) -> Tensor:
         """[S, H] output of a layer, from residual [S, H] and attention output [S, Q * d]."""
-        hidden = residual + self.linear(attended, f"{layer}self_attn.o_proj")
-        return hidden + self.mlp(self.norm(hidden, f"{layer}post_attention_layernorm"), layer)
+        hidden = residual + self.apply_linear(attended, f"{layer}self_attn.o_proj")
+        return hidden + self.apply_mlp(
+            self.apply_norm(hidden, f"{layer}post_attention_layernorm"), layer
+        )
 
-    def _embeds(self, token_ids: Tensor) -> Tensor:
+    def _select_embeddings(self, token_ids: Tensor) -> Tensor:
         """[S + D, H] embeddings that the serving engine uses."""
         shape = self.shape
         wanted = (len(token_ids), shape.hidden_size)
@@ -170,7 +179,7 @@ class ServedEagle(ServedLayers):
         if not dropped or shape.hidden_size != shape.target_hidden_size:
             return own
         if not torch.equal(own, self.golden.require_tensor("token_embeddings", wanted)):
-            raise self.wrong(EMBEDDING, "is not the target's", "the target's: it takes that")
+            raise self.make_error(EMBEDDING, "is not the target's", "the target's: it takes that")
         return own
 
     def _canonical_name(self, name: str) -> str:
@@ -189,7 +198,7 @@ def parse_shape(
     return config.parse_shape(own_head=OUTPUT in export.tensors)
 
 
-def read(export: Export, golden: ReferenceLogits) -> ServedEagle:
+def build_head(export: Export, golden: ReferenceLogits) -> ServedEagle:
     """See `eval.parity.gate.Reader`."""
     conventions = CONVENTIONS[export.format, export.kind]
     return ServedEagle(export, golden, conventions, parse_shape(export, golden, conventions))

@@ -19,7 +19,7 @@ from eval.parity.gguf import GgufMetadata
 from eval.parity.readers.dflash2 import DFlash2Settings, ServedDFlash2
 from eval.parity.readers.dspark import ServedDSpark
 from eval.parity.readers.eagle import ServedEagle
-from eval.parity.rope import Rope, RopeKeys, read_rope
+from eval.parity.rope import Rope, RopeKeys, parse_rope
 from eval.parity.served import EMBEDDING, OUTPUT
 
 FORMATS = {kind: ("llamacpp",) for kind in ("eagle3", "dflash", "dflash2", "dspark")}
@@ -69,54 +69,58 @@ class GgufHead:
     def __init__(self, export: Export, golden: ReferenceLogits, arch: str) -> None:
         self.export, self.golden = export, golden
         self.keys = GgufMetadata(export.config, export.weights, arch)
-        self.keys.equal("general.architecture", arch, "that of the kind", "loads nothing")
-        self.hidden = self.keys.need("embedding_length", int, "loads nothing")
-        self.num_layers = self.keys.need("block_count", int, "loads nothing")
+        self.keys.check_equal("general.architecture", arch, "that of the kind", "loads nothing")
+        self.hidden = self.keys.require_key("embedding_length", int, "loads nothing")
+        self.num_layers = self.keys.require_key("block_count", int, "loads nothing")
         self.tensors = dict(export.tensors)
         self.freqs = self.tensors.pop(FREQS, None)
 
-    def sizes(self) -> dict[str, Any]:
+    def parse_sizes(self) -> dict[str, Any]:
         """Values of `HeadShape`, except the width of hidden states and `qk_norm`.
 
         Raises:
             InputError: llama.cpp would guess a value, or compute with another.
         """
         keys, golden = self.keys, self.golden
-        head_dim = keys.need("attention.key_length", int, "divides the hidden size by the heads")
+        head_dim = keys.require_key(
+            "attention.key_length", int, "divides the hidden size by the heads"
+        )
         for key in ("attention.value_length", "rope.dimension_count"):
-            keys.equal(key, head_dim, "that of the keys", "divides the hidden size by the heads")
-        positions = keys.need("context_length", int, "loads nothing")
+            keys.check_equal(
+                key, head_dim, "that of the keys", "divides the hidden size by the heads"
+            )
+        positions = keys.require_key("context_length", int, "loads nothing")
         if positions < golden.max_position_embeddings:
-            raise keys.wrong("context_length", f"{golden.max_position_embeddings} or more")
+            raise keys.make_error("context_length", f"{golden.max_position_embeddings} or more")
         self._check_vocabulary()
         d2t = self.tensors.get("d2t")
         return {
             "hidden_size": self.hidden,
-            "intermediate_size": keys.need("feed_forward_length", int, "loads nothing"),
-            "num_heads": keys.need("attention.head_count", int, "loads nothing"),
-            "num_kv_heads": keys.need("attention.head_count_kv", int, "takes head_count"),
+            "intermediate_size": keys.require_key("feed_forward_length", int, "loads nothing"),
+            "num_heads": keys.require_key("attention.head_count", int, "loads nothing"),
+            "num_kv_heads": keys.require_key("attention.head_count_kv", int, "takes head_count"),
             "head_dim": head_dim,
             "vocab_size": golden.vocab_size,
             "draft_vocab_size": golden.vocab_size if d2t is None else len(d2t),
-            "eps": keys.need("attention.layer_norm_rms_epsilon", float, "loads nothing"),
-            "layers": self._layers(),
-            "rope": self._rope(head_dim),
+            "eps": keys.require_key("attention.layer_norm_rms_epsilon", float, "loads nothing"),
+            "layers": self._parse_layers(),
+            "rope": self._parse_rope(head_dim),
         }
 
     def _check_vocabulary(self) -> None:
         """Check that the file has as many ids as llama.cpp expects."""
         size, tokens = self.golden.vocab_size, "tokenizer.ggml.tokens"
-        self.keys.need("tokenizer.ggml.model", str, "loads nothing")
-        if len(self.keys.items(tokens, 8, "has no vocabulary")) != size:
+        self.keys.require_key("tokenizer.ggml.model", str, "loads nothing")
+        if len(self.keys.require_list(tokens, 8, "has no vocabulary")) != size:
             raise InputError(
                 f"{self.keys.file}: {tokens}: llama.cpp needs the target's {size}; export again"
             )
 
-    def _layers(self) -> tuple[int, ...]:
+    def _parse_layers(self) -> tuple[int, ...]:
         key, known = "target_layers", range(self.golden.num_layers)
-        ids = self.keys.items(key, 5, "loads nothing")
+        ids = self.keys.require_list(key, 5, "loads nothing")
         if len(set(ids)) != len(ids) or not set(ids) <= set(known):
-            raise self.keys.wrong(
+            raise self.keys.make_error(
                 key, f"each of {known[0]}..{known[-1]} once: others it cannot read, or reads wrong"
             )
         if self.export.layers not in (None, ids):
@@ -126,23 +130,23 @@ class GgufHead:
             )
         return tuple(ids)
 
-    def _rope(self, head_dim: int) -> Rope:
+    def _parse_rope(self, head_dim: int) -> Rope:
         """RoPE of the metadata, with the file's own divisors."""
         keys = self.keys
         settings: dict[str, Any] = {
-            "rope_theta": keys.need("rope.freq_base", float, "turns with a theta of 10000")
+            "rope_theta": keys.require_key("rope.freq_base", float, "turns with a theta of 10000")
         }
-        kind = keys.get("rope.scaling.type", str, "none")
+        kind = keys.get_value("rope.scaling.type", str, "none")
         if kind != "none":
-            factor = keys.need("rope.scaling.factor", float, "scales nothing")
+            factor = keys.require_key("rope.scaling.factor", float, "scales nothing")
             settings["rope_scaling"] = {"type": kind, "factor": factor}
         if kind == "yarn":
             key = "rope.scaling.original_context_length"
-            original = keys.need(key, int, "takes context_length")
+            original = keys.require_key(key, int, "takes context_length")
             settings["rope_scaling"]["original_max_position_embeddings"] = original
         elif kind not in ("none", "linear"):
-            raise keys.wrong("rope.scaling.type", "none, linear or yarn")
-        rope = read_rope(EngineConfig(settings, keys.file, "llama.cpp"), head_dim, RopeKeys.old)
+            raise keys.make_error("rope.scaling.type", "none, linear or yarn")
+        rope = parse_rope(EngineConfig(settings, keys.file, "llama.cpp"), head_dim, RopeKeys.old)
         if self.freqs is None:
             return rope
         if self.freqs.shape != rope.frequencies.shape or self.freqs.dtype is not torch.float32:
@@ -152,7 +156,7 @@ class GgufHead:
             )
         return replace(rope, frequencies=rope.frequencies / self.freqs)
 
-    def read(self, names: dict[str, str]) -> Export:
+    def build_export(self, names: dict[str, str]) -> Export:
         """Export with tensors under the names of their original authors.
 
         Args:
@@ -165,12 +169,12 @@ class GgufHead:
         for name, tensor in self.tensors.items():
             if tensor.is_floating_point() and (tensor.ndim == 1 or not name.endswith(".weight")):
                 self._check_dtype(name, tensor, torch.float32)
-            tensors[self._name(name, names | SHARED)] = tensor
+            tensors[self._translate_name(name, names | SHARED)] = tensor
         if "d2t" in tensors:
-            tensors["d2t"] = self._offsets(tensors["d2t"])
+            tensors["d2t"] = self._to_d2t_offsets(tensors["d2t"])
         return replace(self.export, tensors=tensors)
 
-    def _name(self, name: str, names: dict[str, str]) -> str:
+    def _translate_name(self, name: str, names: dict[str, str]) -> str:
         start, _, rest = name.partition(".")
         number, _, part = rest.partition(".")
         if start == "blk" and part in LAYER:
@@ -184,7 +188,7 @@ class GgufHead:
                 f"{self.keys.file}: {name} is of {tensor.dtype}: llama.cpp needs {dtype}"
             )
 
-    def _offsets(self, ids: Tensor) -> Tensor:
+    def _to_d2t_offsets(self, ids: Tensor) -> Tensor:
         """[W] `d2t` as other engines have it, from llama.cpp's ids [W]."""
         self._check_dtype("d2t", ids, torch.int64)
         size = self.golden.vocab_size
@@ -196,13 +200,13 @@ class GgufHead:
         return ids - torch.arange(len(ids))
 
 
-def _eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
+def _read_eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
     """EAGLE-3 head, with rotated neighbours and perhaps the target's output head."""
     head = GgufHead(export, golden, "eagle3")
-    head.keys.equal("block_count", 1, "as its graph has one layer", "loads nothing")
-    sizes = head.sizes()
+    head.keys.check_equal("block_count", 1, "as its graph has one layer", "loads nothing")
+    sizes = head.parse_sizes()
     if len(sizes["layers"]) != 3:
-        raise head.keys.wrong("target_layers", "three")
+        raise head.keys.make_error("target_layers", "three")
     for name, count in (("attn_q", sizes["num_heads"]), ("attn_k", sizes["num_kv_heads"])):
         weight = head.tensors.get(name := f"blk.0.{name}.weight")
         if weight is not None and len(weight) == count * sizes["head_dim"]:
@@ -211,8 +215,8 @@ def _eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
     shape = EagleShape(
         **sizes,
         eagle3=True,
-        target_hidden_size=head.keys.need("target_hidden_size", int, "loads nothing"),
-        flags=frozenset(flag for flag in FLAGS if head.keys.get(flag, bool, False)),
+        target_hidden_size=head.keys.require_key("target_hidden_size", int, "loads nothing"),
+        flags=frozenset(flag for flag in FLAGS if head.keys.get_value(flag, bool, False)),
         fc_bias=False,
         biased=frozenset(),
         qk_norm=False,
@@ -221,27 +225,27 @@ def _eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
     )
     names = {"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight"}
     conventions = EngineConventions("llama.cpp", (), prefixes=("layers.0.",), t2d=Presence.no)
-    return ServedEagle(head.read(names), golden, conventions, shape)
+    return ServedEagle(head.build_export(names), golden, conventions, shape)
 
 
-def _blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
+def _read_blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
     """Block drafter, of the kind that its tensors show."""
     head = GgufHead(export, golden, "dflash")
-    keys, sizes, hidden = head.keys, head.sizes(), head.hidden
+    keys, sizes, hidden = head.keys, head.parse_sizes(), head.hidden
     mask = int(golden.require_tensor("mask_token_id", (1,)))
-    keys.equal("tokenizer.ggml.mask_token_id", mask, "as it was trained", "has no mask")
+    keys.check_equal("tokenizer.ggml.mask_token_id", mask, "as it was trained", "has no mask")
     if "token_embd.weight" in head.tensors and "output.weight" not in head.tensors:
         raise InputError(
             f"{keys.file}: token_embd.weight without output.weight: llama.cpp would use the head's "
             "own embedding as output head; export again"
         )
     windowed = [False] * head.num_layers
-    window = keys.get("attention.sliding_window", int, None)
+    window = keys.get_value("attention.sliding_window", int, None)
     if window is not None:
-        windowed = keys.items("attention.sliding_window_pattern", 7, "loads nothing")
+        windowed = keys.require_list("attention.sliding_window_pattern", 7, "loads nothing")
         if len(windowed) != head.num_layers:
-            raise keys.wrong("attention.sliding_window_pattern", f"{head.num_layers} of them")
-    causal = keys.get("attention.causal", bool, False)
+            raise keys.make_error("attention.sliding_window_pattern", f"{head.num_layers} of them")
+    causal = keys.get_value("attention.causal", bool, False)
     markov, selects = "markov_w1.weight" in head.tensors, "selector_hidden.weight" in head.tensors
     if markov != (export.kind == "dspark") or selects != (export.kind == "dflash2"):
         raise InputError(
@@ -249,19 +253,23 @@ def _blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
         )
     full = tuple(number for number, each in enumerate(windowed) if not each)
     if causal and any(windowed) and full:
-        raise keys.wrong("attention.causal", f"false, as layers {list(full)} see all of the text")
+        raise keys.make_error(
+            "attention.causal", f"false, as layers {list(full)} see all of the text"
+        )
     shape = BlockShape(
         **sizes,
         target_hidden_size=hidden,
         num_layers=head.num_layers,
-        block_size=keys.need("block_size", int, "takes 16"),
-        drafts_next_token=markov and keys.get("sample_from_anchor", bool, True),
+        block_size=keys.require_key("block_size", int, "takes 16"),
+        drafts_next_token=markov and keys.get_value("sample_from_anchor", bool, True),
         causal=causal,
         window=window if any(windowed) else None,
         full=full if any(windowed) else (),
         qk_norm=True,
     )
-    read = head.read({"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight"})
+    read = head.build_export(
+        {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight"}
+    )
     if markov:
         rank = head.tensors["markov_w1.weight"].shape[-1]
         confidence = "conf_proj.weight" in head.tensors
@@ -269,28 +277,28 @@ def _blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
             read, golden, shape, markov="vanilla", rank=rank,
             confidence_size=hidden + rank if confidence else 0,
         )  # fmt: skip
-    return ServedDFlash2(read, golden, shape, _selection(keys, hidden)) if selects else (
+    return ServedDFlash2(read, golden, shape, _parse_dflash2_settings(keys, hidden)) if selects else (
         ServedBlocks(read, golden, shape, {})
     )  # fmt: skip
 
 
-def _selection(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
+def _parse_dflash2_settings(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
     """Parts of a DFlash-2 head beyond DFlash's."""
     numbers = {
-        key: keys.need(key, int, "loads nothing")
+        key: keys.require_key(key, int, "loads nothing")
         for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     }
     top_k = numbers["selector_top_k"]
     if hidden < top_k * (top_k + 1):
-        raise keys.wrong("selector_top_k", f"k with k * (k + 1) of at most {hidden}")
+        raise keys.make_error("selector_top_k", f"k with k * (k + 1) of at most {hidden}")
     return DFlash2Settings(
         **numbers,
-        input_embedding_scale=keys.get("embedding_scale", float, 1.0),
-        output_multiplier=keys.get("logit_scale", float, 1.0),
-        final_logit_softcapping=keys.get("final_logit_softcapping", float, 0.0),
+        input_embedding_scale=keys.get_value("embedding_scale", float, 1.0),
+        output_multiplier=keys.get_value("logit_scale", float, 1.0),
+        final_logit_softcapping=keys.get_value("final_logit_softcapping", float, 0.0),
     )
 
 
-def read(export: Export, golden: ReferenceLogits) -> ServedEagle | ServedBlocks:
+def build_head(export: Export, golden: ReferenceLogits) -> ServedEagle | ServedBlocks:
     """See `eval.parity.gate.Reader`."""
-    return (_eagle3 if export.kind == "eagle3" else _blocks)(export, golden)
+    return (_read_eagle3 if export.kind == "eagle3" else _read_blocks)(export, golden)

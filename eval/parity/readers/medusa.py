@@ -43,8 +43,8 @@ class ServedMedusa(ServedHead):
             self._check_vllm(root)
             self._bias = root.require_key("medusa_fc_bias", bool, "drops the biases")
             self._scale = float(root.get("logit_scale") or 1.0)
-            self._num_heads = self._counted(root, "heads", "takes its default of 5")
-            self._num_blocks = self._counted(root, "layers", "takes its default of 1")
+            self._num_heads = self._parse_count(root, "heads", "takes its default of 5")
+            self._num_blocks = self._parse_count(root, "layers", "takes its default of 1")
         else:
             self._check_original(root)
             self._num_heads = root.require_key("medusa_num_heads", int, "takes 5")
@@ -54,8 +54,8 @@ class ServedMedusa(ServedHead):
                     "medusa_num_layers", "1, as its blocks of a head are one module"
                 )
         # Converted to float32 one at a time, as all heads together can exceed the memory.
-        self.weights = self.renamed(self._original_name)
-        self.check_tensors(self.weights, self._expected(), {})
+        self.weights = self.rename_tensors(self._original_name)
+        self.check_tensors(self.weights, self._list_expected_shapes(), {})
 
     def _check_vllm(self, root: EngineConfig) -> None:
         root.check_equal("architectures", ["MedusaModel"], "its class", "finds no class")
@@ -65,10 +65,10 @@ class ServedMedusa(ServedHead):
         root.check_allowed("truncated_vocab_size", None, self.golden.vocab_size)
         root.check_allowed("original_lm_head", False)
 
-    def _counted(self, root: EngineConfig, what: str, otherwise: str) -> int:
+    def _parse_count(self, root: EngineConfig, what: str, otherwise: str) -> int:
         """Read a count as vLLM does: from the last key that names heads or layers."""
         # A key that names both counts heads.
-        keys = [k for k in root.keys() if "num" in k and what in k]  # noqa: SIM118
+        keys = [k for k in root.list_keys() if "num" in k and what in k]
         keys = [k for k in keys if what == "heads" or "heads" not in k]
         counts = {key: root.require_key(key, int, otherwise) for key in keys or [f"num_{what}"]}
         if len(set(counts.values())) != 1:
@@ -84,11 +84,11 @@ class ServedMedusa(ServedHead):
                 f"{self.export.weights}: {self.title} only reads {WEIGHTS}; export again"
             )
         root.require_key("base_model_name_or_path", str, "finds no target")
-        if self.export.format == "tgi" and root.has("architectures"):
+        if self.export.format == "tgi" and root.has_key("architectures"):
             raise root.make_error("architectures", "none: with one it loads no Medusa heads")
 
     @property
-    def lines(self) -> list[str]:
+    def report_lines(self) -> list[str]:
         """Lines about the checks."""
         return [
             f"config.json: {self.title} reads {self._num_heads} heads of {self._num_blocks} "
@@ -104,12 +104,12 @@ class ServedMedusa(ServedHead):
         for head in range(self._num_heads):
             states = features
             for block in range(self._num_blocks):
-                inner = self.linear(states, f"{head}.{block}.linear")
+                inner = self.apply_linear(states, f"{head}.{block}.linear")
                 states = states + functional.silu(inner)
-            every = self._scale * self.linear(states, f"{head}.{self._num_blocks}")
+            every = self._scale * self.apply_linear(states, f"{head}.{self._num_blocks}")
             yield every[:, ids], every.logsumexp(dim=-1)
 
-    def _expected(self) -> Shapes:
+    def _list_expected_shapes(self) -> Shapes:
         """Shapes by the original names."""
         size = self._hidden_size
         shapes: Shapes = {}
@@ -129,6 +129,6 @@ class ServedMedusa(ServedHead):
         return name
 
 
-def read(export: Export, golden: ReferenceLogits) -> ServedMedusa:
+def build_head(export: Export, golden: ReferenceLogits) -> ServedMedusa:
     """See `eval.parity.gate.Reader`."""
     return ServedMedusa(export, golden)

@@ -47,9 +47,9 @@ class ServedPEagle(ServedEagle):
                 f"with {trained}; export again"
             )
 
-    def expected(self) -> tuple[Shapes, Shapes]:
+    def list_expected_shapes(self) -> tuple[Shapes, Shapes]:
         """Shapes of required and of optional tensors."""
-        must, may = super().expected()
+        must, may = super().list_expected_shapes()
         shape = self.shape
         for number in range(1, self.num_layers):
             norms = ("input_layernorm", "post_attention_layernorm")
@@ -57,7 +57,9 @@ class ServedPEagle(ServedEagle):
         must[MASK_HIDDEN] = (1, 1, len(shape.layers) * shape.target_hidden_size)
         return must, may
 
-    def states(self, features: Tensor, embeds: Tensor, position_ids: Tensor) -> Iterator[Tensor]:
+    def iter_output_states(
+        self, features: Tensor, embeds: Tensor, position_ids: Tensor
+    ) -> Iterator[Tensor]:
         """Compute each row separately: its text and the rows after, as one causal sequence."""
         num_rows = len(features)
         depth = len(embeds) - num_rows
@@ -68,23 +70,25 @@ class ServedPEagle(ServedEagle):
             mask = self.embedding[self.export.config[MASK_KEY]].float()[None]
         outputs = []
         for end in range(1, num_rows + 1):
-            fed = self.fused(torch.cat([features[:end], feature.expand(depth - 1, -1)]))
+            fed = self.fuse_features(torch.cat([features[:end], feature.expand(depth - 1, -1)]))
             read = torch.cat([embeds[:end], mask.expand(depth - 1, -1)])
             behind = position_ids[end - 1] + torch.arange(1, depth)
             positions = torch.cat([position_ids[:end], behind])
             causal = torch.ones(len(fed), len(fed), dtype=torch.bool).tril()
-            inputs, states = self.inputs(fed, read)
+            inputs, states = self.build_layer_inputs(fed, read)
             for number in range(self.num_layers):
                 layer = f"layers.{number}."
                 if number:
-                    inputs = self.norm(states, f"{layer}input_layernorm")
-                query, keys = (self.heads(inputs, layer, which, positions) for which in "qk")
-                attended = self.attend(query, keys, self.heads(inputs, layer, "v"), causal)
-                states = self.finish(states, attended, layer)
-            outputs.append(self.norm(states[end - 1 :], "norm"))
+                    inputs = self.apply_norm(states, f"{layer}input_layernorm")
+                query, keys = (
+                    self.project_heads(inputs, layer, which, positions) for which in "qk"
+                )
+                attended = self.attend(query, keys, self.project_heads(inputs, layer, "v"), causal)
+                states = self.finish_layer(states, attended, layer)
+            outputs.append(self.apply_norm(states[end - 1 :], "norm"))
         yield from torch.stack(outputs, 1)
 
 
-def read(export: Export, golden: ReferenceLogits) -> ServedPEagle:
+def build_head(export: Export, golden: ReferenceLogits) -> ServedPEagle:
     """See `eval.parity.gate.Reader`."""
     return ServedPEagle(export, golden)

@@ -38,7 +38,7 @@ def test_parts_add_up_and_the_rest_is_the_hosts(monkeypatch) -> None:
         with clock.measure_part(part):
             machine.work(seconds)
         machine.work(0.5)
-    clock.stop()
+    clock.finish_timing()
     [times] = clock.times
     assert (times.prefill, times.draft, times.verify, times.accept) == (8, 3, 4, 0)
     assert (times.total, times.decode, times.host) == (17, 9, 2)
@@ -53,7 +53,7 @@ def test_texts_share_what_they_do_together(monkeypatch) -> None:
             machine.work(seconds)
         machine.work(0.5)
         assert clock.end_lap(texts) == machine.now
-    clock.stop([2])
+    clock.finish_timing([2])
     assert [times.verify for times in clock.times] == [2, 6, 1]
     assert [times.total for times in clock.times] == [2.25, 7, 1.25]
 
@@ -65,7 +65,7 @@ def test_only_the_last_lap_waits_for_the_device(monkeypatch, device: str, second
     begun = machine.now
     machine.work(1)
     assert clock.end_lap() == machine.now - begun == 1
-    clock.stop()
+    clock.finish_timing()
     assert clock.times[0].total == seconds
 
 
@@ -138,7 +138,7 @@ def test_a_slow_host_is_not_taken_for_a_busy_device() -> None:
             for _ in range(10):
                 matrix @ matrix
                 time.sleep(pause)
-        clock.stop()
+        clock.finish_timing()
         return clock
 
     run(0)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared import prepare as preparing
-from data.prepared.pack import PackedDataset, pack
+from data.prepared.pack import PackedDataset, pack_samples
 from data.prepared.prepare import DataReport, split_records
 from data.rows.records import NUM_BAD_SHOWN
 from data.templates.encoder import Sample
@@ -130,7 +130,7 @@ def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[
 def test_sequences_and_their_order_stay_what_they_were(num_samples, max_length, seed):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, max_length + 1, (num_samples,), generator=generator).tolist()
-    sequences = [sequence.tolist() for sequence in pack(lengths, max_length, seed)]
+    sequences = [sequence.tolist() for sequence in pack_samples(lengths, max_length, seed)]
     assert sequences == plainly_packed(lengths, max_length, seed)
     assert sorted(i for sequence in sequences for i in sequence) == list(range(num_samples))
     filled = [sum(lengths[i] for i in sequence) for sequence in sequences]

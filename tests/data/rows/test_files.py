@@ -287,7 +287,7 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path):
     assert isinstance(rows, Iterator)
     assert next(rows) == Row(f"{path}:1", raw=LINE)
     assert digest.hexdigest() == hashlib.sha256(LINE).hexdigest()
-    assert next(rows).parse() == Row(f"{path}:2", value=ROW)
+    assert next(rows).parse_raw() == Row(f"{path}:2", value=ROW)
 
 
 def test_what_was_left_out_is_printed(folder):
@@ -314,4 +314,4 @@ def test_what_was_left_out_is_printed(folder):
 def test_json_as_jq_writes_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(text)
     rows = iter_rows(find_source(str(tmp_path / "rows.json")), hashlib.sha256())
-    assert [row.parse().value for row in rows] == [{"prompt": "a"}, {"prompt": "b"}]
+    assert [row.parse_raw().value for row in rows] == [{"prompt": "a"}, {"prompt": "b"}]

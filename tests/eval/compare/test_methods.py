@@ -221,14 +221,14 @@ def test_what_is_missing_is_named(llama: dict, tmp_path: Path, changes: dict, me
 
 def test_layers_are_searched_for_on_prompts_that_are_not_measured(llama, tmp_path) -> None:
     seen: list[list[list[int]]] = []
-    search = methods.search_layers
+    search = methods.search_skipped_layers
 
     def watch(target, texts, lengths):
         seen.append([text[:n] for text, n in zip(texts, lengths, strict=True)])
         return search(target, texts, lengths)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "search_layers", watch)
+        patch.setattr(methods, "search_skipped_layers", watch)
         result = measured(llama, tmp_path / "o", methods="skip_layers", max_new_tokens=6)
     token_ids = [llama_ids(llama, f"so {word}?") for word in ("there", "you")]
     assert seen == [token_ids]

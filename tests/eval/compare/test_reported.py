@@ -15,7 +15,7 @@ from conf.settings.scripts import CompareRun
 from eval.compare.reported import (
     ReportedAcceptance,
     check_comparable,
-    find,
+    find_result_file,
     load_reported_acceptance,
 )
 from eval.measure import stats
@@ -93,7 +93,7 @@ def folder(tmp_path: Path) -> Callable[..., str]:
 
 
 def reported(folder: str) -> ReportedAcceptance:
-    return load_reported_acceptance(find(folder)[1])
+    return load_reported_acceptance(find_result_file(folder)[1])
 
 
 def test_a_result_of_vllm(folder) -> None:
@@ -107,7 +107,7 @@ def test_subsets_of_speculators_are_pooled(folder) -> None:
     found = reported(folder("speculators"))
     assert (found.tool, found.lengths) == ("speculators", {("drafts", "pooled"): 2.6})
     assert found.per_position == pytest.approx([0.8, 0.4, 0.4])
-    assert found.stated == {"draft tokens": 3, "turns": "first alone"}
+    assert found.conditions == {"draft tokens": 3, "turns": "first alone"}
 
 
 def test_a_result_of_model_optimizer(folder) -> None:
@@ -120,15 +120,15 @@ def test_a_result_of_model_optimizer(folder) -> None:
         ("passes", "pooled"): 13 / 5,
     }
     assert found.per_position == pytest.approx([0.8, 0.4, 0.4])
-    assert found.stated == {"dialogues": 2, "texts": 2}
+    assert found.conditions == {"dialogues": 2, "texts": 2}
     write(Path(path) / "configuration.json", CONFIGURATION)
-    assert reported(path).stated == {
+    assert reported(path).conditions == {
         "dialogues": 2, "texts": 2, "draft tokens": 3, "temperature": 0.0, "new tokens": 128,
         "target": "qwen3-8b",
     }  # fmt: skip
     # Of whose blocks engines draft as many tokens, or one less.
     write(Path(path) / "configuration.json", CONFIGURATION | {"speculative_algorithm": "DFLASH"})
-    assert "draft tokens" not in reported(path).stated
+    assert "draft tokens" not in reported(path).conditions
 
 
 def test_model_optimizers_lengths_by_request_do_not_tell_how_many_texts(folder) -> None:
@@ -136,7 +136,7 @@ def test_model_optimizers_lengths_by_request_do_not_tell_how_many_texts(folder) 
     assert found.lengths == {
         ("first_pass", "pooled"): 15 / 7, ("first_pass", "dialogues"): 2.166666666666667
     }  # fmt: skip
-    assert (found.per_position, found.stated) == ([], {"dialogues": 2, "turns": "all"})
+    assert (found.per_position, found.conditions) == ([], {"dialogues": 2, "turns": "all"})
 
 
 def test_our_own_result_has_every_definition(folder) -> None:
@@ -144,7 +144,7 @@ def test_our_own_result_has_every_definition(folder) -> None:
     assert len(found.lengths) == 12
     assert found.lengths["drafts", "pooled"] == found.lengths["passes", "pooled"] == 2.6
     assert found.lengths["first_pass", "turns"] == pytest.approx((8 / 4 + 7 / 3) / 2)
-    assert found.stated == {
+    assert found.conditions == {
         "draft tokens": 3, "texts": 2, "dialogues": 2, "turns": "first alone",
         "target": "qwen3-8b", "temperature": 0.0, "new tokens": 128,
     }  # fmt: skip
@@ -240,18 +240,18 @@ def test_files_that_say_nothing_are_named(tmp_path: Path, name, content, message
 
 def test_results_are_found_and_called_after_their_folders(folder, tmp_path: Path) -> None:
     path = folder("vllm")
-    assert find(path) == ("vllm", Path(path) / FILES["vllm"][0])
+    assert find_result_file(path) == ("vllm", Path(path) / FILES["vllm"][0])
     file = str(Path(path) / FILES["vllm"][0])
-    assert find(file)[0] == FILES["vllm"][0].removesuffix(".json")
-    assert find(folder("ours") + "/acceptance.json")[0] == "ours"
+    assert find_result_file(file)[0] == FILES["vllm"][0].removesuffix(".json")
+    assert find_result_file(folder("ours") + "/acceptance.json")[0] == "ours"
     write(Path(path) / "more.json", VLLM)
     with pytest.raises(
         InputError, match=r"vllm: must hold .*but holds more.json, openai.*; name th"
     ):
-        find(path)
+        find_result_file(path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty: must hold .*but holds none"):
-        find(str(tmp_path / "empty"))
+        find_result_file(str(tmp_path / "empty"))
 
 
 def test_one_head_at_several_lengths_gives_a_golden_curve(tmp_path: Path) -> None:

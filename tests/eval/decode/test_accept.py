@@ -30,7 +30,7 @@ from heads.target_model.model import Target
 
 V, ROOT = 6, 0
 NUM_TEXTS = 100_000
-CHAIN = Tree.chain(2)
+CHAIN = Tree.make_chain(2)
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
 PLAIN = Sampling(temperature=1.0)
 WARM = Sampling(0.7)
@@ -116,7 +116,7 @@ PROPOSALS: dict[str, Proposal] = {
     "padded": padded,
     "shapes": shapes,
     "chain": partial(sampled, CHAIN),
-    "chain of one": partial(sampled, Tree.chain(1)),
+    "chain of one": partial(sampled, Tree.make_chain(1)),
     "tree": partial(sampled, TREE),
 }
 
@@ -296,7 +296,7 @@ class SampledMedusa:
         return Draft.from_tree(self.tree, tokens[:, 1:], probs)
 
     def keep(self, rows: list[int]) -> None:
-        self.generators = self.generators.rows(rows)
+        self.generators = self.generators.select_rows(rows)
 
 
 def drafter(kind: str, head: MedusaHead, sampling: Sampling, seeds: list[int]):

@@ -136,12 +136,12 @@ def test_what_was_drawn_from_the_targets_own_distribution_is_always_kept() -> No
     logits = torch.randn(4, V, generator=generator())
     probs = PLAIN.compute_probabilities(logits[:3])
     tokens = torch.stack([torch.multinomial(p, 300, True, generator=generator()) for p in probs], 1)
-    draft = Draft.from_tree(Tree.chain(3), tokens, probs.expand(300, -1, -1))
+    draft = Draft.from_tree(Tree.make_chain(3), tokens, probs.expand(300, -1, -1))
     assert verified(draft, logits).num_accepted.tolist() == [3] * 300
 
 
 def test_a_refused_draw_gives_way_to_what_the_drafter_underrates() -> None:
-    draft = drafted(Tree.chain(1), [1], [0.0, 0.9, 0.1])
+    draft = drafted(Tree.make_chain(1), [1], [0.0, 0.9, 0.1])
     assert outcomes(verified(draft, 200 * torch.eye(3)[[2, 0]])) == {((), 2)}
 
 
@@ -150,7 +150,7 @@ def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(q, monkeypatch) -> 
     # Half of p's mass is lost, to see it often.
     lost = torch.tensor([[0.0, 0.5], [1.0, 0.0]]).expand(100, -1, -1)
     monkeypatch.setattr(Sampling, "compute_probabilities", lambda self, logits: lost)
-    draft = drafted(Tree.chain(1), [1], *q, num_texts=100)
+    draft = drafted(Tree.make_chain(1), [1], *q, num_texts=100)
     assert outcomes(verified(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
 
 
@@ -172,7 +172,7 @@ def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
 def test_a_chain_has_the_layout_of_its_tree(depth: int) -> None:
-    tree = Tree.chain(depth)
+    tree = Tree.make_chain(depth)
     assert_layout(build_tree_layout(tree, torch.device("cpu")), tree)
 
 
@@ -255,7 +255,9 @@ def same(
         assert nodes[: n + 1] == path
         assert not any(nodes[n + 1 :])
     assert {len(path) for path in paths} >= {1, 2, 3}  # so that paths say something
-    assert torch.equal(accepted.bonus, generators.sample(torch.from_numpy(np.stack(rests)).float()))
+    assert torch.equal(
+        accepted.bonus, generators.sample_indices(torch.from_numpy(np.stack(rests)).float())
+    )
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
@@ -264,7 +266,7 @@ def same(
     [
         (False, TREE),
         (False, random_parents(9)),
-        (True, Tree.chain(4)),
+        (True, Tree.make_chain(4)),
         (True, DEEP),
     ],
     ids=["ranked", "ranked, trees differ", "chain", "tree"],
@@ -313,7 +315,7 @@ def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) 
 def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:
     even = torch.zeros(2, 4)  # entropy log 4: alpha / 4 = 0.075 is below the threshold of 0.09
     sure = torch.tensor([0.915, 0.085]).log().expand(2, -1)  # alpha * exp(-0.29) is above it
-    chain = Tree.chain(1)
+    chain = Tree.make_chain(1)
     for logits, token, rule, kept in [
         (even, 1, Typical(), 1),
         (even, 1, Typical(threshold=0.2, alpha=1.1), 1),
@@ -326,7 +328,7 @@ def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:
         assert found.num_accepted.tolist() == [kept]
 
 
-@pytest.mark.parametrize("tree", [Tree.chain(23), make_static_tree(3, 23)])
+@pytest.mark.parametrize("tree", [Tree.make_chain(23), make_static_tree(3, 23)])
 def test_a_layout_is_one_for_passes_in_and_outside_of_inference_mode(tree: Tree) -> None:
     with torch.inference_mode():
         layout = build_tree_layout(tree, torch.device("cpu"))

@@ -48,7 +48,7 @@ def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
     return {
         "none": NoDraft,
         "medusa": lambda: MedusaDrafter(medusa, make_static_tree(length, 8)),
-        "medusa chain": lambda: MedusaDrafter(medusa, Tree.chain(length)),
+        "medusa chain": lambda: MedusaDrafter(medusa, Tree.make_chain(length)),
         "eagle chain": lambda: EagleChain(eagle, length, GREEDY, SEEDS),
         "eagle": lambda: EagleTree(eagle, DynamicShape(3, 3, 8)),
         "lookup": lambda: PromptLookup(4),

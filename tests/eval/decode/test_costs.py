@@ -13,7 +13,7 @@ from toys import random_target
 
 from conf.settings.eagle import EagleConfig
 from eval.decode.engine import NoDraft, decode
-from heads.decoding.cache import reserved
+from heads.decoding.cache import compute_capacity
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
@@ -106,7 +106,7 @@ def long_target() -> Target:
 
 def medusa_chain(target: Target) -> Drafter:
     head = MedusaHead.from_target(target, num_heads=2, num_layers=1)
-    return MedusaDrafter(head, Tree.chain(2))
+    return MedusaDrafter(head, Tree.make_chain(2))
 
 
 def eagle_chain(target: Target) -> Drafter:
@@ -133,7 +133,7 @@ def test_memory_beyond_the_cache_does_not_grow_with_a_prompt(
         gc.collect()  # what is let go of while it is measured would be taken off
         peak = measure_peak_bytes(lambda: decode(target, drafter, prompt, 2), target.device)
         # Keys and values of a head of 32 channels, float32, in each layer and in EAGLE's.
-        return peak - num_cached * 2 * 32 * 4 * reserved(num_tokens)
+        return peak - num_cached * 2 * 32 * 4 * compute_capacity(num_tokens)
 
     one, six = beyond(64), beyond(384)
     assert 0 < six < 2 * one

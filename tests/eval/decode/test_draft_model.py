@@ -13,8 +13,8 @@ from transformers import GenerationConfig
 from eval.decode.drafters.draft_model import (
     DraftLength,
     DraftModel,
+    has_same_tokenizer,
     match_vocab_size,
-    same_tokenizer,
     sample_distinct,
 )
 from eval.decode.engine import NoDraft, decode, decode_batch
@@ -26,11 +26,11 @@ from heads.target_model.model import Target
 PROMPTS = [[5, 17, 40, 8, 77, 23, 61], [5, 17], [61, 23, 77, 8, 40, 17, 5] * 2, [9]]
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 2]])
 SHAPES = {
-    "chain": (Tree.chain(4), None),
+    "chain": (Tree.make_chain(4), None),
     "tree": (TREE, None),
-    "heuristic": (Tree.chain(6), DraftLength(start=2)),
-    "confidence": (Tree.chain(6), DraftLength(confidence=0.3)),
-    "both": (Tree.chain(6), DraftLength(start=3, confidence=0.2)),
+    "heuristic": (Tree.make_chain(6), DraftLength(start=2)),
+    "confidence": (Tree.make_chain(6), DraftLength(confidence=0.3)),
+    "both": (Tree.make_chain(6), DraftLength(start=3, confidence=0.2)),
     "gaps": (Tree.from_paths([[1], [3], [1, 2]]), None),
 }
 AGAIN = pytest.param("qwen3", marks=pytest.mark.slow)  # drafts as Llama does
@@ -110,7 +110,7 @@ def test_sampled_text_of_a_batch_is_that_of_each_alone(shape: str) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_p=0.9)], ids=["greedy", "warm"])
 def test_the_target_accepts_all_that_it_drafts_itself(sampling: Sampling) -> None:
     target = endless()
-    drafter = DraftModel(target, Tree.chain(4), sampling, range(10, 14))
+    drafter = DraftModel(target, Tree.make_chain(4), sampling, range(10, 14))
     for found in decode_batch(target, drafter, PROMPTS, 31, sampling, range(4)):
         assert [step.num_emitted for step in found.steps] == [5] * 6
 
@@ -191,7 +191,9 @@ def test_the_target_runs_as_often_as_in_transformers(family, schedule, threshold
     num_tokens = 40 if schedule == "heuristic" else 4
     counts = []
     for prompt in PROMPTS:
-        found = decode(target, DraftModel(draft, Tree.chain(num_tokens), length=length), prompt, 40)
+        found = decode(
+            target, DraftModel(draft, Tree.make_chain(num_tokens), length=length), prompt, 40
+        )
         counts.append(len(found.steps))
         assert counts[-1] == passes_of_generate(
             target,
@@ -208,14 +210,14 @@ def test_an_unsure_model_drafts_less() -> None:
     target = endless()
     draft = noisy_copy(target)
     with passes(draft) as all_of_them:
-        full = decode(target, DraftModel(draft, Tree.chain(6)), PROMPTS[0], 40)
+        full = decode(target, DraftModel(draft, Tree.make_chain(6)), PROMPTS[0], 40)
     with passes(draft) as some:
         length = DraftLength(confidence=0.5)
-        cut = decode(target, DraftModel(draft, Tree.chain(6), length=length), PROMPTS[0], 40)
+        cut = decode(target, DraftModel(draft, Tree.make_chain(6), length=length), PROMPTS[0], 40)
     assert len(some) / len(cut.steps) < len(all_of_them) / len(full.steps)
     with passes(draft) as single:
         length = DraftLength(confidence=1.1)
-        one = decode(target, DraftModel(draft, Tree.chain(6), length=length), PROMPTS[0], 40)
+        one = decode(target, DraftModel(draft, Tree.make_chain(6), length=length), PROMPTS[0], 40)
     assert len(single) == len(one.steps)
     assert max(step.num_accepted for step in one.steps) == 1
 
@@ -308,12 +310,12 @@ def with_vocab(change: Callable[[dict[str, int]], None]) -> SimpleNamespace:
 
 def test_ids_must_mean_the_same() -> None:
     target = SimpleNamespace(tokenizer=tokenizer(), name="x/target")
-    assert same_tokenizer(target, with_vocab(lambda vocab: None))
-    assert same_tokenizer(target, with_vocab(lambda vocab: vocab.update({"<think>": 300})))
-    assert same_tokenizer(target, with_vocab(lambda vocab: vocab.pop("<pad>")))
+    assert has_same_tokenizer(target, with_vocab(lambda vocab: None))
+    assert has_same_tokenizer(target, with_vocab(lambda vocab: vocab.update({"<think>": 300})))
+    assert has_same_tokenizer(target, with_vocab(lambda vocab: vocab.pop("<pad>")))
     for change in (
         lambda vocab: vocab.update({"<pad>": 300}),
         lambda vocab: vocab.update({"<s>": 0, "<pad>": 1}),
         lambda vocab: vocab.update({"other": vocab.pop("<s>")}),
     ):
-        assert not same_tokenizer(target, with_vocab(change))
+        assert not has_same_tokenizer(target, with_vocab(change))

@@ -112,7 +112,7 @@ def test_the_tree_is_eagle2s(target, name: str, shape: DynamicShape) -> None:
 def test_a_static_tree_can_be_replayed_too(target) -> None:
     """Replay of a tree finds at least what replay of its first chain finds."""
     text = decode(target, NoDraft(), prompts()[0], 60).token_ids
-    chain = replay_response(target, learnt("eagle3"), Tree.chain(3), prompts()[0], text)
+    chain = replay_response(target, learnt("eagle3"), Tree.make_chain(3), prompts()[0], text)
     tree = replay_response(target, learnt("eagle3"), make_static_tree(3, 12), prompts()[0], text)
     assert len(tree) <= len(chain)
 

@@ -100,7 +100,8 @@ def test_replay_knows_the_window_of_a_head() -> None:
         for text in texts(target, 6, 10):
             found = decode(target, EagleChain(head, 4), text, 30)
             assert (
-                replay_response(target, head, Tree.chain(4), text, found.token_ids) == found.steps
+                replay_response(target, head, Tree.make_chain(4), text, found.token_ids)
+                == found.steps
             )
             steps += found.steps
         assert {step.num_accepted for step in steps} == {0, 1, 2, 3, 4}

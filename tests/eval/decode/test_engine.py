@@ -9,7 +9,12 @@ from conf.settings.eagle import EagleConfig
 from eval.decode import verify_pass
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream_tokens
-from eval.measure.replay import agreements, build_steps, compute_accepted_lengths, replay_response
+from eval.measure.replay import (
+    build_steps,
+    compare_first_choices,
+    compute_accepted_lengths,
+    replay_response,
+)
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
@@ -72,7 +77,7 @@ def test_output_equals_the_targets_greedy_text(family: str) -> None:
     expected = greedy_by_generate(target, 40)
     assert decode(target, NoDraft(), PROMPT, 40).token_ids == expected
     head = noisy_head(target)
-    for tree in (Tree.chain(3), Tree.from_paths([[0], [1], [1, 2], [1, 2, 0]])):
+    for tree in (Tree.make_chain(3), Tree.from_paths([[0], [1], [1, 2], [1, 2, 0]])):
         assert decode(target, MedusaDrafter(head, tree), PROMPT, 40).token_ids == expected
 
 
@@ -164,8 +169,8 @@ def test_agreement_asks_at_every_token() -> None:
     text = [7, 1, 2, 3]
     # Best two candidates of depths 1 and 2 after each token of the text.
     ranked = [[[1, 0], [9, 2]], [[5, 2], [3, 0]], [[3, 0], [0, 0]], [[8, 8], [8, 8]]]
-    assert agreements(ranked, text) == [[True, False, True], [False, True]]
-    assert compute_accepted_lengths(Tree.chain(2), ranked, text) == [1, 0, 1, 0]
+    assert compare_first_choices(ranked, text) == [[True, False, True], [False, True]]
+    assert compute_accepted_lengths(Tree.make_chain(2), ranked, text) == [1, 0, 1, 0]
 
 
 def test_walk_counts_what_each_pass_emits() -> None:
@@ -191,7 +196,7 @@ def test_walk_counts_what_each_pass_emits() -> None:
     ],
 )
 def test_replay_equals_decoding_step_for_step(family: str, shape: str) -> None:
-    tree = Tree.chain(3) if shape == "chain" else make_static_tree(3, 16)
+    tree = Tree.make_chain(3) if shape == "chain" else make_static_tree(3, 16)
     target = random_target(family)
     head = noisy_head(target)
     for prompt in (PROMPT, PROMPT[::-1], PROMPT[2:5] * 4):

@@ -98,7 +98,7 @@ class Rising:
     def propose(self, roots: Roots) -> Draft:
         self.size += 1
         rows = [[0] * (self.size - row) + [PAD] * row for row in self.rows]
-        return Draft.from_tree(Tree.chain(self.size), torch.tensor(rows))
+        return Draft.from_tree(Tree.make_chain(self.size), torch.tensor(rows))
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]

@@ -33,7 +33,7 @@ def suffix() -> SuffixDrafter:
 
 REMEMBERING: dict[str, Make] = {
     "suffix": lambda *_: suffix(),
-    "hybrid": lambda *_: HybridDrafter(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4),
+    "hybrid": lambda *_: HybridDrafter(MedusaDrafter(medusa(), Tree.make_chain(3)), suffix(), 0.4),
 }
 
 
@@ -86,7 +86,7 @@ def test_a_recurrent_draft_model_begins_a_prompt_of_one_token_in_anothers_place(
     draft = random_target("lfm2")  # always right
 
     def make(_seeds: list[int]) -> DraftModel:
-        return DraftModel(draft, Tree.chain(3))
+        return DraftModel(draft, Tree.make_chain(3))
 
     found = decode_many(target, make, requests, 24, 2)
     for request, text in zip(requests, found, strict=True):
@@ -101,7 +101,7 @@ def test_a_hybrid_copies_from_its_own_text(target: Target) -> None:
     made: list[HybridDrafter] = []
 
     def make(_seeds: list[int]) -> HybridDrafter:
-        made.append(HybridDrafter(MedusaDrafter(medusa(), Tree.chain(3)), suffix(), 0.4))
+        made.append(HybridDrafter(MedusaDrafter(medusa(), Tree.make_chain(3)), suffix(), 0.4))
         return made[-1]
 
     decode_many(target, make, requests, 6, 2)
@@ -195,7 +195,7 @@ def test_an_oracle_goes_on_in_anothers_place(target: Target) -> None:
     by_seed = {each.seed: text for each, text in zip(REQUESTS, expected, strict=True)}
 
     def make(seeds: list[int]) -> Oracle:
-        return Oracle([by_seed[seed] for seed in seeds], Tree.chain(2), 1.0, target.vocab_size)
+        return Oracle([by_seed[seed] for seed in seeds], Tree.make_chain(2), 1.0, target.vocab_size)
 
     found = decode_many(target, make, REQUESTS, 20, 2)
     assert [text.token_ids for text in found] == expected

@@ -33,7 +33,7 @@ def right(tree: Tree, tokens: list[int], ahead: list[int]) -> list[list[int]]:
 
 def test_all_right_and_all_wrong() -> None:
     text = [11, 12, 13, 14, 15]
-    chain = Tree.chain(3)
+    chain = Tree.make_chain(3)
     always = Oracle([text], chain, 1.0, 96)
     always.observe(seen(PROMPT, first=True))
     assert always.propose(Roots.from_ids([11])).tokens.tolist() == [[12, 13, 14]]
@@ -45,7 +45,7 @@ def test_all_right_and_all_wrong() -> None:
     assert all(draft != truth for draft, truth in zip(wrong, text[1:], strict=False))
 
 
-@pytest.mark.parametrize("tree", [Tree.chain(3), TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [Tree.make_chain(3), TREE], ids=["chain", "tree"])
 def test_a_child_of_a_right_node_is_right_at_the_rate(tree: Tree) -> None:
     text = [(7 * place) % 90 for place in range(3000)]
     oracle = Oracle([text], tree, 0.7, 96)
@@ -72,7 +72,7 @@ def test_a_batch_gives_the_targets_texts(family: str) -> None:
     first = decode(target, NoDraft(), PROMPTS[1], 40).token_ids
     target.model.generation_config.eos_token_id = [first[9]]
     texts = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in PROMPTS]
-    for tree in (Tree.chain(4), TREE):
+    for tree in (Tree.make_chain(4), TREE):
         found = decode_batch(target, Oracle(texts, tree, 0.6, 96), PROMPTS, 40)
         assert [one.token_ids for one in found] == texts
         assert any(step.num_accepted == tree.depth for one in found for step in one.steps)
@@ -82,13 +82,13 @@ def test_a_batch_gives_the_targets_texts(family: str) -> None:
 def test_a_perfect_draft_takes_the_fewest_passes() -> None:
     target = endless_target()
     text = decode(target, NoDraft(), PROMPT, 41).token_ids
-    found = decode(target, Oracle([text], Tree.chain(4), 1.0, 96), PROMPT, 41)
+    found = decode(target, Oracle([text], Tree.make_chain(4), 1.0, 96), PROMPT, 41)
     assert [step.num_accepted for step in found.steps] == [4] * 8
 
 
 def test_mistakes_depend_on_seed_text_and_place_alone() -> None:
     text = [(7 * place) % 90 for place in range(60)]
-    chain = Tree.chain(3)
+    chain = Tree.make_chain(3)
 
     def drafts(seed: int, *counts: int) -> dict[int, list[list[int]]]:
         oracle = Oracle([text, text], chain, 0.5, 96, seed)

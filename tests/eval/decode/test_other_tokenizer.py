@@ -97,8 +97,8 @@ class Checked(CrossTokenizerDrafter):
 
     proposed = 0
 
-    def _draft(self, texts: list[list[int]]) -> list[list[int]]:
-        drafted = super()._draft(texts)
+    def _draft_chains(self, texts: list[list[int]]) -> list[list[int]]:
+        drafted = super()._draft_chains(texts)
         for text, tokens in zip(texts, drafted, strict=True):
             so_far = list(text)
             for token in tokens:
@@ -166,9 +166,9 @@ def test_a_window_translates_as_the_whole_text(mine: str, its: str) -> None:
     text, place = Translation(translator, 12), 0
     while place < len(ids) - 5:
         step = luck.randrange(1, 5)
-        text.add(ids[place : place + step])
+        text.append_tokens(ids[place : place + step])
         place += step
-        found, recent = text.ids(ids[place])
+        found, recent = text.translate_text(ids[place])
         whole = translator.to_draft_ids(ids[: place + 1])
         assert found == (whole if whole[:1] == translator.start else translator.start + whole)
         assert len(text.tail) <= 24
@@ -186,9 +186,9 @@ def test_a_window_waits_for_a_place_where_translations_agree() -> None:
     one, two = pairs({"a": 0}, []), pairs({"a": 0, "aa": 1}, [("a", "a")])
     text = Translation(Translator(one, two), 4)
     for length in range(30):
-        found, _ = text.ids(0)
+        found, _ = text.translate_text(0)
         assert found == two("a" * (length + 1)).input_ids
-        text.add([0])
+        text.append_tokens([0])
 
 
 def test_a_window_of_nothing_adds_nothing() -> None:
@@ -196,15 +196,15 @@ def test_a_window_of_nothing_adds_nothing() -> None:
     translator = Translator(made, wordy())
     text, ids = Translation(translator, 6), made("the quick brown fox").input_ids
     for token in [*ids, *[made.convert_tokens_to_ids("<|im_start|>")] * 15, *ids]:
-        text.add([token])
+        text.append_tokens([token])
     # What comes after so many marks that the draft model does not know is like a new text.
-    assert text.ids(ids[0])[0] == [
+    assert text.translate_text(ids[0])[0] == [
         1,
         *translator.to_draft_ids(ids),
         *translator.to_draft_ids([*ids, ids[0]]),
     ]
     # Something must be there to be read, even so.
-    assert Translation(Translator(wordy(), made), 6).ids(2)[0] == [0]
+    assert Translation(Translator(wordy(), made), 6).translate_text(2)[0] == [0]
 
 
 def test_characters_come_whole() -> None:
@@ -246,4 +246,4 @@ def test_special_tokens_are_those_of_the_same_name() -> None:
         assert made.decode(found) == "fine" + made.decode(end)
         assert translator.start == [1]
     assert Translator(same, made).start == []
-    assert Translation(Translator(made, same), 8).ids(made.pad_token_id)[0] == [1, 0]
+    assert Translation(Translator(made, same), 8).translate_text(made.pad_token_id)[0] == [1, 0]

@@ -13,7 +13,7 @@ from conf.errors import InputError
 from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.generate import hf_generate
 from eval.decode.generation_config import (
-    Processors,
+    LogitsProcessors,
     StopRules,
     apply_generation_config,
     node_rows,
@@ -176,7 +176,7 @@ def test_what_changes_nothing_is_not_asked_for() -> None:
     same = {"repetition_penalty": 1.0, "num_beams": 1, "min_length": 0, "bad_words_ids": None}
     target.generation_config.update(**same, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1)
     assert parse_logits_settings(target) == {}
-    assert not Processors({}, [2]).first
+    assert not LogitsProcessors({}, [2]).first
 
 
 def test_nothing_else_of_a_generation_config_reaches_generate(target: Target) -> None:

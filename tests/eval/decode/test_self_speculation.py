@@ -29,7 +29,7 @@ class SelfReplay:
         self.target, self.skip = target, skip
 
     def candidates(self, output, token_ids, first: int, depth: int, width: int) -> torch.Tensor:
-        return ReplayText(self.target, token_ids, first + 1).drafts(self.skip, depth)
+        return ReplayText(self.target, token_ids, first + 1).draft_all_places(self.skip, depth)
 
 
 def agreeing_target(family: str = "llama") -> Target:
@@ -80,7 +80,7 @@ def test_the_text_is_the_targets_and_replay_equals_decoding(each) -> None:
         drafted = decode(each, SelfDraft(each, skip, 3), PROMPT, 24)
         assert drafted.token_ids == text
         assert (
-            replay_response(each, SelfReplay(each, skip), Tree.chain(3), PROMPT, text)
+            replay_response(each, SelfReplay(each, skip), Tree.make_chain(3), PROMPT, text)
             == drafted.steps
         )
         num_accepted += sum(step.num_accepted for step in drafted.steps)

@@ -18,7 +18,7 @@ def suffix(max_ngram: int = 24, *limits) -> SuffixDrafter:
 def drafted(drafter: SuffixDrafter, text: list[int]) -> tuple[list[int], float]:
     """The draft behind a text, which ends in the root, and what it promises."""
     drafter.observe(seen([text[:-1]], read=False))
-    return drafter.drafts(text[-1:])[0]
+    return drafter.draft_chains(text[-1:])[0]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_reading_on_equals_reading_all_at_once() -> None:
     place = 9
     while place < 50:
         # Nothing is found among the answers that is not found in the text.
-        draft = one.drafts([text[place]])[0]
+        draft = one.draft_chains([text[place]])[0]
         assert draft[1] >= drafted(suffix(), text[: place + 1])[1]
         kept = luck.randint(1, 4)
         one.observe(seen([text[place : place + kept]]))
@@ -114,7 +114,7 @@ def test_earlier_answers_are_copied_and_their_prompts_are_not() -> None:
     second.observe(seen([[5, 4, 4]], read=False))
     second.propose(Roots.from_ids([7]))
     second.observe(seen([[7]]))
-    assert second.drafts([8]) == [([9, 6], 2)]
+    assert second.draft_chains([8]) == [([9, 6], 2)]
     assert drafted(SuffixDrafter(answers), [4, 2]) == ([], 0)
 
 
@@ -154,7 +154,7 @@ def test_a_step_does_not_search_a_long_text(num_ids: int) -> None:
         steps = []
         for _ in range(200):
             started = time.perf_counter()
-            one.drafts([luck.randrange(num_ids)])
+            one.draft_chains([luck.randrange(num_ids)])
             steps.append(time.perf_counter() - started)
         seconds.append(median(steps))
     assert seconds[1] < 8 * seconds[0]

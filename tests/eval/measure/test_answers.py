@@ -4,11 +4,11 @@ import torch
 from toys import random_target
 
 from eval.decode.engine import NoDraft, Request, decode
-from eval.measure.answers import NUM_TOGETHER, generate_greedy_answers, stream_answers
+from eval.measure.answers import ANSWER_BATCH_SIZE, generate_greedy_answers, stream_answers
 
 
 def test_answers_are_those_that_are_written_alone() -> None:
-    target, number = random_target(), NUM_TOGETHER + 5
+    target, number = random_target(), ANSWER_BATCH_SIZE + 5
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 20, (number,), generator=generator).tolist()
     prompts = [torch.randint(3, 90, (n,), generator=generator).tolist() for n in lengths]

@@ -41,7 +41,7 @@ def result(*texts: PromptSteps, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_text_as_vllm_tells_of_it() -> None:
-    told = build_vllm_metrics(text(0, [2, 0, 0, 3, 1], [3, 3, 0, 3, 2]).row(), 3)
+    told = build_vllm_metrics(text(0, [2, 0, 0, 3, 1], [3, 3, 0, 3, 2]).build_row(), 3)
     assert told.keys() == FIELDS
     assert told == {
         "mean_acceptance_length": 2.5,
@@ -54,7 +54,7 @@ def test_a_text_as_vllm_tells_of_it() -> None:
         "per_step_accepted": [2, 0, 3, 1],
         "per_step_drafted": [3, 3, 3, 2],
     }
-    alone = build_vllm_metrics(text(0, []).row(), 3)
+    alone = build_vllm_metrics(text(0, []).build_row(), 3)
     assert (alone["mean_acceptance_length"], alone["acceptance_histogram"]) == (1.0, [0] * 4)
     assert alone["draft_acceptance_rate"] == 0.0
 
@@ -68,7 +68,7 @@ def test_a_line_for_every_request(tmp_path: Path) -> None:
         ("0.1", "chain"), ("7.1", "chain"), ("0.1", "tree"), ("7.1", "tree")
     ]  # fmt: skip
     assert rows[0]["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
-    assert rows[1]["metrics"]["speculative_decoding"] == build_vllm_metrics(texts[1].row(), 3)
+    assert rows[1]["metrics"]["speculative_decoding"] == build_vllm_metrics(texts[1].build_row(), 3)
 
 
 def test_a_golden_file(tmp_path: Path) -> None:

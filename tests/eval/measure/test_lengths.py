@@ -10,13 +10,13 @@ from eval.measure.lengths import (
     MEANS,
     PassCounts,
     compute_mean_acceptance_length,
-    histogram,
-    length_name,
+    count_accepted_histogram,
+    format_length_bucket,
 )
 
 
 def acceptance_lengths(rows: list[dict]) -> dict:
-    return lengths.acceptance_lengths(list(map(PassCounts.from_row, rows)))
+    return lengths.compute_acceptance_lengths(list(map(PassCounts.from_row, rows)))
 
 
 def text(dialogue: int, accepted: list[int], emitted: list[int], drafted: list[int]) -> dict:
@@ -74,8 +74,8 @@ def test_texts_of_one_token_have_no_pass() -> None:
 
 
 def test_accepted_lengths_are_counted_without_bonus_tokens() -> None:
-    assert histogram(TEXTS, 3) == [2, 2, 2, 0]
-    assert histogram([], 1) == [0, 0]
+    assert count_accepted_histogram(TEXTS, 3) == [2, 2, 2, 0]
+    assert count_accepted_histogram([], 1) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_accepted_lengths_are_counted_without_bonus_tokens() -> None:
     ],
 )  # fmt: skip
 def test_lengths_are_named_by_the_nearest_power_of_two(tokens: int, name: str) -> None:
-    assert length_name(tokens) == name
+    assert format_length_bucket(tokens) == name
 
 
 def test_the_page_has_every_definition() -> None:

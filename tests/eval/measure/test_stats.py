@@ -1,17 +1,17 @@
 import pytest
 
 from eval.decode.engine import Step
-from eval.measure.lengths import PassCounts, acceptance_lengths
+from eval.measure.lengths import PassCounts, compute_acceptance_lengths
 from eval.measure.stats import (
     PromptSteps,
     alpha,
     compare_tau,
+    compute_tau_interval,
     format_interval,
     per_position,
     select_tree_figures,
     summarise_acceptance,
     tau,
-    tau_interval,
 )
 
 # Three passes: both depths kept; first refused; first kept and the text then ends.
@@ -38,8 +38,8 @@ def test_categories_are_summed_up_by_themselves() -> None:
         "draft_tokens": 4,
         "tau": pytest.approx(7 / 5),
         "tau_ci95": (1.0, pytest.approx(5 / 3)),
-        "acceptance_length": acceptance_lengths(
-            [PassCounts.from_row(STEPS.row()), PassCounts.from_row(other.row())]
+        "acceptance_length": compute_acceptance_lengths(
+            [PassCounts.from_row(STEPS.build_row()), PassCounts.from_row(other.build_row())]
         ),
         "alpha": [pytest.approx(2 / 5), 1.0],
         "per_position": [pytest.approx(2 / 5), pytest.approx(1 / 5)],
@@ -92,14 +92,14 @@ def test_the_interval_of_tau_leaves_out_a_fortieth_at_each_end() -> None:
     # Eight prompts drawn from four of tau 1 and four of tau 2: tau is 1 + k / 8 with k binomial,
     # of which 0.4% lie below 1, 3.5% below 2 and 14.5% below 3, and as many at the other end.
     prompts = [PromptSteps("a", [Step(n % 2, n % 2 + 1, 9)], dialogue=n) for n in range(8)]
-    assert tau_interval(prompts, seed=0) == (1.125, 1.875)
+    assert compute_tau_interval(prompts, seed=0) == (1.125, 1.875)
     # Asked twice, a dialogue says no more.
-    assert tau_interval(prompts * 2, seed=0) == (1.125, 1.875)
+    assert compute_tau_interval(prompts * 2, seed=0) == (1.125, 1.875)
 
 
 def test_one_dialogue_gives_no_interval() -> None:
     turns = [PromptSteps("a", [Step(n, n + 1, 9)], turn=n) for n in range(4)]
-    assert tau_interval(turns, seed=0) is None
+    assert compute_tau_interval(turns, seed=0) is None
     assert format_interval(None) == "-"
     assert format_interval((1, 2.345), 1) == "1.0-2.3"
     assert format_interval([1, 2], 2, " to ") == "1.00 to 2.00"
@@ -107,9 +107,9 @@ def test_one_dialogue_gives_no_interval() -> None:
 
 def test_heads_are_compared_in_pairs() -> None:
     """Prompts of tau 1 to 8, and a head that gives half a token more on each."""
-    first = [PromptSteps("a", [Step(0, n, 99)] * 2, dialogue=n).row() for n in range(1, 9)]
+    first = [PromptSteps("a", [Step(0, n, 99)] * 2, dialogue=n).build_row() for n in range(1, 9)]
     second = [
-        PromptSteps("a", [Step(0, n, 99), Step(0, n + 1, 99)], dialogue=n).row()
+        PromptSteps("a", [Step(0, n, 99), Step(0, n + 1, 99)], dialogue=n).build_row()
         for n in range(1, 9)
     ]
     assert compare_tau(first, second, seed=0) == (0.5, (0.5, 0.5))
@@ -119,10 +119,14 @@ def test_heads_are_compared_in_pairs() -> None:
 
 def test_the_interval_of_tau_is_that_of_its_seed() -> None:
     prompts = [PromptSteps("a", [Step(n * n, n * n + 1, 999)], dialogue=n) for n in range(12)]
-    assert tau_interval(prompts, seed=1) == tau_interval(prompts, seed=1)
-    assert tau_interval(prompts, seed=1) != tau_interval(prompts, seed=2)
+    assert compute_tau_interval(prompts, seed=1) == compute_tau_interval(prompts, seed=1)
+    assert compute_tau_interval(prompts, seed=1) != compute_tau_interval(prompts, seed=2)
     found = summarise_acceptance(prompts, 121, seed=1)
-    assert found["tau_ci95"] == found["by_category"]["a"]["ci95"] == tau_interval(prompts, seed=1)
+    assert (
+        found["tau_ci95"]
+        == found["by_category"]["a"]["ci95"]
+        == compute_tau_interval(prompts, seed=1)
+    )
 
 
 @pytest.mark.parametrize("kind", ["static_tree", "dynamic_tree"])

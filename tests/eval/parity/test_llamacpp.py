@@ -149,7 +149,7 @@ def metadata(key: str, value: Any = None) -> Callable[[dict, dict], None]:
     def break_it(keys: dict[str, Value], _: dict[str, Tensor]) -> None:
         del keys[key]
         if value is not None:
-            keys[key] = Value.of(value)
+            keys[key] = Value.from_content(value)
 
     return break_it
 
@@ -250,7 +250,7 @@ def test_a_fault_is_caught(case: Any, tmp_path: Path) -> None:
     check_parity(folder)
     (file,) = folder.glob("*.gguf")
     found = GgufFile(file, "file")
-    keys, tensors = dict(found.metadata), found.tensors()
+    keys, tensors = dict(found.metadata), found.load_tensors()
     fault(keys, tensors)
     write_gguf(file, keys, tensors)
     with pytest.raises(InputError, match=message):

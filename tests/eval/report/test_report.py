@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eval.report.page import Axis, write_report
+from eval.report.page import Axis, write_html_page
 from heads.decoding.tree import Tree, make_static_tree
 
 BROWSER, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
@@ -37,7 +37,7 @@ def interval(figure: float, width: float) -> list[float]:
 def drafting(name: str, rng: random.Random) -> dict[str, Any]:
     """A method that drafts, its figures consistent enough to look real."""
     tau, speedup = rng.uniform(1.6, 3.6), rng.uniform(0.8, 2.4)
-    tree = make_static_tree(4, 24) if "tree" in name else Tree.chain(5)
+    tree = make_static_tree(4, 24) if "tree" in name else Tree.make_chain(5)
     top = rng.uniform(0.5, 0.8)
     share = [1.0]
     for node, parent in enumerate(tree.parents[1:], start=1):
@@ -150,7 +150,7 @@ def small() -> dict[str, Any]:
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("report")
     for name, result in (("large", large()), ("small", small())):
-        write_report(json.loads(json.dumps(result)), folder / f"{name}.html")
+        write_html_page(json.loads(json.dumps(result)), folder / f"{name}.html")
     assert {path.name for path in folder.iterdir()} == {"large.html", "small.html"}
     return {name: folder / f"{name}.html" for name in ("large", "small")}
 
@@ -314,7 +314,7 @@ def test_lossy_methods_do_not_lead(pages) -> None:
     assert "79 of 80" in text  # the lossy method's other text is no broken promise
     result = large()
     result["methods"]["medusa_tree_typical"]["speedup"] = 9.0
-    write_report(result, pages["large"].with_name("lossy.html"))
+    write_html_page(result, pages["large"].with_name("lossy.html"))
     head = pages["large"].with_name("lossy.html").read_text().split("</header>")[0]
     assert "9.00\u00d7" not in head
 
@@ -335,5 +335,5 @@ def test_ticks_are_round(low, high, ticks) -> None:
 
 
 def test_axis_of_equal_figures_has_a_length() -> None:
-    axis = Axis.around([1.0, 1.0], 0, 100)
+    axis = Axis.from_figures([1.0, 1.0], 0, 100)
     assert axis(1.0) == pytest.approx(50)

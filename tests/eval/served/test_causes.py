@@ -8,7 +8,7 @@ import pytest
 from data.servers.counts import DraftCounts
 from eval.measure.prompts import Prompt
 from eval.served.causes import ENOUGH, diagnose_differences
-from eval.served.check import CheckedText, OtherToken
+from eval.served.check import CheckedText, DifferingToken
 
 TEXT = DraftCounts([7] * 100, 1, 4, [1, 0, 0, 0])
 
@@ -19,7 +19,7 @@ def server(again: list[int], adapters: tuple[str, ...] = ()) -> Any:
 
 
 def found(num_others: int, avoids: bool, tolerance: float = 0.0, again: Any = None) -> list[str]:
-    others = [OtherToken(0, place, 5, 6, 1.5, avoids) for place in range(num_others)]
+    others = [DifferingToken(0, place, 5, 6, 1.5, avoids) for place in range(num_others)]
     texts = [CheckedText(TEXT, TEXT, others, 0)]
     asked = server(TEXT.text if again is None else again)
     return diagnose_differences(asked, [Prompt("all", [1])], texts, "the target", 100, tolerance)

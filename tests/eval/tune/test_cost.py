@@ -19,11 +19,11 @@ from eval.tune.advice import (
     Advice,
     BatchSizeAdvice,
     chain_taus,
+    estimate_speedups,
+    measure_advice,
     measure_full_batch,
-    measured_advice,
-    speedups,
 )
-from eval.tune.cost import NUM_PLAIN, CostCurve, load_curve, measure_step_costs
+from eval.tune.cost import NUM_PLAIN, CostCurve, load_cost_curve, measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
@@ -51,12 +51,12 @@ def test_a_curve_never_falls_beyond_its_sizes() -> None:
 def test_a_curve_survives_its_file(tmp_path) -> None:
     curve = CostCurve("gpu", [1, 2], [0.5, 0.75], context=7, draft_seconds=0.25, source="me")
     (tmp_path / "curve.json").write_text(json.dumps(asdict(curve)))
-    assert load_curve(str(tmp_path / "curve.json")) == curve
+    assert load_cost_curve(str(tmp_path / "curve.json")) == curve
 
 
 @pytest.mark.parametrize("name", ["rtx3090_llama7b_q4", "sequoia_demo"])
 def test_recorded_curves_say_where_they_come_from(name: str) -> None:
-    curve = load_curve(f"conf/curves/{name}.json")
+    curve = load_cost_curve(f"conf/curves/{name}.json")
     assert curve.source.startswith("https://github.com/")
     assert curve.sizes[0] == 1
 
@@ -86,7 +86,7 @@ def test_a_bad_curve_is_named(tmp_path, content, message: str) -> None:
     path = tmp_path / "curve.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(InputError, match=rf"curve=.*curve\.json: .*{message}"):
-        load_curve(str(path))
+        load_cost_curve(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_all_sizes_and_drafters_are_timed(target, batch_size: int, monkeypatch) 
     seeds = range(batch_size)
     for drafters in (
         {1: EagleChain(eagle, 1, seeds=seeds), "tree": EagleTree(eagle, DynamicShape(2, 3, 4))},
-        {0: MedusaDrafter(noisy_head(target), Tree.chain(3))},
+        {0: MedusaDrafter(noisy_head(target), Tree.make_chain(3))},
         {0: NoDraft()},
     ):
         curve, drafts = measure_step_costs(target, drafters, PROMPT, batch_size, (2, 3, 7))
@@ -153,15 +153,15 @@ def test_a_pass_of_every_size_and_a_draft_cost_what_they_took(monkeypatch) -> No
 def test_the_speedup_of_chains_by_hand() -> None:
     curve = CostCurve("gpu", [1, 2, 3, 4], [1.0, 1.0, 2.0, 3.0])
     # A draft costs 0.5 for one token and 0.25 for each further one.
-    found = speedups([1.5, 2.0, 2.25], curve, {1: 0.5, 3: 1.0})
+    found = estimate_speedups([1.5, 2.0, 2.25], curve, {1: 0.5, 3: 1.0})
     assert found == pytest.approx([1.5 / 1.5, 2.0 / 2.75, 2.25 / 4.0])
-    assert speedups([1.8], curve, {1: 0.5}) == pytest.approx([1.8 / 1.5])
+    assert estimate_speedups([1.8], curve, {1: 0.5}) == pytest.approx([1.8 / 1.5])
 
 
 def test_the_best_length_is_that_of_the_greatest_speedup_if_it_pays() -> None:
     assert BatchSizeAdvice(1, [1.1, 1.3, 1.2]).best_length == 2
     point = BatchSizeAdvice(1, [0.9, 1.0, 0.8])
-    assert (point.best_length, point.fastest) == (0, 2)
+    assert (point.best_length, point.fastest_length) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_the_best_length_is_that_of_the_greatest_speedup_if_it_pays() -> None:
 def test_where_drafting_stops_paying(best: dict[int, float], stops: int | None) -> None:
     found = Advice([BatchSizeAdvice(size, [0.5, speedup]) for size, speedup in best.items()])
     assert found.stops_paying == stops
-    assert found.described()["stops_paying_at_batch_size"] == stops
-    lengths = [point["best_length"] for point in found.described()["points"]]
+    assert found.describe_advice()["stops_paying_at_batch_size"] == stops
+    lengths = [point["best_length"] for point in found.describe_advice()["points"]]
     assert lengths == [2 if speedup > 1 else 0 for speedup in best.values()]
 
 
@@ -192,7 +192,7 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
         return 10, seconds[len(prompts)].pop(0)
 
     monkeypatch.setattr(advice, "measure_full_batch", batch)
-    bench_head = MeasuredHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
+    bench_head = MeasuredHead("", noisy_head(target), Tree.make_chain(3), Tree.make_chain(3))
     prompts = [Prompt("all", [number]) for number in range(2)]
     bench = Measurement(target, [bench_head], prompts, GREEDY, {}, True)
     points = [
@@ -203,7 +203,7 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
     ]
     config = TreeSearchRun(max_new_tokens=9, num_repeats=3)
     seconds[1] = [s for s in seconds[1] for _ in prompts]  # two batches of one text
-    found = measured_advice(Advice(points), bench, config).points
+    found = measure_advice(Advice(points), bench, config).points
     # Of 4/2, 6/2 and 5/5; of batch size 4 there are too few prompts.
     assert [point.measured for point in found] == [{2: 2.0}, {}, {1: 1.5}, {}]
     assert lengths[:4] == [(1, 0), (1, 0), (1, 2), (1, 2)]
@@ -212,9 +212,9 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
 
 def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
     monkeypatch.setattr(advice, "measure_full_batch", lambda *_: (0, 0.0))
-    bench_head = MeasuredHead("", noisy_head(target), Tree.chain(3), Tree.chain(3))
+    bench_head = MeasuredHead("", noisy_head(target), Tree.make_chain(3), Tree.make_chain(3))
     bench = Measurement(target, [bench_head], [Prompt("all", [5])], GREEDY, {}, True)
-    found = measured_advice(Advice([BatchSizeAdvice(1, [2.0])]), bench, TreeSearchRun())
+    found = measure_advice(Advice([BatchSizeAdvice(1, [2.0])]), bench, TreeSearchRun())
     assert found.points == [BatchSizeAdvice(1, [2.0], {})]
 
 
@@ -225,7 +225,7 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
         "eagle": lambda: eagle_head(target, EagleForm.eagle3, num_updates=30),
     }
     head = make[family]()
-    bench_head = MeasuredHead("", head, Tree.chain(3), Tree.chain(3))
+    bench_head = MeasuredHead("", head, Tree.make_chain(3), Tree.make_chain(3))
     prompts = [Prompt("all", [n, 6, 7, 8]) for n in (5, 30)]
     found = chain_taus(target, bench_head, prompts, 20)
     assert len(found) == bench_head.max_useful_depth
@@ -235,7 +235,7 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
                 "",
                 decode(
                     target,
-                    MedusaDrafter(head, Tree.chain(length))
+                    MedusaDrafter(head, Tree.make_chain(length))
                     if family == "medusa"
                     else EagleChain(head, length),
                     prompt.token_ids,
@@ -254,7 +254,7 @@ def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None
         patch.setattr(target, "run_pending", clock.taking(lambda *_, **__: 1.0, target.run_pending))
         # The prompts give the first token of each.
         assert measure_full_batch(target, NoDraft(), prompts, 7) == (2 * 6, 6.0)
-    drafter = MedusaDrafter(noisy_head(target), Tree.chain(3))
+    drafter = MedusaDrafter(noisy_head(target), Tree.make_chain(3))
     assert 0 < measure_full_batch(target, drafter, prompts, 7)[0] <= 2 * 6
     text = decode(target, NoDraft(), PROMPT, 5).token_ids
     other = decode(target, NoDraft(), prompts[1], 5).token_ids

@@ -7,7 +7,7 @@ from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import decode
 from eval.measure.stats import PromptSteps, tau
 from eval.tune import skip_search
-from eval.tune.skip_search import PassCosts, measure_pass_costs, search_layers
+from eval.tune.skip_search import PassCosts, measure_pass_costs, search_skipped_layers
 from heads.decoding.drafting import Roots
 from heads.target_model.model import Target
 from tests.eval.decode.test_self_speculation import agreeing_target
@@ -34,13 +34,13 @@ def own(target: Target) -> list[list[int]]:
 
 
 def search(target: Target, own: list[list[int]]):
-    return search_layers(target, own, [4] * len(own), COSTS)
+    return search_skipped_layers(target, own, [4] * len(own), COSTS)
 
 
 def test_costs_are_linear_in_the_layers_that_run() -> None:
     assert [COSTS.draft(share) for share in (0.0, 0.5, 1.0)] == [1.0, 5.5, 10.0]
     # 3 tokens in the time of two draft passes and one over three tokens.
-    assert COSTS.speedup(3.0, 2, 0.5) == pytest.approx(3 * 10 / (2 * 5.5 + 10.2))
+    assert COSTS.estimate_speedup(3.0, 2, 0.5) == pytest.approx(3 * 10 / (2 * 5.5 + 10.2))
 
 
 def test_layers_that_do_nothing_are_found(target, own) -> None:
@@ -52,7 +52,7 @@ def test_layers_that_do_nothing_are_found(target, own) -> None:
     assert best.speedup == pytest.approx(9 * 10 / (8 * 5.5 + 10.8))
     exits = {list_skipped_layers(target, n) for n in range(1, 6)}
     assert all(best.speedup > choice.speedup for choice in found.choices if choice.skip in exits)
-    assert found.choices == sorted(found.choices, key=lambda choice: choice.order)
+    assert found.choices == sorted(found.choices, key=lambda choice: choice.sort_key)
     # Given up one by one, and the exits that are not among these; after three rounds that gained
     # there are two more at most.
     assert 6 + 5 + 4 + 3 + 2 < found.num_tried <= 6 + 5 + 4 + 3 + 2 + len(exits)
@@ -73,7 +73,7 @@ def test_the_best_sets_have_the_tau_of_decoding(target, own) -> None:
         assert [g.token_ids for g in decoded] == [text[4:] for text in own]
         assert choice.tau == pytest.approx(tau([PromptSteps("", g.steps) for g in decoded]))
         share = 1 - len(choice.skip) / 6
-        assert choice.speedup == COSTS.speedup(choice.tau, choice.num_tokens, share)
+        assert choice.speedup == COSTS.estimate_speedup(choice.tau, choice.num_tokens, share)
 
 
 def test_agreement_is_the_share_of_right_first_draft_tokens() -> None:

@@ -262,11 +262,11 @@ def test_replay_equals_decoding_and_the_text_is_the_target_s(name: str, kind: st
     head = HEADS[kind](target)
     text = decode(target, NoDraft(), PROMPT, 20).token_ids
     drafter = (
-        MedusaDrafter(head, Tree.chain(3)) if kind == "medusa" else EagleChain(head, 3)
+        MedusaDrafter(head, Tree.make_chain(3)) if kind == "medusa" else EagleChain(head, 3)
     )  # fmt: skip
     decoded = decode(target, drafter, PROMPT, 20)
     assert decoded.token_ids == text
-    assert replay_response(target, head, Tree.chain(3), PROMPT, text) == decoded.steps
+    assert replay_response(target, head, Tree.make_chain(3), PROMPT, text) == decoded.steps
 
 
 def test_a_head_is_as_wide_as_a_projected_embedding_and_keeps_it(tmp_path) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from toys import FAMILIES, random_target
 
-from heads.decoding.cache import CacheSlots, KeptNodes, SlotBuffer, _index
+from heads.decoding.cache import CacheSlots, KeptNodes, SlotBuffer, _build_slot_index
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_accepted_nodes_move_to_their_places_and_the_rest_is_forgotten() -> None
     new = states([30], [40])
     keys, _ = buffer.write(new, new, slots.compute_pending_slots(1, 1), slots.count_used_slots(1))
     assert rows(keys) == [[1, 2, 3, 10, 12, 30], [7, 20, 21, 23, 40, 0]]
-    slots.keep([1], buffer)
+    slots.select_rows([1], buffer)
     assert slots.lengths == [4]
     assert rows(buffer.keys)[0][:5] == [7, 20, 21, 23, 40]
 
@@ -44,7 +44,7 @@ def test_a_longer_text_takes_a_row() -> None:
     slots.commit([[0, 1], [0, 1]], [buffer])
     other, text = SlotBuffer(), states(list(range(100, 200)))
     other.write(text, text, 0, 100)
-    slots.take(0, 100)
+    slots.insert_row(0, 100)
     buffer.insert_row(0, other, 100, 2)
     assert (slots.lengths, slots.committed.tolist()) == ([100, 2], [[100], [2]])
     assert rows(buffer.keys)[0][:100] == list(range(100, 200))
@@ -69,7 +69,7 @@ def test_a_pending_token_sees_its_text_and_its_ancestors() -> None:
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0]],
     ]
-    everything = slots.positions(torch.tensor([[0, 1, 1]]), 5)
+    everything = slots.compute_positions(torch.tensor([[0, 1, 1]]), 5)
     assert everything.tolist() == [[0, 1, 2, 3, 3], [0, 1, 1, 3, 4]]
     # One more, below the second.
     deeper = torch.tensor([[[1, 1, 0, 1]]], dtype=torch.bool)
@@ -89,10 +89,10 @@ def test_a_buffer_grows_and_keeps_what_it_holds() -> None:
 
 def test_the_rows_that_a_graph_has_captured_stay_however_large_batches_get() -> None:
     slots = torch.zeros(1, 1, dtype=torch.int64)
-    captured, _ = _index(slots, slots)
+    captured, _ = _build_slot_index(slots, slots)
     for num_texts in range(2, 100):
-        _index(slots.expand(num_texts, 1), slots)
-    again, _ = _index(slots, slots)
+        _build_slot_index(slots.expand(num_texts, 1), slots)
+    again, _ = _build_slot_index(slots, slots)
     assert again.data_ptr() == captured.data_ptr()
 
 

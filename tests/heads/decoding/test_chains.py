@@ -18,7 +18,7 @@ from toys import eagle_head, noisy_head, random_target, texts
 from conf.settings.eagle import EagleForm
 from eval.decode.accept import verify
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
-from heads.decoding.chains import Calibration, ChainSampler, largest
+from heads.decoding.chains import Calibration, ChainSampler, compute_top_logits
 from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import Tree
@@ -37,23 +37,23 @@ def logit(p: float) -> float:
 
 
 def test_a_chance_by_hand() -> None:
-    found = largest(torch.tensor([[0.0, 0.0], [logit(0.8), 0.0], [0.0, 100.0]]))
+    found = compute_top_logits(torch.tensor([[0.0, 0.0], [logit(0.8), 0.0], [0.0, 100.0]]))
     assert found.sigmoid().tolist() == pytest.approx([0.5, 0.8, 1.0], abs=2e-6)
     assert found.isfinite().all()
     calibration = Calibration((1.0, 2.0), (0.0, 0.0), 0.3)
-    assert calibration.chance(found[1:2], 1).item() == pytest.approx(0.8)
+    assert calibration.compute_chance(found[1:2], 1).item() == pytest.approx(0.8)
     # logit(0.8) = ln 4, and half of it is ln 2: odds of 2 to 1; ln 2 more, and they are 4 to 1.
-    assert calibration.chance(found[1:2], 2).item() == pytest.approx(2 / 3)
+    assert calibration.compute_chance(found[1:2], 2).item() == pytest.approx(2 / 3)
     higher = replace(calibration, offsets=(0.0, math.log(2)))
-    assert higher.chance(found[1:2], 2).item() == pytest.approx(0.8)
+    assert higher.compute_chance(found[1:2], 2).item() == pytest.approx(0.8)
 
 
 def drawn(chances: list[list[float]], calibration: Calibration | None) -> Draft:
     """Chains of texts that are as sure as given at each depth; token d at depth d, from 1."""
     draws = ChainSampler(DraftVocab.make_full(9), GREEDY, NO_DRAWS, calibration)
-    tree, tokens = Tree.chain(len(chances[0])), []
+    tree, tokens = Tree.make_chain(len(chances[0])), []
     for depth, each in enumerate(zip(*chances, strict=True), start=1):
-        if draws.ended:
+        if draws.has_ended:
             break
         logits = torch.zeros(len(each), 9)
         logits[:, depth] = 1.0
@@ -72,11 +72,11 @@ def test_where_chains_end_by_hand() -> None:
     # Without the second text the pass is as wide as the longest of the others.
     short = drawn(chances[::2], half)
     assert short.tokens.tolist() == [[1, 2], [1, PAD]]
-    assert short.tree == Tree.chain(2)
+    assert short.tree == Tree.make_chain(2)
     assert short.depth == 2
     none = drawn([[0.2, 0.9]], Calibration((1.0, 1.0), (0.0, 0.0), 0.37))
     assert none.tokens.shape == (1, 0)
-    assert none.tree == Tree.chain(0)
+    assert none.tree == Tree.make_chain(0)
     # sigmoid(logit(.8) / 2) * sigmoid(logit(.5) / .1) = 2/3 * 1/2.
     warm = Calibration((2.0, 0.1, 1.0, 1.0), (0.0,) * 4, 0.334)
     assert drawn(chances[:1], warm).tokens.tolist() == [[1]]
@@ -84,8 +84,8 @@ def test_where_chains_end_by_hand() -> None:
 
 
 def test_a_chain_that_nothing_cuts_is_whole() -> None:
-    assert drawn([[0.1, 0.1]], Calibration.none(2)).tokens.tolist() == [[1, 2]]
-    assert drawn([[0.0, 0.1]], Calibration.none(2)).tokens.tolist() == [[1, 2]]
+    assert drawn([[0.1, 0.1]], Calibration.make_neutral(2)).tokens.tolist() == [[1, 2]]
+    assert drawn([[0.0, 0.1]], Calibration.make_neutral(2)).tokens.tolist() == [[1, 2]]
     assert drawn([[0.5]], Calibration((1.0,), (0.0,), 0.5)).tokens.tolist() == [[1]]
     plain = drawn([[0.1, 0.1]], None)
     assert plain.tokens.tolist() == [[1, 2]]
@@ -116,7 +116,7 @@ SHARE = {
 def cutter(name: str, head: DraftHead, how: Sampling, threshold: float) -> Callable[..., Drafter]:
     depth = DEPTHS.get(name, 5)
     calibration = Calibration((0.8,) * depth, (0.0,) * depth, threshold)
-    return lambda seeds: head.make_drafter(Tree.chain(depth), how, seeds, calibration)
+    return lambda seeds: head.make_drafter(Tree.make_chain(depth), how, seeds, calibration)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -192,14 +192,14 @@ def emitted(calibration: Calibration) -> Counter:
     draws = ChainSampler(DraftVocab.make_full(3), ONE, drafts, calibration)
     first = draws.choose_token(Q[:1].log().expand(NUM_TEXTS, -1))
     second = draws.choose_token(Q[1 + first].log())
-    draft = draws.make_draft(Tree.chain(2), torch.stack([first, second], 1))
+    draft = draws.make_draft(Tree.make_chain(2), torch.stack([first, second], 1))
     tokens = torch.nn.functional.pad(draft.tokens, (1, 0))
     after = P[(1 + tokens).clamp_min(0)].log()
     after[:, 0] = P[0].log()
     found = verify(draft, tokens, after, ONE, generators)
     texts = tokens.gather(1, found.nodes)[:, 1:]
     counts: Counter = Counter()
-    rest = generators.sample(P[1 + found.bonus])  # as the next step would go on
+    rest = generators.sample_indices(P[1 + found.bonus])  # as the next step would go on
     for kept, path, bonus, then in zip(
         found.num_accepted.tolist(), texts.tolist(), found.bonus.tolist(), rest.tolist(),
         strict=True,
@@ -220,7 +220,7 @@ def wrong_token(draws: ChainSampler, logits: Tensor, confidence: Tensor | None =
     draws.calibration = calibration
     assert calibration is not None
     drawn_prob = draws.probs[-1].gather(1, token.unsqueeze(1)).squeeze(1)
-    draws._weigh(calibration, drawn_prob.logit(1e-6))
+    draws._update_cut(calibration, drawn_prob.logit(1e-6))
     return token
 
 
@@ -274,7 +274,7 @@ def test_sampled_texts_of_real_heads_keep_the_distribution(name: str) -> None:
 
     def drafter(seeds: range, threshold: float) -> Drafter:
         calibration = Calibration((1.0, 1.0), (0.0, 0.0), threshold)
-        return head.make_drafter(Tree.chain(2), warm, seeds, calibration)
+        return head.make_drafter(Tree.make_chain(2), warm, seeds, calibration)
 
     whole = Watched(drafter(range(50), 0.0))
     decode_batch(target, whole, [prompt] * 50, 4, warm, range(50))

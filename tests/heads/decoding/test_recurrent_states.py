@@ -25,7 +25,7 @@ def of_tree(tree: Tree) -> list[tuple[list[list[int]], list[list[int]]]]:
 
 
 def test_a_chain_is_run_token_by_token() -> None:
-    assert of_tree(Tree.chain(2)) == [([[0]], [[0]]), ([[1]], [[1]]), ([[2]], [[2]])]
+    assert of_tree(Tree.make_chain(2)) == [([[0]], [[0]]), ([[1]], [[1]]), ([[2]], [[2]])]
 
 
 def test_the_nodes_of_one_depth_are_run_together() -> None:
@@ -82,7 +82,7 @@ def held(states: RecurrentStates, texts: list[int], tokens: list[int]) -> list[f
 def prefilled() -> RecurrentStates:
     """Texts of 3 and 2 tokens have left 10 and 20."""
     states = RecurrentStates(random_model("lfm2").config, 2)
-    states.begin([3, 2], None)
+    states.start_pass([3, 2], None)
     assert states.by_depth == []
     assert states.select_states(MIXER, BOTH, FIRST) == {}
     states.store_states(MIXER, BOTH, FIRST, state(10.0, 20.0))
@@ -93,7 +93,7 @@ def prefilled() -> RecurrentStates:
 def drafted() -> RecurrentStates:
     """A root and two children have left 11, 12, 13 and 21, 22, 23."""
     states = prefilled()
-    states.begin([], (rows("100 110 101").bool(), torch.tensor([[0, 1, 1]])))
+    states.start_pass([], (rows("100 110 101").bool(), torch.tensor([[0, 1, 1]])))
     assert states.num_earlier == 0
     assert held(states, [1, 0], [0, 0]) == [20.0, 10.0]
     for node in range(3):
@@ -116,7 +116,7 @@ def test_a_text_that_keeps_nothing_stays_where_it_was() -> None:
 
 def test_more_may_be_drafted_below_what_is_pending() -> None:
     states = drafted()
-    states.begin([], (rows("1011").bool(), torch.tensor([[0, 1, 1, 2]])))
+    states.start_pass([], (rows("1011").bool(), torch.tensor([[0, 1, 1, 2]])))
     assert states.num_earlier == 3
     assert [level.parents.tolist() for level in states.by_depth] == [[[3]]]
     states.store_states(MIXER, BOTH, FIRST + 4, state(14.0, 24.0))
@@ -128,9 +128,9 @@ def test_more_may_be_drafted_below_what_is_pending() -> None:
 def test_a_text_that_ends_takes_its_states_with_it() -> None:
     states = drafted()
     states.commit([[0], [0, 1]])
-    states.keep([1])
+    states.select_rows([1])
     assert held(states, [0], [0]) == [22.0]
-    states.begin([], (rows("1").bool(), torch.tensor([[0]])))
+    states.start_pass([], (rows("1").bool(), torch.tensor([[0]])))
     states.store_states(MIXER, torch.tensor([0]), torch.tensor([1]), state(30.0))
     states.commit([[0]])
     assert held(states, [0], [0]) == [30.0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.decoding.sampling import Generators, drafter_seeds, mix
+from heads.decoding.sampling import Generators, drafter_seeds, hash_numbers
 
 CPU = torch.device("cpu")
 V = 7
@@ -21,7 +21,7 @@ def test_mix_is_splitmix64() -> None:
     golden = 0x9E3779B97F4A7C15
     states = [*(1234567 + golden * step for step in (1, 2, 3)), 0, 1, 1 << 63, (1 << 64) - 1]
     signed = torch.tensor([(s + (1 << 63)) % (1 << 64) - (1 << 63) for s in states])
-    assert [number % (1 << 64) for number in mix(signed).tolist()] == [
+    assert [number % (1 << 64) for number in hash_numbers(signed).tolist()] == [
         6457827717110365317, 3203168211198807973, 9817491932198370423,
         0, 6238072747940578789, 2720858781877447050, 13029008266876403067,
     ]  # fmt: skip
@@ -67,7 +67,7 @@ def test_seeds_that_differ_in_any_bit_draw_differently() -> None:
     seeds = [1, *(1 ^ (1 << bit) for bit in range(64))]
     generators = Generators.from_seeds(seeds, CPU)
     assert len(generators.draw_uniform(1).unique()) == 65
-    assert len(generators.sample(torch.ones(65, 100_000)).unique()) == 65
+    assert len(generators.sample_indices(torch.ones(65, 100_000)).unique()) == 65
 
 
 def test_texts_draw_the_same_alone_and_in_a_batch() -> None:
@@ -77,17 +77,17 @@ def test_texts_draw_the_same_alone_and_in_a_batch() -> None:
         assert torch.equal(
             together.draw_uniform(5), torch.cat([one.draw_uniform(5) for one in alone])
         )
-        sampled = [one.sample(row) for one, row in zip(alone, probs.split(1), strict=True)]
-        assert torch.equal(together.sample(probs), torch.cat(sampled))
+        sampled = [one.sample_indices(row) for one, row in zip(alone, probs.split(1), strict=True)]
+        assert torch.equal(together.sample_indices(probs), torch.cat(sampled))
         whole = together.draw_exponential(torch.empty(3, 3, 33))
         parts = [one.draw_exponential(torch.empty(1, 3, 33)) for one in alone]
         assert torch.equal(whole, torch.cat(parts))
-    rest = together.rows([2, 0])
+    rest = together.select_rows([2, 0])
     together.draw_uniform(1)  # of which the others know nothing
     assert torch.equal(
         rest.draw_uniform(4), torch.cat([alone[2].draw_uniform(4), alone[0].draw_uniform(4)])
     )
-    rest.take(1, alone[1])
+    rest.insert_row(1, alone[1])
     assert torch.equal(
         rest.draw_uniform(4), torch.cat([alone[2].draw_uniform(4), alone[1].draw_uniform(4)])
     )
@@ -99,7 +99,7 @@ def test_what_is_drawn_later_does_not_depend_on_the_size_of_a_draw() -> None:
     for _ in range(3):
         drawn.append(small.draw_uniform(4))
         assert torch.equal(large.draw_uniform(40)[:, :4], drawn[-1])
-        assert torch.equal(small.sample(probs), large.sample(probs))
+        assert torch.equal(small.sample_indices(probs), large.sample_indices(probs))
     assert len(torch.cat(drawn).unique()) == 3 * 3 * 4  # every draw is new
 
 
@@ -119,10 +119,10 @@ def test_keys_stay_in_place_and_counts_rise_there() -> None:
     generators = seeded(2)
     places = generators.keys.data_ptr(), generators.counts.data_ptr()
     generators.draw_uniform(3)
-    generators.sample(torch.ones(2, V))
+    generators.sample_indices(torch.ones(2, V))
     generators.next_step()
     assert generators.counts.tolist() == [3, 3]
-    generators.take(1, seeded(1, first=9))
+    generators.insert_row(1, seeded(1, first=9))
     assert generators.counts.tolist() == [3, 0]
     assert (generators.keys.data_ptr(), generators.counts.data_ptr()) == places
 
@@ -176,7 +176,7 @@ def test_exponential_draws_are_exponential_down_to_the_smallest() -> None:
 def test_the_smallest_and_the_largest_exponential_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither 0 nor infinite: weights of 0 over them must stay 0, others above."""
     bits = torch.tensor([[0, 1, 2, 1 << 40, -1]])
-    monkeypatch.setattr(Generators, "_bits", lambda _, num: bits[:, :num])
+    monkeypatch.setattr(Generators, "_draw_bits", lambda _, num: bits[:, :num])
     found = seeded(1).draw_exponential(torch.empty(1, 5))
     expected = [[2.0**-64, 2.0**-64, 1.5 * 2.0**-63, 2.0**-24, 24 * math.log(2)]]
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=0)
@@ -187,7 +187,7 @@ def test_tokens_are_sampled_by_their_weights() -> None:
     weights = torch.tensor([5.0, 0.0, 2.5, 1.25, 1.0, 0.25])  # which need not sum to 1
     generators, num_texts, counts = seeded(50_000), 50_000, torch.zeros(6)
     for _ in range(4):
-        counts += generators.sample(weights.expand(num_texts, -1)).bincount(minlength=6)
+        counts += generators.sample_indices(weights.expand(num_texts, -1)).bincount(minlength=6)
     n = 4 * num_texts
     distance = float((counts / n - weights / 10).abs().sum()) / 2
     assert distance < math.sqrt(5 / n) / 2 + math.sqrt(math.log(1e6) / (2 * n))

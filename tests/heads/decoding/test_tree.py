@@ -27,10 +27,10 @@ def test_mask_is_self_and_ancestors() -> None:
 
 
 def test_chain_is_a_tree_of_width_one() -> None:
-    chain = Tree.chain(3)
+    chain = Tree.make_chain(3)
     assert chain.parents == (-1, 0, 1, 2)
     assert torch.equal(chain.build_mask(), torch.ones(4, 4).tril().bool())
-    assert Tree.chain(0).num_nodes == 1
+    assert Tree.make_chain(0).num_nodes == 1
 
 
 @pytest.mark.parametrize("paths", [[[]], [[0], [0]], [[0, 0]], [[-1]]])

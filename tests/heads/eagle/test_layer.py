@@ -28,7 +28,7 @@ def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> Non
     expected = theirs(residual[None], causal, positions[None], position_embeddings=rotary)
     inputs = theirs.input_layernorm(residual)
     assert norm.equal(torch.ones(64))
-    rotation = ours.self_attn.rotation(inputs, positions)
+    rotation = ours.self_attn.compute_rotation(inputs, positions)
     keys, values = ours.self_attn.keys_values(inputs, rotation)
     branches = BranchCache(
         keys[None],
@@ -46,6 +46,9 @@ def test_mixed_precision_gives_queries_keys_and_values_of_one_dtype() -> None:
     norm = RmsNorm(64, 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         inputs = norm(torch.randn(5, 64))
-        rotation = attention.rotation(inputs, torch.arange(5))
-        found = [attention.query(inputs, rotation), *attention.keys_values(inputs, rotation)]
+        rotation = attention.compute_rotation(inputs, torch.arange(5))
+        found = [
+            attention.compute_query(inputs, rotation),
+            *attention.keys_values(inputs, rotation),
+        ]
     assert [each.dtype for each in found] == [torch.bfloat16] * 3

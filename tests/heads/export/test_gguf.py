@@ -18,12 +18,12 @@ from heads.export.llamacpp import (
 )
 
 METADATA = {
-    "a": Value.of("é"),
-    "b": Value.of(7),
-    "c": Value.of(0.5),
-    "d": Value.of(True),
-    "e": Value.of([2, -1]),
-    "f": Value.of(["x"]),
+    "a": Value.from_content("é"),
+    "b": Value.from_content(7),
+    "c": Value.from_content(0.5),
+    "d": Value.from_content(True),
+    "e": Value.from_content([2, -1]),
+    "f": Value.from_content(["x"]),
     "g": Value(Kind.u8, [1, 255]),
 }
 TENSORS = {
@@ -69,7 +69,7 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(BYTES)
     found = GgufFile(tmp_path / "a.gguf", "head.path")
     assert found.metadata == METADATA
-    tensors = found.tensors()
+    tensors = found.load_tensors()
     assert list(tensors) == list(TENSORS)
     for name, tensor in TENSORS.items():
         assert tensors[name].dtype is tensor.dtype
@@ -79,7 +79,7 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
 def test_a_tensor_is_written_as_it_looks_not_as_it_lies(tmp_path: Path) -> None:
     turned = torch.arange(6.0).reshape(2, 3).T
     write_gguf(tmp_path / "a.gguf", {}, {"t": turned, "scalar": torch.tensor(1.0)})
-    assert GgufFile(tmp_path / "a.gguf", "x").tensors()["t"].equal(turned)
+    assert GgufFile(tmp_path / "a.gguf", "x").load_tensors()["t"].equal(turned)
 
 
 def test_an_empty_list_is_refused_and_what_was_there_stays(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_an_empty_list_is_refused_and_what_was_there_stays(tmp_path: Path) -> No
     with pytest.raises(
         InputError, match=r"eagle3\.target_layers=\[\]: a GGUF file cannot hold an empty list"
     ):
-        write_gguf(file, {"eagle3.target_layers": Value.of([])}, {})
+        write_gguf(file, {"eagle3.target_layers": Value.from_content([])}, {})
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
 
@@ -109,7 +109,7 @@ def test_an_empty_list_is_refused_and_what_was_there_stays(tmp_path: Path) -> No
 def test_other_files_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(InputError, match=rf"head\.path=.*a\.gguf: .*{said}"):
-        GgufFile(tmp_path / "a.gguf", "head.path").tensors()
+        GgufFile(tmp_path / "a.gguf", "head.path").load_tensors()
 
 
 def test_a_vocabulary_without_a_tokenizer_has_names_for_ids() -> None:
@@ -125,13 +125,13 @@ def test_a_vocabulary_without_a_tokenizer_has_names_for_ids() -> None:
 
 def test_a_vocabulary_is_copied_from_a_target_type_by_type(tmp_path: Path) -> None:
     kept = {
-        "tokenizer.ggml.tokens": Value.of(["a", "b"]),
-        "tokenizer.ggml.eos_token_id": Value.of(1),
+        "tokenizer.ggml.tokens": Value.from_content(["a", "b"]),
+        "tokenizer.ggml.eos_token_id": Value.from_content(1),
         "tokenizer.x": Value(Kind.u8, [1]),
     }
-    write_gguf(tmp_path / "t.gguf", {"general.name": Value.of("t")} | kept, {})
+    write_gguf(tmp_path / "t.gguf", {"general.name": Value.from_content("t")} | kept, {})
     found = build_vocab_metadata(2, tmp_path / "t.gguf", mask_token_id=0)
-    assert found == kept | {"tokenizer.ggml.mask_token_id": Value.of(0)}
+    assert found == kept | {"tokenizer.ggml.mask_token_id": Value.from_content(0)}
     with pytest.raises(
         InputError, match=r"tokenizer_gguf=.*t\.gguf: has 2 tokens, but the target has 3"
     ):

@@ -95,7 +95,7 @@ def test_medusa_logits_are_those_of_its_heads(target: Target) -> None:
 
 def test_features_are_the_targets_own_as_transformers_counts_them(target: Target) -> None:
     values, _ = compute_reference_tensors(make(target, "eagle3"), target, ROWS, DEPTH)
-    first = module._tokens(target, ROWS + DEPTH + 1)[:ROWS]
+    first = module._draw_tokens(target, ROWS + DEPTH + 1)[:ROWS]
     assert values["token_ids"][: ROWS - 1].equal(first[1:])
     with torch.no_grad():
         whole = target.model(first[None], output_hidden_states=True).hidden_states

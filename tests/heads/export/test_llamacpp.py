@@ -71,7 +71,7 @@ def facts(found: GgufFile) -> dict[str, Any]:
 
 def shapes(found: GgufFile) -> dict[str, str]:
     kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
-    return {name: f"{kinds[t.dtype]} {list(t.shape)}" for name, t in found.tensors().items()}
+    return {name: f"{kinds[t.dtype]} {list(t.shape)}" for name, t in found.load_tensors().items()}
 
 
 def test_an_eagle3_file(target: Target, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_eagle3_file(target: Target, tmp_path: Path) -> None:
         "output.weight": "BF16 [24, 64]",
         "d2t": "I64 [24]",
     }
-    assert found.tensors()["d2t"].equal(head.vocab.ids)
+    assert found.load_tensors()["d2t"].equal(head.vocab.ids)
     out = tmp_path / "out"
     assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()) == [
         "README.md", "eagle3-toy-BF16.gguf", "headsmith.json", "parity/parity.safetensors",
@@ -173,7 +173,7 @@ def test_a_dspark_file_pads_a_confidence_head_that_reads_no_token(
     own = facts(found)
     assert own["dflash.sample_from_anchor"] is True
     assert own["dflash.has_confidence_head"] is True
-    tensors = found.tensors()
+    tensors = found.load_tensors()
     assert tensors["markov_w1.weight"].shape == (96, 8)
     assert tensors["conf_proj.weight"].shape == (1, 72)
     assert tensors["conf_proj.weight"][:, :64].equal(head.confidence_head.proj.weight)
@@ -181,38 +181,38 @@ def test_a_dspark_file_pads_a_confidence_head_that_reads_no_token(
     assert load_head(str(tmp_path / "out")).config.confidence_with_markov is False
     blind = written(block(target, "dspark", confidence_weight=0.0), target, tmp_path / "blind")
     assert facts(blind)["dflash.has_confidence_head"] is False
-    assert "conf_proj.weight" not in blind.tensors()
+    assert "conf_proj.weight" not in blind.load_tensors()
 
 
 def test_beside_an_own_embedding_block_drafters_bring_the_targets_output_head(
     target: Target, tmp_path: Path
 ) -> None:
     found = written(made(target, "dflash, own embedding"), target, tmp_path / "out")
-    assert found.tensors()["output.weight"].equal(target.output_head.weight)
+    assert found.load_tensors()["output.weight"].equal(target.output_head.weight)
     about = json.loads((tmp_path / "out" / "headsmith.json").read_text())["export"]
     assert (about["format"], about["added"]) == ("llamacpp", ["output.weight"])
     assert load_head(str(tmp_path / "out")).lm_head is None
     # A file alone cannot tell whose it is.
     assert load_head(str(found.file)).lm_head is not None
     eagle3 = written(made(target, "eagle3, own embedding"), target, tmp_path / "eagle3")
-    assert {"token_embd.weight", "output.weight"} <= set(eagle3.tensors())
+    assert {"token_embd.weight", "output.weight"} <= set(eagle3.load_tensors())
 
 
 def test_the_vocabulary_of_a_target_is_copied_but_for_the_mask(
     target: Target, tmp_path: Path
 ) -> None:
     head = block(target, "dflash")
-    assert written(head, target, tmp_path / "out").metadata["tokenizer.ggml.tokens"] == Value.of(
-        [f"<{index}>" for index in range(96)]
-    )
+    assert written(head, target, tmp_path / "out").metadata[
+        "tokenizer.ggml.tokens"
+    ] == Value.from_content([f"<{index}>" for index in range(96)])
     words = {
-        "tokenizer.ggml.tokens": Value.of([f"w{index}" for index in range(96)]),
-        "tokenizer.ggml.mask_token_id": Value.of(5),
+        "tokenizer.ggml.tokens": Value.from_content([f"w{index}" for index in range(96)]),
+        "tokenizer.ggml.mask_token_id": Value.from_content(5),
     }
     write_gguf(tmp_path / "t.gguf", words, {})
     found = written(head, target, tmp_path / "out", tmp_path / "t.gguf").metadata
     assert found["tokenizer.ggml.tokens"] == words["tokenizer.ggml.tokens"]
-    assert found["tokenizer.ggml.mask_token_id"] == Value.of(3)
+    assert found["tokenizer.ggml.mask_token_id"] == Value.from_content(3)
     assert "tokenizer.ggml.model" not in found
 
 
@@ -406,10 +406,10 @@ def test_a_head_of_a_file_is_found(target: Target, tmp_path: Path) -> None:
         load_head(str(folder))
     with pytest.raises(InputError, match=r"gone\.gguf"):
         load_head(str(folder / "gone.gguf"))
-    write_gguf(file, {"general.architecture": Value.of("llama")}, {})
+    write_gguf(file, {"general.architecture": Value.from_content("llama")}, {})
     with pytest.raises(InputError, match="of architecture llama; allowed: eagle3, dflash"):
         load_head(str(file))
-    write_gguf(file, {"general.architecture": Value.of("eagle3")}, {})
+    write_gguf(file, {"general.architecture": Value.from_content("eagle3")}, {})
     with pytest.raises(InputError, match=r"eagle3\.block_count is missing in its metadata"):
         load_head(str(file))
 
@@ -417,7 +417,7 @@ def test_a_head_of_a_file_is_found(target: Target, tmp_path: Path) -> None:
 def test_divisors_that_no_llama3_has_are_refused(tmp_path: Path) -> None:
     (file,) = exported("eagle3, llama3", tmp_path / "out").glob("*.gguf")
     found = GgufFile(file, "file")
-    tensors = found.tensors()
+    tensors = found.load_tensors()
     tensors["rope_freqs.weight"] = torch.linspace(1, 8, len(tensors["rope_freqs.weight"]))
     write_gguf(file, found.metadata, tensors)
     with pytest.raises(InputError, match=r"rope_freqs\.weight is not llama3's"):
@@ -428,5 +428,5 @@ def test_the_first_files_of_llamacpp_named_layers_otherwise(tmp_path: Path) -> N
     (file,) = exported("eagle3", tmp_path / "out").glob("*.gguf")
     found = GgufFile(file, "file")
     old = {key.replace("target_layers", "extract_layers"): v for key, v in found.metadata.items()}
-    write_gguf(file, old, found.tensors())
+    write_gguf(file, old, found.load_tensors())
     assert load_head(str(file)).config.layers == (2, 4, 5)

@@ -58,7 +58,7 @@ def test_documents_of_packed_sequences() -> None:
     found = Documents.from_ids(torch.tensor([[0, 0, 1, -1, -1], [0, 0, 0, 0, 0]]))
     assert found.lengths == (2, 1, 2, 5)
     assert (found.cu_seqlens.tolist(), found.cu_seqlens.dtype) == ([0, 2, 3, 5, 10], torch.int32)
-    assert found.longest == 5
+    assert found.max_length == 5
 
 
 def test_documents_are_cut_in_chunks_from_their_own_beginning() -> None:

@@ -62,7 +62,7 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
     head.attach(target).eval()
     prompt = texts(target, 1, 4)[0]
     plain = decode(target, NoDraft(), prompt, 24).token_ids
-    chain = Tree.chain(3)
+    chain = Tree.make_chain(3)
     output = target.encode_text(prompt + plain[:-1], head.taps)
     whole = rank_candidates(head, chain, output, prompt, plain)
     made = reduce_rank(head, target, 2)
@@ -90,7 +90,7 @@ def test_a_draft_model_and_the_target_itself_draft_through_a_head_of_low_rank() 
         itself = SelfDraft(
             target, list_skipped_layers(target, 4), 3, output_head=None if rank is None else lent
         )
-        for drafter in (DraftModel(model, Tree.chain(3)), itself):
+        for drafter in (DraftModel(model, Tree.make_chain(3)), itself):
             found = decode(target, drafter, prompt, 16)
             assert found.token_ids == plain.token_ids
             # The same model drafts what it will say, unless it sees two directions of its states.

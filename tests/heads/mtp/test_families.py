@@ -53,7 +53,9 @@ def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> l
         hidden = torch.full((len(tokens), len(tokens)), float("-inf"))
         mask = (hidden.triu(1) + hidden.tril(-window))[None, None]
         usual, config._attn_implementation = config._attn_implementation, "eager"
-        found = layer(rows, **{**head._places(rows[0], places[0]), "attention_mask": mask})
+        found = layer(
+            rows, **{**head._build_layer_arguments(rows[0], places[0]), "attention_mask": mask}
+        )
         config._attn_implementation = usual
         output = (found[0] if isinstance(found, tuple) else found)[0, -1]
         normed = output if head.norm is None else head.norm(output)
@@ -66,7 +68,7 @@ def replica(target: Target, head: MtpHead, ids: list[int], num_drafts: int) -> l
 def test_drafts_are_those_of_a_plain_replica(architecture: str) -> None:
     target, head = target_with_layer(architecture)
     ids = torch.randint(3, 290, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-    drafter, proposed = head.make_drafter(Tree.chain(NUM_STEPS), GREEDY, [0]), []
+    drafter, proposed = head.make_drafter(Tree.make_chain(NUM_STEPS), GREEDY, [0]), []
     propose = drafter.propose
     drafter.propose = lambda roots: proposed.append(propose(roots)) or proposed[-1]
     text = decode(target, drafter, ids, 12).token_ids
@@ -104,7 +106,7 @@ def test_decoding_loses_nothing_and_replays(architecture: str) -> None:
     documents = texts(target, 2, 30)
     head = trained(MtpObjective(head, target, MtpConfig(num_steps=3)), documents, 40)
     prompt, text = documents[0][:4], documents[0][4:]
-    chain = Tree.chain(3)
+    chain = Tree.make_chain(3)
     found = decode(target, head.drafter(chain, GREEDY, [0]), prompt, 30)
     assert found.token_ids == text
     assert replay_response(target, head, chain, prompt, text) == found.steps
@@ -225,7 +227,7 @@ def test_a_head_knows_as_many_positions_as_its_indexer_takes(tmp_path: Path) -> 
     parts = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
     assert kept == [f"layer.self_attn.indexer.{name}" for name in parts]
     ids = list(range(5, 65))
-    text = decode(target, head.make_drafter(Tree.chain(3), GREEDY, [0]), ids, 12).token_ids
+    text = decode(target, head.make_drafter(Tree.make_chain(3), GREEDY, [0]), ids, 12).token_ids
     assert text == decode(target, NoDraft(), ids, 12).token_ids
 
 

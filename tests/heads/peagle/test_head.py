@@ -32,7 +32,7 @@ def test_a_tree_holds_the_likeliest_paths_of_all(head) -> None:
     observed(drafter, text)
     draft = drafter.propose(Roots.from_ids(text[-1:]))
     observed(again := PEagleTree(head, DynamicShape(3, width, kept)), text)
-    best = again._logits(Roots.from_ids(text[-1:]))[0].log_softmax(-1).topk(width)
+    best = again._compute_logits(Roots.from_ids(text[-1:]))[0].log_softmax(-1).topk(width)
     rows = [
         list(zip(scores.tolist(), head.vocab.to_target_ids(ids).tolist(), strict=True))
         for scores, ids in zip(best.values, best.indices, strict=True)
@@ -68,7 +68,7 @@ def test_what_trains_is_what_drafts(head, num_segments: int) -> None:
             text = documents[document][: place + 2]
             drafter = PEagleChain(head, 4)
             observed(drafter, text)
-            logits = drafter._logits(Roots.from_ids(text[-1:]))
+            logits = drafter._compute_logits(Roots.from_ids(text[-1:]))
             assert drafter.cache.prepared_slots.lengths == [place + 1]
             found = head.logits(outputs[row])
             torch.testing.assert_close(found, logits[0, step], rtol=1e-4, atol=1e-4)

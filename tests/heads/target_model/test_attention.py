@@ -176,7 +176,7 @@ def test_parts_of_a_prompt_are_as_long_as_is_asked(tmp_path) -> None:
 
 def extension(cache: TreeCache, sure: list[int], num_new: int) -> CachedPass:
     if sure:
-        cache.announce(sure, [])
+        cache.set_certain_tokens(sure, [])
     cache.start_pass(num_new, num_new)
     return CachedPass(None, cache, num_new, None, {})
 
@@ -207,7 +207,7 @@ def test_a_token_alone_needs_no_mask() -> None:
     cache.start_pass(1, 1)
     one = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64)
     found = CachedPass(None, cache, 1, one, {})
-    assert found._mask(None, None, 2, torch.device("cpu"), torch.float32) is None
-    windowed = found._mask(3, None, 2, torch.device("cpu"), torch.float32)
+    assert found._build_mask(None, None, 2, torch.device("cpu"), torch.float32) is None
+    windowed = found._build_mask(3, None, 2, torch.device("cpu"), torch.float32)
     assert windowed is not None
     assert (windowed == 0).int().tolist() == [[[[0, 0, 1, 1, 1]] * 2]]

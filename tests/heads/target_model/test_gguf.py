@@ -118,7 +118,9 @@ def test_a_file_of_our_own_writer_is_read(tmp_path: Path) -> None:
             weight if num_heads is None else interleave_rows(weight, num_heads)
         )
     metadata = {"general.architecture": "llama"} | about(model, "F32")
-    write_gguf(tmp_path / "a.gguf", {k: Value.of(v) for k, v in metadata.items()}, tensors)
+    write_gguf(
+        tmp_path / "a.gguf", {k: Value.from_content(v) for k, v in metadata.items()}, tensors
+    )
     assert torch.equal(load(tmp_path / "a.gguf").model(IDS).logits, model(IDS).logits)
 
 

@@ -99,7 +99,7 @@ def test_texts_that_cross_it_are_the_targets(
     prompt, text = PROMPTS[number], texts[number]
     head = noisy_head(target)
     drafters = [
-        NoDraft(), MedusaDrafter(head, Tree.chain(3)), MedusaDrafter(head, TREE), PromptLookup(3),
+        NoDraft(), MedusaDrafter(head, Tree.make_chain(3)), MedusaDrafter(head, TREE), PromptLookup(3),
         Oracle([text], [prompt], Tree.from_paths([[1], [1, 1], [1, 1, 1]])),
         Oracle([text], [prompt], TREE),
     ]  # fmt: skip
@@ -154,7 +154,10 @@ def test_replay_of_features_equals_decoding() -> None:
     head = eagle_head(target, EagleForm.eagle3, num_updates=20)
     for prompt in PROMPTS:
         found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)
-        assert replay_response(target, head, Tree.chain(3), prompt, found.token_ids) == found.steps
+        assert (
+            replay_response(target, head, Tree.make_chain(3), prompt, found.token_ids)
+            == found.steps
+        )
         found = decode(target, head.tree_drafter(head, DynamicShape(3, 3, 8)), prompt, NUM_NEW)
         output = target.encode_response(prompt, found.token_ids, head.taps)
         tree = head.tree_drafter(head, DynamicShape(3, 3, 8))

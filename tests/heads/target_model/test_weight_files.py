@@ -156,7 +156,7 @@ def test_codes_that_nothing_reads_are_refused(tmp_path: Path, how: dict[str, Any
 def test_neither_are_they_quantised_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "_quantization", lambda *_: None)
+    monkeypatch.setattr(load, "_make_quantization_config", lambda *_: None)
     config = TargetConfig(path=str(quantised(tmp_path, "weight_scale", None)))
     config.quantization = Quantization.int8
     with pytest.raises(InputError, match=r"holds codes of dtype F8_E4M3, of a quantisation that"):

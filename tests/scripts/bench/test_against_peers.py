@@ -12,7 +12,13 @@ from conf.errors import InputError
 from scripts.bench import against_peers as bench_peers
 from scripts.bench.against_peers import Peer
 from scripts.bench.harness import run_worker
-from scripts.bench.peer_steps import STEPS_BY_NAME, StepInputs, StepJob, measure_peer_step, stepper
+from scripts.bench.peer_steps import (
+    STEPS_BY_NAME,
+    StepInputs,
+    StepJob,
+    build_stepper,
+    measure_peer_step,
+)
 from train.blocks import objective as blocks
 
 CPU = torch.device("cpu")
@@ -35,7 +41,7 @@ def anchors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses(path: str, depth: int, num_steps: int) -> list[float]:
     asked = job(path, depth)
-    step = stepper(STEPS_BY_NAME[path](asked, StepInputs.from_job(asked, CPU)))
+    step = build_stepper(STEPS_BY_NAME[path](asked, StepInputs.from_job(asked, CPU)))
     return [float(step()) for _ in range(num_steps)]
 
 
@@ -134,7 +140,7 @@ def test_a_step_with_another_loss_is_refused(loss: float, monkeypatch: pytest.Mo
         },
     )  # fmt: skip
     with pytest.raises(InputError, match="original Medusa step: first loss"):
-        bench_peers.table(SIZES | {"depth": 4}, OURS)
+        bench_peers.measure_peers(SIZES | {"depth": 4}, OURS)
 
 
 @pytest.mark.parametrize("size", ["--tokens=255", "--draft-vocab=9000", "--repeats=0"])

@@ -20,7 +20,7 @@ TIMES = {
 
 
 def test_the_part_that_loses_most_is_last() -> None:
-    rows, worst = bench_cpu.table(TIMES)
+    rows, worst = bench_cpu.build_rows(TIMES)
     assert rows == [
         ("a text", "4.0", "3.0", "0.75", "5.0", "6.0"),
         ("a pass", "2.0", "3.0", "1.50", "1.0", "7.0"),
@@ -38,14 +38,14 @@ class Quick:
         self.old, self.narrow = bool(variables), sizes["dtype"] == "bfloat16"
         self.about, self.num_runs = ("OLD" if variables else "NEW", ["a pass"]), 0
 
-    def run(self, part: str) -> tuple[float, int]:
+    def run_part(self, part: str) -> tuple[float, int]:
         assert part == "a pass"
         self.num_runs += 1
         # The first is to warm up.
         milliseconds = 1000.0 if self.num_runs == 1 else 31.0 if self.old else 10.0
         return milliseconds, 5 + (self.narrow and self.wrong)
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         pass
 
 
@@ -96,5 +96,5 @@ def test_the_table_of_processes(capsys) -> None:
 def test_a_process_that_fails_says_why() -> None:
     worker = bench_cpu.WorkerProcess({}, SMALL | {"dtype": "float32", "layers": 1})
     with pytest.raises(InputError, match=r"a process failed:\n(.|\n)*head\.layers is unset"):
-        worker.run("target, 1 row")
-    worker.end()
+        worker.run_part("target, 1 row")
+    worker.end_process()

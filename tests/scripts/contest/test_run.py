@@ -289,10 +289,10 @@ def test_a_task_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
 def test_a_contest_that_is_stopped_stops_its_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait, codes = tasks._wait, list[int]()
+    wait, codes = tasks._wait_for_task, list[int]()
 
     def stopped(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
-        monkeypatch.setattr(tasks, "_wait", ended)
+        monkeypatch.setattr(tasks, "_wait_for_task", ended)
         raise KeyboardInterrupt
 
     def ended(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
@@ -300,7 +300,7 @@ def test_a_contest_that_is_stopped_stops_its_task(
         codes.append(found[0])
         return found
 
-    monkeypatch.setattr(tasks, "_wait", stopped)
+    monkeypatch.setattr(tasks, "_wait_for_task", stopped)
     took = TaskCosts(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         tasks.run_task(task(tmp_path, "import time; time.sleep(20)"), tmp_path, took)

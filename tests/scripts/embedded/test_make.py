@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from scripts.embedded.corpus import CATEGORIES, CodeChat, find_source_files, iter_chats, render
-from scripts.embedded.make import make
+from scripts.embedded.corpus import CATEGORIES, CodeChat, find_source_files, iter_chats, render_chat
+from scripts.embedded.make import make_embedded
 from scripts.embedded.target import Recipe, find_loop_tokens
 
 SMALL = Recipe(
@@ -20,7 +20,7 @@ SMALL = Recipe(
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    make(folder, SMALL, progress=False)
+    make_embedded(folder, SMALL, progress=False)
     return folder
 
 
@@ -66,7 +66,7 @@ def test_training_text_is_what_the_template_renders(made):
         {"role": "assistant", "content": piece.continuation},
     ]
     expected = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert render(piece, tokenizer.bos_token) == expected
+    assert render_chat(piece, tokenizer.bos_token) == expected
 
 
 def test_prompts_come_from_files_that_were_not_trained_on(made):
@@ -111,7 +111,7 @@ def test_a_second_start_takes_the_target_that_is_there(made, monkeypatch):
     before = (made / "recipe.json").read_bytes()
     for stage in ("train_target", "unlearn_loops"):
         monkeypatch.setattr(f"scripts.embedded.make.{stage}", lambda *_: pytest.fail("trained"))
-    make(made, SMALL, progress=False)
+    make_embedded(made, SMALL, progress=False)
     assert (made / "recipe.json").read_bytes() == before  # checksums of all files among them
 
 

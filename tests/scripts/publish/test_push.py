@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, PushRun
-from heads.export.writer import readme
+from heads.export.writer import format_readme
 from heads.kinds import load_head
 from heads.medusa.head import MedusaHead
 from heads.medusa.network import MedusaHeadConfig
@@ -238,8 +238,8 @@ def test_card_and_export_say_how_chats_were_rendered(run_dir: Path, tmp_path: Pa
     said = "vLLM with `--default-chat-template-kwargs '{\"enable_thinking\": false}'`."
     assert said in card
     head = load_head(str(run_dir / "head"))
-    assert said in readme(head, ExportFormat.vllm, [], PROVENANCE | {"config": config})
-    assert "chat_template_kwargs" not in readme(head, ExportFormat.vllm, [], PROVENANCE)
+    assert said in format_readme(head, ExportFormat.vllm, [], PROVENANCE | {"config": config})
+    assert "chat_template_kwargs" not in format_readme(head, ExportFormat.vllm, [], PROVENANCE)
 
 
 def test_card_of_a_head_that_belongs_to_an_adapter(run_dir: Path, tmp_path: Path) -> None:

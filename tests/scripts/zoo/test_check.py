@@ -7,7 +7,7 @@ import pytest
 from conf.errors import InputError
 from conf.settings.scripts import TargetsRun
 from scripts.zoo import check as check_targets
-from scripts.zoo.check import check_in_process, format_counts, result_at, table
+from scripts.zoo.check import build_table, check_in_process, format_counts, result_at
 
 assert commands.FORKS  # the server of processes that tests share, begun as it wants to be
 YES = dict.fromkeys(
@@ -68,7 +68,7 @@ def test_an_out_dir_that_is_a_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_table() -> None:
-    lines = table(ROWS, {"bert": "an encoder"}).splitlines()
+    lines = build_table(ROWS, {"bert": "an encoder"}).splitlines()
     assert lines[2].startswith(format_counts(ROWS))
     assert format_counts(ROWS).endswith(": 1 works, 1 refused, 1 not made")
     start = lines.index("|---|" + "---|" * 10)

@@ -198,9 +198,9 @@ def test_the_benchmark_measures_a_gpu_with_both_targets(monkeypatch: pytest.Monk
         parts = {} if name == "mtp" else {"target": 6_000_000_000, "head": 3_000_000_000}
         return {"strategy": "DDP", "parts": parts, "peak": None if name == "medusa" else 8 * 10**9}
 
-    monkeypatch.setattr(bench_memory, "launched", launched)
+    monkeypatch.setattr(bench_memory, "measure_in_processes", launched)
     monkeypatch.setattr(bench_memory, "HEADS", ("eagle1", "medusa", "mtp"))
-    columns = [list(column.cells) for column in bench_memory.on_cuda(4096).columns]
+    columns = [list(column.cells) for column in bench_memory.build_cuda_table(4096).columns]
     rows = list(zip(*columns, strict=True))
     assert rows[:3] == [
         ("8B", "eagle1", "9.0", "8.0", "1.12"),

@@ -25,7 +25,7 @@ def test_the_replayed_tau_is_that_of_decoding() -> None:
     prompts = [[5, 17, 40, 8], [61, 23, 77]]
     replayed = HeldoutReplay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
     steps = [
-        decode(target, MedusaDrafter(head, Tree.chain(3)), prompt, MAX_REPLAY_TOKENS).steps
+        decode(target, MedusaDrafter(head, Tree.make_chain(3)), prompt, MAX_REPLAY_TOKENS).steps
         for prompt in prompts
     ]
     assert replayed["tau"] == tau([PromptSteps("all", each) for each in steps])

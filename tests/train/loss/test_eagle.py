@@ -247,7 +247,7 @@ def test_noise_is_added_while_training_only(setting) -> None:
     def noisy(*seeds: int, train: bool = True) -> torch.Tensor:
         where = Documents.from_ids(torch.tensor([[0] * 64 + [1] * 32] * len(seeds)))
         batch = {NOISE_SEEDS: seeds, DOCUMENTS: where}
-        return objective.train(train)._noisy(torch.zeros(96 * len(seeds), 8), batch)
+        return objective.train(train)._add_noise(torch.zeros(96 * len(seeds), 8), batch)
 
     long, short = noisy(3).split([64, 32])
     # As wide as the original's is on each document alone.

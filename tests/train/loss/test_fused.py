@@ -98,7 +98,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(args)
         return fused.apply_criterion(*args)
 
-    monkeypatch.setattr(fused, "_compiled", lambda: run)
+    monkeypatch.setattr(fused, "_compile_criterion", lambda: run)
     return calls
 
 
@@ -250,7 +250,7 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
         random(NUM_ROWS, WIDTH, seed=0), torch.nn.Parameter(random(VOCAB, WIDTH, seed=1))
     )
     torch._dynamo.reset()
-    fused._compiled.cache_clear()
+    fused._compile_criterion.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=8):
         for of_first_round in (2, 0):  # with gradients and without
             for kind in Divergence:
@@ -263,7 +263,7 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
                         compute_fused_loss([part], Exact(vocab, log_p), criterion, compiled=True)
                 graphs = counted["unique_graphs"] - before.get("unique_graphs", 0)
                 assert graphs == of_first_round, kind
-    fused._compiled.cache_clear()
+    fused._compile_criterion.cache_clear()
     torch._dynamo.reset()
     assert given == [{"dynamic": True, "options": {"split_reductions": False}}]
 

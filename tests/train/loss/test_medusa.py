@@ -31,7 +31,7 @@ class Heads(nn.Module):
         drawn = torch.randn(num_heads, vocab, 3, generator=generator)
         self.table = nn.ParameterList(nn.Parameter(each) for each in drawn)
 
-    def states(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
+    def head_states(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states * (1 + k)
 
     def projection(self, k: int) -> Projection:
@@ -225,7 +225,7 @@ def test_drafts_off_the_targets_path_weigh_less_and_far_from_it_nothing() -> Non
     total, said, reported = torch.zeros(()), logits.softmax(-1), torch.zeros(3)
     for k, mine in shares.items():
         for place, share in enumerate(mine):
-            states = head.states(k - 1, hidden[0, place])
+            states = head.head_states(k - 1, hidden[0, place])
             log_q = (head.table[k - 1] @ states).log_softmax(-1)
             p = said[place + k]
             kl = (p * (p.log() - log_q)).sum()

@@ -21,7 +21,7 @@ from train.parallel.optimizers import (
     COEFFICIENTS,
     Muon,
     make_optimizers,
-    orthogonalized,
+    orthogonalise_matrix,
     state_keys,
 )
 
@@ -79,7 +79,7 @@ def test_singular_values_go_through_the_polynomial_and_vectors_stay(shape: tuple
     a, b, c = COEFFICIENTS
     for _ in range(5):
         found = a * found + b * found**3 + c * found**5
-    torch.testing.assert_close(orthogonalized(matrix), left @ found.diag() @ right)
+    torch.testing.assert_close(orthogonalise_matrix(matrix), left @ found.diag() @ right)
     assert found[:-1].min() > 0.6
     assert found.max() < 1.3
 
