@@ -330,9 +330,11 @@ def main(config: TreeSearchRun) -> None:
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     if config.write and recorded is None:
         content = {
-            **describe_shape(best.shape), "device": costs.curve.device, "data": bench.data["sha256"],
+            **describe_shape(best.shape),
+            "device": costs.curve.device,
+            "data": bench.data["sha256"],
             "tau": best.tau,
-        }  # fmt: skip
+        }
         where = write_beside_head(bench.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.

@@ -150,7 +150,7 @@ class Medusa2Objective(Objective):
 
     @torch.no_grad()
     def _compute_bare_states(self, batch: Batch) -> Tensor:
-        with self.head.adapter.pause():
+        with self.head.adapter.pause_adapter():
             return self._compute_hidden_states(batch)
 
     def _compute_adapted_states(self, batch: Batch) -> Tensor:

@@ -134,7 +134,8 @@ CONVENTIONS = {
         fc_bias=FusionBias.key, rope=RopeKeys.two_keys, embedding=Presence.must,
     ),
     ("original", "eagle3"): EngineConventions(
-        "EAGLE", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"), ("midlayer.",), writes_all_flags=False,
+        "EAGLE", ("LlamaForCausalLM", "LlamaForCausalLMEagle3"), ("midlayer.",),
+        writes_all_flags=False,
         rope=RopeKeys.two_keys, random_head=True, embedding=Presence.must, t2d=Presence.must,
     ),
 }

@@ -135,8 +135,8 @@ def build_training_command(
         *format_overrides("target", config.target), *format_overrides("data", config.data),
         f"train.batch_size={size.batch_size}", f"train.micro_batch_size={size.micro_batch_size}",
         "train.num_checkpoints=1", "train.num_replay_prompts=0", "train.resume=auto",
-        f"seed={config.seed}", *entrant.overrides, *more, "
-        f"f"out_dir={_format_setting_value(str(out_dir))}",
+        f"seed={config.seed}", *entrant.overrides, *more,
+        f"out_dir={_format_setting_value(str(out_dir))}",
     ]  # fmt: skip
 
 
@@ -148,7 +148,8 @@ def build_measuring_command(
     return [
         sys.executable, str(ROOT / script),
         *format_overrides("target", config.target), *format_overrides("data", config.prompts),
-        f"head.path={_format_setting_value(first)}", *([f"heads={_format_setting_value(others)}"] if others else []),
+        f"head.path={_format_setting_value(first)}",
+        *([f"heads={_format_setting_value(others)}"] if others else []),
         f"max_new_tokens={config.max_new_tokens}", f"num_turns={config.num_turns}",
         f"seed={config.seed}", *more, f"out_dir={_format_setting_value(str(out_dir))}",
     ]  # fmt: skip

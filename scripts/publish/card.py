@@ -107,8 +107,12 @@ def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]
 def build_model_card(facts: CardFacts) -> ModelCard:
     """Write the card, with its metadata."""
     sections = [
-        _format_introduction(facts), *facts.notices, _format_usage(facts), _format_measurements(facts), _format_training(facts)
-    ]  # fmt: skip
+        _format_introduction(facts),
+        *facts.notices,
+        _format_usage(facts),
+        _format_measurements(facts),
+        _format_training(facts),
+    ]
     body = "\n\n".join(sections)
     return ModelCard(f"---\n{_build_metadata(facts).to_yaml()}\n---\n\n{body}\n")
 

@@ -288,8 +288,9 @@ def test_a_head_learns_what_it_measures(target: Target) -> None:
     objective = objective_of(head, target, config).eval()
     batch = objective.prepare_batch(objective.index_batch(packed(texts(target, 6, 40))))
     outputs = objective._outputs(batch)
-    said = objective.rows(
-        head.compute_confidence(outputs, objective._before(batch)), batch[STEP_TARGETS]
+    said = objective.select_supervised_rows(
+        head.compute_confidence(outputs, objective._gather_previous_tokens(batch)),
+        batch[STEP_TARGETS],
     )
     total, sums = objective(batch, objective.term_weights)
     torch.testing.assert_close(

@@ -150,7 +150,7 @@ def test_switched_off_the_target_is_what_it_was() -> None:
     target, bare = random_target(), random_target()
     adapter = objective_of(target).head.adapter
     expected = bare.encode_text(TEXT).hidden_states
-    with adapter.pause():
+    with adapter.pause_adapter():
         assert target.encode_text(TEXT).hidden_states.equal(expected)
     assert not target.encode_text(TEXT).hidden_states.allclose(expected, atol=1e-2)
 

@@ -277,9 +277,9 @@ def _read_blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
             read, golden, shape, markov="vanilla", rank=rank,
             confidence_size=hidden + rank if confidence else 0,
         )  # fmt: skip
-    return ServedDFlash2(read, golden, shape, _parse_dflash2_settings(keys, hidden)) if selects else (
-        ServedBlocks(read, golden, shape, {})
-    )  # fmt: skip
+    if selects:
+        return ServedDFlash2(read, golden, shape, _parse_dflash2_settings(keys, hidden))
+    return ServedBlocks(read, golden, shape, {})
 
 
 def _parse_dflash2_settings(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
