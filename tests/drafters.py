@@ -187,7 +187,7 @@ def positions_read() -> Iterator[dict[str, int]]:
 
     attentions = [blocks(name)._get_attention(0) for name in ("dflash", "dspark, rnn")]
     attentions.append(peagle().layer.self_attn)
-    rotations = [each.rotation for each in attentions]
+    rotations = [each.compute_rotation for each in attentions]
 
     def turning(rotation: Callable[..., Any]) -> Callable[..., Any]:
         def turn(inputs: Any, positions: torch.Tensor) -> Any:
@@ -198,12 +198,12 @@ def positions_read() -> Iterator[dict[str, int]]:
 
     head.encode_context = reading  # type: ignore[method-assign]
     for each, rotation in zip(attentions, rotations, strict=True):
-        each.rotation = turning(rotation)
+        each.compute_rotation = turning(rotation)
     try:
         yield furthest
     finally:
         del head.encode_context
         for each in attentions:
-            del each.rotation
+            del each.compute_rotation
         for hook in hooks:
             hook.remove()

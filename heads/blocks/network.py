@@ -105,7 +105,7 @@ class BlockNetwork(FeatureHead):
             position_ids: [S] int64.
         """
         context = self.hidden_norm(self.fc(features))
-        rotation = self._get_attention(0).rotation(context, position_ids)
+        rotation = self._get_attention(0).compute_rotation(context, position_ids)
         found = [
             self._get_attention(n).keys_values(context, rotation) for n in range(len(self.layers))
         ]
@@ -130,7 +130,7 @@ class BlockNetwork(FeatureHead):
         positions = (places.unsqueeze(1) + rows).clamp_max(self.max_positions - 1)
         states = self.embed(ids)
         # In the dtype of the text's keys; under autocast, embeddings have another.
-        rotation = self._get_attention(0).rotation(context[0][0], positions.flatten())
+        rotation = self._get_attention(0).compute_rotation(context[0][0], positions.flatten())
         whole, full = replace(sight, causal=False, window=None), self.config.full_layers
         for number, layer in enumerate(self.layers):
             seen = whole if number in full else sight

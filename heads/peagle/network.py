@@ -157,7 +157,7 @@ class PEagleNetwork(EagleNetwork):
         for number, layer in enumerate(self._every_layer()):
             if number:
                 inputs = layer.input_layernorm(states)
-            query = layer.self_attn.query(inputs, rotation).split(sizes)
+            query = layer.self_attn.compute_query(inputs, rotation).split(sizes)
             both = [each.split(sizes) for each in layer.self_attn.keys_values(inputs, rotation)]
             keys, values = store(number, None if text is None else (both[0][0], both[1][0]))
             own: list[list[Tensor]] = [[], []]
