@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.command import following
-from conf.command.journal import JsonlStore
+from conf.command import run_record as following
+from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import Mode, SpeedupRun
 from data.embedded import fill_default_paths
 from eval.decode.engine import Step, decode

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import following
+from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.measure import CalibrateRun
 from eval.refusals import check_measurement
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from eval.compare.halves import decode_with_drafters, open_split_measurement
 from eval.decode.engine import Step, decode

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from conf.command.launch import check_device_map
+from conf.command.environment import check_device_map
 from conf.errors import InputError
 from conf.files import check_out_dir
 from conf.settings.drafting import HeadRef

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from data.servers.counts import DraftCounts
 from data.servers.endpoint import Endpoint

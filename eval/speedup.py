@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import following
-from conf.command.compiler import check_compile
+from conf.command import run_record as following
 from conf.command.entry import Command
+from conf.command.environment import check_compile
 from conf.settings.export import ExportFormat
 from conf.settings.measure import SpeedupRun
 from eval.compare.names import check_method_words, check_methods

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import following
+from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.measure import TreeSearchRun
 from eval.refusals import check_measurement

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
-from conf.command.compiler import hide_hints
+from conf.command.environment import hide_hints
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from heads.decoding.chains import Calibration

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import following
+from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.scripts import CaptureRun
 from eval.refusals import check_inputs
@@ -32,7 +32,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.command.provenance import collect_provenance
+from conf.command.run_record import collect_provenance
 from conf.errors import InputError
 from conf.files import lock_file, make_folder, retry_io, write_atomically
 from data.embedded import fill_default_paths

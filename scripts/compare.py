@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from conf.command.statement import find_changed_keys, format_changes, make_fingerprint
+from conf.command.run_record import find_changed_keys, format_changes, make_fingerprint
 from conf.errors import InputError
 from conf.files import write_atomically
 from eval.compare.reported import (

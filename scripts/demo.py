@@ -20,7 +20,7 @@ from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command.launch import set_passive_wait_policy
+from conf.command.environment import set_passive_wait_policy
 
 set_passive_wait_policy()
 
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from conf.command.following import PARENT_COMMAND_VARIABLE
+from conf.command.run_record import PARENT_COMMAND_VARIABLE
 from conf.files import cache_dir, make_folder, write_atomically
 from scripts.quickstart import LAUNCH, ROOT
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import following
+from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.export import ExportFormat, ExportRun
 from scripts.refusals import check_export

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from conf.command.provenance import collect_provenance
+from conf.command.run_record import collect_provenance
 from conf.errors import InputError
 from conf.files import write_atomically
 from data.embedded import fill_default_paths

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import following
+from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.scripts import RegenerateRun
 from eval.refusals import check_inputs
@@ -32,8 +32,8 @@ if __name__ == "__main__":
 import torch
 from tqdm import tqdm
 
-from conf.command.journal import ROWS_NAME, JsonlStore
-from conf.command.statement import make_fingerprint
+from conf.command.jsonl_store import ROWS_NAME, JsonlStore
+from conf.command.run_record import make_fingerprint
 from conf.errors import InputError
 from conf.settings.data import Form, OnBadRow
 from data.embedded import fill_default_paths

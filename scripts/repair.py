@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.command.provenance import collect_provenance
+from conf.command.run_record import collect_provenance
 from conf.errors import InputError
 from eval.measure import processes
 from eval.measure.answers import generate_greedy_answers

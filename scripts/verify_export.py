@@ -10,12 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command.launch import set_passive_wait_policy
+from conf.command.environment import set_passive_wait_policy
 
 set_passive_wait_policy()
 
-from conf.command.terminal import format_error
-from conf.errors import InputError
+from conf.errors import InputError, format_error
 from eval.parity.gate import FORMATS, check_parity
 
 

@@ -14,7 +14,7 @@ import pytest
 from doors import COMMANDS
 
 from conf import files as places
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -16,14 +16,60 @@ from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, errors
 
-from conf.command import help as words
-from conf.command import refusal, terminal
-from conf.command.launch import set_passive_wait_policy
+from conf import errors as terminal
+from conf.command import help_pages as words
+from conf.command.environment import set_passive_wait_policy
 from conf.errors import InputError
+
+MERGED = re.compile(r"Error merging override (.+)")
+SEVERAL = re.compile(r"Ambiguous value for argument '(.+?)=(.+)'")
+
+
+def convert_hydra_error(
+    error: HydraException, schema: type[Any], recipes: Sequence[str]
+) -> InputError:
+    """Word Hydra's refusal of a command line in our own pattern.
+
+    Args:
+        error: of Hydra.
+        schema: the dataclass of the command's settings.
+        recipes: that `head=` may name.
+    """
+    if isinstance(error, MissingConfigException):
+        group, _, name = str(error.missing_cfg_file).partition("/")
+        return InputError(
+            f"{group}={name}: no such recipe; allowed: {', '.join(recipes)} (conf/{group})"
+        )
+    known = {s.name: s.allowed for s in words.list_settings(schema, OmegaConf.structured(schema))}
+    said = str(error).strip().splitlines()
+    if several := SEVERAL.match(said[0]):
+        key, value = several.groups()
+        takes_list = known.get(key, "").startswith(("list", "anything"))
+        as_list = f"type '{key}=[{value}]' for a list, or " if takes_list else ""
+        return InputError(
+            f"{key}={value}: several values; allowed: one; {as_list}add --multirun to run the "
+            "command for each"
+        )
+    merged = MERGED.match(said[0])
+    given = error.override if isinstance(error, OverrideParseException) else merged and merged[1]
+    if not given:
+        return InputError("; ".join(filter(None, map(str.strip, said))))
+    key, equals, value = given.partition("=")
+    if not equals:
+        return InputError(f"{given}: not a setting; type KEY=VALUE, --help lists all of them")
+    if isinstance(error, OverrideParseException):
+        return InputError(
+            f"{given}: the value cannot be read; allowed: words and numbers, [a,b] for a list; "
+            f"put a text with other signs in two kinds of quotes: '{key}=\"...\"'"
+        )
+    name = key.lstrip("+~")
+    allowed = known.get(name, "see --help")
+    return InputError(f"{name}={value}: not allowed here; allowed: {allowed}; try --help {name}")
+
 
 RECIPES = Path(__file__).resolve().parents[1] / "head"
 HYDRA = {
@@ -105,7 +151,7 @@ class Command(Generic[Config]):
         try:
             self._run_hydra(look, job)
         except HydraException as error:
-            raise refusal.convert_hydra_error(error, self.schema, self.recipes) from error
+            raise convert_hydra_error(error, self.schema, self.recipes) from error
 
     def compose_settings(self, overrides: list[str]) -> DictConfig:
         """The settings before they are checked, with the recipe's and these."""
@@ -160,7 +206,7 @@ class Command(Generic[Config]):
         try:
             composed = self.compose_settings(overrides)
         except HydraException as error:
-            raise refusal.convert_hydra_error(error, self.schema, self.recipes) from error
+            raise convert_hydra_error(error, self.schema, self.recipes) from error
         settings = words.list_settings(self.schema, composed)
         asked = [word for word in given if "=" not in word]
         if asked:

@@ -101,7 +101,7 @@ class StoreContents:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "StoreContents":
-        """Read contents from the JSON of `conf.command.statement.plain`."""
+        """Read contents from the JSON of `conf.command.run_record.plain`."""
         enums = {"teacher": TeacherKind(stored["teacher"]), "format": StateFormat(stored["format"])}
         return cls(**{**stored, **enums, "layers": tuple(stored["layers"])})
 

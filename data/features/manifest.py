@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.command.statement import check_unchanged, flatten_settings, to_json
+from conf.command.run_record import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
 from conf.files import retry_io, write_atomically
 from conf.settings.data import Form
@@ -115,7 +115,7 @@ class Manifest:
         plan: plan of the capture.
         shards: shards in the order of their sequences.
         files: xxh3_64 by name of the files that are no shards.
-        provenance: result of `conf.command.provenance`.
+        provenance: result of `conf.command.run_record`.
     """
 
     plan: StorePlan

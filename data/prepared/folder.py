@@ -26,8 +26,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from conf.command.provenance import compute_code_checksum
-from conf.command.statement import to_json
+from conf.command.run_record import compute_code_checksum, to_json
 from conf.errors import InputError
 from conf.files import cache_dir
 from conf.settings.data import Form, OnBadRow, PackedConfig

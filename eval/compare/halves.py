@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import CalibrateRun, SpeedupRun, TreeSearchRun
 from eval.compare.figures import summarise_speedup

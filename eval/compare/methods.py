@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig

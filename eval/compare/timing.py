@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from conf.command.clock import DecodingTimes, measure_busy_seconds
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.decode.engine import Generation, Step

@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from conf.command.journal import PARTIAL, JsonlStore
-from conf.command.provenance import collect_provenance
-from conf.command.statement import flatten_settings, to_json
+from conf.command.jsonl_store import PARTIAL, JsonlStore
+from conf.command.run_record import collect_provenance, flatten_settings, to_json
 from conf.errors import InputError
 from conf.files import write_atomically
 from conf.settings.data import OnBadRow

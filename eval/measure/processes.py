@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
 
-from conf.command.launch import check_launch
+from conf.command.environment import check_launch
 
 Item = TypeVar("Item")
 

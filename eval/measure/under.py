@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.command.help import check_setting_exists
+from conf.command.help_pages import check_setting_exists
 from conf.errors import InputError
 from conf.settings.measure import AcceptanceRun
 

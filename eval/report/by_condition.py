@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from conf.command.statement import to_json
+from conf.command.run_record import to_json
 from conf.errors import InputError
 from conf.files import write_atomically
 from conf.settings.measure import AcceptanceRun

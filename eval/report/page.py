@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from conf.command.statement import flatten_settings
+from conf.command.run_record import flatten_settings
 from conf.files import write_atomically
 from eval.measure.stats import format_interval
 from eval.report.figures import STEP_PARTS, step_ms

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import ServeRun
 from data.servers.counts import DraftCounts
 from data.servers.protocols import StreamedText, TextRequest

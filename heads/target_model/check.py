@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from conf.command.provenance import compute_code_checksum
+from conf.command.run_record import compute_code_checksum
 from conf.errors import InputError
 from conf.files import cache_dir
 from conf.settings.target import TargetConfig

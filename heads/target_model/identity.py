@@ -11,7 +11,7 @@ import torch
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from conf.command.statement import find_changed_keys, format_changes, make_fingerprint
+from conf.command.run_record import find_changed_keys, format_changes, make_fingerprint
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import TargetConfig

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
-from conf.command.compiler import find_missing_toolchain
+from conf.command.environment import find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.processor import warn_if_slow

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.command.compiler import hide_hints
+from conf.command.environment import hide_hints
 from conf.errors import InputError
 from heads.decoding.cache import KeptNodes, TreeCache, move_slots
 from heads.decoding.recurrent_states import RecurrentStates

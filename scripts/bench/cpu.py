@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.launch import set_passive_wait_policy
+from conf.command.environment import set_passive_wait_policy
 
 set_passive_wait_policy()
 

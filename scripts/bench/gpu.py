@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.launch import set_passive_wait_policy
+from conf.command.environment import set_passive_wait_policy
 
 set_passive_wait_policy()
 
@@ -46,7 +46,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from conf.command.following import PARENT_COMMAND_VARIABLE
+from conf.command.run_record import PARENT_COMMAND_VARIABLE
 from conf.files import cache_dir
 from scripts import demo
 from scripts.bench import gpu_figures

@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf.command.journal import write_atomically
-from conf.command.statement import check_unchanged, flatten_settings, to_json
+from conf.command.jsonl_store import write_atomically
+from conf.command.run_record import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
 from conf.settings.data import RowsConfig
 from conf.settings.scripts import ContestRun

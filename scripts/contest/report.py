@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from conf.command.statement import check_unchanged
+from conf.command.run_record import check_unchanged
 from conf.errors import InputError
 from conf.files import write_atomically
 from eval.measure.stats import compare_tau, format_interval, select_tree_figures

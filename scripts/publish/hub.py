@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from conf.command.statement import to_json
+from conf.command.run_record import to_json
 from conf.errors import InputError
 from heads.folders import PROVENANCE
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from conf.command.statement import to_json
+from conf.command.run_record import to_json
 from conf.errors import InputError
 
 LOCAL_PATH = re.compile(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from conf.command.statement import to_json
+from conf.command.run_record import to_json
 from conf.errors import InputError
 from conf.files import find_local_path
 from conf.settings.data import StateFormat, TeacherKind

@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulated.runs import forget, inputs, on_cuda, run_of, short
 
-from conf.command import compiler
+from conf.command import environment as compiler
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.measure import SpeedupRun

@@ -11,7 +11,7 @@ import pytest
 import torch
 from toys import eagle_head
 
-from conf.command.following import PROMPTS_PLACEHOLDER
+from conf.command.run_record import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm

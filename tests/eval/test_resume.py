@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.drafting import DraftModelConfig
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun

@@ -13,7 +13,7 @@ import torch
 from feature_heads import feature_head, fresh, settings_of
 from toys import eagle_head, noisy_head, random_target, save_target
 
-from conf.command import following
+from conf.command import run_record as following
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm

@@ -12,7 +12,7 @@ from ggufs import save_gguf
 from safetensors.torch import load_file
 from toys import noisy_head, save_target, tokenizer
 
-from conf.command.following import PROMPTS_PLACEHOLDER
+from conf.command.run_record import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun

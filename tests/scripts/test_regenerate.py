@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import ROOT
 
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toys import noisy_head, random_target
 
-from conf.command.compiler import check_compile, find_missing_toolchain
+from conf.command.environment import check_compile, find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.training import TrainConfig
 from train.loop.command import MIN_COMPILED_LOGITS, needs_compile
@@ -50,7 +50,7 @@ def machine(
     monkeypatch.setenv("PATH", str(folder / "bin"))
     include = folder if header else folder / "bin"
     monkeypatch.setattr("sysconfig.get_paths", lambda _scheme: {"include": str(include)})
-    monkeypatch.setattr("conf.command.compiler.find_spec", lambda _: object())
+    monkeypatch.setattr("conf.command.environment.find_spec", lambda _: object())
     for name in ("CC", "CXX", "CPATH", "C_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
 
@@ -92,7 +92,7 @@ def test_python_h_and_triton_are_needed(monkeypatch: pytest.MonkeyPatch, tmp_pat
         check_compile("train.compile", False, device)
     monkeypatch.setenv("C_INCLUDE_PATH", f":{tmp_path}")
     assert not find_missing_toolchain("cuda")
-    monkeypatch.setattr("conf.command.compiler.find_spec", lambda _: None)
+    monkeypatch.setattr("conf.command.environment.find_spec", lambda _: None)
     assert find_missing_toolchain("cuda") == "Triton (pip install triton)"
     assert not find_missing_toolchain("cpu")
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
-from conf.command import following
-from conf.command.compiler import check_compile, find_missing_toolchain
+from conf.command import run_record as following
 from conf.command.entry import Command, head_recipe
-from conf.command.provenance import collect_provenance
-from conf.command.statement import make_fingerprint, to_json
+from conf.command.environment import check_compile, find_missing_toolchain
+from conf.command.run_record import collect_provenance, make_fingerprint, to_json
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig, TrainRun

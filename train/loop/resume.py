@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.command.statement import find_changed_keys, format_changes, to_json
+from conf.command.run_record import find_changed_keys, format_changes, to_json
 from conf.errors import InputError
 from conf.settings.training import Schedule, TrainConfig
 from train.schedule import compute_rate_fraction

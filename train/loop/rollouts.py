@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from conf.command.clock import Stopwatch
-from conf.command.statement import find_changed_keys, to_json
+from conf.command.run_record import find_changed_keys, to_json
 from conf.errors import InputError
 from conf.settings.training import RolloutConfig
 from data.prepared.pack import PackedDataset

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conf.command.statement import find_changed_keys, format_changes, make_fingerprint, to_json
+from conf.command.run_record import find_changed_keys, format_changes, make_fingerprint, to_json
 from conf.errors import InputError
 from conf.settings.data import DataConfig, PackedConfig, TeacherKind
 from conf.settings.target import Dtype, TargetConfig

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from conf.command.compiler import hide_hints
+from conf.command.environment import hide_hints
 from heads.layers.projection import Projection
 from train.batch.supervision import SortedIndices
 from train.loss.divergences import Softmax

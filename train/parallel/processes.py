@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator, utils
 from transformers.integrations import unset_hf_deepspeed_config
 
-from conf.command.launch import check_launch
+from conf.command.environment import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, TrainConfig

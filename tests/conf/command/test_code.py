@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.command.provenance import compute_code_checksum
+from conf.command.run_record import compute_code_checksum
 
 CODE = '''"""Reads rows."""
 import math

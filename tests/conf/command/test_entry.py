@@ -11,7 +11,7 @@ from commands import ROOT
 from doors import COMMANDS, WORKERS
 from omegaconf import OmegaConf
 
-from conf.command import help as words
+from conf.command import help_pages as words
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.measure import AcceptanceRun, SpeedupRun

@@ -9,7 +9,7 @@ from commands import ROOT
 from doors import COMMANDS
 from omegaconf import OmegaConf
 
-from conf.command import following
+from conf.command import run_record as following
 from conf.settings.blocks import DFlashRun
 from conf.settings.data import RowsConfig
 from conf.settings.drafting import HeadRef

@@ -7,7 +7,8 @@ import pytest
 from doors import COMMANDS
 from hydra.errors import HydraException
 
-from conf.command import refusal, terminal
+from conf import errors as terminal
+from conf.command import entry as refusal
 from conf.errors import InputError
 from tests.conf.command.test_entry import command
 

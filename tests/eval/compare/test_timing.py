@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from conf.command.clock import DecodingTimes
-from conf.command.journal import JsonlStore
+from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun, measure_methods

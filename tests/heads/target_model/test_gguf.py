@@ -11,7 +11,7 @@ import torch
 from ggufs import about, names, save_gguf
 from toys import CHATML, random_model, tokenizer
 
-from conf.command.statement import find_changed_keys, make_fingerprint
+from conf.command.run_record import find_changed_keys, make_fingerprint
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import Quantization, TargetConfig

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conf.command.launch import check_launch
+from conf.command.environment import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig

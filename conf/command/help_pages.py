@@ -20,6 +20,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 import conf.settings
+from conf.command.run_record import format_value
 from conf.errors import InputError
 
 FIRST, LAST = ("target", "data", "prompts", "head"), ("out_dir", "seed")
@@ -172,7 +173,12 @@ def _iter_settings(schema: type[Any], composed: Any, section: str, about: str) -
         kinds = (kind, *get_args(kind))
         enum = next((k for k in kinds if isinstance(k, type) and issubclass(k, Enum)), None)
         own = words.get(name) or (inspect.getdoc(enum) if enum else None) or ""
-        value = UNSET if OmegaConf.is_missing(composed, name) else format_value(composed[name])
+        value = UNSET
+        if not OmegaConf.is_missing(composed, name):
+            given = composed[name]
+            value = format_value(
+                OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+            )
         choices = {e.value: words_of(enum).get(e.name, "") for e in enum} if enum else {}
         yield Setting(section, full, value, _format_type(kind), own, choices, about)
 
@@ -190,19 +196,6 @@ def _order_names(schema: type[Any], composed: Any, hints: dict[str, Any]) -> lis
         return (3 if is_dataclass(hints[name]) else 2), names.index(name)
 
     return sorted(names, key=place)
-
-
-def format_value(value: Any) -> str:
-    """Words a value as it is typed on the command line."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value)
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(format_value, value))}]"
-    return str(value)
 
 
 @cache

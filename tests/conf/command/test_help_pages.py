@@ -8,7 +8,7 @@ from commands import ROOT
 from doors import COMMANDS
 from omegaconf import OmegaConf
 
-from conf.command import help as words
+from conf.command import help_pages as words
 from conf.errors import InputError
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "rich", "matplotlib", "wandb")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.command.statement import check_unchanged
+from conf.command.run_record import check_unchanged
 from conf.errors import InputError
 from conf.files import lock_file, make_folder, write_atomically
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import save_target
 
-from conf.command.statement import (
+from conf.command.run_record import (
     check_unchanged,
     find_changed_keys,
     format_changes,
