@@ -7,9 +7,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import xxhash
 from filelock import FileLock, Timeout
 
 from conf.errors import InputError
@@ -162,3 +164,23 @@ def retry_io(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.
                 raise
             time.sleep(wait_s * 2**attempt)
     return action()
+
+
+SAFETENSORS_SUFFIX = ".safetensors"
+
+
+READ_BYTES = 1 << 24
+
+
+def compute_file_checksum(path: Path) -> str:
+    """xxh3_64 of a file."""
+    with path.open("rb") as file:
+        return compute_checksum(iter(partial(file.read, READ_BYTES), b""))
+
+
+def compute_checksum(parts: Iterable[bytes | memoryview]) -> str:
+    """xxh3_64 of concatenated parts."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

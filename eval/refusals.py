@@ -9,7 +9,7 @@ from conf.errors import InputError
 from conf.files import check_out_dir
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun, SpeedupRun
-from data.rows.files import check_data_paths
+from data.rows.data_files import check_data_paths
 from heads.folders import check_head_files, check_target_files
 
 

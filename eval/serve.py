@@ -38,9 +38,8 @@ from tqdm import tqdm
 
 from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
-from data.servers.counts import DraftCounts
-from data.servers.endpoint import Endpoint
-from data.servers.serving import ServingEngine
+from data.servers.http_client import Endpoint
+from data.servers.serving_engines import DraftCounts, ServingEngine
 from eval.compare.sizes import build_concurrency_table
 from eval.measure.bench import Measurement, open_jsonl_store, open_measurement, write_result
 from eval.measure.conditions import format_conditions

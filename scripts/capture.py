@@ -34,17 +34,23 @@ from tqdm import tqdm
 
 from conf.command.run_record import collect_provenance
 from conf.errors import InputError
-from conf.files import lock_file, make_folder, retry_io, write_atomically
+from conf.files import compute_file_checksum, lock_file, make_folder, retry_io, write_atomically
 from data.embedded import fill_default_paths
-from data.features.format import (
+from data.features.store_format import (
     EMBEDDINGS_AND_HEAD,
     TOKEN_COUNTS,
+    Manifest,
+    ShardEntry,
     ShardIndex,
-    compute_file_checksum,
     is_shard_whole,
 )
-from data.features.manifest import Manifest, ShardEntry
-from data.features.writer import SHARD_BYTES, HostCopier, PlannedShard, ShardWriterPool, write_shard
+from data.features.store_writer import (
+    SHARD_BYTES,
+    HostCopier,
+    PlannedShard,
+    ShardWriterPool,
+    write_shard,
+)
 from eval.decode.generation_config import try_generation_config
 from eval.measure.answers import AnswerSource
 from eval.measure.processes import join_processes

@@ -31,8 +31,8 @@ from conf.command.run_record import collect_provenance
 from conf.errors import InputError
 from conf.files import write_atomically
 from data.embedded import fill_default_paths
-from data.features.format import HIDDEN_STATES
-from data.prepared.pack import PackedDataset
+from data.features.store_format import HIDDEN_STATES
+from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
 from eval.decode.generation_config import try_generation_config
 from eval.measure import processes

@@ -15,8 +15,8 @@ from conf.settings.export import (
 )
 from conf.settings.scripts import ContestRun, PruneRun, RelayRun
 from conf.settings.target import Quantization
-from data.rows.files import check_data_paths
-from data.servers.token import RELAY_TOKEN_VARIABLE, find_relay_token
+from data.rows.data_files import check_data_paths
+from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
 from eval.refusals import check_inputs
 from heads.folders import PROVENANCE, check_head_files, check_target_files
 from scripts.publish.staging import load_json

@@ -38,14 +38,14 @@ from conf.errors import InputError
 from conf.settings.data import Form, OnBadRow
 from data.embedded import fill_default_paths
 from data.rows.records import LoadedRecords, load_records
-from data.servers.endpoint import (
+from data.servers.http_client import (
     Endpoint,
     EndpointClient,
     RequestFailedError,
     RequestRefusedError,
     iter_completed,
 )
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval.decode.generation_config import apply_generation_config
 from eval.measure.prompts import select_user_messages
 from heads.layers.packed import pack_weights

@@ -37,14 +37,14 @@ from typing import Any
 
 from conf.errors import InputError
 from conf.files import make_folder
-from data.servers.files import (
+from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
+from data.servers.state_files import (
     HiddenStatesError,
     delete_old_files,
     delete_states_file,
     make_lock_path,
     wait_until_whole,
 )
-from data.servers.token import RELAY_TOKEN_VARIABLE, find_relay_token
 
 NAME = re.compile(r"/(\w[\w.-]{0,200}\.safetensors)", re.ASCII)
 """Path of a request for a file: no folder, no hidden file."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.embedded import fill_default_paths
 from data.rows.records import load_records
-from data.templates.encoder import RecordEncoder, Sample
+from data.templates.record_encoder import RecordEncoder, Sample
 from heads.target_model.load import load_target_tokenizer
 
 

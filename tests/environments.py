@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.settings.target import Dtype, TargetConfig
-from data.servers.counts import DraftCounts
+from data.servers.serving_engines import DraftCounts
 from eval.decode.engine import decode
 from heads.decoding.drafting import Drafter
 from heads.eagle.branches import BranchCache, build_causal_range

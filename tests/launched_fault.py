@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from conf.settings.training import TrainConfig
-from data.features.format import HIDDEN_STATES
+from data.features.store_format import HIDDEN_STATES
 from train import medusa
 from train.loop import command, evaluation, loop
 from train.parallel import processes

@@ -15,7 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from mutants import TESTS
 from omegaconf import DictConfig, OmegaConf
 
-from data.rows.forms import (
+from data.rows.messages import LEARNT, REASONING, ROLES
+from data.rows.records import (
     CATEGORIES,
     FORMS,
     MASKS,
@@ -25,7 +26,6 @@ from data.rows.forms import (
     TEMPLATE_KWARGS,
     TOOLS,
 )
-from data.rows.messages import LEARNT, REASONING, ROLES
 from data.servers.hidden_states import ServerFeatureLayers
 from eval.compare.names import list_methods
 

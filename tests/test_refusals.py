@@ -19,7 +19,7 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
-from data.rows.files import check_data_paths, find_source
+from data.rows.data_files import check_data_paths, find_source
 from heads.folders import check_head_files, check_target_files
 from heads.storage import locate_head
 from scripts.publish.card import is_hub_id

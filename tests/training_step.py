@@ -15,8 +15,8 @@ from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.medusa import MedusaConfig
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
-from data.prepared.pack import PackedDataset
-from data.templates.encoder import Sample
+from data.prepared.packing import PackedDataset
+from data.templates.record_encoder import Sample
 from heads.eagle.head import EagleHead
 from heads.medusa.head import MedusaHead
 from heads.target_model.model import Target

@@ -20,8 +20,8 @@ from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from conf.settings.target import Dtype, TargetConfig
 from data.embedded import TARGET_PATH
-from data.features.format import HIDDEN_STATES, LAYER_PREFIX
-from data.templates.encoder import RecordEncoder
+from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
+from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generation_config import apply_generation_config
 from eval.measure import replay, stats

@@ -28,8 +28,8 @@ from torch.profiler import record_function
 from conf.errors import InputError
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
-from data.features.format import HIDDEN_STATES
-from data.prepared.pack import PackedDataset
+from data.features.store_format import HIDDEN_STATES
+from data.prepared.packing import PackedDataset
 from eval.measure.answers import LocalAnswerSource
 from heads.medusa.adapted import AdaptedMedusa
 from heads.target_model.adapter import Adapter

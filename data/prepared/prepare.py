@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
 from conf.settings.data import Form, PackedConfig
-from data.prepared.folder import PreparedFolder, load_or_prepare_data
-from data.prepared.pack import PackedDataset, TokenisedSamples
+from data.prepared.dataset_cache import PreparedFolder, load_or_prepare_data
+from data.prepared.packing import PackedDataset, TokenisedSamples
 from data.rows.records import format_counts, format_malformed_rows
 
 WIDE = 0.1

@@ -31,13 +31,12 @@ from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
+from conf.files import SAFETENSORS_SUFFIX, compute_file_checksum
 from conf.settings.data import Form, PackedConfig
-from data.features.format import SAFETENSORS_SUFFIX, compute_file_checksum
-from data.rows.files import Row
-from data.rows.forms import parse_record
-from data.rows.values import MalformedRowError
-from data.templates.encoder import RecordEncoder, Sample
-from data.templates.markers import refuse_dialogue
+from data.rows.data_files import Row
+from data.rows.field_checks import MalformedRowError
+from data.rows.records import parse_record, refuse_dialogue
+from data.templates.record_encoder import RecordEncoder, Sample
 
 SHARD_ROWS = 2048
 SHARD_BYTES = 1 << 24

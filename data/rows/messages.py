@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from data.rows.values import (
+from data.rows.field_checks import (
     MalformedRowError,
     format_found_value,
     is_empty,

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 
 from conf.errors import InputError
 from data.rows.messages import Messages
-from data.templates.template import ANSWER, ChatTemplate, Tools, TurnEnding, find_common_prefix
+from data.templates.chat_template import (
+    ANSWER,
+    QUESTION,
+    ChatTemplate,
+    Tools,
+    TurnEnding,
+    build_probe_messages,
+    find_common_prefix,
+)
 
 THINKING_TAGS = {
     "<think>": "</think>",
@@ -261,3 +269,49 @@ def _find_aligned_turns(
 def remove_white_space(text: str) -> str:
     """Remove white space from a text."""
     return "".join(text.split())
+
+
+@dataclass(frozen=True)
+class TurnMarkers:
+    """Tokens and texts that the target's template puts around turns.
+
+    Attributes:
+        tokens: special tokens between turns, without those that begin and end any text.
+        asks: text before a question.
+        answers: text before an answer.
+    """
+
+    tokens: tuple[str, ...] = ()
+    asks: str = ""
+    answers: str = ""
+
+    @classmethod
+    def from_template(cls, template: ChatTemplate) -> "TurnMarkers":
+        """Markers in a rendering of known texts; empty if the template refuses them."""
+        question, answer, _ = build_probe_messages(calls=False)
+        try:
+            text = template.render_conversation([question, answer, question, answer])
+        except InputError:
+            return cls()
+        pieces = re.split(f"{QUESTION}|{ANSWER}", text)
+        if len(pieces) != 5:
+            return cls()
+        start, first, between, second, _ = pieces
+        asks = find_common_prefix(start[::-1], between[::-1])[::-1]
+        tokenizer = template.tokenizer
+        ends = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+        tokens = re.findall(template.stop_pattern, first + between + second)
+        return cls(
+            tuple(dict.fromkeys(token for token in tokens if token not in ends)),
+            asks.strip(),
+            find_common_prefix(first, second).strip(),
+        )
+
+    def find_marker(self, text: str) -> str:
+        """Marker in a text that is rendered like the target's dialogues; empty for other texts."""
+        token = next((token for token in self.tokens if token in text), "")
+        # Some templates end a question with a single sign, which occurs in any text.
+        if token or not re.search(r"\w\w", self.answers):
+            return token
+        at = text.find(self.asks)
+        return self.answers if at >= 0 and text.find(self.answers, at) >= 0 else ""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from data.rows.values import MalformedRowError, format_found_value
+from data.rows.field_checks import MalformedRowError, format_found_value
 
 ROUNDING = 1e-6
 MOST = 1e15

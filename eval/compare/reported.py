@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
-from data.rows.values import MalformedRowError, format_found_value
+from data.rows.field_checks import MalformedRowError, format_found_value
 from eval.compare.checks import (
     check_consistent,
     check_optional,

@@ -21,10 +21,10 @@ from conf.settings.data import OnBadRow
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_default_paths
+from data.rows.data_files import find_dataset_revision
 from data.rows.records import LoadedRecords, Record, load_records
-from data.rows.version import find_dataset_revision
-from data.servers.pool import HiddenStatesPool
-from data.templates.encoder import RecordEncoder
+from data.servers.server_pool import HiddenStatesPool
+from data.templates.record_encoder import RecordEncoder
 from eval.decode.generation_config import apply_generation_config
 from eval.measure import processes
 from eval.measure.answers import AnswerSource, AnswerWriter, LocalAnswerSource

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from data.features.format import HIDDEN_STATES, LAYER_PREFIX
+from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.servers.hidden_states import HiddenStatesClient
 from heads.target_model.remote import RemoteTarget
 

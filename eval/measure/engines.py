@@ -13,12 +13,11 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
-from data.features.format import LAYER_PREFIX
-from data.servers.endpoint import Endpoint
-from data.servers.files import StateFiles
+from data.features.store_format import LAYER_PREFIX
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
-from data.servers.pool import HiddenStatesPool
-from data.servers.relay import RelayFiles
+from data.servers.http_client import Endpoint
+from data.servers.server_pool import HiddenStatesPool
+from data.servers.state_files import RelayFiles, StateFiles
 from eval.decode.generation_config import StopRules
 from eval.measure.answers import AnswerWithStates
 from eval.measure.engine_probe import EarlyState, EngineProbe, format_probe

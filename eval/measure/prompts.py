@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import InputError
-from data.prepared.pack import check_token_ids
+from data.prepared.packing import check_token_ids
 from data.rows.records import Messages, Record
-from data.templates.encoder import RecordEncoder
-from data.templates.replies import parse_reply, thinking_tags
-from data.templates.template import Tools
+from data.templates.chat_template import Tools
+from data.templates.record_encoder import RecordEncoder
+from data.templates.reply_parser import parse_reply, thinking_tags
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 
 OPENING_TOKENS = 32  # tokens at the end of a prompt that may open the thinking

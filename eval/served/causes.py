@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conf.errors import InputError
-from data.servers.serving import ServingEngine
+from data.servers.serving_engines import ServingEngine
 from eval.decode.engine import count_common_prefix
 from eval.measure.prompts import Prompt
 from eval.served.check import (

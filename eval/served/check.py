@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from data.servers.counts import DraftCounts
+from data.servers.serving_engines import DraftCounts
 from eval.measure.bench import Measurement
 from eval.measure.lengths import LENGTH_DEFINITIONS, PassCounts, compute_acceptance_lengths
 from eval.measure.prompts import Prompt

@@ -13,9 +13,13 @@ from tqdm import tqdm
 
 from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import ServeRun
-from data.servers.counts import DraftCounts
-from data.servers.protocols import StreamedText, TextRequest
-from data.servers.serving import LoadMeasurement, ServingEngine
+from data.servers.serving_engines import (
+    DraftCounts,
+    LoadMeasurement,
+    ServingEngine,
+    StreamedText,
+    TextRequest,
+)
 from eval.measure.bench import compute_prompt_seed
 from eval.measure.prompts import Prompt
 from eval.measure.stats import Interval, bootstrap_interval, percentiles_ms

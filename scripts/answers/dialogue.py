@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from data.rows.records import Record
-from data.servers.endpoint import Answer
+from data.servers.http_client import Answer
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from conf.errors import InputError
-from data.prepared.pack import check_token_ids
-from data.servers.endpoint import Answer, RequestRefusedError
-from data.templates.encoder import RecordEncoder
-from data.templates.replies import parse_reply
+from data.prepared.packing import check_token_ids
+from data.servers.http_client import Answer, RequestRefusedError
+from data.templates.record_encoder import RecordEncoder
+from data.templates.reply_parser import parse_reply
 from eval.decode.engine import Request
 from eval.measure.answers import stream_answers
 from heads.decoding.sampling import Sampling

@@ -32,8 +32,8 @@ from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig, StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
-from data.features.format import HIDDEN_STATES, StoreContents
-from data.features.writer import SHARD_BYTES, PlannedShard, ShardWriterPool
+from data.features.store_format import HIDDEN_STATES, StoreContents
+from data.features.store_writer import SHARD_BYTES, PlannedShard, ShardWriterPool
 from eval.measure.processes import join_processes
 from heads.target_model.load import load_target
 from heads.target_model.model import Target

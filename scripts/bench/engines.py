@@ -38,12 +38,12 @@ from safetensors.torch import save_file
 
 from conf.command.clock import Stopwatch
 from conf.settings.scripts import RelayRun
-from data.servers import files, relay
-from data.servers.endpoint import Endpoint
-from data.servers.files import SharedFolder, make_lock_path
+from data.servers import state_files as files
+from data.servers import state_files as relay
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
-from data.servers.pool import HiddenStatesPool
-from data.servers.relay import RelayFiles
+from data.servers.http_client import Endpoint
+from data.servers.server_pool import HiddenStatesPool
+from data.servers.state_files import RelayFiles, SharedFolder, make_lock_path
 from scripts.bench.harness import ROOT, build_markdown_table
 from scripts.relay import RelayServer
 
@@ -260,7 +260,7 @@ def train_from_server(job: dict[str, Any]) -> None:
     # Heavy, and not needed by the other processes.
     from conf.settings.target import Dtype
     from conf.settings.training import LogConfig, Schedule, TrainConfig
-    from data.prepared.pack import PackedDataset
+    from data.prepared.packing import PackedDataset
     from heads.target_model.remote import RemoteTarget
     from heads.vocab import DraftVocab
     from scripts.bench import training

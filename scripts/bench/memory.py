@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from data.templates.encoder import Sample
+from data.templates.record_encoder import Sample
 from heads.kinds import build_variant_table
 from heads.vocab import DraftVocab
 from scripts.bench.harness import ROOT, best_device, compute_peak_bytes, format_device

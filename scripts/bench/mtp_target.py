@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from conf.settings.data import DataConfig
 from conf.settings.eagle import MtpConfig
 from conf.settings.target import Dtype, TargetConfig
-from data.prepared.pack import PackedDataset
+from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
 from heads.eagle.branches import BranchCache, build_causal_range
 from heads.layers.documents import Documents

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conf.command.clock import measure_seconds
 from conf.settings.eagle import EagleConfig
-from data.prepared.pack import PackedDataset
+from data.prepared.packing import PackedDataset
 from heads.eagle.branch_attention import branch_attention, plain_branch_attention
 from heads.eagle.branches import BranchCache, build_causal_range
 from heads.layers.documents import Documents

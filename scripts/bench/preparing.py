@@ -32,11 +32,11 @@ from transformers import AutoTokenizer
 
 from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig
-from data.prepared.pack import PackedDataset
+from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
 from data.prepared.tokenise import num_cores
 from data.rows.records import load_records
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from scripts.bench.harness import add_size_flags
 
 MIB = 2**20

@@ -42,9 +42,9 @@ from conf.command.clock import measure_seconds
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
-from data.features.format import StoreContents, TensorSpec
-from data.prepared.pack import PackedDataset
-from data.templates.encoder import Sample
+from data.features.store_format import StoreContents, TensorSpec
+from data.prepared.packing import PackedDataset
+from data.templates.record_encoder import Sample
 from heads.kinds import build_variant_table, find_kind_name, make_untrained_head
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target

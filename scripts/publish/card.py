@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from conf.errors import InputError
 from conf.files import find_local_path, split_gguf_path
-from data.rows.files import DATA_ENDINGS
+from data.rows.data_files import DATA_ENDINGS
 from eval.measure.conditions import format_conditions
 from eval.measure.stats import format_interval
 from heads.export.engines import format_template_note, format_vllm_command

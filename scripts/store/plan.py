@@ -13,11 +13,10 @@ from conf.errors import InputError
 from conf.files import find_local_path
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
-from data.features.format import SPLITS, StoreContents
-from data.features.manifest import Split, StorePlan
-from data.features.writer import PlannedShard, plan_shards
-from data.prepared.folder import NON_CONTENT_SETTINGS
-from data.prepared.pack import PackedDataset
+from data.features.store_format import SPLITS, Split, StoreContents, StorePlan
+from data.features.store_writer import PlannedShard, plan_shards
+from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
+from data.prepared.packing import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
 from heads.kinds import HEADS
 from heads.target_model import sizes

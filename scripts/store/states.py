@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.settings.target import TargetConfig
-from data.features.format import (
+from data.features.store_format import (
     HIDDEN_STATES,
     NO_PROBABILITY,
     SCALE,

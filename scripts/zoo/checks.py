@@ -16,8 +16,8 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import MedusaConfig
 from conf.settings.target import TargetConfig
-from data.prepared.pack import PackedDataset
-from data.templates.encoder import Sample
+from data.prepared.packing import PackedDataset
+from data.templates.record_encoder import Sample
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, count_common_prefix, decode_batch
 from eval.decode.generate import hf_generate

@@ -16,7 +16,7 @@ from conf.settings.measure import AcceptanceRun, SpeedupRun
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainRun
-from data.features.reader import FeatureStore
+from data.features.store_reader import FeatureStore
 from data.prepared.prepare import prepare_datasets
 from eval import acceptance, speedup
 from heads.target_model.load import load_target

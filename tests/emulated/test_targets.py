@@ -26,7 +26,7 @@ from toys import noisy_head
 from conf.settings.data import DataConfig, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype, TargetConfig
-from data.features.reader import FeatureStore
+from data.features.store_reader import FeatureStore
 from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.drafting import Drafter

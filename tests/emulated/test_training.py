@@ -25,7 +25,7 @@ from emulated.runs import (
 from torch import Tensor
 
 from conf.settings.target import Dtype
-from data.features.format import HIDDEN_STATES
+from data.features.store_format import HIDDEN_STATES
 from heads.layers.projection import Projection
 from train.batch.supervision import Batch, SortedIndices
 from train.loss.fused import Student, compute_fused_loss

@@ -12,7 +12,7 @@ from feature_heads import feature_head
 from toys import save_target, texts
 
 from conf.settings.export import ExportFormat
-from data.servers.counts import DraftCounts
+from data.servers.serving_engines import DraftCounts
 from heads.blocks.drafter import BlockChain
 from heads.decoding.drafting import Drafter
 from heads.export.golden import compute_reference_tensors

@@ -24,7 +24,7 @@ from conf.settings.export import ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
 from data.embedded import PROMPTS, TARGET_PATH
 from data.rows.records import load_records
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval.measure.prompts import render_first_turns
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY

@@ -24,7 +24,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat
 from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
-from data.servers.counts import DraftCounts
+from data.servers.serving_engines import DraftCounts
 from eval import serve
 from eval.decode.engine import decode_batch
 from heads.decoding.sampling import GREEDY

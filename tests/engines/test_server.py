@@ -26,10 +26,9 @@ from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
-from data.servers.endpoint import Endpoint
-from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
-from data.servers.pool import HiddenStatesPool
-from data.servers.versions import WRITINGS
+from data.servers.hidden_states import WRITINGS, HiddenStatesClient, ServerFeatureLayers
+from data.servers.http_client import Endpoint
+from data.servers.server_pool import HiddenStatesPool
 from eval import serve
 from eval.measure.answers import generate_greedy_answers
 from heads.target_model.model import FeatureLayers

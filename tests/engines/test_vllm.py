@@ -15,7 +15,7 @@ from environments import VLLM, counts_of_vllm, drafted, needs, opened, run
 from toys import eagle_head, noisy_head, save_target, texts, tokenizer
 
 from conf.settings.eagle import EagleForm
-from data.servers.counts import DraftCounts
+from data.servers.serving_engines import DraftCounts
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode

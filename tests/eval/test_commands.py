@@ -16,7 +16,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun, TreeSearchRun
 from conf.settings.target import TargetConfig
 from data.rows.records import load_records
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval import acceptance, speedup, tree_search
 from eval.decode.engine import decode
 from eval.measure.bench import compute_prompt_seed

@@ -14,7 +14,7 @@ from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
-from data.servers import endpoint as endpoint_module
+from data.servers import http_client as endpoint_module
 from eval import serve
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import compute_accepted_lengths, rank_candidates

@@ -16,7 +16,7 @@ from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.measure import AcceptanceRun, Mode
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval import acceptance
 from eval.measure.answers import generate_greedy_answers
 from eval.measure.bench import open_measurement

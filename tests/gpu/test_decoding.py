@@ -13,7 +13,7 @@ from toys import noisy_head, random_model
 from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig
-from data.features.writer import HostCopier
+from data.features.store_writer import HostCopier
 from eval.decode.captured import CaptureError, CudaGraph, GraphDecoder, compute_num_slots
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream_tokens

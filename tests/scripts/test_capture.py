@@ -23,9 +23,9 @@ from conf.errors import InputError
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import Dtype
-from data.features import writer
-from data.features.reader import FeatureStore, dequantize_batch
-from data.features.writer import HostCopier
+from data.features import store_writer as writer
+from data.features.store_reader import FeatureStore, dequantize_batch
+from data.features.store_writer import HostCopier
 from eval.measure.answers import generate_greedy_answers
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead

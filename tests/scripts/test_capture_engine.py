@@ -7,7 +7,7 @@ import torch
 from stores import NUM_LAYERS, SHARD_BYTES, captured, save_inputs, settings
 
 from conf.errors import InputError
-from data.features.reader import FeatureStore
+from data.features.store_reader import FeatureStore
 from heads.target_model.load import load_target
 from scripts.capture import capture
 from tests.servers import relaying, serving

@@ -11,7 +11,7 @@ from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from scripts import regenerate
 from scripts.answers.dialogue import Dialogue
 from scripts.answers.local import ConversationAnswerer

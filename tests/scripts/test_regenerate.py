@@ -14,8 +14,8 @@ from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
-from data.servers import endpoint as endpoint_module
-from data.servers.endpoint import retry_after_s
+from data.servers import http_client as endpoint_module
+from data.servers.http_client import retry_after_s
 from scripts import regenerate
 from tests import commands
 from tests.chats import assistant, chats, rows_in, user, write_rows

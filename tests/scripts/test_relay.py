@@ -22,11 +22,10 @@ from safetensors.torch import save, save_file
 from conf.errors import InputError
 from conf.settings.scripts import RelayRun
 from conf.settings.target import TargetConfig
-from data.servers import files
-from data.servers import relay as relay_client
-from data.servers.files import HiddenStatesError, make_lock_path
-from data.servers.relay import RelayFiles
-from data.servers.token import RELAY_TOKEN_VARIABLE
+from data.servers import state_files as files
+from data.servers import state_files as relay_client
+from data.servers.http_client import RELAY_TOKEN_VARIABLE
+from data.servers.state_files import HiddenStatesError, RelayFiles, make_lock_path
 from scripts import relay as relay_script
 from scripts.refusals import check_relay
 from scripts.relay import RelayServer

@@ -18,7 +18,7 @@ from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.scripts import RepairRun
 from conf.settings.target import TargetConfig
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import NoDraft, decode
 from heads.kinds import load_head
 from heads.target_model.load import load_target

@@ -9,7 +9,7 @@ from toy_head.head import ToyHead
 from conf.command.entry import Command
 from conf.settings.drafting import HeadRef
 from conf.settings.training import FrozenTargetRun
-from data.features.format import HIDDEN_STATES
+from data.features.store_format import HIDDEN_STATES
 from train.batch.supervision import SUPERVISION, gather_labels
 from train.loop import command
 from train.loss.sums import LossSums

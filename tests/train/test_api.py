@@ -23,7 +23,7 @@ from conf.command.entry import RECIPES
 from conf.errors import InputError
 from conf.settings.eagle import Divergence, EagleForm
 from conf.settings.target import Dtype
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import decode
 from eval.measure import stats
 from heads.decoding.sampling import GREEDY

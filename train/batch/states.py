@@ -2,8 +2,8 @@
 
 import torch
 
-from data.features.format import HIDDEN_STATES, LAYER_PREFIX
-from data.features.reader import dequantize_batch
+from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
+from data.features.store_reader import dequantize_batch
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.target_model.remote import RemoteTarget

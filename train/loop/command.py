@@ -19,10 +19,10 @@ from conf.errors import InputError
 from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig, TrainRun
 from data.embedded import fill_default_paths
-from data.features.reader import FeatureStore, TrainingData
-from data.prepared.pack import PackedDataset
+from data.features.store_reader import FeatureStore, TrainingData
+from data.prepared.packing import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
-from data.servers.endpoint import Endpoint
+from data.servers.http_client import Endpoint
 from eval.decode.generation_config import apply_generation_config
 from eval.measure.answers import LocalAnswerSource
 from eval.measure.engines import EngineAnswerSource, build_request_settings, open_states_pool

@@ -11,9 +11,9 @@ from itertools import accumulate, islice
 
 from torch import Tensor
 
-from data.features.format import HIDDEN_STATES
-from data.features.reader import StoredDataset, dequantize_batch
-from data.prepared.pack import PackedDataset
+from data.features.store_format import HIDDEN_STATES
+from data.features.store_reader import StoredDataset, dequantize_batch
+from data.prepared.packing import PackedDataset
 from eval.measure.answers import AnswerSource
 from eval.measure.replay import Replayable, rank_candidates, replay_tree
 from eval.measure.stats import PromptSteps, alpha, tau

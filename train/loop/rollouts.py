@@ -23,9 +23,9 @@ from conf.command.clock import Stopwatch
 from conf.command.run_record import find_changed_keys, to_json
 from conf.errors import InputError
 from conf.settings.training import RolloutConfig
-from data.prepared.pack import PackedDataset
-from data.servers.endpoint import Endpoint, request_continuations
-from data.templates.encoder import Sample
+from data.prepared.packing import PackedDataset
+from data.servers.http_client import Endpoint, request_continuations
+from data.templates.record_encoder import Sample
 from eval.decode.engine import Generation, Request, decode_many
 from eval.decode.generation_config import StopRules
 from eval.measure.engines import build_request_settings

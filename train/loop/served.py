@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.features.format import LAYER_PREFIX
-from data.prepared.pack import PackedDataset
-from data.servers.files import HiddenStatesError
-from data.servers.pool import HiddenStatesPool, join_documents, split_documents
+from data.features.store_format import LAYER_PREFIX
+from data.prepared.packing import PackedDataset
+from data.servers.server_pool import HiddenStatesPool, join_documents, split_documents
+from data.servers.state_files import HiddenStatesError
 
 STEPS_AHEAD = 4
 """Largest number of optimizer steps whose sequences are requested together."""

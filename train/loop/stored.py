@@ -11,10 +11,9 @@ from conf.command.run_record import find_changed_keys, format_changes, make_fing
 from conf.errors import InputError
 from conf.settings.data import DataConfig, PackedConfig, TeacherKind
 from conf.settings.target import Dtype, TargetConfig
-from data.features.format import EMBEDDINGS_AND_HEAD
-from data.features.manifest import StorePlan
-from data.features.reader import FeatureStore
-from data.prepared.folder import NON_CONTENT_SETTINGS
+from data.features.store_format import EMBEDDINGS_AND_HEAD, StorePlan
+from data.features.store_reader import FeatureStore
+from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import TargetIdentity, identify_target
 from heads.target_model.load import load_config_and_tokenizer

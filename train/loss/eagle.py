@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from conf.settings.eagle import StepNormalizer, UnrolledConfig
-from data.features.format import HIDDEN_STATES
+from data.features.store_format import HIDDEN_STATES
 from heads.vocab import DraftVocab
 from train.batch.supervision import STEP_TARGETS, SUPERVISION, Batch
 from train.loss.divergences import (

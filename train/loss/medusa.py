@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from data.features.format import HIDDEN_STATES
+from data.features.store_format import HIDDEN_STATES
 from heads.layers.projection import Projection
 from heads.target_model.adapter import Adapter
 from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead

@@ -15,20 +15,22 @@ from safetensors.torch import save
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import retry_io
+from conf.files import compute_file_checksum, retry_io
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
-from data.features.format import (
+from data.features.store_format import (
     TOKEN_COUNTS,
+    Manifest,
+    ShardEntry,
+    Split,
     StoreContents,
-    compute_file_checksum,
+    StorePlan,
     dequantize_states,
     is_shard_whole,
     quantize_states,
 )
-from data.features.manifest import Manifest, ShardEntry, Split, StorePlan
-from data.features.reader import FeatureStore, dequantize_batch
-from data.features.writer import (
+from data.features.store_reader import FeatureStore, dequantize_batch
+from data.features.store_writer import (
     ALIGNMENT,
     HostCopier,
     PlannedShard,

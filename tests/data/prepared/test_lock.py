@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from data.prepared import lock
-from data.prepared.lock import hold_lock
+from data.prepared import dataset_cache as lock
+from data.prepared.dataset_cache import hold_lock
 
 HOST = socket.gethostname()
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 from commands import ROOT, Command
+from tests.data.prepared.test_pack import exchange, make_tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from data.prepared import folder as prepared
+from data.prepared import dataset_cache as prepared
 from data.prepared import tokenise
-from data.prepared.folder import load_or_prepare_data
-from data.rows.files import Row, find_source
-from tests.data.prepared.test_pack import exchange, make_tokenizer
+from data.prepared.dataset_cache import load_or_prepare_data
+from data.rows.data_files import Row, find_source
 
 TOKENIZER = make_tokenizer()
 ROWS: list[Any] = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(24)]
@@ -31,8 +31,9 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{root!r}, {tests!r}]
 from conf.settings.data import DataConfig
-from data.prepared import folder as prepared, tokenise
-from data.templates.encoder import Encoder
+from data.prepared import tokenise
+from data.prepared import dataset_cache as prepared
+from data.templates.record_encoder import Encoder
 from tests.data.prepared.test_pack import make_tokenizer
 real, count = Encoder.encode, 0
 def watched(self, record):

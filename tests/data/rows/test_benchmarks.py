@@ -13,8 +13,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
+from data.rows.data_files import find_dataset_revision
 from data.rows.records import load_records
-from data.rows.version import find_dataset_revision
 
 SPEED = {
     "question_id": "0f3c", "category": "coding", "sub_category": "python", "source": "me/codes",

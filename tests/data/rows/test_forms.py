@@ -9,8 +9,10 @@ import pytest
 
 from conf.errors import InputError
 from conf.settings.data import COLUMNS, DataConfig, Form
-from data.rows.files import Row
-from data.rows.forms import (
+from data.rows.data_files import Row
+from data.rows.field_checks import MalformedRowError, format_found_value
+from data.rows.messages import REASONING, ROLES
+from data.rows.records import (
     CUT_OFF,
     FORMS,
     MASKS,
@@ -23,8 +25,6 @@ from data.rows.forms import (
     detect_form,
     parse_record,
 )
-from data.rows.messages import REASONING, ROLES
-from data.rows.values import MalformedRowError, format_found_value
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}

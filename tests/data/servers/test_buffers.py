@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import torch
 
-from data.servers.buffers import SMALL, BufferPool
+from data.servers.state_files import SMALL, BufferPool
 
 MB = 1 << 20
 

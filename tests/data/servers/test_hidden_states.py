@@ -6,10 +6,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers import endpoint as endpoint_module
-from data.servers import files
-from data.servers.endpoint import Endpoint
+from data.servers import http_client as endpoint_module
+from data.servers import state_files as files
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
+from data.servers.http_client import Endpoint
 from tests.servers import HIDDEN, EngineServer, state
 
 NUM_LAYERS = 4

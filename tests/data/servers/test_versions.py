@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import InputError
-from data.servers.hidden_states import ServerFeatureLayers
-from data.servers.versions import WHOLE_PROMPTS, writing_of
+from data.servers.hidden_states import WHOLE_PROMPTS, ServerFeatureLayers, writing_of
 from tests.data.servers.test_hidden_states import WRITTEN, engine, expected, taps
 from tests.servers import EngineServer
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.data.templates.test_encoder import CHATML, NO_SPECIAL, chat, make_tokenizer
 from tokenizers import processors
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form
-from data.prepared.folder import load_or_prepare_data
-from data.rows.records import Record
-from data.templates.encoder import RecordEncoder
-from data.templates.markers import TurnMarkers, find_rendered_start, find_turn_marker
+from data.prepared.dataset_cache import load_or_prepare_data
+from data.rows.records import Record, find_rendered_start, find_turn_marker
+from data.templates.record_encoder import RecordEncoder
+from data.templates.turns import TurnMarkers
 from tests.chats import write_rows
-from tests.data.templates.test_encoder import CHATML, NO_SPECIAL, chat, make_tokenizer
 from tests.data.templates.test_encoder_edges import adds_bos
 from tests.data.templates.test_families import FAMILIES, encoder
 

@@ -7,14 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 from templates import OSLO, POP_SYSTEM
-
-from conf.errors import InputError
-from conf.settings.data import Form
-from data.rows.files import Row
-from data.rows.forms import parse_record
-from data.rows.records import Record
-from data.templates.encoder import RecordEncoder, Sample, encode_text
-from data.templates.turns import find_turn, find_turns
 from tests.data.templates.test_encoder import (
     CHATML,
     HI,
@@ -24,6 +16,13 @@ from tests.data.templates.test_encoder import (
     marked,
     shown,
 )
+
+from conf.errors import InputError
+from conf.settings.data import Form
+from data.rows.data_files import Row
+from data.rows.records import Record, parse_record
+from data.templates.record_encoder import RecordEncoder, Sample, encode_text
+from data.templates.turns import find_turn, find_turns
 from tests.data.templates.test_families import (
     CALLS,
     FAMILIES,

@@ -15,7 +15,7 @@ from conf.settings.drafting import DraftModelConfig, HeadRef, SelfDraftConfig
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
 from eval.compare.methods import PromptDecoder

@@ -12,7 +12,7 @@ from toys import save_target
 
 from conf.errors import InputError
 from conf.settings.target import Dtype, TargetConfig
-from data.servers import endpoint
+from data.servers import http_client as endpoint
 from eval.measure.engines import open_states_pool
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target

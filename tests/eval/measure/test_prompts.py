@@ -3,7 +3,7 @@ from toys import CHATML, tokenizer
 
 from conf.errors import InputError
 from data.rows.records import Record
-from data.templates.encoder import RecordEncoder
+from data.templates.record_encoder import RecordEncoder
 from eval.measure.prompts import (
     Prompt,
     render_first_turns,

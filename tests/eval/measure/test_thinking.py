@@ -5,8 +5,8 @@ from toys import CHATML, random_target, tokenizer
 
 from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
-from data.rows.forms import Record
-from data.templates.encoder import RecordEncoder
+from data.rows.records import Record
+from data.templates.record_encoder import RecordEncoder
 from eval.compare.figures import summarise_speedup
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun

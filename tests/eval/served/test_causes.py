@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from data.servers.counts import DraftCounts
+from data.servers.serving_engines import DraftCounts
 from eval.measure.prompts import Prompt
 from eval.served.causes import ENOUGH, diagnose_differences
 from eval.served.check import CheckedText, DifferingToken

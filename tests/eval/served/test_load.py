@@ -2,9 +2,7 @@
 
 import pytest
 
-from data.servers.counts import DraftCounts
-from data.servers.protocols import StreamedText
-from data.servers.serving import LoadMeasurement
+from data.servers.serving_engines import DraftCounts, LoadMeasurement, StreamedText
 from eval.measure.prompts import Prompt
 from eval.served.load import WITH, WITHOUT, summarise_load
 

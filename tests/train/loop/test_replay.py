@@ -1,8 +1,8 @@
 import torch
 from toys import noisy_head, random_target
 
-from data.prepared.pack import PackedDataset
-from data.templates.encoder import Sample
+from data.prepared.packing import PackedDataset
+from data.templates.record_encoder import Sample
 from eval.decode.engine import decode
 from eval.measure.answers import LocalAnswerSource
 from eval.measure.stats import PromptSteps, tau

@@ -11,9 +11,9 @@ from toys import noisy_head, random_target, texts, tokenizer
 from conf.errors import InputError
 from conf.settings.medusa import MedusaRun
 from conf.settings.training import RolloutConfig
-from data.prepared.pack import PackedDataset
-from data.servers.endpoint import Endpoint
-from data.templates.encoder import Sample
+from data.prepared.packing import PackedDataset
+from data.servers.http_client import Endpoint
+from data.templates.record_encoder import Sample
 from eval.decode.engine import NoDraft, decode
 from heads.target_model.model import Target
 from tests.servers import ChatServer

@@ -23,7 +23,8 @@ from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import Medusa2Run, MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
-from data.servers import endpoint, files
+from data.servers import http_client as endpoint
+from data.servers import state_files as files
 from eval.measure import engines
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_config_and_tokenizer, load_target

@@ -21,7 +21,7 @@ from conf.settings.eagle import EagleConfig, EagleForm, EagleRun
 from conf.settings.medusa import MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
-from data.features.reader import StoredDataset
+from data.features.store_reader import StoredDataset
 from eval.measure.answers import LocalAnswerSource
 from heads.eagle.head import EagleHead
 from heads.kinds import load_head
@@ -356,7 +356,7 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.target import TargetConfig
 from conf.settings.scripts import CaptureRun
-from data.features.manifest import Manifest
+from data.features.store_format import Manifest
 from scripts.capture import capture
 from train.loop.stored import open_store
 

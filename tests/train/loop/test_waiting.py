@@ -8,8 +8,8 @@ import pytest
 import torch
 from toys import random_target, texts
 
-from data.prepared.pack import PackedDataset
-from data.templates.encoder import Sample
+from data.prepared.packing import PackedDataset
+from data.templates.record_encoder import Sample
 from train.loop import served
 from train.loop.waiting import WaitTimer, format_server_balance
 

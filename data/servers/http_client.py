@@ -5,6 +5,7 @@ import contextlib
 import email.utils
 import itertools
 import json
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,8 +16,8 @@ import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from conf.errors import InputError
+from data.rows.field_checks import MalformedRowError
 from data.rows.messages import format_call_arguments, parse_call_arguments
-from data.rows.values import MalformedRowError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -422,3 +423,21 @@ def _parse_call(call: dict) -> dict:
         raise RequestFailedError(f"a call of {function['name']}: {error}") from error
     function = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
+
+
+RELAY_TOKEN_VARIABLE = "HEADSMITH_RELAY_TOKEN"
+
+
+def find_relay_token() -> str | None:
+    """Token in this machine's environment; None if unset.
+
+    Raises:
+        InputError: the token cannot be sent.
+    """
+    found = os.environ.get(RELAY_TOKEN_VARIABLE)
+    if found and not (found.isascii() and found.isprintable() and " " not in found):
+        raise InputError(
+            f"{RELAY_TOKEN_VARIABLE}: cannot be sent; allowed are ASCII letters, digits and "
+            "signs, without spaces"
+        )
+    return found or None

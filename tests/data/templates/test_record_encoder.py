@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from conf.errors import InputError
 from data.rows.records import Record
-from data.templates.encoder import RecordEncoder, Sample
+from data.templates.record_encoder import RecordEncoder, Sample
 
 SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from conf.errors import InputError
 from data.rows.messages import Messages
-from data.templates.template import (
+from data.templates.chat_template import (
     ANSWER,
     PROBE_TOOLS,
     THOUGHT,

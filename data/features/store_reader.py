@@ -1,4 +1,4 @@
-"""Reader of feature stores (`data.features.format`). Letters: T tokens, D hidden, k, V."""
+"""Reader of feature stores (`data.features.store_format`). Letters: T tokens, D hidden, k, V."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -13,23 +13,22 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from conf.errors import InputError
-from conf.files import retry_io
-from data.features.format import (
+from conf.files import SAFETENSORS_SUFFIX, compute_file_checksum, retry_io
+from data.features.store_format import (
     NO_PROBABILITY,
-    SAFETENSORS_SUFFIX,
     SCALE,
     SPLITS,
     TEACHER_LOG_PROBS,
     TOKEN_COUNTS,
+    Manifest,
+    ShardEntry,
     ShardIndex,
     TensorSpec,
-    compute_file_checksum,
     dequantize_states,
     format_repair_advice,
     memory_of,
 )
-from data.features.manifest import Manifest, ShardEntry
-from data.prepared.pack import PackedDataset, VocabularySizes, check_token_ids
+from data.prepared.packing import PackedDataset, VocabularySizes, check_token_ids
 
 
 def dequantize_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

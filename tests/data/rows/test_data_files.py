@@ -12,7 +12,7 @@ import pytest
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
-from data.rows.files import Row, find_source, iter_rows
+from data.rows.data_files import Row, find_source, iter_rows
 from data.rows.records import load_records
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -22,11 +22,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
-from data.rows.forms import Record
 from data.rows.messages import Messages
-from data.templates.markers import TurnMarkers
-from data.templates.template import ChatTemplate, Tools
-from data.templates.turns import Turn, find_turns, is_left_out, is_rendered, remove_turn_ending
+from data.rows.records import Record
+from data.templates.chat_template import ChatTemplate, Tools
+from data.templates.turns import (
+    Turn,
+    TurnMarkers,
+    find_turns,
+    is_left_out,
+    is_rendered,
+    remove_turn_ending,
+)
 
 Span = tuple[int, int]
 EMPTY: Mapping[str, Any] = MappingProxyType({})

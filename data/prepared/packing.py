@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from conf.errors import InputError
-from data.templates.encoder import Sample
+from data.templates.record_encoder import Sample
 
 # Samples sorted and packed together: enough to fill sequences well, few enough to keep the
 # sequences of different windows alike.

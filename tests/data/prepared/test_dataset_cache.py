@@ -14,17 +14,17 @@ import datasets
 import pytest
 import torch
 from huggingface_hub import HfApi
+from tests.data.prepared.test_pack import CHATML, exchange, make_tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared import tokenise
-from data.prepared.folder import PreparedFolder, load_or_prepare_data
-from data.prepared.pack import PackedDataset
+from data.prepared.dataset_cache import PreparedFolder, load_or_prepare_data
+from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
 from data.rows.records import Record, load_records
-from data.templates import encoder
-from data.templates.encoder import RecordEncoder, Sample
-from tests.data.prepared.test_pack import CHATML, exchange, make_tokenizer
+from data.templates import record_encoder as encoder
+from data.templates.record_encoder import RecordEncoder, Sample
 
 ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(20)]
 TOKENIZER = make_tokenizer()

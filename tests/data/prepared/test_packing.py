@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared import prepare as preparing
-from data.prepared.pack import PackedDataset, pack_samples
+from data.prepared.packing import PackedDataset, pack_samples
 from data.prepared.prepare import DataReport, split_records
 from data.rows.records import NUM_BAD_SHOWN
-from data.templates.encoder import Sample
+from data.templates.record_encoder import Sample
 from tests.data.templates import test_encoder
 
 CHATML = (

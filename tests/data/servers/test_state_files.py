@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from conf.errors import InputError
-from data.servers import files
-from data.servers.files import (
+from data.servers import state_files as files
+from data.servers.state_files import (
     HiddenStatesError,
     SharedFolder,
     delete_old_files,

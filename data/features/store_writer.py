@@ -16,14 +16,8 @@ import xxhash
 from torch import Tensor
 
 from conf.errors import InputError
-from conf.files import retry_io, write_atomically
-from data.features.format import (
-    SAFETENSORS_SUFFIX,
-    ShardIndex,
-    TensorSpec,
-    compute_checksum,
-    memory_of,
-)
+from conf.files import SAFETENSORS_SUFFIX, compute_checksum, retry_io, write_atomically
+from data.features.store_format import ShardIndex, TensorSpec, memory_of
 
 SHARD_BYTES = 512 * 2**20
 NUM_WRITERS = 2

@@ -12,7 +12,7 @@ from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
-from data.templates.replies import parse_reply, thinking_tags
+from data.templates.reply_parser import parse_reply, thinking_tags
 from scripts import regenerate
 from tests.chats import assistant as said
 from tests.chats import rows_in, user, write_rows

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.servers.counts import DraftCounts
+from data.servers.serving_engines import DraftCounts
 
 
 def test_whole_drafts_count_beyond_the_text() -> None:

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from conf.errors import InputError
-from data.prepared.pack import PackedDataset
-from data.servers import endpoint as endpoint_module
-from data.servers import files, pool
-from data.servers.files import HiddenStatesError
+from data.prepared.packing import PackedDataset
+from data.servers import http_client as endpoint_module
+from data.servers import server_pool as pool
+from data.servers import state_files as files
 from data.servers.hidden_states import HiddenStatesClient
-from data.servers.pool import MOST_FAILURES, HiddenStatesPool
-from data.templates.encoder import Sample
+from data.servers.server_pool import MOST_FAILURES, HiddenStatesPool
+from data.servers.state_files import HiddenStatesError
+from data.templates.record_encoder import Sample
 from tests.data.servers.test_hidden_states import WRITTEN, assert_same, engine, expected
 from tests.servers import HIDDEN, EngineServer
 

@@ -10,10 +10,15 @@ its chat template, settings, and the code that reads rows. It lies in `data.prep
 
 import hashlib
 import json
+import os
+import socket
 import sys
+import threading
 import time
+import uuid
 from collections import Counter
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -28,12 +33,10 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.command.run_record import compute_code_checksum, to_json
 from conf.errors import InputError
-from conf.files import cache_dir
+from conf.files import READ_BYTES, SAFETENSORS_SUFFIX, cache_dir
 from conf.settings.data import Form, OnBadRow, PackedConfig
-from data.features.format import READ_BYTES, SAFETENSORS_SUFFIX
 from data.prepared import tokenise
-from data.prepared.lock import hold_lock
-from data.prepared.pack import TokenChunk, TokenisedSamples
+from data.prepared.packing import TokenChunk, TokenisedSamples
 from data.prepared.tokenise import (
     BadRow,
     PreparedShard,
@@ -42,11 +45,113 @@ from data.prepared.tokenise import (
     num_cores,
     write_shard_file,
 )
-from data.rows import files, forms, messages, values
-from data.rows.files import DataSource, find_source, iter_rows
-from data.rows.forms import NUM_ROWS_TO_DETECT, detect_form
-from data.templates import encoder, markers, template, turns
-from data.templates.encoder import RecordEncoder
+from data.rows import data_files as files
+from data.rows import field_checks as values
+from data.rows import messages
+from data.rows import records as forms
+from data.rows.data_files import DataSource, find_source, iter_rows
+from data.rows.records import NUM_ROWS_TO_DETECT, detect_form
+from data.templates import chat_template as template
+from data.templates import record_encoder as encoder
+from data.templates import turns
+from data.templates import turns as markers
+from data.templates.record_encoder import RecordEncoder
+
+BEAT_S = 5.0
+STALE_S = 60.0
+"""Seconds without an update after which a holder counts as dead."""
+POLL_S = 0.2
+
+
+@contextmanager
+def hold_lock(
+    path: Path, ready: Callable[[], bool], waiting: Callable[[str], None]
+) -> Iterator[bool]:
+    """Hold a lock, or wait until its holder's result is ready.
+
+    Args:
+        path: path of the lock.
+        ready: function that tells whether the result is ready.
+        waiting: function called once with the name of the holder.
+
+    Yields:
+        Whether this process holds the lock.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
+    if not _take_lock(path, mine, ready, waiting):
+        yield False
+        return
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(path)
+
+    beating = threading.Thread(target=beat, daemon=True)
+    beating.start()
+    try:
+        yield True
+    finally:
+        done.set()
+        beating.join()
+        if _read_holder(path)[0] == mine:
+            path.unlink(missing_ok=True)
+
+
+def _take_lock(
+    path: Path, mine: str, ready: Callable[[], bool], waiting: Callable[[str], None]
+) -> bool:
+    seen, since, told = ("", 0), time.monotonic(), False
+    while not _create_lock_file(path, mine):
+        if ready():
+            return False
+        holder, now = _read_holder(path), time.monotonic()
+        if holder != seen:
+            # Clocks of machines differ, so the stamp only has to move, as seen from here.
+            seen, since = holder, now
+        host, pid, _ = f"{holder[0]}  ".split(" ", 2)
+        if now - since > STALE_S or _is_dead(host, pid):
+            path.unlink(missing_ok=True)
+            continue
+        if pid and not told:
+            told = True
+            waiting(f"process {pid} on {host}")
+        time.sleep(POLL_S)
+    return True
+
+
+def _create_lock_file(path: Path, mine: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        file.write(mine)
+    return True
+
+
+def _read_holder(path: Path) -> tuple[str, int]:
+    """Holder and time of its last update; an empty name if the file is gone."""
+    with suppress(FileNotFoundError):
+        return path.read_text(), path.stat().st_mtime_ns
+    return "", 0
+
+
+def _is_dead(host: str, pid: str) -> bool:
+    if host != socket.gethostname() or not pid:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
 
 INDEX = "index.json"
 RULE = (encoder, files, forms, markers, messages, template, tokenise, turns, values)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from data.servers.files import HiddenStatesError
 from data.servers.hidden_states import HiddenStatesClient, RequestSettings, ServerUnavailableError
+from data.servers.state_files import HiddenStatesError
 
 Result = TypeVar("Result")
 
@@ -220,7 +220,7 @@ class HiddenStatesPool:
         One sequence often has fewer documents than keep the servers busy.
 
         Args:
-            rows: items of `data.prepared.pack.PackedDataset`, of T tokens.
+            rows: items of `data.prepared.packing.PackedDataset`, of T tokens.
 
         Yields:
             Tensors as from `read`, each [T, D], with zeros on padding; in order.
