@@ -50,8 +50,8 @@ from eval.tune.confidence import (
     fit_calibration,
 )
 from eval.tune.cost import CostCurve, build_typical_context, measure_step_costs
-from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Draft, Drafter, Roots
+from heads.decoding.head_drafter import Calibration
 from heads.decoding.tree import Tree
 
 COSTS = -1

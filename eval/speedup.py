@@ -50,7 +50,7 @@ from eval.measure.handed_on import export_results
 from eval.measure.stats import format_interval
 from eval.report.figures import plot_concurrency, plot_speedup
 from eval.report.page import write_html_page
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
 from heads.mtp.checkpoint import has_mtp_layer
 
 MAX_NODES = 256  # of any tree

@@ -4,8 +4,10 @@ Letters: F width of a hidden state, H hidden, W draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from itertools import permutations
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,15 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from heads.decoding.chains import Calibration
+from conf.errors import InputError
 from heads.decoding.drafting import Drafter
-from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
+from heads.decoding.head_drafter import Calibration, ChainDrafter, DynamicTreeDrafter
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DraftShape, DynamicShape
-from heads.head import UNKNOWN, DraftHead
-from heads.layers.projection import Projection
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.draft_head import UNKNOWN, DraftHead
+from heads.target_model import architecture as sizes
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
+from heads.vocab import DraftVocab
 
 
 class FeatureHead(DraftHead):
@@ -113,3 +116,201 @@ class FeatureHead(DraftHead):
             return self.lm_head(outputs)
         weight = self.target.output_head.weight
         return self.target.compute_logits(outputs.to(weight.dtype)).to(outputs.dtype)
+
+
+FUSED = ("fc.weight", "input_norm.weight", "mask_hidden")
+"""Tensors whose last dimension concatenates the hidden states."""
+USUAL_THETAS = (1e4, 1e6)
+"""Values of theta that readers assume if files name none."""
+ALL_ORDERS = 3
+"""Largest number of hidden states of which every order is tried."""
+ConfigVariants = Iterator[tuple[str, Any]]
+
+
+def make_config_variant(
+    head: Any,
+    vocab: DraftVocab | None = None,
+    tensors: dict[str, Tensor] | None = None,
+    **settings: Any,
+) -> Any:
+    """Put the same weights under other settings.
+
+    Args:
+        head: attached head.
+        vocab: another draft vocabulary of the same size.
+        tensors: replacements of tensors in `state_dict`.
+        settings: fields of the config.
+    """
+    other = type(head)(replace(head.config, **settings), vocab or head.vocab)
+    other.load_state_dict(head.state_dict() | (tensors or {}), assign=True)
+    return other.attach(head.target).eval()
+
+
+def iter_layer_variants(head: Any, usual: Callable[[int], Sequence[int]]) -> ConfigVariants:
+    """Other hidden states: all, or the last, off by one; or those of new heads.
+
+    Args:
+        head: attached head.
+        usual: function that gives a new head's hidden states by the number of layers; raises an
+            `InputError` for too few.
+    """
+    try:
+        fresh = tuple(usual(head.target.num_layers))
+    except InputError:
+        fresh = ()
+    stated, known = head.config.layers, range(head.target.num_layers)
+    near = [tuple(index + step for index in stated) for step in (-1, 1)]
+    ends = [(*stated[:-1], stated[-1] + step) for step in (-1, 1)]
+    tried = {stated}
+    for each in (*near, *ends, fresh):
+        fits = len(set(each)) == len(stated) and set(each) <= set(known)
+        if fits and each not in tried:
+            tried.add(each)
+            yield (
+                f"hidden states {_format_layers(each)}, not {_format_layers(stated)}",
+                make_config_variant(head, layers=each),
+            )
+
+
+def iter_order_variants(head: Any) -> ConfigVariants:
+    """Other orders of the hidden states; if many: rising, falling, or with an end moved."""
+    stated = head.config.layers
+    rising = tuple(sorted(stated))
+    moved = (rising, rising[::-1], (*rising[1:], rising[0]), (rising[-1], *rising[:-1]))
+    every = permutations(rising) if len(rising) <= ALL_ORDERS else moved
+    for order in dict.fromkeys(every):
+        if order != stated:
+            yield f"features in the order {_format_layers(order)}", _reorder_features(head, order)
+
+
+def _reorder_features(head: Any, order: Sequence[int]) -> Any:
+    """Reorder so that fused part j is hidden state `order[j]`; parts end up in rising order."""
+    places, state = sorted(range(len(order)), key=order.__getitem__), head.state_dict()
+    tensors = {name: reorder_parts(state[name], places) for name in FUSED if name in state}
+    for place, old in enumerate(places):
+        name = f"fc_norm.{old}.weight"
+        if name in state:
+            tensors[f"fc_norm.{place}.weight"] = state[name]
+    return make_config_variant(head, tensors=tensors, layers=tuple(sorted(order)))
+
+
+def reorder_parts(tensor: Tensor, places: Sequence[int]) -> Tensor:
+    """[..., n * size] with its n parts reordered."""
+    chunks = tensor.chunk(len(places), dim=-1)
+    return torch.cat([chunks[place] for place in places], dim=-1)
+
+
+def flip_setting(head: Any, name: str) -> tuple[str, Any]:
+    """Reading with the opposite of a boolean setting."""
+    other: dict[str, Any] = {name: not getattr(head.config, name)}
+    return f"{name}={str(other[name]).lower()}", make_config_variant(head, **other)
+
+
+def iter_rope_variants(head: Any) -> ConfigVariants:
+    """The target's RoPE, the head's without scaling, and usual values of theta."""
+    stated: dict[str, Any] = head.config.llama.rope_parameters
+    theirs, plain = sizes.find_rope(head.target.config), {"rope_type": "default"}
+    found = {
+        f"the target's RoPE ({_format_rope(theirs)})": theirs,
+        "RoPE without scaling": {**plain, "rope_theta": stated["rope_theta"]},
+        **{f"RoPE with theta {theta:g}": {**stated, "rope_theta": theta} for theta in USUAL_THETAS},
+    }
+    tried = [stated]
+    for words, rope in found.items():
+        if rope not in tried:
+            tried.append(rope)
+            llama = deepcopy(head.config.llama)
+            llama.rope_parameters = rope
+            yield words, make_config_variant(head, llama=llama)
+
+
+def iter_vocab_variants(head: Any) -> ConfigVariants:
+    """A map of draft ids as target ids, if it could be read as offsets."""
+    vocab = head.vocab
+    ids = vocab.compute_offsets()
+    if not vocab.is_full and bool((ids.diff() > 0).all()):
+        yield (
+            "d2t holds target ids, not offsets",
+            make_config_variant(head, DraftVocab(ids, vocab.size)),
+        )
+
+
+def _format_rope(rope: dict[str, Any]) -> str:
+    return f"{rope['rope_type']}, theta {rope['rope_theta']:g}"
+
+
+def _format_layers(layers: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, layers))}]"
+
+
+def choose_mask_token(target: EmbeddingsAndOutputHead, asked: int | None) -> int:
+    """Choose the mask token: the one asked for, or one that no text uses.
+
+    Default: the first embedding row after the tokenizer's ids (the last row without a tokenizer),
+        or else a token named as mask, reserved, unused or padding.
+
+    Raises:
+        InputError: the id is out of range, begins or ends texts, or no token is free.
+    """
+    size, tokenizer = len(target.embedding.weight), target.tokenizer
+    if asked is not None:
+        if not 0 <= asked < size:
+            raise InputError(
+                f"head.mask_token_id={asked}: must be from 0 to {size - 1}, a row of the "
+                f"embedding of target.path={target.name}"
+            )
+        if asked in target.stop_ids:
+            raise InputError(
+                f"head.mask_token_id={asked}: ends texts of target.path={target.name}; name a "
+                "token that its texts do not use"
+            )
+        return asked
+    # Without a tokenizer the texts are unknown too.
+    found = size - 1 if tokenizer is None else _free_token(target, size)
+    if found is None:
+        raise InputError(
+            f"head.mask_token_id is unset: target.path={target.name} has no spare token, as all "
+            f"{size} rows of its embedding have a token and none is called mask, reserved, unused "
+            f"or pad; set it to a token that its texts do not use{_suggest_mask_token(target)}"
+        )
+    return found
+
+
+def _suggest_mask_token(target: EmbeddingsAndOutputHead) -> str:
+    """Suggest a special token that chats do not use; empty if all may be used."""
+    tokenizer = target.tokenizer
+    used = (str(tokenizer.chat_template), *map(str, tokenizer.special_tokens_map.values()))
+    for index, token in sorted(tokenizer.added_tokens_decoder.items()):
+        name = str(token.content)
+        if token.special and not any(name in text for text in used):
+            return f", such as head.mask_token_id={index} ({name})"
+    return ""
+
+
+def _free_token(target: EmbeddingsAndOutputHead, size: int) -> int | None:
+    tokenizer = target.tokenizer
+    if len(tokenizer) < size:
+        return len(tokenizer)
+    special = [(str(token.content).lower(), index)
+               for index, token in sorted(tokenizer.added_tokens_decoder.items())
+               if token.special and index < size and index not in target.stop_ids]  # fmt: skip
+    for word in ("mask", "reserved", "unused", "pad"):
+        for name, index in special:
+            if word in name:
+                return index
+    return None
+
+
+def iter_mask_token_variants(head: Any) -> ConfigVariants:
+    """Other mask tokens: the default of a new head, the tokenizer's own, first and last ids."""
+    target: EmbeddingsAndOutputHead = head.target
+    tokenizer, size = target.tokenizer, len(target.embedding.weight)
+    names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id", "bos_token_id")
+    own = [getattr(tokenizer, name, None) for name in names]
+    try:
+        free = choose_mask_token(target, None)
+    except InputError:
+        free = None
+    for token in dict.fromkeys((free, *own, 0, size - 1)):
+        if token not in (None, head.config.mask_token_id):
+            yield f"mask token {token}", make_config_variant(head, mask_token_id=token)

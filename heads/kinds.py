@@ -6,20 +6,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from conf.errors import InputError
-from heads.blocks import gguf as blocks_gguf
-from heads.dflash.head import DFlashHead
-from heads.dflash2.head import DFlash2Head
-from heads.dspark.head import DSparkHead
-from heads.eagle import gguf as eagle_gguf
-from heads.eagle.head import EagleHead
+from heads.blocks import layouts as blocks_gguf
+from heads.blocks.dflash import DFlashHead
+from heads.blocks.dflash2 import DFlash2Head
+from heads.blocks.dspark import DSparkHead
+from heads.draft_head import WEIGHTS, DraftHead
+from heads.eagle import layouts as eagle_gguf
+from heads.eagle.eagle import EagleHead
+from heads.eagle.peagle import PEagleHead
 from heads.export.gguf import GgufFile, Value
-from heads.folders import PROVENANCE, find_head_gguf
-from heads.head import WEIGHTS, DraftHead
-from heads.medusa.head import MedusaHead
-from heads.mtp.head import MtpHead
-from heads.peagle.head import PEagleHead
-from heads.storage import locate_head, write_head_folder
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.folders import PROVENANCE, find_head_gguf, locate_head, write_head_folder
+from heads.medusa import MedusaHead
+from heads.mtp.mtp import MtpHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
 HEADS: dict[str, type[DraftHead]] = {

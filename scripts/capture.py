@@ -54,7 +54,7 @@ from data.features.store_writer import (
 from eval.decode.generation_config import try_generation_config
 from eval.measure.answers import AnswerSource
 from eval.measure.processes import join_processes
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_config_and_tokenizer, load_target
 from heads.target_model.remote import RemoteTarget
 from scripts.store.plan import CaptureJob, check_disk, describe_target, plan_capture

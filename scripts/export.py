@@ -24,13 +24,16 @@ from conf.errors import InputError
 from conf.files import split_gguf_path
 from data.embedded import TARGET_PATH, is_embedded
 from eval.parity.gate import check_parity
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import check_export_target, check_format, export_head
-from heads.folders import PROVENANCE
+from heads.draft_head import UNKNOWN
+from heads.export.writer import (
+    check_export_target,
+    check_format,
+    compute_reference_tensors,
+    export_head,
+)
+from heads.folders import PROVENANCE, locate_head
 from heads.gguf_target import load_gguf_target
-from heads.head import UNKNOWN
 from heads.kinds import load_local_head
-from heads.storage import locate_head
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
 from scripts.publish.staging import load_json

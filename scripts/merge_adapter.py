@@ -19,8 +19,8 @@ if __name__ == "__main__":
 import torch
 
 from conf.settings.target import Dtype
+from heads.folders import write_folder
 from heads.mtp.checkpoint import has_mtp_layer
-from heads.storage import write_folder
 from heads.target_model.adapter import apply_adapter, merge_into_weights
 from heads.target_model.load import load_config_and_tokenizer, load_model, resolve_dtype
 

@@ -29,6 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conf.errors import InputError
+from heads.folders import locate_head
 from heads.kinds import load_local_head
 from heads.mtp.checkpoint import (
     count_declared_layers,
@@ -38,10 +39,8 @@ from heads.mtp.checkpoint import (
     load_model_config,
 )
 from heads.mtp.families import FAMILIES
-from heads.mtp.head import MtpHead
-from heads.mtp.left_alone import find_unlisted_modules
-from heads.mtp.stitch import find_matrix_modules, stitch_layer
-from heads.storage import locate_head
+from heads.mtp.mtp import MtpHead
+from heads.mtp.stitch import find_matrix_modules, find_unlisted_modules, stitch_layer
 from heads.target_model.weight_files import find_weight_files, load_tensor_table
 
 

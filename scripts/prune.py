@@ -45,12 +45,10 @@ from eval.report.figures import plot_pruning
 from eval.tune.cost import measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.folders import PROVENANCE
-from heads.head import DraftHead, check_depth
+from heads.draft_head import DraftHead, check_depth
+from heads.folders import PROVENANCE, locate_head
 from heads.kinds import load_head
-from heads.layers.low_rank import check_rank, reduce_rank
-from heads.layers.packed import pack_weights
-from heads.storage import locate_head
+from heads.layers.fast_linear import check_rank, pack_weights, reduce_rank
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
@@ -256,7 +254,7 @@ def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int |
     Args:
         head: gets the target's dtype, and low-rank output heads.
         target: lends its output head to a head without one.
-        rank: see `heads.layers.low_rank`; None keeps output heads as they are.
+        rank: see `heads.layers.fast_linear`; None keeps output heads as they are.
 
     Returns:
         Ids, rank, and bytes of weights without embeddings.

@@ -25,8 +25,8 @@ if __name__ == "__main__":
 from conf.errors import InputError
 from conf.settings.export import HubLayout
 from data.embedded import is_embedded
+from heads.draft_head import DraftHead
 from heads.folders import PROVENANCE
-from heads.head import DraftHead
 from heads.kinds import load_head
 from scripts.publish.card import (
     CardFacts,

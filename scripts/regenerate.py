@@ -48,7 +48,7 @@ from data.servers.http_client import (
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.generation_config import apply_generation_config
 from eval.measure.prompts import select_user_messages
-from heads.layers.packed import pack_weights
+from heads.layers.fast_linear import pack_weights
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
     load_generation_config,

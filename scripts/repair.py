@@ -39,7 +39,7 @@ from eval.measure.bench import Measurement, open_measurement, write_result
 from eval.measure.replay import rank_candidates, replay_tree
 from eval.measure.stats import PromptSteps, compare_tau, tau
 from heads.decoding.tree import Tree
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
 from heads.kinds import load_head
 
 DECLARED = "as its files say"

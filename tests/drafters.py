@@ -20,18 +20,16 @@ from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode
+from heads.blocks.block_head import BlockHead
 from heads.blocks.drafter import BlockChain, BlockTree
-from heads.blocks.head import BlockHead
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.head import EagleHead
-from heads.medusa.drafter import MedusaDrafter
-from heads.medusa.head import MedusaHead
-from heads.peagle.drafter import PEagleChain, PEagleTree
-from heads.peagle.head import PEagleHead
+from heads.eagle.eagle import EagleHead
+from heads.eagle.peagle import PEagleChain, PEagleHead, PEagleTree
+from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.model import Target, TargetOutput
 
 WINDOW, SHORT_WINDOW = 48, 32

@@ -14,8 +14,8 @@ from conf.settings.target import Dtype, TargetConfig
 from data.servers.serving_engines import DraftCounts
 from eval.decode.engine import decode
 from heads.decoding.drafting import Drafter
-from heads.eagle.branches import BranchCache, build_causal_range
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
+from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.target_model.load import load_target
 from heads.target_model.model import Target

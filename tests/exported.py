@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.settings.eagle import EagleConfig, EagleForm
-from heads.eagle.branches import BranchCache, build_causal_range
-from heads.eagle.config import build_config_json
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
+from heads.eagle.layouts import build_config_json
+from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
-from heads.medusa.head import MedusaHead
+from heads.medusa import MedusaHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

@@ -10,12 +10,11 @@ from toys import noisy_head, random_target
 
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from conf.settings.export import ExportFormat
+from heads import medusa
+from heads.draft_head import DraftHead
 from heads.eagle import layouts as eagle_layouts
-from heads.eagle.head import EagleHead
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import export_head
-from heads.head import DraftHead
-from heads.medusa import export as medusa
+from heads.eagle.eagle import EagleHead
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

@@ -15,13 +15,13 @@ from conf.settings.eagle import (
     OutputHead,
     PEagleConfig,
 )
+from heads.blocks.dflash import DFlashHead
+from heads.blocks.dflash2 import DFlash2Head
+from heads.blocks.dspark import DSparkHead
 from heads.decoding.drafting import CommittedTokens, Drafter
-from heads.dflash.head import DFlashHead
-from heads.dflash2.head import DFlash2Head
-from heads.dspark.head import DSparkHead
-from heads.eagle.head import EagleHead
-from heads.mtp.head import MtpHead, build_mtp_config
-from heads.peagle.head import PEagleHead
+from heads.eagle.eagle import EagleHead
+from heads.eagle.peagle import PEagleHead
+from heads.mtp.mtp import MtpHead, build_mtp_config
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.dflash import DFlashObjective

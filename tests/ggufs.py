@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from toys import random_model, tokenizer
 
-from heads.export.gguf import Value, write_gguf
-from heads.export.llamacpp import (
+from heads.export.gguf import (
+    Value,
     build_vocab_metadata,
     interleave_rows,
     rope_divisors,
     rope_metadata,
+    write_gguf,
 )
 from heads.target_model.model import Target
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from stores import files
 
 from conf.errors import InputError
-from heads import storage
+from heads import folders as storage
 from tests.train.parallel.test_launch import (
     ENV,
     ROOT,

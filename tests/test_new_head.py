@@ -37,7 +37,7 @@ from heads.decoding.drafting import CommittedTokens, Drafter, Roots
 from heads.decoding.head_drafter import HeadDrafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.head import WEIGHTS, DraftHead
+from heads.draft_head import WEIGHTS, DraftHead
 from heads.kinds import HEADS, load_head
 from heads.target_model.load import load_target
 from heads.target_model.model import TargetOutput

@@ -20,8 +20,7 @@ from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 from data.rows.data_files import check_data_paths, find_source
-from heads.folders import check_head_files, check_target_files
-from heads.storage import locate_head
+from heads.folders import check_head_files, check_target_files, locate_head
 from scripts.publish.card import is_hub_id
 
 SIZES = {"model_type": "llama", "hidden_size": 8, "vocab_size": 32}
@@ -64,7 +63,7 @@ def test_what_is_neither_here_nor_an_id_is_refused(path: str) -> None:
 
 def test_every_judge_of_paths_takes_both_forms_of_an_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "heads.storage._download_snapshot", lambda path, _: Path(folder(f"got/{path}", {}))
+        "heads.folders._download_snapshot", lambda path, _: Path(folder(f"got/{path}", {}))
     )
     for path in ("gpt2", "openai-community/gpt2"):
         assert find_source(path).files == ()

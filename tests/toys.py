@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.tree import Tree
-from heads.eagle.head import EagleHead
-from heads.medusa.head import MedusaHead
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaHead
 from heads.target_model.load import choose_attentions
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab

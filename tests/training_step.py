@@ -17,8 +17,8 @@ from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
-from heads.eagle.head import EagleHead
-from heads.medusa.head import MedusaHead
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective

@@ -28,10 +28,10 @@ from eval.measure import replay, stats
 from heads import kinds
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
+from heads.draft_head import UNKNOWN, DraftHead
 from heads.export.writer import check_format
-from heads.head import UNKNOWN, DraftHead
 from heads.target_model import load
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 from train import schedule

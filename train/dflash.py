@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from torch import Tensor
 
-from heads.dflash.head import DFlashHead
+from heads.blocks.dflash import DFlashHead
 from train.batch.supervision import STEP_TARGETS, Batch, StepTargets
 from train.blocks.objective import BlockObjective
 from train.loop import command

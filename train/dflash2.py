@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from conf.settings.blocks import DFlash2Config
-from heads.dflash2.head import DFlash2Head
+from heads.blocks.dflash2 import DFlash2Head
 from train.batch.supervision import STEP_TARGETS, Batch, StepTargets, gather_labels
 from train.blocks.objective import BlockObjective
 from train.loop import command

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from conf.settings.blocks import DSparkConfig, Markov
-from heads.dspark.head import DSparkHead
+from heads.blocks.dspark import DSparkHead
 from train.batch.supervision import STEP_TARGETS, Batch, StepTargets
 from train.blocks.objective import BlockObjective
 from train.loop import command

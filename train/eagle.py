@@ -29,9 +29,9 @@ from torch.profiler import record_function
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, TokenNormalizer
 from data.features.store_format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
-from heads.eagle.branches import BranchCache, build_causal_range
-from heads.eagle.head import EagleHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.eagle.eagle import EagleHead
+from heads.layers.branch_attention import BranchCache, build_causal_range
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from train.batch.states import collect_states
 from train.batch.supervision import (
     DOCUMENTS,

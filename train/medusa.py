@@ -18,8 +18,8 @@ from torch import Tensor
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Schedule
 from data.features.store_format import HIDDEN_STATES
-from heads.medusa.head import MedusaHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.medusa import MedusaHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 from train.batch.supervision import SUPERVISION, Batch
 from train.loop import command, resume

@@ -18,11 +18,13 @@ COMMAND = Command(__doc__, Medusa2Run, "medusa2", check=check_training)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
+import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from conf.errors import InputError
@@ -31,9 +33,9 @@ from conf.settings.training import Optimizer
 from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
 from eval.measure.answers import LocalAnswerSource
-from heads.medusa.adapted import AdaptedMedusa
-from heads.target_model.adapter import Adapter
-from heads.target_model.model import Target
+from heads.medusa import MedusaHead
+from heads.target_model.adapter import WEIGHTS, Adapter
+from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 from train.batch.states import add_target_states
 from train.batch.supervision import NOISE_SEEDS, SUPERVISION, Batch
@@ -52,6 +54,49 @@ from train.loss.teachers import HiddenTeacher
 from train.medusa import main as of_heads
 from train.objective import Objective, ParameterGroup
 from train.parallel import processes
+
+
+class AdaptedMedusa(nn.Module):
+    """Medusa heads with the adapter of the target that they read."""
+
+    def __init__(self, heads: MedusaHead, adapter: Adapter) -> None:
+        super().__init__()
+        self.heads = heads
+        self.adapter = adapter
+        self.taps = heads.taps
+
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """The heads' candidates. See `MedusaHead.candidates`."""
+        return self.heads.compute_candidates(output, token_ids, first, depth, width)
+
+    def find_output_heads(self) -> list[Tensor]:
+        """The heads' output heads. See `MedusaHead.output_heads`."""
+        return self.heads.find_output_heads()
+
+    def find_embeddings(self) -> list[Tensor]:
+        """The heads' embeddings. See `DraftHead.embeddings`."""
+        return self.heads.find_embeddings()
+
+    def compile_layers(self) -> None:
+        """Compile the heads. See `DraftHead.compile_layers`."""
+        self.heads.compile_layers()
+
+    def save(self, folder: Path, provenance: dict[str, object]) -> None:
+        """Write the heads to `folder` and the adapter to `adapter` beside it.
+
+        The heads' `headsmith.json` names their adapter and its checksum.
+
+        Raises:
+            InputError: the disk is full or not writable.
+        """
+        beside = folder.parent / "adapter"
+        self.adapter.save(beside, provenance)
+        with (beside / WEIGHTS).open("rb") as file:
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        belongs = {"adapter": {"path": str(beside), "sha256": checksum}}
+        self.heads.save(folder, {**provenance, **belongs})
 
 
 class Medusa2Objective(Objective):

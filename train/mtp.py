@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from conf.errors import InputError
 from heads.mtp.checkpoint import find_mtp_layers, format_dropped_layers
-from heads.mtp.head import MtpHead
+from heads.mtp.mtp import MtpHead
 from train.eagle import EagleObjective
 from train.loop import command
 from train.loss import sizes

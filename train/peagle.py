@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from conf.settings.eagle import PEagleConfig
-from heads.eagle.branches import build_causal_range
-from heads.peagle.head import PEagleHead
-from heads.peagle.network import KeysValues, make_list_store
+from heads.eagle.peagle import KeysValues, PEagleHead, make_list_store
+from heads.layers.branch_attention import build_causal_range
 from train.batch.states import collect_states
 from train.batch.supervision import (
     DOCUMENTS,

@@ -40,9 +40,8 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree, make_default_tree
 from heads.kinds import HEADS
-from heads.layers.low_rank import make_low_rank_target
-from heads.layers.packed import pack_weights
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.layers.fast_linear import make_low_rank_target, pack_weights
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 

@@ -21,8 +21,8 @@ from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens
 from heads.decoding.tree import Tree
+from heads.devices import to_device
 from heads.target_model.model import FeatureLayers, Target, iter_prefill
-from heads.upload import to_device
 
 ROOT_ALONE = Tree.make_chain(0)
 DrafterFactory = Callable[[list[int]], Drafter]

@@ -26,7 +26,7 @@ from transformers import (
 from conf.errors import InputError
 from heads.decoding.drafting import TreeLayout, build_tree_layout
 from heads.decoding.tree import Tree
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 
 Processor = Callable[[Tensor, Tensor], Tensor]

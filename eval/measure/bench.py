@@ -41,9 +41,8 @@ from eval.measure.prompts import (
 )
 from eval.refusals import check_measurement
 from heads.decoding.sampling import Sampling
-from heads.layers.low_rank import reduce_rank
-from heads.layers.packed import pack_weights
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.layers.fast_linear import pack_weights, reduce_rank
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import (
     compute_weights_checksum,
     format_target_change,

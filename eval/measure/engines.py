@@ -21,8 +21,8 @@ from data.servers.state_files import RelayFiles, StateFiles
 from eval.decode.generation_config import StopRules
 from eval.measure.answers import AnswerWithStates
 from eval.measure.engine_probe import EarlyState, EngineProbe, format_probe
-from heads.target_model.attention_pattern import AttentionPattern
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.architecture import AttentionPattern
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput
 from heads.target_model.remote import RemoteTarget, load_early_layers
 

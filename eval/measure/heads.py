@@ -11,13 +11,13 @@ from conf.errors import InputError
 from conf.files import find_local_path, write_atomically
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
-from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
+from heads.decoding.head_drafter import Calibration
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
-from heads.head import DraftHead, check_depth
+from heads.draft_head import DraftHead, check_depth
+from heads.folders import locate_head
 from heads.kinds import find_kind_name, load_head
-from heads.storage import locate_head
 
 SHAPE_FILE = "draft_tree.json"
 """File beside the weights of a head: the best tree, from `eval/tree_search.py`."""

@@ -11,7 +11,7 @@ from data.rows.records import Messages, Record
 from data.templates.chat_template import Tools
 from data.templates.record_encoder import RecordEncoder
 from data.templates.reply_parser import parse_reply, thinking_tags
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 
 OPENING_TOKENS = 32  # tokens at the end of a prompt that may open the thinking
 

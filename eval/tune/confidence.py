@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eval.decode.engine import Step
 from eval.tune.cost import CostCurve
-from heads.decoding.chains import Calibration
+from heads.decoding.head_drafter import Calibration
 
 Floats = NDArray[np.float64]
 NUM_BINS = 10

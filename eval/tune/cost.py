@@ -23,8 +23,8 @@ from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS
 from heads.decoding.tree import Tree
+from heads.devices import to_device
 from heads.target_model.model import FeatureLayers, Target, prefill
-from heads.upload import to_device
 
 PASS_SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Numbers of tokens, besides 1, of the passes to time; others are interpolated."""

@@ -18,7 +18,7 @@ from eval.measure.answers import generate_greedy_answers
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, build_steps, rank_candidates, replay_tree
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
-from heads.decoding.dynamic_trees import DynamicDrafter
+from heads.decoding.head_drafter import DynamicDrafter
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target
 

@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.blocks.network import BlockNetwork
+from heads.blocks.block_head import BlockNetwork
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
-from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
-from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter, HeadCache, HeadDrafter
+from heads.decoding.head_drafter import (
+    ChainDrafter,
+    DynamicTreeDrafter,
+    ExpandedTree,
+    Frontier,
+    HeadCache,
+    HeadDrafter,
+    expand_tree,
+)
 from heads.decoding.tree import DraftShape
 
 

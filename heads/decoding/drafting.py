@@ -12,8 +12,8 @@ from torch import Tensor
 
 from heads.decoding.cache import TreeCache
 from heads.decoding.tree import Tree
+from heads.devices import to_device
 from heads.target_model.model import FeatureLayers, TargetOutput
-from heads.upload import to_device
 
 PAD = -1
 """Missing node: pads the trees of a batch to the same size."""

@@ -4,19 +4,246 @@ Letters: B texts, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, final
 
 import torch
 from torch import Tensor
 
 from heads.decoding.cache import CacheSlots, SlotBuffer
-from heads.decoding.chains import Calibration, ChainSampler
-from heads.decoding.drafting import CommittedTokens, Draft, Roots
-from heads.decoding.dynamic_trees import ExpandedTree, rerank_nodes
-from heads.decoding.sampling import GREEDY, Generators, Sampling
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
+from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
-from heads.upload import to_device
+from heads.devices import to_device
+from heads.vocab import DraftVocab
+
+
+class ExpandedTree(NamedTuple):
+    """All expanded nodes, depth by depth.
+
+    Attributes:
+        tokens, scores: [B, M].
+        parents: [B, M] numbers of the parents in this order from 1; 0 is the root.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+
+
+class Frontier(NamedTuple):
+    """Nodes of one depth to expand.
+
+    Attributes:
+        depth: depth of the nodes, from 1.
+        rows: [B * w] int64 rows of the previous depth that they came from.
+        tokens: [B * w] int64 target ids.
+    """
+
+    depth: int
+    rows: Tensor
+    tokens: Tensor
+
+
+class DynamicDrafter(Drafter, Protocol):
+    """Drafter whose trees have another shape for every text.
+
+    Attributes:
+        has_nested_trees: whether a tree begins with the tree of a smaller depth.
+    """
+
+    has_nested_trees: bool
+
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
+        """Expand all nodes below the roots."""
+
+
+def expand_tree(
+    shape: DynamicShape,
+    vocab: DraftVocab,
+    first: Tensor,
+    after: Callable[[Frontier], Tensor],
+    known: Callable[[Tensor, int], Tensor],
+) -> ExpandedTree:
+    """Expand trees below roots.
+
+    Args:
+        shape: limits of the trees.
+        vocab: draft vocabulary of the logits.
+        first: [B, W] logits of the roots' children.
+        after: function that gives logits [B * w, W] of the children of nodes.
+        known: function that replaces tokens [B, n] of a depth that cannot be drafted by PAD.
+    """
+    num_texts, device = len(first), first.device
+    width = min(shape.top_k, first.shape[1])
+    texts = torch.arange(num_texts, device=device).unsqueeze(1)
+    scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
+    nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
+    drawn: list[ExpandedTree] = []
+    logits, num_nodes = first, 1
+    for level in range(shape.depth):
+        best = logits.float().log_softmax(-1).topk(width)
+        tokens = vocab.to_target_ids(best.indices).view(num_texts, -1)
+        all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
+        drafted = known(tokens, level)
+        known_scores = all_scores.masked_fill(drafted == PAD, -torch.inf)
+        drawn.append(ExpandedTree(drafted, known_scores, nodes.repeat_interleave(width, 1)))
+        if level + 1 == shape.depth:
+            break
+        num_rows = nodes.shape[1]
+        scores, chosen = all_scores.topk(min(shape.top_k, all_scores.shape[1]))
+        rows = (texts * num_rows + chosen // width).flatten()
+        logits = after(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
+        nodes = num_nodes + chosen
+        num_nodes += all_scores.shape[1]
+    return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
+
+
+def rerank_nodes(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
+    """Keep the likeliest nodes, at most `num_tokens`, as trees."""
+    tokens, scores, parents = expanded
+    kept = min(shape.num_tokens, tokens.shape[1])
+    # A stable sort puts parents before equal children; the sort by number restores the order.
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+    number = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=order.device)
+    new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
+    number.scatter_(1, order + 1, new)
+    return Draft(number.gather(1, parents.gather(1, order)), tokens.gather(1, order), shape.depth)
+
+
+EPS = 1e-6
+"""Distance of the largest chance from 1."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Turns a head's confidence into chances, and cuts chains whose chance falls below a threshold.
+
+    Attributes:
+        temperatures: positive divisors of the confidence logits, by depth.
+        offsets: numbers added afterwards, by depth.
+        threshold: a chain ends where the joint chance of its tokens falls below this; 0 cuts
+            nothing.
+    """
+
+    temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
+    threshold: float = 0.0
+
+    @classmethod
+    def make_neutral(cls, depth: int) -> "Calibration":
+        """Use the head's confidence unchanged and cut no chain."""
+        return cls((1.0,) * depth, (0.0,) * depth)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "Calibration":
+        """Make a calibration from JSON with its attributes.
+
+        Raises:
+            ValueError: naming the allowed values.
+        """
+        try:
+            temperatures, offsets = (
+                tuple(map(float, stored[name])) for name in ("temperatures", "offsets")
+            )
+            calibration = cls(temperatures, offsets, float(stored["threshold"]))
+            whole = 0 < len(temperatures) == len(offsets) and min(temperatures) > 0
+            if whole and 0 <= calibration.threshold < 1:
+                return calibration
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(
+            f"temperatures={stored.get('temperatures')}, offsets={stored.get('offsets')}, "
+            f"threshold={stored.get('threshold')}: must be numbers above 0, equally many numbers, "
+            "and a number from 0 to below 1"
+        )
+
+    def compute_chance(self, logits: Tensor, depth: int) -> Tensor:
+        """[B] chance that the token at a depth (from 1) is accepted if the previous ones are.
+
+        Args:
+            logits: [B] float32, the head's confidence.
+            depth: at most the number of temperatures.
+        """
+        return (logits / self.temperatures[depth - 1] + self.offsets[depth - 1]).sigmoid()
+
+
+def compute_top_logits(logits: Tensor) -> Tensor:
+    """[B] float32 logits of the largest probability of distributions [B, W]."""
+    return logits.float().softmax(-1).amax(-1).logit(EPS)
+
+
+@dataclass
+class ChainSampler:
+    """Chooses the tokens of chains: the best ones, or drawn ones when sampling.
+
+    Attributes:
+        vocab: draft vocabulary of the logits.
+        sampling: the target's sampling, also used for draft tokens.
+        generators: one generator per text.
+        calibration: cuts the chains; None leaves them whole.
+        probs: [B, V] float32 distribution of each drawn token.
+        confidence: [B] float32 per token, see `Draft`.
+        chance: [B] joint chance of all tokens.
+        cut: [B] bool per token, True after the end of its chain.
+    """
+
+    vocab: DraftVocab
+    sampling: Sampling = GREEDY
+    generators: Generators = NO_DRAWS
+    calibration: Calibration | None = None
+    probs: list[Tensor] = field(default_factory=list)
+    confidence: list[Tensor] = field(default_factory=list)
+    chance: Tensor | float = 1.0
+    cut: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.calibration is not None and not self.sampling.is_greedy:
+            # The longest chain of a batch decides how often each text draws.
+            self.generators = self.generators.next_step()
+
+    def choose_token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
+        """Choose [B] target ids from logits [B, W].
+
+        Args:
+            logits: logits of the next token, given the previous ones.
+            confidence: [B] confidence logits of the head. Unset: the largest probability.
+        """
+        if self.calibration is not None:
+            # Before drawing, see the module docstring.
+            self._update_cut(
+                self.calibration, compute_top_logits(logits) if confidence is None else confidence
+            )
+        if self.sampling.is_greedy:
+            return self.vocab.to_target_ids(logits.argmax(-1))
+        q = self.sampling.compute_probabilities(logits)
+        self.probs.append(q.new_zeros(len(q), self.vocab.size).index_copy(1, self.vocab.ids, q))
+        return self.vocab.to_target_ids(self.generators.sample_indices(q))
+
+    def _update_cut(self, calibration: Calibration, confidence: Tensor) -> None:
+        self.confidence.append(confidence)
+        self.chance = self.chance * calibration.compute_chance(confidence, len(self.confidence))
+        self.cut.append(self.chance < calibration.threshold)
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether all chains have ended. With a calibration this waits for the device."""
+        return bool(self.cut) and bool(self.cut[-1].all())
+
+    def make_draft(self, tree: Tree, tokens: Tensor) -> Draft:
+        """Make drafts of tokens [B, D], with PAD for ids that the target cannot read.
+
+        Cut chains are as deep as the longest of them.
+        """
+        probs = torch.stack(self.probs, 1) if self.probs else None
+        if self.calibration is None:
+            return Draft.from_tree(tree, tokens, probs)
+        tokens = tokens.masked_fill(torch.stack(self.cut, 1), PAD)
+        depth = int((tokens != PAD).sum(1).max())
+        confidence = torch.stack(self.confidence, 1)[:, :depth]
+        probs = None if probs is None else probs[:, :depth]
+        return Draft(tree.down_to(depth), tokens[:, :depth], depth, probs, confidence)
 
 
 class HeadDrafter(ABC):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.upload import to_device
+from heads.devices import to_device
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,18 @@ from torch import Tensor
 
 from heads.decoding.cache import round_up_slots
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
-from heads.decoding.dynamic_trees import ExpandedTree, Frontier, expand_tree
-from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter, HeadCache, HeadDrafter
-from heads.eagle.branches import BranchCache, CausalRange
-from heads.eagle.continuing import AutoregressiveHead
-from heads.upload import to_device
+from heads.decoding.head_drafter import (
+    ChainDrafter,
+    DynamicTreeDrafter,
+    ExpandedTree,
+    Frontier,
+    HeadCache,
+    HeadDrafter,
+    expand_tree,
+)
+from heads.devices import to_device
+from heads.eagle.network import AutoregressiveHead
+from heads.layers.branch_attention import BranchCache, CausalRange
 
 
 class EagleDrafter(HeadDrafter):

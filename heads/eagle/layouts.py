@@ -11,17 +11,103 @@ Read from the loaders:
 The loaders do not check for missing tensors: most initialise them randomly and serve nonsense.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
-from heads.eagle.network import EagleNetwork
-from heads.export.engines import ENGINE_NAMES
-from heads.export.llamacpp import rope_problem
+from heads.draft_head import WEIGHTS, HeadFiles
+from heads.eagle.network import EagleHeadConfig, EagleNetwork
+from heads.export.gguf import (
+    LAYER,
+    ROPE_FREQS,
+    ArchMetadata,
+    GgufFile,
+    Value,
+    build_head_metadata,
+    deinterleave_rows,
+    interleave_rows,
+    make_file_tensors,
+    parse_metadata,
+    rope_problem,
+    weights_name,
+)
+from heads.export.gguf import serve_command as serve_llamacpp
+from heads.export.writer import ENGINE_NAMES, format_dtype, format_vllm_command
+from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
+from heads.target_model import architecture as sizes
+from heads.target_model.architecture import find_max_positions
+
+ARCH = "eagle3"
+NAMES = {
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
+} | {f"midlayer.{ours}": f"blk.0.{theirs}" for ours, theirs in LAYER.items()}
+TURNED = {
+    "blk.0.attn_q.weight": "num_attention_heads",
+    "blk.0.attn_k.weight": "num_key_value_heads",
+}
+"""Tensors whose rows llama.cpp orders differently, with the config's key of their heads."""
+FLAGS = ("norm_before_residual", "norm_before_fc")
+
+
+def build_gguf_files(head: EagleNetwork) -> HeadFiles:
+    """File of a head that llama.cpp can serve."""
+    config, llama = head.config, head.config.llama
+    title = head.variants[head.variant].title
+    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
+    # As in every other layout: a head's own files may say less than its target supports.
+    metadata[f"{ARCH}.context_length"] = Value.from_content(find_max_positions(head.target.config))
+    metadata[f"{ARCH}.target_layers"] = Value.from_content(list(config.layers))
+    metadata[f"{ARCH}.target_hidden_size"] = Value.from_content(config.target_hidden_size)
+    metadata |= {f"{ARCH}.{flag}": Value.from_content(getattr(config, flag)) for flag in FLAGS}
+    own = head.collect_tensors()
+    tensors = {NAMES[name]: each for name, each in own.items() if name in NAMES}
+    for name, heads in TURNED.items():
+        tensors[name] = interleave_rows(tensors[name], getattr(llama, heads))
+    name = weights_name("eagle3", head.target_name, head.dtype)
+    whole = make_file_tensors(tensors, head.vocab, llama)
+    return HeadFiles(metadata, name, whole, layers=list(config.layers))
+
+
+def load_gguf_tensors(
+    file: GgufFile, what: str, added: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a file, under the names of EAGLE's authors.
+
+    Args:
+        file: file of this architecture.
+        what: name of the file in messages.
+        added: tensors that are not the head's own.
+
+    Raises:
+        InputError: metadata are missing.
+    """
+    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
+    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), what)
+    facts = ArchMetadata(file.metadata, ARCH, what)
+    for name, heads in TURNED.items():
+        if name in tensors:
+            tensors[name] = deinterleave_rows(tensors[name], config[heads])
+    if "d2t" in tensors:
+        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
+    ours = {theirs: name for name, theirs in NAMES.items()}
+    layers = facts.get_content("target_layers", facts.get_content("extract_layers", []))
+    return config | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "target_hidden_size": facts.get_content("target_hidden_size", config["hidden_size"]),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        **{flag: facts.get_content(flag, False) for flag in FLAGS},
+    }, {ours.get(name, name): tensor for name, tensor in tensors.items()}
+
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
 # Parts beyond the paper's, by field of `EagleHeadConfig`.
@@ -279,3 +365,215 @@ def can_use_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
         layout.prefers_own_embedding
         or head.config.target_hidden_size != head.config.llama.hidden_size
     )
+
+
+def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+    """Keys that vLLM and SGLang read, with layer indices as in vLLM.
+
+    Args:
+        config: architecture.
+        num_draft_ids: size W of the draft vocabulary.
+    """
+    llama, eagle3 = config.llama, config.form is EagleForm.eagle3
+    rope: Any = llama.rope_parameters
+    kind = "LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"
+    shared = {
+        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else kind],
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{name: getattr(llama, name) for name in LLAMA_KEYS},
+        "rope_theta": rope["rope_theta"],
+        "num_hidden_layers": llama.num_hidden_layers,
+        "tie_word_embeddings": False,
+        "bias": config.fc_bias,
+        "base_model_name_or_path": config.target,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+    if not eagle3:
+        return shared
+    layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)} if config.layers else {}
+    return shared | {
+        # If unset, SGLang takes the target's output head, as this head does.
+        "draft_vocab_size": num_draft_ids if config.own_output_head else None,
+        "target_hidden_size": config.target_hidden_size,
+        **layers,
+        "eagle_config": {"use_aux_hidden_state": True, **layers},
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
+    }
+
+
+NUM_DRAFT_TOKENS = 5
+EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
+
+
+def build_engine_files(
+    head: EagleNetwork,
+    engine: ExportFormat,
+    layout: EagleLayout,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+) -> HeadFiles:
+    """Files, in its layout, for an engine that can serve the head.
+
+    Raises:
+        InputError: see `layouts.check_target`.
+    """
+    check_layers_and_embedding(head, engine, layout)
+    if layout.gguf:
+        return build_gguf_files(head)
+    own, added = _collect_engine_tensors(head, layout), _make_added_tensors(head, layout)
+    settings = _build_config(head, layout, format_dtype(head))
+    if engine is ExportFormat.speculators:
+        settings = _speculators_config(head, settings, layout, num_draft_tokens)
+    return HeadFiles(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
+
+
+def _collect_engine_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
+    prefix = head.layer_prefix
+    named = {
+        layout.layer_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: each
+        for name, each in head.collect_tensors().items()
+    }
+    if "d2t" in named:
+        named["d2t"] = named["d2t"].to(layout.d2t_dtype)
+    if not layout.t2d:
+        named.pop("t2d", None)
+    if not can_use_own_embedding(head, layout):
+        named.pop(EMBEDDING, None)
+    return named
+
+
+def _make_added_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
+    """Tensors that the engine would otherwise initialise randomly."""
+    added = {}
+    if layout.needs_embedding and head.embed_tokens is None:
+        added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
+    if layout.needs_output_head and head.lm_head is None and head.config.form is EagleForm.eagle3:
+        # A copy, as a file cannot hold two tensors that share memory.
+        added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype, copy=True)
+    if layout.zero_fc_bias and head.fc.bias is None:
+        added[FC_BIAS] = torch.zeros(len(head.fc.weight), dtype=head.dtype)
+    return added
+
+
+def _build_config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, Any]:
+    """Config of a Llama model with EAGLE's keys, each in every place where it is read."""
+    config, eagle3 = head.config, head.config.form is EagleForm.eagle3
+    settings = head.build_files().config
+    if not config.qk_norm:
+        settings["architectures"] = [layout.architecture]
+    settings |= {
+        "base_model_name_or_path": head.target_name,
+        "max_position_embeddings": sizes.find_max_positions(head.target.config),
+        "rope_scaling": format_legacy_rope(settings["rope_parameters"], short=layout.old_rope),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        # SGLang's key for a bias of the attention; its `fc` always has one.
+        "bias": config.fc_bias and not layout.zero_fc_bias,
+    }
+    if not eagle3:
+        return settings
+    # Null makes SGLang take the target's output head, and breaks the authors' code.
+    settings["draft_vocab_size"] = len(head.vocab.ids)
+    del settings["eagle_aux_hidden_state_layer_ids"]
+    norms = {name: getattr(config, name) for name in NORMS}
+    settings["eagle_config"] = {
+        "use_aux_hidden_state": True,
+        # TensorRT-LLM's name for `norm_output`.
+        "return_hidden_post_norm": config.norm_output,
+        **norms,
+    }
+    if layout.layer_offset is not None:
+        ids = [index + layout.layer_offset for index in config.layers]
+        settings |= {"num_aux_hidden_states": len(ids), "eagle_aux_hidden_state_layer_ids": ids}
+        settings["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+    return settings
+
+
+def _speculators_config(
+    head: EagleNetwork, flat: dict[str, Any], layout: EagleLayout, num_draft_tokens: int
+) -> dict[str, Any]:
+    """Config of speculators' `Eagle3SpeculatorConfig`, with the layer's keys in a section."""
+    config = head.config
+    outer = {"architectures", "draft_vocab_size", "eagle_config", "target_hidden_size", "bias"}
+    outer |= {"eagle_aux_hidden_state_layer_ids", "base_model_name_or_path", *NORMS}
+    layer = {name: value for name, value in flat.items() if name not in outer}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [layout.architecture],
+        "speculators_model_type": layout.speculators_method,
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": flat["draft_vocab_size"],
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": flat["eagle_aux_hidden_state_layer_ids"],
+        **{name: getattr(config, name) for name in NORMS},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": flat["dtype"],
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": layout.speculators_method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": head.target_name,
+                "architectures": head.target.architectures,
+            },
+        },
+    }
+
+
+def format_serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
+    """Command that starts an engine, as lines for a shell (the authors': for Python)."""
+    target = head.target_name
+    eagle3 = head.config.form is EagleForm.eagle3
+    tokens = NUM_DRAFT_TOKENS
+    if engine is ExportFormat.vllm:
+        return format_vllm_command("eagle3" if eagle3 else "eagle", tokens, target, folder)
+    if engine is ExportFormat.speculators:
+        return f"vllm serve {folder}"
+    if engine is ExportFormat.sglang:
+        return (
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {'EAGLE3' if eagle3 else 'EAGLE'} "
+            f"--speculative-draft-model-path {folder} --speculative-num-steps {tokens} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
+        )
+    if engine is ExportFormat.trtllm:
+        layers = [index - 1 for index in head.config.layers]
+        return (
+            "cat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: Eagle3\n"
+            f"  max_draft_len: {tokens}\n  speculative_model: {folder}\n"
+            f"  eagle3_layers_to_capture: {layers}\nEND\n"
+            f"trtllm-serve {target} --config speculative.yaml"
+        )
+    if engine is ExportFormat.llamacpp:
+        file = f"{folder}/{weights_name('eagle3', target, head.dtype)}"
+        return serve_llamacpp(target, file, "draft-eagle3", tokens)
+    return (
+        "import torch\nfrom eagle.model.ea_model import EaModel\n"
+        f'model = EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", '
+        f"use_eagle3={eagle3}, torch_dtype=torch.{format_dtype(head)})"
+    )
+
+
+def format_engine_hint(head: EagleNetwork, engine: ExportFormat) -> str:
+    """Further advice for users of an engine; empty, or a sentence."""
+    if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
+        return (
+            "The authors' loader searches the target's embedding in its "
+            "`model.safetensors.index.json`, which a target in one file lacks."
+        )
+    if engine is ExportFormat.trtllm and format_dtype(head) == "float32":
+        return (
+            "TensorRT-LLM runs the head in the dtype of `config.json`, and its attention does not "
+            "support float32: export with dtype=bfloat16."
+        )
+    return ""

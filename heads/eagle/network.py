@@ -8,23 +8,279 @@ SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of 
 hidden, F width of a hidden state, V vocabulary, W draft vocabulary.
 """
 
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.errors import InputError
-from conf.settings.eagle import EagleForm, OutputHead
-from heads.eagle.branches import BranchCache
-from heads.eagle.config import EagleHeadConfig, default_layers
-from heads.eagle.continuing import AutoregressiveHead
-from heads.eagle.layer import EagleLayer
-from heads.head import check_fits
-from heads.layers.llama import RmsNorm, normalise_parts
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from conf.settings.eagle import EagleForm, FeatureHeadConfig, OutputHead
+from heads.decoding.drafting import PAD
+from heads.draft_head import check_fits
+from heads.feature_head import FeatureHead
+from heads.layers.branch_attention import BranchCache, branch_attention, build_causal_range
+from heads.layers.documents import Documents
+from heads.layers.llama import (
+    LlamaAttention,
+    RmsNorm,
+    make_llama_config,
+    normalise_parts,
+)
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
+
+ROWS_PER_CHUNK = 256
+
+
+class AutoregressiveHead(FeatureHead):
+    """Head that drafts token by token, to any depth.
+
+    Attributes:
+        norm: norm of outputs before the output head; None without one.
+        num_layers: number of layers with keys and values.
+    """
+
+    norm: nn.Module | None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that keep keys and values of a text."""
+        return self.config.llama.num_hidden_layers
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., H] state that the head reads beside a token, from the target's hidden states."""
+
+    @abstractmethod
+    def encode_context(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Any:
+        """Read hidden states, each with the token after it.
+
+        Args:
+            fused: [S, H] result of `fuse`, or an earlier output of the head.
+            token_ids: [S] int64 tokens after the hidden states.
+            position_ids: [S] int64 positions of the hidden states.
+
+        Returns:
+            The text, with `keys` and `values` [S, K, d] and `position_ids` [S].
+        """
+
+    @abstractmethod
+    def draft(self, context: Any, rows: Tensor, branches: BranchCache) -> Tensor:
+        """[N, H] outputs at rows [N] of a text, whose keys `branches` already holds."""
+
+    @abstractmethod
+    def advance(
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
+    ) -> Tensor:
+        """[N, H] next outputs of rows that read their own last output.
+
+        Args:
+            outputs: [N, H] last outputs.
+            token_ids: [N] int64 tokens drafted from them.
+            position_ids: [N] int64 positions, one after the last.
+            branches: gets the rows' new keys and values.
+        """
+
+    def unroll(
+        self,
+        text: Any,
+        token_ids: Tensor,
+        rows: Tensor,
+        branches: BranchCache,
+        detach: bool = False,
+        own_tokens: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yield outputs [N, H] of depth 1, 2, ... for drafts along the text's own tokens.
+
+        Row t first gives the output after x_{t+1}, then, from its own output and x_{t+2}, the next
+        one. This is the training-time test. It also gives greedy decoding's outputs, as a draft is
+        only followed while it is accepted.
+
+        Args:
+            text: whole text.
+            token_ids: [S + 1] int64, the text and the next token.
+            rows: [N] int64.
+            branches: branches of the rows, without own keys.
+            detach: stop gradients into outputs that are fed back.
+            own_tokens: follow the likeliest draft tokens instead of the text's.
+        """
+        outputs = self.draft(text, rows, branches)
+        step = 0
+        while True:
+            yield outputs
+            step += 1
+            fed = outputs.detach() if detach else outputs
+            if own_tokens:
+                tokens = self._rank_token_ids(outputs.detach(), 1).squeeze(1)
+            else:
+                # Rows at the end of the text repeat its last token; their outputs are not used.
+                tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
+            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
+
+    def apply_final_norm(self, outputs: Tensor) -> Tensor:
+        """[..., H] outputs after the last norm."""
+        return outputs if self.norm is None else self.norm(outputs)
+
+    def compute_logits(self, outputs: Tensor) -> Tensor:
+        """[..., W] draft logits of outputs [..., H]."""
+        return super().compute_logits(self.apply_final_norm(outputs))
+
+    @torch.no_grad()
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        text = self.encode_context(self.fuse(self.collect_features(output)[0]), ids[1:], places)
+        rows = places[first:]
+        seen = build_causal_range(Documents.from_length(len(places), device), rows)
+        unrolled = self.unroll(
+            text, ids, rows, BranchCache(text.keys[None], text.values[None], seen)
+        )
+        best = torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
+        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
+        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
+
+    def _rank_token_ids(self, outputs: Tensor, width: int) -> Tensor:
+        """[N, width] best target ids after outputs [N, H]."""
+        parts = [
+            self.compute_logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)
+        ]
+        return self.vocab.to_target_ids(torch.cat(parts))
+
+
+class EagleLayer(nn.Module):
+    """Llama decoder layer whose input is not its residual stream.
+
+    Args:
+        config: sizes, norms and RoPE.
+        two_inputs: EAGLE-3's input, a normalised embedding beside a normalised state (I = 2H);
+            otherwise EAGLE-1's input, used as it is (I = H).
+        qk_norm: normalise queries and keys per head, as in Qwen3.
+    """
+
+    def __init__(self, config: LlamaConfig, two_inputs: bool, qk_norm: bool) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RmsNorm(hidden, eps) if two_inputs else None
+        self.hidden_norm = RmsNorm(hidden, eps) if two_inputs else None
+        self.self_attn = LlamaAttention(config, 2 * hidden if two_inputs else hidden, qk_norm)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: BranchCache
+    ) -> Tensor:
+        """[N, H] output of the layer.
+
+        Args:
+            inputs: [N, I] inputs of the queries.
+            residual: [N, H].
+            rotation: [N, 2, d] of the rows' positions.
+            branches: keys and values, including those of the rows themselves.
+        """
+        attended = branch_attention(self.self_attn.compute_query(inputs, rotation), branches)
+        return self.add_attention_and_mlp(residual, attended)
+
+    def add_attention_and_mlp(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """[N, H] output of the layer, from residual [N, H] and attention output [N, Q, d]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
+"""Parts of a head that recipes turn on or off."""
+
+
+@dataclass(frozen=True)
+class EagleHeadConfig:
+    """Architecture of a head.
+
+    Attributes:
+        form: EAGLE-1 or EAGLE-3.
+        llama: sizes, RoPE and norms of the layer; `vocab_size` is the target's.
+        target: Hub id or folder of the target.
+        target_hidden_size: width of one hidden state of the target.
+        layers: hidden states that are read, as indices of `output_hidden_states`; empty for the
+            default of the attached target.
+        own_output_head, own_embedding: whether the head has its own.
+        qk_norm: whether queries and keys are normalised, as in Qwen3.
+        norm_before_fc: whether one norm covers all fused hidden states.
+        fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.settings.eagle`.
+    """
+
+    form: EagleForm
+    llama: LlamaConfig
+    target: str
+    target_hidden_size: int
+    layers: tuple[int, ...] = ()
+    own_output_head: bool = True
+    own_embedding: bool = False
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """None: a head drafts from its own outputs to any depth."""
+        return None
+
+
+def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]:
+    """Low, middle and high hidden states of a target, as in EAGLE-3.
+
+    These are 2, L/2 and L-3 of `output_hidden_states`, the outputs of layers 1, L/2-1 and L-4
+    counted from 0. For 4 to 6 layers, where these coincide: 1, L/2 and L-1.
+
+    Args:
+        num_layers: L.
+        key: setting that is unset, for the message.
+
+    Raises:
+        InputError: fewer than 4 layers.
+    """
+    if num_layers < 4:
+        raise InputError(
+            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
+            f"states of 0..{num_layers}"
+        )
+    if num_layers < 7:
+        return 1, num_layers // 2, num_layers - 1
+    return 2, num_layers // 2, num_layers - 3
+
+
+def build_eagle_config(
+    settings: FeatureHeadConfig, target: EmbeddingsAndOutputHead
+) -> EagleHeadConfig:
+    """Architecture of a new head, with a layer of the target's sizes.
+
+    Raises:
+        InputError: the target has too few layers for the default hidden states.
+    """
+    eagle3 = settings.form is EagleForm.eagle3
+    width = target.feature_size if eagle3 else target.hidden_size
+    return EagleHeadConfig(
+        form=settings.form,
+        llama=make_llama_config(target.config, target.vocab_size),
+        target=target.name,
+        target_hidden_size=width,
+        layers=tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else (),
+        # In the file, one width says that a target's embedding fits.
+        own_embedding=width != target.hidden_size,
+        **{name: getattr(settings, name) for name in CHOSEN_PARTS},
+    )
+
 
 LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 

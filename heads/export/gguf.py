@@ -14,11 +14,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.files import write_atomically
+from conf.files import HUB_ID, split_gguf_path, write_atomically
+from heads.vocab import DraftVocab
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 ARRAY = 9
@@ -213,3 +216,341 @@ class GgufFile:
             opened.seek(begin)
             raw = bytearray(opened.read(count * dtype.itemsize))
         return torch.frombuffer(raw, dtype=dtype).reshape(shape)
+
+
+FILE_TYPES = {torch.float32: (0, "F32"), torch.float16: (1, "F16"), torch.bfloat16: (32, "BF16")}
+"""`general.file_type` and its name, by the dtype of matrices."""
+LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "hidden_norm.weight": "attn_norm_2.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+"""Names of a layer's tensors: transformers', and llama.cpp's after `blk.N.`."""
+SIZES = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+}
+"""Names of sizes: transformers', and llama.cpp's after the architecture."""
+ROPE_FREQS = "rope_freqs.weight"
+USUAL_YARN = {
+    **{"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+    **{"beta_fast": 32, "beta_slow": 1, "truncate": True},
+}
+"""YaRN settings that llama.cpp assumes."""
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Settings of every Llama 3, needed to recover the others from the divisors of frequencies."""
+BASE = "general.base_model.0.name"
+LAYER_INPUTS = (
+    *("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("gemma4", "gpt_oss", "lfm2", "minimax", "minimax_m2", "nemotron_h", "hunyuan_vl"),
+    *("deepseek_v4", "mimo_v2_flash", "nanbeige", "muse_glimmer", "qwen4_exp"),
+)
+"""Model types whose llama.cpp architecture gives the inputs of its layers to draft heads."""
+
+
+def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
+    """Metadata of a Llama's sizes and RoPE.
+
+    Args:
+        config: config of a target, or of a head's layers.
+        arch: architecture, with which the keys begin.
+    """
+    found = {key: Value.from_content(getattr(config, name)) for name, key in SIZES.items()}
+    found |= {
+        "attention.value_length": Value.from_content(config.head_dim),
+        "rope.dimension_count": Value.from_content(config.head_dim),
+        "attention.layer_norm_rms_epsilon": Value(Kind.f32, config.rms_norm_eps),
+    }
+    keyed = {f"{arch}.{key}": value for key, value in found.items()}
+    return keyed | rope_metadata(config.rope_parameters, arch)
+
+
+def build_head_metadata(
+    config: LlamaConfig, arch: str, dtype: torch.dtype, title: str, target: str
+) -> dict[str, Value]:
+    """Metadata of any head.
+
+    Args:
+        config: config of its layers.
+        arch: architecture.
+        dtype: dtype of its matrices.
+        title: name of this kind of head.
+        target: Hub id or folder of its target.
+    """
+    found = {
+        "general.architecture": Value.from_content(arch),
+        "general.type": Value.from_content("model"),
+        "general.name": Value.from_content(f"{title} for {Path(target).name}"),
+        "general.file_type": Value.from_content(FILE_TYPES[dtype][0]),
+    }
+    if HUB_ID.fullmatch(target) and not Path(target).exists():
+        found["general.base_model.count"] = Value.from_content(1)
+        found[BASE] = Value.from_content(target)
+    return found | build_size_metadata(config, arch)
+
+
+def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
+    """Name of a head's file, with the prefix by which llama.cpp finds it in a repository."""
+    return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
+
+
+def make_file_tensors(
+    tensors: Mapping[str, Tensor], vocab: DraftVocab, config: LlamaConfig
+) -> dict[str, Tensor]:
+    """All tensors of a head's file, in llama.cpp's dtypes: vectors and kernels are float32.
+
+    Vectors and kernels are float32.
+
+    Args:
+        tensors: the head's tensors by llama.cpp's names.
+        vocab: draft vocabulary; if reduced, `d2t` [W] int64 holds its ids.
+        config: config of its layers.
+    """
+    more = {} if vocab.is_full else {"d2t": vocab.ids}
+    divisors = rope_divisors(config.rope_parameters, config.head_dim)
+    if divisors is not None:
+        more[ROPE_FREQS] = divisors
+    return {
+        name: tensor
+        if not tensor.is_floating_point() or (tensor.ndim > 1 and name.endswith(".weight"))
+        else tensor.float()
+        for name, tensor in sorted({**tensors, **more}.items())
+    }
+
+
+def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
+    """Commands that make the target's GGUF file, if needed, and serve it with a head.
+
+    Args:
+        target: Hub id, folder or file of the target.
+        file: file of the head.
+        kind: kind of the head: `draft-eagle3`, `draft-dflash` or `draft-dspark`.
+        num_tokens: draft tokens per pass.
+    """
+    lines, made = [], f"-m {target}"
+    if (parts := split_gguf_path(target)) is not None:
+        if not Path(target).exists() and HUB_ID.fullmatch(parts[0]):
+            made = f"-hf {parts[0]} -hff {parts[1]}"
+    else:
+        folder, whole = target, f"{Path(target).name}.gguf"
+        if not Path(target).exists():
+            folder = Path(target).name
+            lines.append(f"hf download {target} --local-dir {folder}")
+        convert = (
+            f"python llama.cpp/convert_hf_to_gguf.py {folder} --outtype auto --outfile {whole}"
+        )
+        lines.append(convert)
+        made = f"-m {whole}"
+    serve = f"--spec-type {kind} --spec-draft-n-max {num_tokens} --metrics"
+    return "\n".join([*lines, f"llama-server {made} -md {file} {serve}"])
+
+
+def target_hint(model_type: str) -> str:
+    """Warning for a target that gives no inputs of its layers; empty for other targets."""
+    if model_type.removesuffix("_text") in LAYER_INPUTS:
+        return ""
+    return (
+        f"This target is of type {model_type}. In llama.cpp b11434, the types that give the inputs "
+        f"of their layers to a head are {', '.join(LAYER_INPUTS)}; with other types `llama-server` "
+        "ends with an assertion. Newer versions may support more: `grep -l t_layer_inp "
+        "src/models/*.cpp`."
+    )
+
+
+def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
+    """Metadata of a vocabulary.
+
+    Args:
+        size: rows of the target's embedding.
+        source: GGUF file of the target, whose vocabulary is copied. Without it, tokens are `<0>`,
+            `<1>`, ..., which suffices to exchange token ids.
+        more: ids by their names, such as `eos_token_id` and `mask_token_id`. Without an
+            `eos_token_id`, placeholders end texts at id 11.
+
+    Raises:
+        InputError: `source` is no GGUF file, or has a vocabulary of another size.
+    """
+    if source is None:
+        found = {
+            "tokenizer.ggml.model": Value.from_content("gpt2"),
+            "tokenizer.ggml.pre": Value.from_content("default"),
+            "tokenizer.ggml.tokens": Value.from_content([f"<{index}>" for index in range(size)]),
+            "tokenizer.ggml.token_type": Value.from_content([1] * size),
+            # A merge that never applies, as the list must not be empty.
+            "tokenizer.ggml.merges": Value.from_content(["a b"]),
+        }
+    else:
+        metadata = GgufFile(source, "tokenizer_gguf").metadata
+        found = {key: each for key, each in metadata.items() if key.startswith("tokenizer.")}
+        tokens = found.get("tokenizer.ggml.tokens")
+        if tokens is None or len(tokens.content) != size:
+            raise InputError(
+                f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
+                f"but the target has {size}; name the target's own file"
+            )
+    return found | {
+        f"tokenizer.ggml.{name}": Value.from_content(index) for name, index in more.items()
+    }
+
+
+def rope_problem(rope: Any) -> str | None:
+    """Reason why a file cannot hold these RoPE settings, as the end of a sentence."""
+    kind = rope["rope_type"]
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        return f"supports default, linear, yarn and llama3 RoPE, and this head has {kind}"
+    for key, usual in USUAL_YARN.items():
+        if kind == "yarn" and rope.get(key) not in (None, usual):
+            return f"assumes {key}={usual} of YaRN's settings, and this head has {rope[key]}"
+    return None
+
+
+def rope_metadata(rope: Any, arch: str) -> dict[str, Value]:
+    """Metadata of RoPE, except for llama3's, which is a tensor (see `rope_divisors`).
+
+    Args:
+        rope: `rope_parameters` of a config, without a `rope_problem`.
+        arch: architecture, with which the keys begin.
+    """
+    found = {"freq_base": Value(Kind.f32, rope["rope_theta"])}
+    if rope["rope_type"] in ("linear", "yarn"):
+        found["scaling.type"] = Value.from_content(rope["rope_type"])
+        found["scaling.factor"] = Value(Kind.f32, rope["factor"])
+    if rope["rope_type"] == "yarn":
+        original = rope["original_max_position_embeddings"]
+        found["scaling.original_context_length"] = Value.from_content(original)
+    return {f"{arch}.rope.{key}": value for key, value in found.items()}
+
+
+def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
+    """[head_dim / 2] float32 `rope_freqs.weight`, divisors of the frequencies of llama3's RoPE.
+
+    Args:
+        rope: `rope_parameters` of a config.
+        head_dim: head size of queries and keys.
+
+    Returns:
+        The divisors; None for other kinds of RoPE.
+    """
+    if rope["rope_type"] != "llama3":
+        return None
+    assert head_dim is not None
+    powers = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** powers)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - kept) / rope["factor"] + kept)).float()
+
+
+def interleave_rows(weight: Tensor, num_heads: int) -> Tensor:
+    """Reorder rows of queries or keys for architectures that rotate neighbours: `llama`, `eagle3`.
+
+    Args:
+        weight: [heads * d, ...], whose rows rotate in pairs d / 2 apart.
+        num_heads: number of heads in the weight.
+    """
+    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def deinterleave_rows(weight: Tensor, num_heads: int) -> Tensor:
+    """Invert `interleaved`."""
+    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def parse_metadata(
+    metadata: Mapping[str, Value], divisors: Tensor | None, what: str
+) -> dict[str, Any]:
+    """Sizes and RoPE of a head, under transformers' names.
+
+    Args:
+        metadata: metadata of a GGUF file.
+        divisors: its `rope_freqs.weight`, if any.
+        what: name of the file in messages.
+
+    Raises:
+        InputError: a key is missing, or a config cannot hold the RoPE.
+    """
+    arch = metadata["general.architecture"].content
+    values = ArchMetadata(metadata, arch, what)
+    found = {
+        name: values.require_content(key) for name, key in SIZES.items() if key != "vocab_size"
+    }
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    found["vocab_size"] = len(tokens.content) if tokens else values.require_content("vocab_size")
+    found["rms_norm_eps"] = values.require_content("attention.layer_norm_rms_epsilon")
+    rope = {"rope_type": "default", "rope_theta": values.get_content("rope.freq_base", 10000.0)}
+    if (kind := values.get_content("rope.scaling.type", "none")) != "none":
+        rope |= {"rope_type": kind, "factor": values.require_content("rope.scaling.factor")}
+    if kind == "yarn":
+        original = values.require_content("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = original
+    elif divisors is not None:
+        rope |= _recover_llama3_rope(divisors, rope["rope_theta"], what)
+    base = metadata.get(BASE)
+    target = {"base_model_name_or_path": base.content} if base else {}
+    return found | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
+
+
+def _recover_llama3_rope(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
+    """Recover the RoPE settings from their divisors."""
+    shared = {"rope_type": "llama3", "rope_theta": theta, "factor": float(divisors.max()), **LLAMA3}
+    for power in range(4, 24):
+        rope = shared | {"original_max_position_embeddings": 2**power}
+        made = rope_divisors(rope, 2 * len(divisors))
+        assert made is not None
+        if torch.allclose(made, divisors, rtol=1e-5, atol=0):
+            return rope
+    raise InputError(
+        f"{what}: {ROPE_FREQS} is not llama3's, which has {LLAMA3} and a power of two; convert it "
+        "again"
+    )
+
+
+class ArchMetadata:
+    """Metadata of an architecture.
+
+    Args:
+        metadata: metadata of a GGUF file.
+        arch: architecture, with which the keys begin.
+        what: name of the file in messages.
+    """
+
+    def __init__(self, metadata: Mapping[str, Value], arch: str, what: str) -> None:
+        self._metadata, self._arch, self._what = metadata, arch, what
+
+    def get_content(self, key: str, otherwise: Any = None) -> Any:
+        """Content of a key, or a default."""
+        value = self._metadata.get(f"{self._arch}.{key}")
+        if value is None:
+            return otherwise
+        # With the written digits, not those of the nearest float64.
+        if value.kind is Kind.f32 and not isinstance(value.content, list):
+            return float(str(np.float32(value.content)))
+        return value.content
+
+    def require_content(self, key: str) -> Any:
+        """Content of a required key.
+
+        Raises:
+            InputError: the key is missing.
+        """
+        found = self.get_content(key)
+        if found is None:
+            raise InputError(
+                f"{self._what}: {self._arch}.{key} is missing in its metadata; convert it again"
+            )
+        return found

@@ -10,23 +10,78 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from heads.export.engines import (
-    ENGINE_NAMES,
-    LOADER_VERSIONS,
-    SERVED_HEADS,
-    format_dtype,
-    format_template_note,
-)
-from heads.export.gguf import write_gguf
-from heads.export.llamacpp import build_vocab_metadata, target_hint
-from heads.folders import PROVENANCE
-from heads.head import DraftHead
-from heads.storage import write_folder
+from heads.draft_head import DraftHead
+from heads.export.gguf import build_vocab_metadata, target_hint, write_gguf
+from heads.folders import PROVENANCE, write_folder
+from heads.target_model.architecture import find_max_positions
+from heads.target_model.decoder import extract_hidden_state
+from heads.target_model.model import Target
+
+ENGINE_NAMES = {
+    ExportFormat.vllm: "vLLM",
+    ExportFormat.sglang: "SGLang",
+    ExportFormat.trtllm: "TensorRT-LLM",
+    ExportFormat.tgi: "TGI",
+    ExportFormat.speculators: "speculators",
+    ExportFormat.original: "the authors' code",
+    ExportFormat.llamacpp: "llama.cpp",
+}
+LOADER_VERSIONS = {
+    ExportFormat.vllm: "vLLM 0.32",
+    ExportFormat.sglang: "SGLang of 2026 (for EAGLE-3.1, a version with `fc_norm`)",
+    ExportFormat.trtllm: "TensorRT-LLM 1.3 (Medusa: TensorRT engines, up to 1.1)",
+    ExportFormat.tgi: "TGI 3.3",
+    ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
+    ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
+    ExportFormat.llamacpp: "llama.cpp b11434",
+}
+"""Engine versions whose loaders were read."""
+
+
+SERVED_HEADS = {
+    ExportFormat.llamacpp: (
+        "it serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "
+        "and dspark.py"
+    )
+}
+"""Heads that an engine serves, if few, for the message to owners of others."""
+
+
+def format_vllm_command(
+    method: str, num_tokens: int, target: str, folder: str, **more: bool
+) -> str:
+    """Command that starts vLLM with a head in a folder; `more` are further speculation settings."""
+    speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
+    return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
+
+
+def format_template_note(provenance: dict[str, Any]) -> str:
+    """Advice to serve with the template settings of a head's training; empty without such settings.
+
+    Args:
+        provenance: content of `headsmith.json`.
+    """
+    data = (provenance.get("config") or {}).get("data") or {}
+    kwargs = data.get("chat_template_kwargs")
+    if not kwargs:
+        return ""
+    written = json.dumps(kwargs)
+    return (
+        f"It was trained on chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
+        f"same: in each request, or vLLM with `--default-chat-template-kwargs '{written}'`."
+    )
+
+
+def format_dtype(head: nn.Module) -> str:
+    """`float32`, `float16` or `bfloat16`."""
+    return str(next(head.parameters()).dtype).removeprefix("torch.")
+
 
 PARITY = Path("parity") / "parity.safetensors"
 
@@ -70,7 +125,7 @@ def export_head(
     Args:
         head: attached head in the dtype of the export.
         engine: format.
-        golden: result of `heads.export.golden.golden`.
+        golden: result of `heads.export.writer.golden`.
         out_dir: folder, replaced if it exists.
         provenance: record of the training, for `headsmith.json`.
         tokenizer_gguf: GGUF file of the target, whose vocabulary a GGUF file of the head copies.
@@ -136,3 +191,107 @@ def format_readme(
         "```\npython scripts/verify_export.py DIR\n```\n\n"
         "computes the head again from these files alone, as the engine reads them, and compares.\n"
     )
+
+
+MOST_IDS = 8192
+"""Largest vocabulary of which all ids are kept."""
+LIKELIEST, SPREAD = 16, 1024
+"""Ids kept of larger vocabularies: the likeliest per row and depth, and evenly spaced ones."""
+
+
+@torch.no_grad()
+def compute_reference_tensors(
+    head: DraftHead, target: Target, num_rows: int = 24, depth: int = 4
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Compute hidden states of one text and the head's logits on them.
+
+    Row t at depth j has read hidden states 0..t beside tokens 0..t, and then its own outputs beside
+    tokens t+1..t+j, like an engine's chain while every draft token is accepted. Positions are
+    spread over the whole range, so that a wrong RoPE is noticed.
+
+    Args:
+        head: attached head in the dtype of the export.
+        target: the frozen target.
+        num_rows: number S of rows.
+        depth: number D of depths, for a head that drafts to any depth.
+
+    Returns:
+        Tensors `token_ids` [S + D], `position_ids` [S], `hidden_states.{i}` [S, F] with i as in
+        `output_hidden_states`, `ids` [R], `logits` [D, S, R], and, if needed, `logsumexp` [D, S],
+        `token_embeddings` [S + D, H], `output_head` [R, F]; and metadata for the safetensors file.
+
+    Raises:
+        InputError: the head drafts with the target's output head, which is quantised or has a bias.
+    """
+    depth = head.max_draft_tokens or depth
+    longest = find_max_positions(target.config)
+    token_ids = _draw_tokens(target, num_rows + depth + 1)
+    states = _hidden_states(target, token_ids[:num_rows])
+    # A block has one row more than draft tokens.
+    places = torch.linspace(0, longest - depth - 2, num_rows, dtype=torch.float64).long()
+    made = head.compute_reference_logits(target, states, token_ids, places)
+    ids = _choose_ids(made.logits)
+    tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
+    tensors |= _select_features(states, bool(head.taps.layers)) | made.beside
+    tensors["logits"] = made.logits[..., ids]
+    if made.output_head is not None:
+        tensors["output_head"] = made.output_head[ids]
+    metadata = {
+        "headsmith_parity": "1",
+        "kind": head.variant,
+        "num_layers": str(target.num_layers),
+        "max_position_embeddings": str(longest),
+        "vocab_size": str(target.vocab_size),
+    }
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata
+
+
+def _draw_tokens(target: Target, count: int) -> Tensor:
+    """[count] int64 tokens, always the same and independent of a tokenizer."""
+    size = min(target.vocab_size, len(target.embedding.weight))
+    return torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
+
+
+def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
+    """L + 1 tensors [S, F]: the input of each layer, and the last hidden state.
+
+    Taken from inputs, not from the outputs that taps read, so that a tap off by one is noticed. A
+    layer for images only has the input of the next layer.
+    """
+    active = getattr(target.config, "altup_active_idx", None)
+    found: dict[nn.Module, Tensor] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[module] = extract_hidden_state(args or kwargs["hidden_states"], active)
+
+    handles = [
+        block.register_forward_pre_hook(note, with_kwargs=True) for block in target.decoder_layers
+    ]
+    try:
+        ids = token_ids.unsqueeze(0).to(target.device)
+        states = [target.decoder(input_ids=ids, use_cache=False).last_hidden_state]
+    finally:
+        for handle in handles:
+            handle.remove()
+    for block in reversed(target.decoder_layers):
+        states.append(found[block] if block in found else states[-1].clone())
+    return [each[0].cpu() for each in reversed(states)]
+
+
+def _select_features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
+    """All hidden states for a head that fuses some, so that a layer off by one is noticed."""
+    first = 0 if fused else len(states) - 2
+    return {
+        f"hidden_states.{index}": each if each.dtype is torch.bfloat16 else each.float()
+        for index, each in enumerate(states)
+        if index >= first
+    }
+
+
+def _choose_ids(logits: Tensor) -> Tensor:
+    """[R] int64 rising ids of logits [D, S, V]: all, or the likeliest and evenly spaced ones."""
+    size = logits.shape[-1]
+    if size <= MOST_IDS:
+        return torch.arange(size)
+    spread = torch.linspace(0, size - 1, SPREAD, dtype=torch.float64).long()
+    return torch.cat([logits.topk(LIKELIEST).indices.flatten(), spread]).unique()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.upload import to_device
+from heads.devices import to_device
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256

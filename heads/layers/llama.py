@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from heads.target_model import sizes
+from heads.target_model import architecture as sizes
 
 LLAMA_KEYS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),

@@ -6,9 +6,11 @@ the layer are linked, not copied, if the disk allows it.
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import InputError
-from heads.head import format_size_mismatch
+from heads.draft_head import format_size_mismatch
+from heads.folders import write_folder
 from heads.mtp.checkpoint import (
     count_decoder_layers,
     find_family,
@@ -28,10 +31,52 @@ from heads.mtp.checkpoint import (
     split_experts,
 )
 from heads.mtp.families import FAMILIES, KNOWN, MtpFamily
-from heads.mtp.head import MtpHead
-from heads.mtp.left_alone import add_unquantized_modules
-from heads.storage import write_folder
+from heads.mtp.mtp import MtpHead
 from heads.target_model.weight_files import find_weight_files, load_tensor_table
+
+LISTS = (
+    "modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules",
+    "llm_int8_skip_modules",
+)  # fmt: skip
+USUAL = {"bitsandbytes": "llm_int8_skip_modules", "compressed-tensors": "ignore"}
+"""The skip list of a method if its config has none; for other methods, the first of `LISTS`."""
+
+
+def find_unlisted_modules(
+    quantisation: dict[str, Any], modules: Iterable[str]
+) -> dict[str, list[str]]:
+    """Modules that each skip list of a quantisation lacks, by the list's key.
+
+    Args:
+        quantisation: `quantization_config`; empty for a model that is not quantised.
+        modules: names of matrices, as in the model's files.
+    """
+    if not quantisation:
+        return {}
+    lists = {key: quantisation[key] for key in LISTS if isinstance(quantisation.get(key), list)}
+    usual = USUAL.get(str(quantisation.get("quant_method")), LISTS[0])
+    missing = {
+        key: [name for name in modules if not any(_is_match(each, name) for each in listed)]
+        for key, listed in (lists or {usual: []}).items()
+    }
+    return {key: names for key, names in missing.items() if names}
+
+
+def add_unquantized_modules(quantisation: dict[str, Any], modules: Iterable[str]) -> None:
+    """Add modules to the skip lists of a quantisation, in place."""
+    for key, missing in find_unlisted_modules(quantisation, modules).items():
+        # Without a list, readers skip the output head.
+        quantisation[key] = [*(quantisation.get(key) or ["lm_head"]), *missing]
+
+
+def _is_match(entry: str, module: str) -> bool:
+    """Tell whether an entry is a module, a parent of it, or a pattern of either."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    parts = module.split(".")
+    holders = (".".join(parts[: n + 1]) for n in range(len(parts)))
+    return any(fnmatchcase(holder, entry) for holder in holders)
+
 
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -20,8 +20,7 @@ from transformers.utils import cached_file
 from conf.errors import InputError
 from conf.files import find_local_path
 from conf.settings.medusa import AdapterConfig
-from heads.folders import PROVENANCE
-from heads.storage import write_folder
+from heads.folders import PROVENANCE, write_folder
 from heads.target_model.decoder import MODEL_ERRORS, find_decoder
 from heads.target_model.model import Target
 from heads.target_model.weight_files import load_tensor_table

@@ -27,7 +27,7 @@ from heads.layers.documents import (
     flash_attention,
     flash_attention_backward,
 )
-from heads.target_model.attention_pattern import restrict_visibility
+from heads.target_model.architecture import restrict_visibility
 from heads.target_model.kernels import (
     ScoreRule,
     SlotTexts,

@@ -32,12 +32,11 @@ from transformers.utils.quantization_config import GgufConfig
 from conf.errors import InputError
 from conf.files import cache_dir, make_folder, split_gguf_path
 from conf.settings.target import TargetConfig
+from heads.folders import write_folder
 from heads.gguf_target import ROPE_FACTORS, GgufTarget, load_gguf_target
-from heads.storage import write_folder
-from heads.target_model import sizes
-from heads.target_model.errors import report_target_errors
-from heads.target_model.language import find_language_class
-from heads.target_model.weight_files import check_complete, compute_checksum
+from heads.target_model import architecture as sizes
+from heads.target_model.language_model import find_language_class
+from heads.target_model.weight_files import check_complete, compute_checksum, report_target_errors
 
 FORMAT = 1
 """Version of the folders' content."""

@@ -15,9 +15,8 @@ from conf.command.run_record import find_changed_keys, format_changes, make_fing
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import TargetConfig
-from heads.folders import PROVENANCE
+from heads.folders import PROVENANCE, locate_head
 from heads.gguf_target import load_gguf_target
-from heads.storage import locate_head
 from heads.target_model.dequantise import (
     checksum_gguf_weights,
     collect_gguf_facts,

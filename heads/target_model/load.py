@@ -13,18 +13,18 @@ from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 from conf.command.environment import find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
-from heads.processor import warn_if_slow
+from heads.devices import warn_if_slow
 from heads.target_model.adapter import apply_adapter
 from heads.target_model.check import check_support_once
 from heads.target_model.dequantise import resolve_target_folder
-from heads.target_model.errors import report_target_errors
-from heads.target_model.language import find_language_class
+from heads.target_model.language_model import find_language_class
 from heads.target_model.model import Target
 from heads.target_model.weight_files import (
     can_read_quantization,
     check_complete,
     check_quantized_codes,
     check_unused_weights,
+    report_target_errors,
 )
 
 

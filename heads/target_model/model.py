@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from conf.command.environment import hide_hints
 from conf.errors import InputError
-from heads.decoding.cache import KeptNodes, TreeCache, move_slots
-from heads.decoding.recurrent_states import RecurrentStates
+from heads.decoding.cache import KeptNodes, RecurrentStates, TreeCache, move_slots
+from heads.devices import to_device
 from heads.layers.documents import Documents
+from heads.target_model.architecture import AttentionPattern, Masks
 from heads.target_model.attention import (
     CachedPass,
     DocumentPass,
@@ -30,19 +31,21 @@ from heads.target_model.attention import (
     open_traced_pass,
     pause_masks,
 )
-from heads.target_model.attention_pattern import AttentionPattern, Masks
 from heads.target_model.decoder import (
+    LongRope,
     call_decoder,
     count_layer_outputs,
     find_decoder,
     find_decoder_layers,
     pause_layer,
     record_hidden_state,
+    scale_by_position,
 )
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead, on_embedding_device
-from heads.target_model.positions import LongRope, scale_by_position
+from heads.target_model.embeddings_and_output_head import (
+    EmbeddingsAndOutputHead,
+    on_embedding_device,
+)
 from heads.target_model.recurrent import MIXERS, wrap_mixers
-from heads.upload import to_device
 
 MOST_GRAPHS = 64  # per target
 

@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache, DynamicCache
 
 from conf.errors import InputError
-from heads.decoding.cache import TreeCache
-from heads.decoding.recurrent_states import RecurrentStates
+from heads.decoding.cache import RecurrentStates, TreeCache
+from heads.devices import to_device
 from heads.target_model.attention import DocumentPass, current_pass
 from heads.target_model.decoder import MODEL_ERRORS, call_decoder
-from heads.upload import to_device
 
 MIXERS = "recurrent layers, document by document"
 WASTE = 1.25  # tokens run per token read, with documents padded to one length

@@ -1,28 +1,75 @@
 """Parts of a target outside its layers, which a serving engine runs."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import Quantization, TargetConfig
 from heads.target_model.decoder import find_decoder, find_decoder_layers, record_hidden_state
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
-from heads.target_model.errors import report_target_errors
-from heads.target_model.language import find_language_class
+from heads.target_model.dequantise import resolve_target_folder
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.language_model import find_language_class
 from heads.target_model.load import hub_options, load_config, load_target_tokenizer, resolve_dtype
-from heads.target_model.partial_files import open_partial_files
 from heads.target_model.weight_files import (
     check_complete,
     check_quantized_codes,
     check_unused_weights,
+    report_target_errors,
 )
+
+INDEX = "model.safetensors.index.json"
+BESIDE = ("config.json", "generation_config.json")
+
+
+@contextmanager
+def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the folder or Hub id from which to load some tensors of a target.
+
+    Downloads no other weight files of a Hub repository; the largest take a terabyte.
+
+    Args:
+        config: target settings.
+        wanted: function that tells whether a tensor is needed, by its name.
+    """
+    place = resolve_target_folder(config)
+    weight_map = (
+        {} if Path(place).is_dir() or config.trust_remote_code else _load_weight_map(config, place)
+    )
+    files = sorted({file for name, file in weight_map.items() if wanted(name)})
+    if len(files) == len({*weight_map.values()}):
+        yield place
+        return
+    with TemporaryDirectory(prefix="headsmith-") as temporary:
+        folder = Path(temporary)
+        for name in (*BESIDE, *files):
+            found = cached_file(
+                place, name, revision=config.revision,
+                _raise_exceptions_for_missing_entries=name in files,
+            )  # fmt: skip
+            if found is not None:
+                (folder / name).symlink_to(Path(str(found)).absolute())
+        kept = {name: file for name, file in weight_map.items() if file in files}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+        yield temporary
+
+
+def _load_weight_map(config: TargetConfig, place: str) -> dict[str, str]:
+    """Files of a Hub repository by the names of their tensors; empty for a single file."""
+    found = cached_file(
+        place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
+    )
+    return {} if found is None else json.loads(Path(str(found)).read_text())["weight_map"]
+
 
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),

@@ -7,15 +7,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
+from heads.target_model.decoder import MODEL_ERRORS
 
 MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes, as in the reference reader of safetensors."""
@@ -188,3 +193,21 @@ def check_quantized_codes(config: TargetConfig, place: str, is_read: Callable[[s
                     f"target.path={config.path}: {name} holds codes of dtype {tensor['dtype']}, "
                     "of a quantisation that transformers does not read: name the model without"
                 )
+
+
+LONGEST_REASON = 300
+
+
+@contextmanager
+def report_target_errors(config: TargetConfig, setting: str = "path") -> Iterator[None]:
+    """Context that turns errors of files or their content into an `InputError` with the setting."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
+        # Some messages list everything that transformers knows.
+        said = shorten(str(error), LONGEST_REASON, placeholder=" ...")
+        raise InputError(
+            f"target.{setting}={getattr(config, setting)}: cannot load it: {said}"
+        ) from error

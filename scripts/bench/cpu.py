@@ -40,9 +40,9 @@ from eval.decode.generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree, make_default_tree
+from heads.devices import this_processor
 from heads.kinds import HEADS, make_untrained_head
-from heads.layers.packed import pack_weights
-from heads.processor import this_processor
+from heads.layers.fast_linear import pack_weights
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import engine as bench_engine

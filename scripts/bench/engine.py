@@ -36,7 +36,7 @@ from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DraftShape, DynamicShape, Tree, make_static_tree
 from heads.kinds import HEADS, make_untrained_head
-from heads.layers.packed import pack_weights
+from heads.layers.fast_linear import pack_weights
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

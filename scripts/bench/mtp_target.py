@@ -31,9 +31,9 @@ from conf.settings.eagle import MtpConfig
 from conf.settings.target import Dtype, TargetConfig
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
-from heads.eagle.branches import BranchCache, build_causal_range
+from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
-from heads.mtp.head import MtpHead
+from heads.mtp.mtp import MtpHead
 from heads.mtp.stitch import stitch_layer
 from heads.target_model.load import load_target
 from heads.target_model.model import Target

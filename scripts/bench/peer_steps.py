@@ -165,7 +165,7 @@ def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) 
     `compiled` is `train.compile=true`.
     """
     from conf.settings.eagle import EagleConfig, OutputHead, TokenNormalizer
-    from heads.eagle.head import EagleHead
+    from heads.eagle.eagle import EagleHead
     from heads.vocab import DraftVocab
     from train.eagle import EagleObjective
 
@@ -184,7 +184,7 @@ def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) 
 def build_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """`train/medusa.py`, with heads weighted as in the original."""
     from conf.settings.medusa import Labels, MedusaConfig
-    from heads.medusa.head import MedusaHead
+    from heads.medusa import MedusaHead
     from train.medusa import MedusaObjective
 
     config = MedusaConfig(num_heads=job.depth, loss_decay=1.0, labels=Labels.hard)
@@ -195,7 +195,7 @@ def build_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
 
 def target_of(job: StepJob, inputs: StepInputs) -> Any:
     """The target's embedding and output head."""
-    from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+    from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
     output_head = nn.Linear(job.hidden, job.vocab, bias=False).requires_grad_(False)
@@ -230,7 +230,7 @@ def original_medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
     Every head gives logits at every token, [K, T, V] in all; the cross-entropy applies the mask,
     and heads are summed without weights.
     """
-    from heads.medusa.head import MedusaHead
+    from heads.medusa import MedusaHead
 
     head = MedusaHead.from_target(target_of(job, inputs), job.depth, num_layers=1)
     hidden = inputs.hidden_states
@@ -328,8 +328,8 @@ def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from transformers import GenerationConfig
 
     from conf.settings.blocks import DFlashConfig
-    from heads.blocks.config import build_block_config
-    from heads.dflash.head import DFlashHead
+    from heads.blocks.block_head import build_block_config
+    from heads.blocks.dflash import DFlashHead
     from heads.vocab import DraftVocab
     from train.blocks import objective as blocks
     from train.dflash import DFlashObjective

@@ -17,11 +17,15 @@ from torch import Tensor
 from conf.command.clock import measure_seconds
 from conf.settings.eagle import EagleConfig
 from data.prepared.packing import PackedDataset
-from heads.eagle.branch_attention import branch_attention, plain_branch_attention
-from heads.eagle.branches import BranchCache, build_causal_range
+from heads.layers.branch_attention import (
+    BranchCache,
+    branch_attention,
+    build_causal_range,
+    plain_branch_attention,
+)
 from heads.layers.documents import Documents
-from heads.layers.projection import Projection
 from heads.target_model.attention import build_dense_mask
+from heads.target_model.embeddings_and_output_head import Projection
 from heads.vocab import DraftVocab
 from scripts.bench.harness import Footprint, best_device, measure_footprint, measure_peak_bytes
 from scripts.bench.training import iter_documents, make_random_target

@@ -46,7 +46,7 @@ from data.features.store_format import StoreContents, TensorSpec
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
 from heads.kinds import build_variant_table, find_kind_name, make_untrained_head
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import add_size_flags, best_device, format_device

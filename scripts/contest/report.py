@@ -15,8 +15,7 @@ from conf.errors import InputError
 from conf.files import write_atomically
 from eval.measure.stats import compare_tau, format_interval, select_tree_figures
 from eval.report.page import Axis
-from heads.folders import PROVENANCE
-from heads.storage import write_folder
+from heads.folders import PROVENANCE, write_folder
 from scripts import compare
 from scripts.contest.plan import Entrant, list_head_methods
 from scripts.contest.tasks import TaskCosts, bytes_of, device_memory

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from heads.processor import this_processor
+from heads.devices import this_processor
 from scripts.embedded import corpus
 
 LOOP = 6

@@ -12,8 +12,8 @@ from conf.files import find_local_path, split_gguf_path
 from data.rows.data_files import DATA_ENDINGS
 from eval.measure.conditions import format_conditions
 from eval.measure.stats import format_interval
-from heads.export.engines import format_template_note, format_vllm_command
-from heads.head import HeadFacts, get_head_settings
+from heads.draft_head import HeadFacts, get_head_settings
+from heads.export.writer import format_template_note, format_vllm_command
 
 TRAIN_KEYS = (
     "max_steps", "batch_size", "optimizer", "learning_rate", "adam_learning_rate", "schedule",

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from conf.errors import InputError
 from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.gate import check_parity
-from heads.export.engines import LOADER_VERSIONS
+from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile
+from heads.export.writer import LOADER_VERSIONS
 from heads.folders import PROVENANCE
-from heads.head import DraftHead
 from heads.kinds import load_head
 from scripts.publish.card import ExportFacts
 from scripts.publish.staging import (

@@ -19,7 +19,7 @@ from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
 from heads.kinds import HEADS
-from heads.target_model import sizes
+from heads.target_model import architecture as sizes
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_config_and_tokenizer, load_generation_config, resolve_dtype
 from train.loop.replay import MAX_REPLAY_TOKENS, select_heldout_prompts

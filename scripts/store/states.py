@@ -24,7 +24,7 @@ from data.features.store_format import (
 from eval.measure.answers import AnswerSource, LocalAnswerSource
 from eval.measure.engines import EngineAnswerSource, open_states_pool
 from heads.layers.documents import Documents
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget
 from train.loss.ranking import fast_topk

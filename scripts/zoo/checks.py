@@ -27,13 +27,12 @@ from eval.measure.stats import PromptSteps, tau
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
+from heads.devices import to_device
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.head import EagleHead
-from heads.medusa.drafter import MedusaDrafter
-from heads.medusa.head import MedusaHead
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
 from heads.target_model.model import Target
-from heads.upload import to_device
 from heads.vocab import DraftVocab
 from scripts.embedded.corpus import SPECIAL_TOKENS
 from scripts.zoo.tiny import MADE_FILE, NUM_TOKENS, PAD

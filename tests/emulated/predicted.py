@@ -33,17 +33,16 @@ from eval.decode.engine import NoDraft, Request
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
 from heads.kinds import build_variant_table, make_untrained_head
-from heads.medusa.adapted import AdaptedMedusa
-from heads.medusa.head import MedusaHead
+from heads.medusa import MedusaHead
 from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import training as bench_train
 from scripts.bench.training import make_objective
 from train.eagle import EagleObjective
-from train.medusa2 import Medusa2Objective
+from train.medusa2 import AdaptedMedusa, Medusa2Objective
 
 Row = dict[str, Any]
 SHORTER, LONGER = 6, 10

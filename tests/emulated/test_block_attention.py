@@ -8,7 +8,7 @@ from emulated.device import counted, off
 from emulated.hollow import hollow, metered
 from torch import Tensor
 
-from heads.blocks.attention import BlockRange, block_attention, plain_block_attention
+from heads.layers.block_attention import BlockRange, block_attention, plain_block_attention
 
 CUDA = torch.device("cuda", 0)
 NUM_LAYERS = NUM_DOCUMENTS = 3

@@ -32,7 +32,7 @@ from heads.decoding import cache as tree_cache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import DynamicShape
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
 from heads.target_model.model import Target
 
 LENGTHS = [7, 4, 5, 12, 4]

@@ -21,12 +21,12 @@ from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, stream_tokens
-from heads.decoding.chains import Calibration
 from heads.decoding.drafting import Drafter
+from heads.decoding.head_drafter import Calibration
 from heads.decoding.sampling import GREEDY, Sampling, Typical
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.head import DraftHead
-from heads.medusa.drafter import MedusaDrafter
+from heads.draft_head import DraftHead
+from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
 from tests.eval.decode.test_other_tokenizer import permuted
 

@@ -32,7 +32,7 @@ from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import DynamicShape, make_static_tree
 from heads.eagle.drafter import EagleTree
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa import MedusaDrafter
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from scripts.capture import capture

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from conf.settings.target import Dtype
 from data.features.store_format import HIDDEN_STATES
-from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_output_head import Projection
 from train.batch.supervision import Batch, SortedIndices
 from train.loss.fused import Student, compute_fused_loss
 from train.loss.medusa import text_criterion

@@ -15,11 +15,10 @@ from conf.settings.export import ExportFormat
 from data.servers.serving_engines import DraftCounts
 from heads.blocks.drafter import BlockChain
 from heads.decoding.drafting import Drafter
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import export_head
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
+from heads.eagle.peagle import PEagleChain
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.kinds import load_head
-from heads.peagle.drafter import PEagleChain
 from heads.target_model.model import Target
 from tests.engines.test_vllm import NUM_TOKENS, accepted_per_pass, counted
 

@@ -29,11 +29,10 @@ from eval.measure.prompts import render_first_turns
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
+from heads.draft_head import DraftHead
 from heads.eagle.drafter import EagleChain
-from heads.head import DraftHead
 from heads.kinds import load_head
-from heads.medusa.drafter import MedusaDrafter
-from heads.medusa.head import MedusaHead
+from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.load import load_config_and_tokenizer
 from heads.target_model.model import Target
 from scripts import export

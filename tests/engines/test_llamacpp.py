@@ -29,9 +29,8 @@ from eval import serve
 from eval.decode.engine import decode_batch
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import export_head
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.target_model.model import Target
 from tests.engines.test_vllm import reduced
 

@@ -16,7 +16,7 @@ from toys import save_target, texts, trained
 from conf.settings.eagle import MtpConfig
 from heads.eagle.drafter import EagleChain
 from heads.kinds import load_head
-from heads.mtp.head import MtpHead, build_mtp_config
+from heads.mtp.mtp import MtpHead, build_mtp_config
 from heads.mtp.stitch import stitch_layer
 from heads.vocab import DraftVocab
 from train.mtp import MtpObjective

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from toys import save_target
 
 from conf.settings.export import ExportFormat
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import export_head
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.kinds import load_head
 
 AFTER = {"norm_before_residual": True}

@@ -23,11 +23,11 @@ from eval.measure.handed_on import export_results
 from eval.measure.replay import compute_accepted_lengths, rank_candidates
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
+from heads.draft_head import DraftHead
 from heads.eagle.drafter import EagleChain
-from heads.eagle.head import EagleHead
-from heads.head import DraftHead
+from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
 from tests.eval.measure.test_handed_on import result, text
 

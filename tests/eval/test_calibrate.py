@@ -33,7 +33,7 @@ from eval.tune.confidence import (
     sigmoid,
 )
 from eval.tune.cost import CostCurve
-from heads.decoding.chains import Calibration
+from heads.decoding.head_drafter import Calibration
 from heads.kinds import HEADS
 from heads.target_model.load import load_target
 from tests.conf.command.test_following import pasted

@@ -21,7 +21,7 @@ from eval import acceptance
 from eval.measure.answers import generate_greedy_answers
 from eval.measure.bench import open_measurement
 from eval.measure.prompts import render_first_turns
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab

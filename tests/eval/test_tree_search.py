@@ -39,8 +39,8 @@ from heads.blocks.drafter import BlockTree
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleTree
-from heads.medusa.drafter import MedusaDrafter
-from heads.peagle.drafter import PEagleTree
+from heads.eagle.peagle import PEagleTree
+from heads.medusa import MedusaDrafter
 from heads.target_model.load import load_target
 from tests.conf.command.test_following import pasted
 from tests.eval.test_commands import settings

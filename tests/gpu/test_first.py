@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from heads.blocks.kernels import attend, attend_backward
+from heads.layers.block_attention import attend, attend_backward
 from heads.layers.documents import Documents
 from heads.target_model.attention import FLASH, DocumentPass
 from heads.target_model.kernels import ScoreRule, causal_attention, choose_kernels

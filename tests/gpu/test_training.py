@@ -14,7 +14,7 @@ from torch._inductor import metrics
 from training_step import KINDS, FirstStep, differences, first_step
 
 from conf.settings.target import Dtype
-from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_output_head import Projection
 from scripts.bench import training as bench_train
 from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
 from tests.train.parallel.test_placement import launched

@@ -8,7 +8,7 @@ from feature_heads import fresh, settings_of
 from toys import eagle_head, random_target
 
 from conf.settings.eagle import EagleForm
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from conf.errors import InputError
 from heads.layers.llama import make_llama_config
-from heads.target_model import sizes
+from heads.target_model import architecture as sizes
 
 # Of published models: hidden size, inner width, heads, key-value heads, head size, epsilon,
 # positions. What a row leaves out of a config is as in transformers' default.

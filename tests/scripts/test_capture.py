@@ -28,7 +28,7 @@ from data.features.store_reader import FeatureStore, dequantize_batch
 from data.features.store_writer import HostCopier
 from eval.measure.answers import generate_greedy_answers
 from heads.layers.documents import Documents
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers
 from scripts import capture as script

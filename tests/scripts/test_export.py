@@ -18,8 +18,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
 from data.embedded import TARGET_PATH
-from heads.export.gguf import GgufFile, Value, write_gguf
-from heads.export.llamacpp import build_vocab_metadata
+from heads.export.gguf import GgufFile, Value, build_vocab_metadata, write_gguf
 from heads.folders import PROVENANCE
 from heads.kinds import load_head
 from heads.target_model.identity import identify_target

@@ -18,7 +18,7 @@ from conf.settings.target import TargetConfig
 from heads.kinds import load_head
 from heads.mtp import stitch
 from heads.mtp.checkpoint import load_model_config
-from heads.mtp.head import MtpHead
+from heads.mtp.mtp import MtpHead
 from scripts import merge_adapter, mtp
 
 

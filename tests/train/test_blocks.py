@@ -18,10 +18,10 @@ from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRu
 from conf.settings.eagle import Divergence
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
-from heads.blocks.config import choose_mask_token, default_layers
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import export_head
-from heads.layers.projection import Projection
+from heads.blocks.block_head import default_layers
+from heads.export.writer import compute_reference_tensors, export_head
+from heads.feature_head import choose_mask_token
+from heads.target_model.embeddings_and_output_head import Projection
 from heads.target_model.model import Target
 from train import dflash, dflash2
 from train.batch.supervision import (

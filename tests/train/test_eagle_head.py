@@ -11,7 +11,7 @@ from toys import random_target
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun, OutputHead
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
 from heads.target_model.model import Target
 from tests.train.loop.test_memory import ONE, eagle
 from train.eagle import main

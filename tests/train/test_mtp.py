@@ -24,7 +24,7 @@ from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import speedup
 from heads.kinds import load_head
-from heads.mtp.head import MtpHead
+from heads.mtp.mtp import MtpHead
 from tests.train.parallel.test_launch import ROOT, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
 from tests.train.parallel.test_placement import launched as laid_out

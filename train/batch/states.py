@@ -4,7 +4,7 @@ import torch
 
 from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.features.store_reader import dequantize_batch
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.target_model.remote import RemoteTarget
 from train.batch.supervision import DOCUMENTS, Batch

@@ -14,8 +14,8 @@ from torch.profiler import record_function
 
 from conf.settings.blocks import BlockConfig
 from data.features.store_format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
-from heads.blocks.head import BlockHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.blocks.block_head import BlockHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from train.batch.states import collect_states
 from train.batch.supervision import (
     DOCUMENTS,

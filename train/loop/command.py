@@ -26,10 +26,10 @@ from data.servers.http_client import Endpoint
 from eval.decode.generation_config import apply_generation_config
 from eval.measure.answers import LocalAnswerSource
 from eval.measure.engines import EngineAnswerSource, build_request_settings, open_states_pool
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
 from heads.kinds import find_kind_name, load_head
 from heads.target_model.dequantise import resolve_target_folder
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import TargetIdentity, format_target_change, identify_target
 from heads.target_model.kernels import kernel_notice
 from heads.target_model.load import load_target

@@ -23,7 +23,7 @@ from conf.command.clock import Stopwatch
 from conf.errors import InputError
 from conf.files import make_folder
 from conf.settings.training import LogConfig, TrainConfig
-from heads.upload import to_device
+from heads.devices import to_device
 from train import schedule
 from train.batch.prefetch import Dataset, Prefetcher, batch_to_device, stack_sequences
 from train.batch.supervision import NOISE_SEEDS, Batch

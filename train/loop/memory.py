@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from conf.errors import InputError
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.architecture import compute_mlp_size
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
-from heads.target_model.sizes import compute_mlp_size
 from train.loss.sizes import FLOAT32_BYTES, LaunchSpec
 from train.objective import Objective
 from train.parallel.optimizers import state_keys

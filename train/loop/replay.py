@@ -18,7 +18,7 @@ from eval.measure.answers import AnswerSource
 from eval.measure.replay import Replayable, rank_candidates, replay_tree
 from eval.measure.stats import PromptSteps, alpha, tau
 from heads.decoding.tree import Tree
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput
 
 MAX_PROMPT_TOKENS = 256

@@ -33,9 +33,9 @@ from eval.measure.processes import gather_items
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
-from heads.head import DraftHead
-from heads.storage import load_tensors, write_folder
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.draft_head import DraftHead
+from heads.folders import load_tensors, write_folder
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from train import schedule
 from train.batch.prefetch import Dataset

@@ -14,7 +14,7 @@ from conf.settings.target import Dtype, TargetConfig
 from data.features.store_format import EMBEDDINGS_AND_HEAD, StorePlan
 from data.features.store_reader import FeatureStore
 from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import TargetIdentity, identify_target
 from heads.target_model.load import load_config_and_tokenizer
 from heads.target_model.model import FeatureLayers

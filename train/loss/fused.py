@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from conf.command.environment import hide_hints
-from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_output_head import Projection
 from train.batch.supervision import SortedIndices
 from train.loss.divergences import Softmax
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from data.features.store_format import HIDDEN_STATES
-from heads.layers.projection import Projection
 from heads.target_model.adapter import Adapter
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
 from heads.target_model.model import FeatureLayers, Target
 from train.batch.prefetch import Dataset, batch_to_device, stack_sequences
 from train.batch.states import add_target_states

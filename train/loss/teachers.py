@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 from train.loss.divergences import DistributionPair, Softmax, dot_rows, p_log_p
 from train.loss.fused import Teacher, piece_rows, split_evenly

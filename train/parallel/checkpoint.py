@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from conf.errors import InputError
-from heads.storage import write_folder
+from heads.folders import write_folder
 
 _FORMAT = 2
 _FILES = ("head.safetensors", "optimizer.safetensors")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.settings.training import Optimizer, TrainConfig
-from heads.processor import choose_fast_dtype
+from heads.devices import choose_fast_dtype
 from heads.target_model.load import resolve_dtype
 from train.objective import Objective
 

@@ -14,7 +14,7 @@ from conf.command.environment import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, TrainConfig
-from heads.processor import warn_if_slow
+from heads.devices import warn_if_slow
 from heads.target_model.load import resolve_dtype
 
 PATIENCE = timedelta(days=30)

@@ -20,8 +20,8 @@ from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, build_tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
+from heads.devices import to_device
 from heads.target_model.model import FeatureLayers, Target, prefill_last_states
-from heads.upload import to_device
 
 
 @dataclass(frozen=True)

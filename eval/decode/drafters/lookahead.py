@@ -19,8 +19,8 @@ from collections import OrderedDict
 import torch
 
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
+from heads.devices import to_device
 from heads.target_model.model import FeatureLayers
-from heads.upload import to_device
 
 Ngram = tuple[int, ...]
 

@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.tree import Tree
+from heads.devices import to_device
 from heads.target_model.model import FeatureLayers
-from heads.upload import to_device
 
 
 class Oracle:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.tree import Tree
+from heads.devices import to_device
 from heads.target_model.model import FeatureLayers
-from heads.upload import to_device
 
 NUM_SUCCESSORS = 8
 CPU_NODES, GPU_NODES = 8, 80

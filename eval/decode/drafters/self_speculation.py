@@ -19,9 +19,9 @@ from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.devices import to_device
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target
-from heads.upload import to_device
 
 
 def list_skipped_layers(target: Target, num_layers: int) -> tuple[int, ...]:

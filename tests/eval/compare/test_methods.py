@@ -19,9 +19,9 @@ from data.templates.record_encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
 from eval.compare.methods import PromptDecoder
+from heads.devices import this_processor
 from heads.kinds import load_head
-from heads.layers import packed
-from heads.processor import this_processor
+from heads.layers import fast_linear as packed
 from heads.target_model.load import load_target
 
 FAMILIES = [
@@ -180,7 +180,7 @@ def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_output_head_that_drafts_is_of_the_rank_wanted(llama, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("heads.layers.low_rank.NUM_CANDIDATES", 1)
+    monkeypatch.setattr("heads.layers.fast_linear.NUM_CANDIDATES", 1)
     names = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]
     settings = llama | {"self_draft": SelfDraftConfig(num_layers=4), "max_new_tokens": 8}
     whole = measured(settings, tmp_path / "whole", methods=names)

@@ -20,12 +20,11 @@ from eval.decode import accept
 from eval.decode.accept import AcceptedPaths, verify
 from eval.decode.drafters.draft_model import sample_distinct
 from eval.decode.engine import NoDraft, decode, decode_batch
+from heads.decoding.cache import RecurrentStates
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
-from heads.decoding.recurrent_states import RecurrentStates
 from heads.decoding.sampling import Generators, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree
-from heads.medusa.drafter import MedusaDrafter
-from heads.medusa.head import MedusaHead
+from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.model import Target
 
 V, ROOT = 6, 0

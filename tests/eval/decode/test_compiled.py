@@ -15,8 +15,8 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.head import EagleHead
-from heads.medusa.drafter import MedusaDrafter
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

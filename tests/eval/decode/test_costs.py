@@ -17,10 +17,9 @@ from heads.decoding.cache import compute_capacity
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
 from heads.eagle.drafter import EagleChain
-from heads.eagle.head import EagleHead
-from heads.medusa.drafter import MedusaDrafter
-from heads.medusa.head import MedusaHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaDrafter, MedusaHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import measure_peak_bytes

@@ -9,7 +9,7 @@ from eval.decode.drafters.draft_model import commit_tokens
 from eval.decode.engine import decode, decode_batch
 from heads.decoding.drafting import CommittedTokens
 from heads.decoding.sampling import GREEDY, Sampling
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 
 PROMPTS = [[90, 17, 240, 8, 77, 123, 61], [105, 17], [61, 23, 77, 8, 40, 17, 5] * 2]

@@ -12,10 +12,10 @@ from eval.measure.replay import replay_response
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle import branch_attention
-from heads.eagle.branches import BranchCache, CausalRange
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
+from heads.layers import branch_attention
+from heads.layers.branch_attention import BranchCache, CausalRange
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 from tests.eval.decode.test_engine import OWN

@@ -19,8 +19,8 @@ from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.head import EagleHead
-from heads.medusa.drafter import MedusaDrafter
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaDrafter
 from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab
 

@@ -15,7 +15,7 @@ from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
 from heads.eagle.drafter import EagleTree
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa import MedusaDrafter
 from heads.target_model.model import FeatureLayers, Target
 
 FORK = Tree.from_paths([[0], [1], [0, 0]])

@@ -17,7 +17,7 @@ from eval.decode.generation_config import StopRules
 from heads.decoding.drafting import Draft, Roots
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target, TargetOutput
 from tests.eval.decode.test_drafters import PROMPTS, WARM
 

@@ -16,9 +16,8 @@ from conf.errors import InputError
 from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
-from heads.blocks.head import BlockHead
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import check_format, export_head
+from heads.blocks.block_head import BlockHead
+from heads.export.writer import check_format, compute_reference_tensors, export_head
 from heads.kinds import load_head
 from heads.target_model.model import Target
 

@@ -36,10 +36,9 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
 from eval.parity.gate import TOLERANCE, check_parity
-from heads.eagle.head import EagleHead
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import export_head
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
+from heads.eagle.eagle import EagleHead
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

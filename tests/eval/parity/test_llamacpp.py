@@ -14,11 +14,9 @@ from torch import Tensor
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
-from heads.export.gguf import GgufFile, Value, write_gguf
-from heads.export.golden import compute_reference_tensors
-from heads.export.llamacpp import interleave_rows
-from heads.export.writer import export_head
-from heads.head import DraftHead
+from heads.draft_head import DraftHead
+from heads.export.gguf import GgufFile, Value, interleave_rows, write_gguf
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.target_model.model import Target
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
+from heads.eagle.peagle import PEagleHead
 from heads.export.writer import check_format
 from heads.kinds import find_kind_name, load_head
-from heads.peagle.head import PEagleHead
 from heads.target_model.model import Target
 from tests.eval.parity.test_blocks import LOGITS, able, config, exported, tensor
 

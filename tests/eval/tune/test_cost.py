@@ -27,7 +27,7 @@ from eval.tune.cost import NUM_PLAIN, CostCurve, load_cost_curve, measure_step_c
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa import MedusaDrafter
 
 PROMPT = [5, 6, 7, 8]
 

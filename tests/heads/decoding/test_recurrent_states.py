@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from toys import random_model, tree_of
 
+from heads.decoding.cache import CONV, RECURRENT, RecurrentStates, State, nodes_by_depth
 from heads.decoding.drafting import Draft
-from heads.decoding.recurrent_states import CONV, RECURRENT, RecurrentStates, State, nodes_by_depth
 from heads.decoding.tree import Tree
 
 

@@ -8,13 +8,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.errors import InputError
-from heads.export.gguf import GgufFile, Kind, Value, write_gguf
-from heads.export.llamacpp import (
+from heads.export.gguf import (
+    GgufFile,
+    Kind,
+    Value,
     build_vocab_metadata,
     deinterleave_rows,
     interleave_rows,
     rope_divisors,
     rope_metadata,
+    write_gguf,
 )
 
 METADATA = {

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
-from heads.eagle.branches import BranchCache, build_causal_range
-from heads.eagle.head import EagleHead
-from heads.export import golden as module
-from heads.export.golden import compute_reference_tensors
+from heads.eagle.eagle import EagleHead
+from heads.export import writer as module
+from heads.export.writer import compute_reference_tensors
+from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.target_model.model import Target, TargetOutput
 

@@ -15,12 +15,16 @@ from conf.errors import InputError
 from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
+from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile, Kind, Value, write_gguf
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import check_export_target, check_format, export_head
-from heads.head import DraftHead
+from heads.export.writer import (
+    check_export_target,
+    check_format,
+    compute_reference_tensors,
+    export_head,
+)
+from heads.folders import locate_head
 from heads.kinds import load_head
-from heads.storage import locate_head
 from heads.target_model.model import Target
 from tests.eval.parity.test_llamacpp import NAMES, exported, made, target_of
 

@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from eval.parity.gate import check_parity
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
 from heads.export import writer as export
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import check_export_target, check_format
+from heads.export.writer import check_export_target, check_format, compute_reference_tensors
 from heads.kinds import load_head
-from heads.medusa.head import MedusaHead
+from heads.medusa import MedusaHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 

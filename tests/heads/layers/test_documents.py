@@ -12,8 +12,8 @@ from toys import FAMILIES, random_target
 from conf.settings.medusa import AdapterConfig
 from heads.layers.documents import Documents
 from heads.target_model.adapter import Adapter
+from heads.target_model.architecture import AttentionPattern
 from heads.target_model.attention import FLASH, FUSED, PLAIN, ScoreRule, by_document
-from heads.target_model.attention_pattern import AttentionPattern
 from heads.target_model.check import check_target_support
 from heads.target_model.model import FeatureLayers, Target
 from scripts.bench.harness import measure_peak_bytes

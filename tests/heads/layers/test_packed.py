@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from toys import random_model
 
-import heads.layers.packed
-from heads.layers.packed import SMALL, PackedLinear, pack_weights
-from heads.processor import this_processor
+import heads.layers.fast_linear
+from heads.devices import this_processor
+from heads.layers.fast_linear import SMALL, PackedLinear, pack_weights
 
 HERE = this_processor()
 KINDS = [each for each in (torch.float32, torch.bfloat16) if HERE.multiplies_packed(each)]
@@ -30,14 +30,14 @@ class Products(dict):
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Products:
     found = Products()
-    monkeypatch.setattr(heads.layers.packed, "_packed", found)
+    monkeypatch.setattr(heads.layers.fast_linear, "_packed", found)
     return found
 
 
 @pytest.fixture
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = replace(HERE, vectors=request.param)
-    monkeypatch.setattr(heads.layers.packed, "this_processor", lambda: processor)
+    monkeypatch.setattr(heads.layers.fast_linear, "this_processor", lambda: processor)
 
 
 def layers(dtype: torch.dtype, bias: bool, width: int = 48) -> tuple[nn.Linear, nn.Linear]:
@@ -61,7 +61,7 @@ def test_products_are_those_of_the_plain_layer(
     products: Products,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heads.layers.packed, "SMALL", small)
+    monkeypatch.setattr(heads.layers.fast_linear, "SMALL", small)
     packed, plain = layers(dtype, bias)
     rows = torch.randn(*shape, 48, dtype=dtype)
     with torch.inference_mode():
@@ -93,7 +93,7 @@ def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
         numbers.append(len(rows))
         return rows.new_zeros(len(rows), 32)
 
-    monkeypatch.setattr(heads.layers.packed, "SMALL", small)
+    monkeypatch.setattr(heads.layers.fast_linear, "SMALL", small)
     packed, _ = layers(torch.float32, bias=False)
     monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", product)
     for number in (1, 2, 3, 4, 9):
@@ -155,13 +155,13 @@ def test_what_is_compiled_calls_the_product_as_it_is(products: Products) -> None
 
 
 def test_a_layer_is_packed_once_and_let_go_with_its_weights() -> None:
-    before = len(heads.layers.packed._packed)
+    before = len(heads.layers.fast_linear._packed)
     packed, _ = layers(torch.float32, bias=True)
     pack_weights(nn.Sequential(packed, nn.LayerNorm(32)), packed)
-    assert len(heads.layers.packed._packed) == before + 1
+    assert len(heads.layers.fast_linear._packed) == before + 1
     del packed
     gc.collect()
-    assert len(heads.layers.packed._packed) == before
+    assert len(heads.layers.fast_linear._packed) == before
 
 
 def test_models_that_are_large_for_the_machine_stay_as_they_are(
@@ -170,10 +170,10 @@ def test_models_that_are_large_for_the_machine_stay_as_they_are(
     model = random_model(num_hidden_layers=2)
     linear = [each for each in model.modules() if isinstance(each, nn.Linear)]
     size = sum(each.weight.nbytes for each in linear)
-    monkeypatch.setattr(heads.layers.packed, "_memory_bytes", lambda: 4 * size - 1)
+    monkeypatch.setattr(heads.layers.fast_linear, "_memory_bytes", lambda: 4 * size - 1)
     pack_weights(model)
     assert not any(isinstance(each, PackedLinear) for each in linear)
-    monkeypatch.setattr(heads.layers.packed, "_memory_bytes", lambda: 4 * size)
+    monkeypatch.setattr(heads.layers.fast_linear, "_memory_bytes", lambda: 4 * size)
     pack_weights(model)
     assert all(isinstance(each, PackedLinear) for each in linear)
 
@@ -188,7 +188,7 @@ def test_a_model_gives_the_same_over_packed_weights() -> None:
 
 def test_bfloat16_stays_where_its_products_are_imitated(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = replace(HERE, vectors="AVX512", products=frozenset())
-    monkeypatch.setattr(heads.layers.packed, "this_processor", lambda: processor)
+    monkeypatch.setattr(heads.layers.fast_linear, "this_processor", lambda: processor)
     assert type(layers(torch.bfloat16, bias=False)[0]) is nn.Linear
     assert type(layers(torch.float32, bias=False)[0]) is PackedLinear
 

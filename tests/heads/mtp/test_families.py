@@ -18,13 +18,12 @@ from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import replay_response
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.branches import BranchCache, build_causal_range
 from heads.kinds import load_head
+from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.mtp.checkpoint import join_experts, split_experts
-from heads.mtp.config import build_layer_settings
 from heads.mtp.families import FAMILIES
-from heads.mtp.head import MtpHead, build_mtp_config
+from heads.mtp.mtp import MtpHead, build_layer_settings, build_mtp_config
 from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab
 from train.mtp import MtpObjective

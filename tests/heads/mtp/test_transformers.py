@@ -8,10 +8,10 @@ import torch
 from mtp_targets import saved, target_with_layer
 from transformers import AutoModelForCausalLM, modeling_layers
 
-from heads.eagle.branches import BranchCache, build_causal_range
 from heads.kinds import load_head
+from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
-from heads.mtp.head import MtpHead
+from heads.mtp.mtp import MtpHead
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from conf.settings.export import MergeAdapterRun
 from conf.settings.medusa import AdapterConfig, MedusaConfig
 from conf.settings.target import TargetConfig
 from heads.layers.documents import Documents
-from heads.medusa.head import MedusaHead
+from heads.medusa import MedusaHead
 from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target, load_target_tokenizer
 from heads.target_model.model import Target

@@ -10,7 +10,7 @@ from conf.settings.target import TargetConfig
 from heads.decoding.cache import TreeCache
 from heads.target_model import kernels
 from heads.target_model.attention import CachedPass
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.kernels import (
     ScoreRule,
     build_folded_mask,

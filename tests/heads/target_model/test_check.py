@@ -57,7 +57,7 @@ def test_a_second_load_checks_nothing_and_knows_what_the_first_found(
 
 
 def test_what_needs_masks_still_does(checked: list[str], tmp_path: Path, monkeypatch) -> None:
-    from heads.target_model.attention_pattern import AttentionPattern
+    from heads.target_model.architecture import AttentionPattern
 
     folder = save_target(tmp_path / "t")
     monkeypatch.setattr(AttentionPattern, "windows", [7, 7])

@@ -15,8 +15,7 @@ from conf.command.run_record import find_changed_keys, make_fingerprint
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import Quantization, TargetConfig
-from heads.export.gguf import Value, write_gguf
-from heads.export.llamacpp import interleave_rows
+from heads.export.gguf import Value, interleave_rows, write_gguf
 from heads.folders import check_target_files
 from heads.gguf_target import load_gguf_target
 from heads.target_model import dequantise

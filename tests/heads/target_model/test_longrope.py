@@ -11,9 +11,9 @@ from eval.measure.replay import replay_drafter, replay_response
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.drafter import EagleChain
 from heads.layers.documents import Documents
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa import MedusaDrafter
 from heads.target_model.check import check_target_support
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.target_model.model import prefill as read_rows
 from tests.eval.decode.test_engine import Oracle

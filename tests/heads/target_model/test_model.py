@@ -8,15 +8,15 @@ from torch import Tensor
 from toys import CHATML, random_model, random_target, save_target
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import heads.processor
+import heads.devices
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from eval.decode.engine import NoDraft, decode
+from heads.devices import Processor, warn_if_slow
 from heads.layers.documents import Documents
-from heads.processor import Processor, warn_if_slow
 from heads.target_model.attention import CachedPass
 from heads.target_model.check import check_target_support
-from heads.target_model.embeddings_and_head import on_embedding_device
+from heads.target_model.embeddings_and_output_head import on_embedding_device
 from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
 from heads.target_model.model import FeatureLayers, Target
 
@@ -111,7 +111,7 @@ def test_load_target_round_trip(tmp_path) -> None:
 def test_a_dtype_that_the_processor_imitates_is_told(
     dtype: Dtype, lines: int, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
+    monkeypatch.setattr(heads.devices, "this_processor", lambda: Processor("a CPU", "AVX2"))
     warn_if_slow.cache_clear()
     load_target(TargetConfig(str(save_target(tmp_path / "t")), dtype=dtype), CPU)
     found = capsys.readouterr().err.count(

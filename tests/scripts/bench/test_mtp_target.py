@@ -9,7 +9,7 @@ from stores import save_inputs
 from transformers import AutoModelForCausalLM
 
 from heads.kinds import load_head
-from heads.mtp.head import MtpHead
+from heads.mtp.mtp import MtpHead
 from scripts.bench import mtp_target
 
 

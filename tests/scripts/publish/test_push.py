@@ -13,8 +13,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, PushRun
 from heads.export.writer import format_readme
 from heads.kinds import load_head
-from heads.medusa.head import MedusaHead
-from heads.medusa.network import MedusaHeadConfig
+from heads.medusa import MedusaHead, MedusaHeadConfig
 from scripts import push
 from scripts.publish.staging import scrub_private_data
 from tests.conf.command.test_following import pasted

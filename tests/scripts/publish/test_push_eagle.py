@@ -11,8 +11,8 @@ from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
 from conf.settings.export import PushRun
-from heads.eagle.config import EagleHeadConfig
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleHeadConfig
 from heads.vocab import DraftVocab
 from scripts import push
 from tests.scripts.publish.test_push import ACCEPTANCE, PROVENANCE

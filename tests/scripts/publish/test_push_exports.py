@@ -14,9 +14,8 @@ from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from conf.settings.export import ExportFormat, HubLayout, PushRun
 from eval.parity.gate import check_parity
-from heads.eagle.head import EagleHead
-from heads.export.golden import compute_reference_tensors
-from heads.export.writer import export_head
+from heads.eagle.eagle import EagleHead
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.kinds import load_head
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab

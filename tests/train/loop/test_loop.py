@@ -16,7 +16,7 @@ from conf.command.environment import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
-from heads.storage import write_head_folder
+from heads.folders import write_head_folder
 from train import schedule
 from train.batch.supervision import NOISE_SEEDS, Batch
 from train.loop import command, evaluation, loop, refusals

@@ -15,8 +15,8 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Optimizer, TrainConfig
-from heads.eagle.head import EagleHead
-from heads.medusa.head import MedusaHead
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaHead
 from heads.vocab import DraftVocab
 from scripts.bench import memory as bench_memory
 from train.eagle import EagleObjective

@@ -7,7 +7,7 @@ from eval.decode.engine import decode
 from eval.measure.answers import LocalAnswerSource
 from eval.measure.stats import PromptSteps, tau
 from heads.decoding.tree import Tree
-from heads.medusa.drafter import MedusaDrafter
+from heads.medusa import MedusaDrafter
 from train.loop.replay import MAX_REPLAY_TOKENS, HeldoutReplay, select_heldout_prompts
 
 

@@ -21,9 +21,8 @@ from conf.settings.medusa import (
 )
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
-from heads.eagle.head import EagleHead
-from heads.medusa.adapted import AdaptedMedusa
-from heads.medusa.head import MedusaHead
+from heads.eagle.eagle import EagleHead
+from heads.medusa import MedusaHead
 from heads.target_model.adapter import Adapter
 from heads.vocab import DraftVocab
 from tests.train.loop.test_loop import fit, rows, settings, weights
@@ -32,7 +31,7 @@ from train.eagle import EagleObjective
 from train.loop import loop, resume
 from train.loop.loop import TrainingJob
 from train.medusa import MedusaObjective
-from train.medusa2 import Medusa2Objective
+from train.medusa2 import AdaptedMedusa, Medusa2Objective
 from train.parallel import processes
 
 EAGLE = EagleConfig(num_steps=2, draft_vocab_size=40)

@@ -23,10 +23,10 @@ from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from data.features.store_reader import StoredDataset
 from eval.measure.answers import LocalAnswerSource
-from heads.eagle.head import EagleHead
+from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
-from heads.medusa.head import MedusaHead
-from heads.target_model.embeddings_and_head import EmbeddingsAndOutputHead
+from heads.medusa import MedusaHead
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab

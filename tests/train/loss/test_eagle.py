@@ -13,7 +13,7 @@ from conf.settings.eagle import (
     StepNormalizer,
     TokenNormalizer,
 )
-from heads.eagle.branches import BranchCache, build_causal_range
+from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
 from train.batch.supervision import DOCUMENTS, NOISE_SEEDS

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import random_target
 
 from conf.settings.eagle import Divergence, EagleConfig
-from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_output_head import Projection
 from heads.vocab import DraftVocab
 from train.batch.supervision import SortedIndices
 from train.loss import fused

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from heads.layers.projection import Projection
+from heads.target_model.embeddings_and_output_head import Projection
 from train.batch.supervision import (
     SUPERVISION,
     Batch,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from conf.errors import InputError
-from heads.storage import write_folder
+from heads.folders import write_folder
 from train.parallel import checkpoint
 from train.parallel.checkpoint import CheckpointTensors, Progress
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import heads.processor
+import heads.devices
 from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, Schedule, TrainConfig
-from heads.processor import Processor, warn_if_slow
+from heads.devices import Processor, warn_if_slow
 from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
 from tests.train.loop.test_memory import eagle, medusa
 from tests.train.parallel.test_placement import MUON
@@ -64,7 +64,7 @@ def test_muon_iterates_in_the_dtype_of_the_run_where_the_processor_has_its_produ
     products: list[str], dtype: Dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = Processor("a CPU", "AVX512", frozenset(products))
-    monkeypatch.setattr(heads.processor, "this_processor", lambda: processor)
+    monkeypatch.setattr(heads.devices, "this_processor", lambda: processor)
     rates = {"learning_rate": 0.4, "adam_learning_rate": 0.1}
     config = TrainConfig(optimizer=Optimizer.muon, dtype=dtype, **rates)
     (muon,) = (each for each in make_optimizers(medusa(), config) if isinstance(each, Muon))
@@ -186,7 +186,7 @@ def test_a_run_goes_on_only_with_the_optimizer_it_began_with(
 def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(heads.processor, "this_processor", lambda: Processor("a CPU", "AVX2"))
+    monkeypatch.setattr(heads.devices, "this_processor", lambda: Processor("a CPU", "AVX2"))
     warn_if_slow.cache_clear()
     processes.start_accelerator(settings(dtype=Dtype.auto))
     assert capsys.readouterr().err == ""

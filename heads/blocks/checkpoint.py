@@ -1,0 +1,338 @@
+"""Reader of block drafters of all origins.
+
+Tensors have the authors' names everywhere. Settings lie in the root of `config.json` and in
+`dflash_config` (z-lab, SpecForge, DeepSpec, Headsmith), or in `transformer_layer_config`
+(speculators). `target_layer_ids` counts outputs of layers; `aux_hidden_state_layer_ids` counts
+hidden states, one more. Settings that contradict the tensors or are not implemented are refused.
+
+Sources: the writers z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and vllm-project/speculators;
+the readers of vLLM 0.32 and SGLang 0.5.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import LlamaConfig
+
+from conf.errors import InputError
+from heads.blocks.block_head import BlockHeadConfig, BlockNetwork
+from heads.draft_head import UNKNOWN
+from heads.folders import PROVENANCE, load_tensors
+from heads.vocab import DraftVocab
+
+Head = TypeVar("Head", bound=BlockNetwork)
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+SLIDING, FULL = "sliding_attention", "full_attention"
+SCALED_ROPE = ("linear", "yarn", "llama3")
+# Heads with other values compute something else.
+ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "use_aux_hidden_state": True,
+    "is_neox_style": True,
+    "partial_rotary_factor": 1.0,
+    "logit_scale": 1.0,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File beside the weights that replaces the mask token's embedding in vLLM."""
+EARLY = "logit_head."
+"""Prefix of Markov and confidence heads in SpecForge's first files."""
+VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
+"""Tensors that speculators keeps for training only."""
+
+
+def _load_settings(folder: Path, path: str) -> dict[str, Any]:
+    """Read `config.json`, with its parts merged and without None.
+
+    Raises:
+        InputError: the file is no JSON.
+    """
+    file = folder / "config.json"
+    try:
+        root = json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"head.path={path}: config.json is not JSON: {error}") from error
+    # Engines read `dflash_config` first, then the root.
+    merged: dict[str, Any] = {}
+    for part in (root.get("transformer_layer_config"), root, root.get("dflash_config")):
+        if isinstance(part, dict):
+            merged |= {key: value for key, value in part.items() if value is not None}
+    return merged
+
+
+@dataclass
+class BlockCheckpoint:
+    """Content of a head's folder.
+
+    Attributes:
+        path: path as the user typed it.
+        settings: settings of `config.json`.
+        tensors: tensors by their names in `BlockNetwork.state_dict`.
+        vocab: draft vocabulary.
+        export: notes of `heads.export.writer` about the folder; empty for other writers.
+    """
+
+    path: str
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+    vocab: DraftVocab
+    export: dict[str, Any]
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, path: str, computed: Collection[str] = ()
+    ) -> "BlockCheckpoint":
+        """Read settings and tensors.
+
+        Args:
+            folder: local folder.
+            path: path as the user typed it.
+            computed: keys of `ONLY` that this kind of head implements.
+
+        Raises:
+            InputError: missing, pickled or corrupt files, or settings of another architecture.
+        """
+        settings, export, tensors = _load_settings(folder, path), {}, dict[str, Tensor]()
+        if (folder / PROVENANCE).is_file():
+            export = json.loads((folder / PROVENANCE).read_text()).get("export", {})
+        files = sorted(folder.glob("model*.safetensors"))
+        found = cls(path, settings, tensors, DraftVocab.make_full(1), export)
+        if not files:
+            names = sorted(each.name for each in folder.iterdir())
+            raise found.make_error(
+                f"no model*.safetensors there; found {names}. Pickled weights can run code and are "
+                "never opened; convert them with https://huggingface.co/spaces/safetensors/convert"
+            )
+        if (folder / MASK_EMBEDDING).is_file():
+            raise found.make_error(
+                f"{MASK_EMBEDDING}: a separate pickled mask embedding, which is never opened; name "
+                "another head"
+            )
+        for file in files:
+            for name, tensor in load_tensors(file).items():
+                tensors[name.removeprefix("model.").removeprefix(EARLY)] = tensor
+        found._drop_target_tensors()
+        found._check_settings(computed)
+        found.vocab = found._parse_draft_vocab()
+        return found
+
+    def _drop_target_tensors(self) -> None:
+        """Drop the target's tensors, if the file marks them."""
+        copies = (*self.export.get("added", ()), *VERIFIER)
+        for name in copies:
+            self.tensors.pop(name, None)
+
+    def make_error(self, problem: str) -> InputError:
+        """Make an error that names `head.path`."""
+        return InputError(f"head.path={self.path}: {problem}")
+
+    def _check_settings(self, computed: Collection[str]) -> None:
+        for key, only in ONLY.items():
+            if key not in computed and self.settings.get(key, only) != only:
+                raise self.make_error(
+                    f"config.json says {key}={self.settings[key]}, which is not implemented; must "
+                    f"be {only}"
+                )
+        if "mask_hidden" in self.tensors:
+            raise self.make_error("mask_hidden: belongs to a P-EAGLE head, which is another kind")
+        missing = [key for key in SIZES if key not in self.settings]
+        if missing:
+            raise self.make_error(f"config.json lacks {missing}")
+
+    def _parse_draft_vocab(self) -> DraftVocab:
+        size, tensors = self.settings["vocab_size"], self.tensors
+        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        vocab = DraftVocab.make_full(size)
+        if d2t is not None:
+            vocab = DraftVocab.from_offsets(d2t, size, t2d)
+        stated, rows = self.settings.get("draft_vocab_size", size), tensors.get("lm_head.weight")
+        if stated != len(vocab.ids) or (rows is not None and len(rows) != len(vocab.ids)):
+            raise self.make_error(
+                f"draft vocabularies disagree: {len(vocab.ids)} of {size} ids by d2t (without it, "
+                f"all), {stated} by config.json, {None if rows is None else len(rows)} by lm_head"
+            )
+        if not vocab.is_full and rows is None:
+            raise self.make_error(
+                "lm_head.weight is missing, and the target's has other ids than these "
+                f"{len(vocab.ids)}"
+            )
+        return vocab
+
+    def build_head_config(self, layers: Sequence[int] | None, anchored: bool) -> BlockHeadConfig:
+        """Architecture of the head.
+
+        Args:
+            layers: layers that replace those of `config.json`.
+            anchored: `sample_from_anchor` if the file lacks the key.
+
+        Raises:
+            InputError: a needed key is missing, or a value is not implemented.
+        """
+        settings = self.settings
+        llama, window = self._parse_llama_config(), self._parse_window()
+        width = settings.get("target_hidden_size", llama.hidden_size)
+        chosen, full = self._parse_layers(layers, width), self._full_layers(window)
+        return BlockHeadConfig(
+            llama=llama,
+            target=self._parse_target_name(),
+            target_hidden_size=width,
+            num_target_layers=settings.get("num_target_layers", 0),
+            layers=chosen,
+            block_size=self.get_integer("block_size"),
+            mask_token_id=self.get_integer("mask_token_id"),
+            sample_from_anchor=settings.get("sample_from_anchor", anchored),
+            causal=self._is_causal(window, full),
+            window=window,
+            full_layers=full,
+            own_output_head="lm_head.weight" in self.tensors,
+            own_embedding="embed_tokens.weight" in self.tensors,
+        )
+
+    def get_integer(self, key: str) -> int:
+        """Integer of `config.json`.
+
+        Raises:
+            InputError: the key is missing or no integer.
+        """
+        found = self.settings.get(key)
+        if not isinstance(found, int):
+            raise self.make_error(f"config.json has {found!r} for {key}: must be a whole number")
+        return found
+
+    def _parse_target_name(self) -> str:
+        verifier = self.settings.get("speculators_config", {}).get("verifier", {})
+        return (
+            self.settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
+        )
+
+    def _parse_window(self) -> int | None:
+        """Tokens that layers see; None for all.
+
+        Raises:
+            InputError: the window has no size.
+        """
+        if not (self.settings.get("use_swa", False) or SLIDING in self._get_layer_types()):
+            return None
+        size = self.settings.get("swa_window_size", self.settings.get("sliding_window"))
+        if not isinstance(size, int):
+            raise self.make_error(
+                "config.json asks for a sliding window, but has no sliding_window"
+            )
+        return size
+
+    def _get_layer_types(self) -> list[str]:
+        return self.settings.get("layer_types", [])
+
+    def _full_layers(self, window: int | None) -> tuple[int, ...]:
+        """Indices of the layers without a window, if other layers have one.
+
+        Raises:
+            InputError: unknown kinds of layers, or not one kind per layer.
+        """
+        kinds, number = self._get_layer_types(), self.settings["num_hidden_layers"]
+        if not set(kinds) <= {SLIDING, FULL} or len(kinds) not in (0, number):
+            raise self.make_error(
+                f"config.json says layer_types {kinds}: must be {number} of {SLIDING} and {FULL}"
+            )
+        if window is None or SLIDING not in kinds:
+            return ()
+        return tuple(index for index, kind in enumerate(kinds) if kind == FULL)
+
+    def _is_causal(self, window: int | None, full: Sequence[int]) -> bool:
+        """Whether rows are causal, as vLLM decides: by the config's key, or else by sliding layers.
+
+        Raises:
+            InputError: rows of `full` layers are said to be causal too.
+        """
+        settings = self.settings
+        if "speculators_model_type" in settings:
+            # As the key says: without a window, speculators trains rows that see each other.
+            return window is not None and not settings.get("sliding_window_non_causal", True)
+        said = settings.get("is_causal", settings.get("causal"))
+        if said and full:
+            raise self.make_error(
+                f"config.json says that rows are causal in all layers, but layers {list(full)} see "
+                "all of the text; must be false or unset"
+            )
+        return SLIDING in self._get_layer_types() if said is None else bool(said)
+
+    def _parse_layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
+        settings = self.settings
+        stated = [index + 1 for index in settings.get("target_layer_ids", ())]
+        for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
+            stated = settings.get(key, stated)
+        chosen = tuple(stated if layers is None else layers)
+        fc = self.tensors.get("fc.weight")
+        if not chosen or (fc is not None and fc.shape[-1] != len(chosen) * width):
+            read = "nothing" if fc is None else f"{fc.shape[-1] / width:g} hidden states of {width}"
+            raise self.make_error(
+                f"fc.weight reads {read}, but head.layers or config.json names {list(chosen)}"
+            )
+        return chosen
+
+    def _parse_llama_config(self) -> LlamaConfig:
+        settings = self.settings
+        sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
+        try:
+            return LlamaConfig(**sizes, rope_parameters=self._parse_rope(), attention_bias=False)
+        except (StrictDataclassError, KeyError) as error:
+            raise self.make_error(f"config.json: {error}") from error
+
+    def _parse_rope(self) -> dict[str, Any]:
+        """RoPE settings in the form of transformers 5, from either form."""
+        settings = self.settings
+        rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
+        kind = rope.pop("rope_type", rope.pop("type", "default"))
+        rope.pop("type", None)
+        # Defaults of the engines.
+        theta = rope.pop("rope_theta", settings.get("rope_theta", 1e6))
+        part = rope.pop("partial_rotary_factor", 1.0)
+        if part == 1.0 and kind == "default":
+            return {"rope_type": "default", "rope_theta": theta}
+        if part == 1.0 and kind in SCALED_ROPE:
+            return rope | {"rope_type": kind, "rope_theta": theta}
+        raise self.make_error(
+            f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; "
+            f"must be default, {', '.join(SCALED_ROPE)} over 1.0"
+        )
+
+    def load_into(self, head: Head) -> Head:
+        """Load the tensors into a head of this `architecture`.
+
+        Raises:
+            InputError: a tensor is missing, unknown or of another shape.
+        """
+        expected, tensors = head.state_dict(), self.tensors
+        shapes = [
+            f"{name} {list(tensors[name].shape)}, not {list(expected[name].shape)}"
+            for name in sorted(set(expected) & set(tensors))
+            if expected[name].shape != tensors[name].shape
+        ]
+        wrong = {
+            "missing": sorted(set(expected) - set(tensors)),
+            "foreign": sorted(set(tensors) - set(expected)),
+            "misshapen": shapes,
+        }
+        problems = [f"{kind}: {names}" for kind, names in wrong.items() if names]
+        if problems:
+            raise self.make_error("tensors " + "; ".join(problems))
+        head.load_state_dict(tensors)
+        return head

@@ -1,0 +1,252 @@
+"""DSpark: DFlash's blocks, whose slots read the previous token and give a confidence.
+
+Source: arXiv 2607.05147; deepseek-ai/DeepSpec. Letters: N rows, D slots, H hidden, r rank, W draft
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from conf.settings.blocks import DSparkConfig, Markov
+from conf.settings.export import ExportFormat
+from heads.blocks.block_head import (
+    BlockHead,
+    BlockHeadConfig,
+    build_block_config,
+    build_causal_key,
+    build_qwen3_keys,
+    iter_block_variants,
+)
+from heads.blocks.checkpoint import BlockCheckpoint
+from heads.blocks.layouts import BlockLayout
+from heads.draft_head import Variant
+from heads.feature_head import ConfigVariants, flip_setting
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.vocab import DraftVocab
+
+
+class MarkovHead(nn.Module):
+    """Low-rank logits: states [N, r] of the previous tokens, times `markov_w2` [W, r].
+
+    Args:
+        kind: how the states are made.
+        hidden_size: H.
+        rank: r.
+        vocab_size: V.
+        num_draft_ids: W.
+    """
+
+    def __init__(
+        self, kind: Markov, hidden_size: int, rank: int, vocab_size: int, num_draft_ids: int
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, num_draft_ids, bias=False)
+        if kind is Markov.gated:
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        elif kind is Markov.rnn:
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def forward(
+        self, outputs: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, r] input of `markov_w2`, and the state for the next slot.
+
+        Args:
+            outputs: [N, H] outputs of the slot.
+            before: [N] int64 target ids of the previous tokens.
+            state: [N, r] state of the previous slot; None for the first.
+        """
+        told = self.markov_w1(before).to(outputs)
+        if self.kind is Markov.vanilla:
+            return told, None
+        if self.kind is Markov.gated:
+            return told * self.gate_proj(torch.cat([outputs, told], -1)).sigmoid(), None
+        state = torch.zeros_like(told) if state is None else state
+        joint = self.joint_proj(torch.cat([state, told, outputs], -1))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the chance that a slot's token is accepted if the previous ones are.
+
+    Args:
+        size: width of the input.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, 1)
+
+    def forward(self, read: Tensor) -> Tensor:
+        """[...] logits of [..., size], in float32 throughout."""
+        with torch.autocast(read.device.type, enabled=False):
+            weight, bias = self.proj.weight.float(), self.proj.bias.float()
+            return nn.functional.linear(read.float(), weight, bias).squeeze(-1)
+
+
+CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head.markov_"
+
+
+@dataclass(frozen=True)
+class DSparkHeadConfig(BlockHeadConfig):
+    """Architecture of a DSpark head.
+
+    Attributes:
+        markov_rank: r.
+        markov_head_type: how a slot reads the previous tokens.
+        confidence: whether the head has a confidence head.
+        confidence_with_markov: whether the confidence head also reads the previous token.
+    """
+
+    markov_rank: int = 256
+    markov_head_type: Markov = Markov.vanilla
+    confidence: bool = True
+    confidence_with_markov: bool = True
+
+
+def iter_anchor_variants(head: Any) -> ConfigVariants:
+    """Readings of which row drafts which token, on which readers disagree."""
+    yield flip_setting(head, "sample_from_anchor")
+
+
+class DSparkHead(BlockHead):
+    """A DSpark head.
+
+    Args:
+        config: the architecture.
+        vocab: the ids it can draft.
+    """
+
+    config: DSparkHeadConfig
+    # DeepSpec's size of a block.
+    variants: ClassVar = {"dspark": Variant("DSpark heads", partial(DSparkConfig, block_size=7))}
+    name_with_article = "a DSpark head"
+    architectures = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
+    layout = BlockLayout(
+        "dspark", "dspark", "DSpark heads", "DSparkDraftModel", with_embeddings_and_head=True
+    )
+    method, paper = "DSpark", "2607.05147"
+    slot_description = ", each from the previous token"
+    draft_id_patterns = (r"markov_head\.markov_w2\.weight",)
+    target_id_patterns = (r"markov_head\.markov_w1\.weight",)
+    ambiguities = (iter_anchor_variants, iter_block_variants)
+
+    def __init__(self, config: DSparkHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        hidden, rank = config.llama.hidden_size, config.markov_rank
+        sizes = (hidden, rank, vocab.size, len(vocab.ids))
+        self.markov_head = MarkovHead(config.markov_head_type, *sizes)
+        read = hidden + (rank if config.confidence_with_markov else 0)
+        self.confidence_head = ConfidenceHead(read) if config.confidence else None
+
+    @classmethod
+    def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
+        """See `heads/blocks/formats.py`."""
+        file = BlockCheckpoint.from_folder(folder, path)
+        settings = file.settings
+        markov = settings.get("markov_head_type", "vanilla")
+        if markov not in [each.value for each in Markov]:
+            allowed = ", ".join(each.value for each in Markov)
+            raise file.make_error(f"config.json says markov_head_type={markov}: must be {allowed}")
+        # speculators filled in masks before it wrote the key, and vLLM reads such files so.
+        plain = file.build_head_config(layers, anchored="speculators_model_type" not in settings)
+        rank = file.get_integer("markov_rank")
+        if rank == 0:
+            # DeepSpec calls this DFlash. Engines need a Markov head, so it gets one that adds
+            # nothing.
+            rank = 1
+            file.tensors[f"{MARKOV}w1.weight"] = torch.zeros(file.vocab.size, rank)
+            file.tensors[f"{MARKOV}w2.weight"] = torch.zeros(len(file.vocab.ids), rank)
+        confidence = file.tensors.get(CONFIDENCE)
+        config = DSparkHeadConfig(
+            **vars(plain),
+            markov_rank=rank,
+            markov_head_type=Markov(markov),
+            confidence=confidence is not None,
+            # Engines differ in the key's default; the tensor's width is certain.
+            confidence_with_markov=confidence is not None
+            and confidence.shape[-1] == plain.llama.hidden_size + rank,
+        )
+        return file.load_into(cls(config, file.vocab))
+
+    @classmethod
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Make a new head. It drafts all ids unless it has its own output head."""
+        plain = build_block_config(settings, target, sample_from_anchor=True)
+        config = DSparkHeadConfig(
+            **vars(plain),
+            markov_rank=settings.markov_rank,
+            markov_head_type=settings.markov_head_type,
+            confidence=settings.confidence_weight > 0,
+            confidence_with_markov=settings.confidence_head_with_markov,
+        )
+        return cls(config, plain.select_draft_vocab(vocab)).initialise(target, seed)
+
+    def compute_slot_logits(
+        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, W] logits with those of the Markov head added."""
+        told, state = self.markov_head(outputs, before, state)
+        return base + self.markov_head.markov_w2(told), state
+
+    def compute_markov_states(self, outputs: Tensor, before: Tensor) -> Tensor:
+        """[A, D, r] Markov states of all slots, of outputs [A, D, H] and previous tokens [A, D]."""
+        found: list[Tensor] = []
+        state: Tensor | None = None
+        for slot in range(outputs.shape[1]):
+            heard, state = self.markov_head(outputs[:, slot], before[:, slot], state)
+            found.append(heard)
+        return torch.stack(found, 1)
+
+    def compute_confidence(self, outputs: Tensor, before: Tensor) -> Tensor:
+        """[...] float32 logits of the slots' chance of acceptance.
+
+        Args:
+            outputs: [..., H] outputs of the slots.
+            before: [...] int64 target ids of the previous tokens.
+        """
+        assert self.confidence_head is not None
+        if not self.config.confidence_with_markov:
+            return self.confidence_head(outputs)
+        return self.confidence_head(
+            torch.cat([outputs, self.markov_head.markov_w1(before).to(outputs)], -1)
+        )
+
+    def compute_slot_confidence(self, outputs: Tensor, before: Tensor) -> Tensor | None:
+        """See `BlockHead.sure`. None without a confidence head."""
+        return None if self.confidence_head is None else self.compute_confidence(outputs, before)
+
+    def build_config_json(self) -> dict[str, Any]:
+        """The authors' keys, which vLLM and SGLang read."""
+        config = self.config
+        return {
+            "architectures": ["Qwen3DSparkModel"],
+            **build_qwen3_keys(config, len(self.vocab.ids)),
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [index - 1 for index in config.layers],
+            **build_causal_key(config, "is_causal"),
+            "sample_from_anchor": config.sample_from_anchor,
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type.value,
+            "enable_confidence_head": config.confidence,
+            "confidence_head_with_markov": config.confidence_with_markov,
+        }
+
+    def find_export_problem(self, engine: ExportFormat) -> str | None:
+        """See `BlockHead`. vLLM and llama.cpp always build the vanilla Markov head."""
+        markov, alone = self.config.markov_head_type, (ExportFormat.vllm, ExportFormat.llamacpp)
+        if engine in alone and markov is not Markov.vanilla:
+            return f"supports head.markov_head_type=vanilla only, and this head has {markov.value}"
+        return super().find_export_problem(engine)

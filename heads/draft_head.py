@@ -1,0 +1,455 @@
+"""Interface of draft heads.
+
+Loading, drafting, pruning, export and publishing use nothing else.
+
+A kind of head is a folder in `heads/` and a line in `heads/kinds.py`; only that folder and its
+entry script know its name. A head must define `untrained`, `candidates`, `drafter`, `export`,
+`golden` and `card`. The defaults of `load`, `attach` and `files` suit small heads. Copy the toy
+head in `tests/toy_head/` to start.
+
+Letters: S rows, D depths, F target hidden, V vocabulary.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from conf.command.environment import hide_hints
+from conf.errors import InputError
+from conf.settings.export import ExportFormat
+from heads.decoding.drafting import Drafter
+from heads.decoding.head_drafter import Calibration
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import DraftShape, make_default_tree, make_dynamic_shape
+from heads.folders import PROVENANCE, format_size_mismatch, load_tensors, write_head_folder
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
+from heads.vocab import DraftVocab
+
+UNKNOWN = "unknown"
+"""Target of a head whose files name none."""
+WEIGHTS = "model.safetensors"
+USUAL_DEPTH, LONGEST = 5, 8
+"""Default and largest depth of chains for heads that draft to any depth: the default of engines,
+and the depth beyond which a chain is hardly ever right to the end."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Variant of a kind of head, with its own files.
+
+    Attributes:
+        title: name of these heads ("EAGLE-3 heads").
+        settings: makes the settings of a new head, for benchmarks.
+    """
+
+    title: str
+    settings: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """Content of a head's folder, except texts and reference values.
+
+    Attributes:
+        config: content of `config.json`, or the metadata of a GGUF file.
+        weights: name of the file of tensors; ends with `.gguf` for a GGUF file.
+        tensors: tensors by name.
+        added: names of tensors that are the target's, or zeros, not the head's own.
+        layers: hidden states that the head fuses, as indices of `output_hidden_states`.
+    """
+
+    config: dict[str, Any]
+    weights: str
+    tensors: dict[str, Tensor]
+    added: list[str] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+
+
+def _raise_no_files() -> HeadFiles:
+    raise AssertionError("an engine that cannot serve the head has no files")
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Form of a head for a serving engine.
+
+    Attributes:
+        problem: why the engine cannot serve the head, as the end of a sentence; None if it can.
+        files: function that makes the engine's files of the attached head in the export's dtype;
+            raises an `InputError` if the engine would read something else from this target.
+        command: start command, as lines for a shell.
+        hint: further advice; empty, or a sentence.
+    """
+
+    problem: str | None = None
+    files: Callable[[], HeadFiles] = _raise_no_files
+    command: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class ReferenceLogits:
+    """Reference logits of a head.
+
+    Attributes:
+        logits: [D, S, V] float32, -inf outside the draft vocabulary.
+        beside: further tensors for a reader of the export.
+        output_head: [V, F] of the target, if the head drafts with it.
+    """
+
+    logits: Tensor
+    beside: dict[str, Tensor]
+    output_head: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """Facts of a head for its model card.
+
+    Attributes:
+        tag: Hub tag of the kind of head.
+        name: name of the head in the first sentence.
+        method: name of its training method.
+        paper: arXiv number of the method; empty without one.
+        description: its parts, then how it drafts; without the final full stop.
+        num_draft_tokens: number of draft tokens to use in an engine.
+        vllm_method: method name in vLLM; None if vLLM cannot load the head.
+        vllm_problem: reason for None, and which head loads.
+        vllm_settings: further speculation settings of vLLM.
+        copied: weights that it copies from the target, in words.
+    """
+
+    tag: str
+    name: str
+    method: str
+    paper: str
+    description: str
+    num_draft_tokens: int
+    vllm_method: str | None
+    vllm_problem: str
+    vllm_settings: dict[str, bool] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+
+
+class DraftHead(nn.Module, ABC):
+    """Trained network that drafts. `attach` it to its target before use.
+
+    Attributes:
+        config: architecture, from which the head can be rebuilt. `config.target` names its target;
+            `config.num_draft_tokens` is the longest path it can draft, None for any.
+        config_type: dataclass of the config, for the default `load` and `files`.
+        vocab: draft vocabulary.
+        taps: hidden states of the target that it reads.
+        max_positions: number of positions that it knows, beyond which it does not draft; None for
+            all.
+        variant: name in its files, a key of `variants`.
+        variants: variants of this kind of head.
+        name_with_article: name of this kind with an article, for messages.
+        has_static_tree: whether its trees have one shape for every text.
+        output_head_patterns: name patterns of parameters that turn states into logits, with one row
+            per draft id. A head without them drafts with the target's output head.
+        draft_id_patterns: patterns of other trained parameters with one row per draft id.
+        target_id_patterns: patterns of trained parameters with one row per target id.
+        compiled_modules: classes of modules that are faster compiled.
+        default_layers: function that gives the hidden states that a new head reads of a target with
+            this many layers, besides the last one, or refuses the named setting; None for none.
+        ambiguities: functions that yield what its files may have meant: a description and an
+            attached head of the same weights, the likeliest first.
+        pruning_hint: which heads of this kind can be pruned, for the message of those that cannot.
+    """
+
+    config: Any
+    config_type: ClassVar[Any] = None
+    taps: FeatureLayers
+    max_positions: int | None = None
+    variants: ClassVar[dict[str, Variant]]
+    name_with_article: ClassVar[str]
+    has_static_tree: ClassVar[bool] = False
+    output_head_patterns: ClassVar[tuple[str, ...]] = ()
+    draft_id_patterns: ClassVar[tuple[str, ...]] = ()
+    target_id_patterns: ClassVar[tuple[str, ...]] = ()
+    compiled_modules: ClassVar[tuple[type[nn.Module], ...]] = ()
+    default_layers: ClassVar["staticmethod[[int, str], tuple[int, ...]] | None"] = None
+    ambiguities: ClassVar[tuple[Callable[[Any], Iterator[tuple[str, Any]]], ...]] = ()
+    pruning_hint: ClassVar[str] = "none of this kind"
+
+    def __init__(self, config: Any, vocab: DraftVocab) -> None:
+        super().__init__()
+        self.config, self.vocab = config, vocab
+        self.variant = next(iter(self.variants))
+        # In a tuple, so that the target is no submodule of the head.
+        self._target: tuple[EmbeddingsAndOutputHead, ...] = ()
+
+    @classmethod
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """Load the head of a folder in float32, not attached: trained, exported or published.
+
+        By default, reads what the default `files` writes.
+
+        Args:
+            folder: local folder with a `config.json`.
+            path: name of the folder in messages.
+            layers: hidden states to fuse instead of those in `config.json`.
+
+        Returns:
+            The head; None if the folder holds no head of this kind.
+
+        Raises:
+            InputError: files are missing, corrupt or foreign, or `layers` does not apply.
+        """
+        del path, layers
+        settings = json.loads((folder / "config.json").read_text())
+        if settings.get("architectures") != [cls.__name__]:
+            return None
+        config = cls.config_type(
+            **{each.name: settings[each.name] for each in fields(cls.config_type)}
+        )
+        tensors, vocab = load_tensors(folder / WEIGHTS), DraftVocab.make_full(config.vocab_size)
+        if "d2t" in tensors:
+            vocab = DraftVocab.from_offsets(tensors.pop("d2t"), vocab.size, tensors.pop("t2d"))
+        head = cls(config, vocab)
+        head.load_state_dict(tensors)
+        return head
+
+    @classmethod
+    @abstractmethod
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: Any, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Make a new float32 head by a seed, attached to the target.
+
+        Args:
+            target: the frozen target.
+            settings: settings `head` of its training command.
+            vocab: draft vocabulary, if the head can restrict it.
+            seed: seed of its weights.
+
+        Raises:
+            InputError: the settings do not fit the target.
+        """
+
+    def attach(self, target: EmbeddingsAndOutputHead, dtype: torch.dtype | None = None) -> Self:
+        """Attach the head to a target that it fits, and move it to the target's device and `dtype`.
+
+        Raises:
+            InputError: the head does not fit.
+        """
+        check_fits(self, target, self.config.hidden_size)
+        self.vocab = self.vocab.to(target.device)
+        return self.to(target.device, dtype)
+
+    @abstractmethod
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64 best tokens of each depth along a text.
+
+        Args:
+            output: the target's hidden states [1, S, .] of the first S tokens.
+            token_ids: [S + 1], the text and its last token, which the target has not read.
+            first: first token to draft from; n = S - first.
+            depth: draft tokens per chain.
+            width: candidates per depth.
+        """
+
+    @abstractmethod
+    def make_drafter(
+        self,
+        shape: DraftShape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
+    ) -> Drafter:
+        """Make a drafter of the attached head.
+
+        Args:
+            shape: a chain, or a shape like that of `usual_shape`.
+            sampling: the target's sampling.
+            seeds: one seed per text.
+            calibration: cuts chains by the head's confidence.
+        """
+
+    def build_files(self) -> HeadFiles:
+        """Content of the folder that `save` writes: by default, config fields and parameters."""
+        # Not `state_dict`, which makes FSDP return shards.
+        tensors = {name: each.detach() for name, each in self.named_parameters()}
+        if not self.vocab.is_full:
+            tensors |= {"d2t": self.vocab.compute_offsets(), "t2d": self.vocab.build_mask()}
+        names = {"architectures": [type(self).__name__], "draft_vocab_size": len(self.vocab.ids)}
+        return HeadFiles(names | vars(self.config), WEIGHTS, tensors)
+
+    @abstractmethod
+    def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
+        """Form of the head, attached or not, for a serving engine."""
+
+    @abstractmethod
+    def compute_reference_logits(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> ReferenceLogits:
+        """Compute the head's reference logits, in float32 on the CPU.
+
+        Args:
+            target: frozen target, with the head attached in the dtype of the export.
+            states: the target's hidden states [S, F], one more than it has layers.
+            token_ids: [S + D + 1] int64 text.
+            places: [S] int64 positions of its first tokens.
+        """
+
+    @abstractmethod
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
+        """Facts for the head's model card, from the records of training and measurement."""
+
+    # The same for every head.
+
+    @property
+    def target(self) -> EmbeddingsAndOutputHead:
+        """Target that an attached head uses."""
+        return self._target[0]
+
+    @property
+    def target_name(self) -> str:
+        """Hub id or folder of the target; the attached target's current name takes precedence."""
+        return self._target[0].name if self._target else self.config.target
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Draft tokens of the longest path that the head can draft; None for any."""
+        return self.config.num_draft_tokens
+
+    @property
+    def default_depth(self) -> int:
+        """Default number of draft tokens of a chain."""
+        return self.max_draft_tokens or USUAL_DEPTH
+
+    @property
+    def max_chain_depth(self) -> int:
+        """Draft tokens of the longest useful chain."""
+        return self.max_draft_tokens or LONGEST
+
+    @final
+    def make_default_shape(self, gpu: bool | None = None) -> DraftShape:
+        """Default shape of drafts, on a GPU or not; unset, by this machine."""
+        if self.has_static_tree:
+            return make_default_tree(self.max_chain_depth, gpu)
+        usual = make_dynamic_shape(gpu)
+        return replace(usual, depth=min(usual.depth, self.max_draft_tokens or usual.depth))
+
+    @final
+    def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
+        """Write `config.json`, the weights and `headsmith.json`, all or nothing.
+
+        Raises:
+            InputError: the disk is full or not writable. An older head there stays untouched.
+        """
+        files = self.build_files()
+        documents: dict[str, object] = {"config.json": files.config}
+        if provenance is not None:
+            documents[PROVENANCE] = provenance
+        write_head_folder(folder, files.weights, files.tensors, documents)
+
+    @final
+    def collect_tensors(self) -> dict[str, Tensor]:
+        """Tensors that `save` writes, by their names in the file."""
+        return self.build_files().tensors
+
+    @final
+    def find_output_heads(self) -> list[Tensor]:
+        """The head's own matrices from states to logits, with one row per draft id."""
+        return self._select_parameters(self.output_head_patterns)
+
+    @final
+    def find_embeddings(self) -> list[Tensor]:
+        """The head's own trained matrices with one row per id, except output heads."""
+        return self._select_parameters((*self.draft_id_patterns, *self.target_id_patterns))
+
+    def _select_parameters(self, patterns: tuple[str, ...]) -> list[Tensor]:
+        return [each for name, each in self.named_parameters() if _is_matched(patterns, name)]
+
+    @property
+    def pruning_problem(self) -> str | None:
+        """Reason why the draft vocabulary cannot shrink, or None."""
+        if self.find_output_heads():
+            return None
+        return (
+            f"this {self.variant} head drafts with the target's output head, which cannot lose "
+            f"rows; allowed: {self.pruning_hint}"
+        )
+
+    @final
+    def prune_vocab(self, vocab: DraftVocab) -> Self:
+        """Float32 copy of the head, not attached, restricted to a draft vocabulary."""
+        small = type(self)(self.config, vocab)
+        rows = self.vocab.to_draft_ids(vocab.ids.to(self.vocab.ids.device))
+        by_id = (*self.output_head_patterns, *self.draft_id_patterns)
+        state = self.state_dict()
+        small.load_state_dict(
+            {n: t[rows] if _is_matched(by_id, n) else t for n, t in state.items()}
+        )
+        return small
+
+    @final
+    def compile_layers(self) -> None:
+        """Compile the modules other than attention, on first use."""
+        hide_hints()
+        for module in self.modules():
+            if isinstance(module, self.compiled_modules):
+                module.compile(dynamic=True)
+
+    @final
+    def iter_config_variants(self) -> Iterator[tuple[str, Self]]:
+        """Heads that the files of this head may have meant. See `doubts`."""
+        for doubt in self.ambiguities:
+            yield from doubt(self)
+
+
+def _is_matched(patterns: Sequence[str], name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def get_head_settings(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Settings `head` of a head's training; empty if unknown."""
+    return (provenance.get("config") or {}).get("head") or {}
+
+
+def check_fits(
+    head: DraftHead, target: EmbeddingsAndOutputHead, size: int, which: str = "hidden_size"
+) -> None:
+    """Refuse a target of other sizes than the head's.
+
+    Args:
+        head: head with its vocabulary.
+        target: the target.
+        size: width of the states that the head reads.
+        which: the target's name for this size: `hidden_size` of last states, or `feature_size`.
+
+    Raises:
+        InputError: naming both sizes.
+    """
+    needed = {which: size, "vocab_size": head.vocab.size}
+    for name, mine in needed.items():
+        theirs = getattr(target, name)
+        if mine != theirs:
+            told = head.config.target
+            raise InputError(format_size_mismatch(name, mine, told, target.name, theirs))
+
+
+def check_depth(depth: int | None, most: int | None, key: str = "depth") -> None:
+    """Refuse more draft tokens than a head can draft.
+
+    Raises:
+        InputError: naming the limit.
+    """
+    if depth is not None and most is not None and depth > most:
+        raise InputError(
+            f"{key}={depth}: this head drafts at most {most} tokens; set {key}={most} or less"
+        )

@@ -1,0 +1,350 @@
+"""Reader of EAGLE heads of all origins.
+
+A checkpoint has many layouts. The layer is `layers.0.` (EAGLE-1, speculators) or `midlayer.`
+(EAGLE-3, SpecForge, Headsmith). Settings lie in the root of `config.json`, in
+`transformer_layer_config` (speculators), in `eagle_config` (ModelOpt, TensorRT-LLM) or in `model`
+(vLLM's first converter). Tensors take precedence over `config.json`; anything that `EagleHead` or
+the file has no place for is refused.
+
+Sources: the writers SafeAILab/EAGLE, SpecForge, vllm-project/speculators and NeMo Automodel; the
+readers of vLLM 0.30 and SGLang. Letters: H hidden, V vocabulary, W draft vocabulary.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import LlamaConfig
+
+from conf.errors import InputError
+from conf.settings.eagle import EagleForm
+from heads.draft_head import UNKNOWN
+from heads.eagle.network import LAYER_NAMES, EagleHeadConfig, EagleNetwork
+from heads.folders import PROVENANCE, load_tensors
+from heads.vocab import DraftVocab
+
+Head = TypeVar("Head", bound=EagleNetwork)
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+SCALED_ROPE = ("linear", "yarn", "llama3")
+# Names in SGLang.
+ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+# Heads with other values compute something else.
+REQUIRED_VALUES = {
+    "speculators_model_type": "eagle3",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "use_aux_hidden_state": True,
+    "partial_rotary_factor": 1.0,
+    "logit_scale": 1.0,
+}
+# Tensors that belong to flags. `attention_bias` is left out, as SpecForge copies it from the target
+# without having one, and `bias`, as vLLM means that of the attention.
+FLAGS = {
+    "fc_norm": "fc_norm.0.weight",
+    "use_aux_norm": "fc_norm.0.weight",
+    "norm_before_fc": "input_norm.weight",
+}
+DRAFT_SIZES = ("draft_vocab_size", "hot_vocab_size", "truncated_vocab_size")
+
+
+@dataclass
+class EagleCheckpoint:
+    """Content of a head's folder.
+
+    Attributes:
+        path: path as the user typed it.
+        settings: `config.json` with its parts merged, without None.
+        tensors: tensors by their names in `EagleHead.state_dict`, and `d2t` and `t2d`.
+        names: name of each tensor in the file.
+        export: notes of `heads.export.writer` about the folder; empty for other writers.
+    """
+
+    path: str
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+    names: dict[str, str]
+    export: dict[str, Any]
+
+    @classmethod
+    def from_folder(cls, folder: Path, path: str) -> "EagleCheckpoint":
+        """Read a folder, named `path` in messages.
+
+        Raises:
+            InputError: files are missing, corrupt or pickled.
+        """
+        found = cls(path, {}, {}, {}, {})
+        found._read_settings(folder / "config.json")
+        found._read_export(folder / PROVENANCE)
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise found.make_error(
+                f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "
+                "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened; on "
+                "the Hub, take the repository's safetensors conversion, usually "
+                "head.revision=refs/pr/1, or convert it with "
+                "https://huggingface.co/spaces/safetensors/convert"
+            )
+        for file in files:
+            for name, tensor in load_tensors(file).items():
+                # Copied from the target, or zeros, for engines that need them.
+                if name not in found.export.get("added", ()):
+                    found._add_tensor(name, tensor)
+        return found
+
+    def _read_settings(self, file: Path) -> None:
+        root = self._load_json(file)
+        for part in ("model", "transformer_layer_config", "eagle_config"):
+            if isinstance(root.get(part), dict):
+                self._merge_settings(root[part])
+        self._merge_settings(root)
+
+    def _read_export(self, file: Path) -> None:
+        if file.is_file():
+            self.export = self._load_json(file).get("export", {})
+
+    def _load_json(self, file: Path) -> dict[str, Any]:
+        try:
+            return json.loads(file.read_text())
+        except ValueError as error:
+            raise self.make_error(f"{file.name} is not JSON: {error}") from error
+
+    def _merge_settings(self, part: dict[str, Any]) -> None:
+        self.settings |= {key: value for key, value in part.items() if value is not None}
+
+    def _add_tensor(self, stored: str, tensor: Tensor) -> None:
+        name = _own_name(stored)
+        if name in self.tensors:
+            raise self.make_error(
+                f"the same tensor appears twice, as {self.names[name]} and {stored}"
+            )
+        self.tensors[name], self.names[name] = tensor, stored
+
+    def stored_name(self, name: str) -> str:
+        """Name that a tensor has, or would have, in the file."""
+        if name in self.names or not name.startswith("layer."):
+            return self.names.get(name, name)
+        return self.layer_prefix + name.removeprefix("layer.")
+
+    @property
+    def layer_prefix(self) -> str:
+        """Prefix of the layer's tensors in the file."""
+        for name, stored in self.names.items():
+            if name.startswith("layer."):
+                return stored.removesuffix(name.removeprefix("layer."))
+        return LAYER_NAMES[EagleForm.eagle3]
+
+    def make_error(self, problem: str) -> InputError:
+        """Make an error that names `head.path`."""
+        return InputError(f"head.path={self.path}: {problem}")
+
+
+def _own_name(stored: str) -> str:
+    name = stored.removeprefix("model.")
+    for prefix in LAYER_NAMES.values():
+        if name.startswith(prefix):
+            return "layer." + name.removeprefix(prefix)
+    start, dot, rest = name.partition(".")
+    return ALIASES.get(start, start) + dot + rest
+
+
+def build_head_config(
+    found: EagleCheckpoint, layers: Sequence[int] | None, only: Mapping[str, Any]
+) -> EagleHeadConfig:
+    """Architecture in a file, of the parts that all EAGLE heads have.
+
+    Args:
+        found: content of the folder.
+        layers: hidden states to fuse, instead of those of the file.
+        only: settings that may have no other value.
+
+    Raises:
+        InputError: settings contradict the tensors, or are not implemented.
+    """
+    _check_settings(found, only)
+    tensors, settings, llama = found.tensors, found.settings, _parse_llama_config(found)
+    form = _detect_form(found)
+    shared: dict[str, Any] = {
+        "form": form,
+        "llama": llama,
+        "target": _parse_target_name(settings),
+        "target_hidden_size": llama.hidden_size,
+        "own_embedding": "embed_tokens.weight" in tensors,
+        "qk_norm": "layer.self_attn.q_norm.weight" in tensors,
+        "fc_bias": "fc.bias" in tensors,
+    }
+    if form is EagleForm.eagle1:
+        if layers is not None:
+            raise found.make_error(
+                "an EAGLE-1 head reads the last hidden state: leave head.layers unset"
+            )
+        return EagleHeadConfig(**shared)
+    width = _target_width(found)
+    # TensorRT-LLM's name for `norm_output`.
+    post_norm = settings.get("return_hidden_post_norm", False)
+    more = {
+        "target_hidden_size": width,
+        "layers": _parse_layers(found, layers, width),
+        "own_output_head": "lm_head.weight" in tensors,
+        "norm_before_fc": FLAGS["norm_before_fc"] in tensors,
+        "fc_norm": FLAGS["fc_norm"] in tensors,
+        "norm_output": settings.get("norm_output", post_norm),
+        # speculators and vLLM disagree on the default; this is the one of the paper's code.
+        "norm_before_residual": settings.get("norm_before_residual", False),
+    }
+    return EagleHeadConfig(**(shared | more))
+
+
+def _detect_form(found: EagleCheckpoint) -> EagleForm:
+    signs = (
+        "layer.hidden_norm.weight" in found.tensors,
+        "speculators_model_type" in found.settings,
+        LAYER_NAMES[EagleForm.eagle3] in found.layer_prefix,
+    )
+    return EagleForm.eagle3 if any(signs) else EagleForm.eagle1
+
+
+def _check_settings(found: EagleCheckpoint, only: Mapping[str, Any]) -> None:
+    settings = found.settings
+    for key, value in only.items():
+        if settings.get(key, value) != value:
+            raise found.make_error(
+                f"config.json says {key}={settings[key]}, which is not implemented; must be {value}"
+            )
+    if "sliding_attention" in settings.get("layer_types", ()):
+        raise found.make_error(
+            "config.json says layer_types=['sliding_attention'], which is not implemented"
+        )
+    for key, name in FLAGS.items():
+        if settings.get(key, name in found.tensors) != (name in found.tensors):
+            has = "has no" if settings[key] else "has"
+            raise found.make_error(
+                f"config.json says {key}={settings[key]}, but the file {has} {name}"
+            )
+
+
+def _parse_target_name(settings: dict[str, Any]) -> str:
+    verifier = settings.get("speculators_config", {}).get("verifier", {})
+    return settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
+
+
+def _parse_llama_config(found: EagleCheckpoint) -> LlamaConfig:
+    settings = found.settings
+    missing = [key for key in SIZES if key not in settings]
+    if missing:
+        raise found.make_error(f"config.json lacks {missing}")
+    sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
+    try:
+        return LlamaConfig(
+            **sizes,
+            rope_parameters=_parse_rope(found),
+            attention_bias="layer.self_attn.q_proj.bias" in found.tensors,
+            num_hidden_layers=settings.get("num_hidden_layers", 1),
+        )
+    except (StrictDataclassError, KeyError) as error:
+        raise found.make_error(f"config.json: {error}") from error
+
+
+def _parse_rope(found: EagleCheckpoint) -> dict[str, Any]:
+    """RoPE settings in the form of transformers 5, from either form."""
+    settings = found.settings
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    rope = dict(rope.get("full_attention", rope))
+    old_kind = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_kind)
+    theta = rope.pop("rope_theta", settings.get("rope_theta", 10000.0))
+    part = rope.pop("partial_rotary_factor", 1.0)
+    # Multimodal RoPE has three positions, which are equal for text.
+    if part == 1.0 and kind in ("default", "mrope"):
+        return {"rope_type": "default", "rope_theta": theta}
+    if part == 1.0 and kind in SCALED_ROPE:
+        return rope | {"rope_type": kind, "rope_theta": theta}
+    raise found.make_error(
+        f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; must "
+        f"be default, mrope, {', '.join(SCALED_ROPE)} over 1.0"
+    )
+
+
+def _target_width(found: EagleCheckpoint) -> int:
+    hidden = found.settings["hidden_size"]
+    width = found.settings.get("target_hidden_size", hidden)
+    missing = {"embed_tokens.weight", "lm_head.weight"} - set(found.tensors)
+    if width != hidden and missing:
+        raise found.make_error(
+            f"{sorted(missing)} missing, and the target's do not fit: target_hidden_size={width}, "
+            f"hidden_size={hidden}"
+        )
+    return width
+
+
+def _parse_layers(
+    found: EagleCheckpoint, layers: Sequence[int] | None, width: int
+) -> tuple[int, ...]:
+    # Engines count layers in several ways, and some name none.
+    own = found.export.get("layers")
+    stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
+    chosen = tuple(stated if layers is None else layers)
+    fc = found.tensors.get("fc.weight")
+    if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:
+        raise found.make_error(
+            f"{found.stored_name('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} "
+            "hidden "
+            f"states of {width}, but head.layers or config.json names "
+            f"{list(chosen) or 'none, which is 3'}"
+        )
+    return chosen
+
+
+def pop_draft_vocab(found: EagleCheckpoint, form: EagleForm) -> DraftVocab:
+    """Take `d2t`, `t2d` and EAGLE-1's copy of the target's output head from the tensors."""
+    size, tensors = found.settings["vocab_size"], found.tensors
+    vocab = DraftVocab.make_full(size)
+    if "d2t" in tensors:
+        vocab = DraftVocab.from_offsets(tensors.pop("d2t"), size, tensors.pop("t2d", None))
+    stated = [found.settings[key] for key in DRAFT_SIZES if key in found.settings]
+    projection = tensors.get("lm_head.weight")
+    rows = [] if projection is None else [len(projection)]
+    told = f"{len(vocab.ids)} of {size} ids by d2t, {stated} by config.json, {rows} by lm_head"
+    if form is EagleForm.eagle1:
+        # vLLM's first converter added one: https://github.com/vllm-project/vllm/pull/11866
+        tensors.pop("lm_head.weight", None)
+        if not vocab.is_full or {*stated, *rows} - {size}:
+            raise found.make_error(
+                f"an EAGLE-1 head with a draft vocabulary, which is not implemented: {told}"
+            )
+        return vocab
+    if {*stated, *rows} - {len(vocab.ids)}:
+        raise found.make_error(f"draft vocabularies disagree: {told} (without d2t, all)")
+    if not rows and not vocab.is_full:
+        raise found.make_error(f"lm_head.weight is missing, and the target's does not fit {told}")
+    return vocab
+
+
+def load_into(head: Head, found: EagleCheckpoint) -> Head:
+    """Load all tensors of a file into a head.
+
+    Raises:
+        InputError: a tensor is missing, unknown or of another shape.
+    """
+    expected, tensors = head.state_dict(), found.tensors
+    shapes = {
+        name: f"{found.stored_name(name)} {list(tensors[name].shape)}, "
+        f"not {list(expected[name].shape)}"
+        for name in set(expected) & set(tensors)
+        if expected[name].shape != tensors[name].shape
+    }
+    wrong = {
+        "missing": [found.stored_name(name) for name in set(expected) - set(tensors)],
+        "foreign": [found.stored_name(name) for name in set(tensors) - set(expected)],
+        "misshapen": list(shapes.values()),
+    }
+    problems = [f"{kind}: {sorted(names)}" for kind, names in wrong.items() if names]
+    if problems:
+        raise found.make_error("tensors " + "; ".join(problems))
+    head.load_state_dict(tensors)
+    return head

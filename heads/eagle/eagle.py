@@ -1,0 +1,268 @@
+"""Answers of EAGLE heads. See `heads/head.py`."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from conf.settings.eagle import EagleConfig, EagleForm, FeatureHeadConfig, OutputHead
+from conf.settings.export import ExportFormat
+from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
+from heads.draft_head import (
+    ExportPlan,
+    HeadFacts,
+    HeadFiles,
+    ReferenceLogits,
+    Variant,
+    get_head_settings,
+)
+from heads.eagle import layouts
+from heads.eagle import layouts as export
+from heads.eagle.checkpoint import (
+    REQUIRED_VALUES,
+    EagleCheckpoint,
+    build_head_config,
+    load_into,
+    pop_draft_vocab,
+)
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.layouts import LAYOUTS, EagleLayout, build_config_json
+from heads.eagle.network import EagleNetwork, build_eagle_config, default_layers
+from heads.feature_head import (
+    ConfigVariants,
+    flip_setting,
+    iter_layer_variants,
+    iter_order_variants,
+    iter_rope_variants,
+    iter_vocab_variants,
+    make_config_variant,
+    reorder_parts,
+)
+from heads.layers.branch_attention import BranchCache, build_causal_range
+from heads.layers.documents import Documents
+from heads.target_model.embeddings_and_output_head import (
+    EmbeddingsAndOutputHead,
+    copy_output_rows,
+    project_in_float32,
+    select_embedding_rows,
+)
+from heads.target_model.model import Target, TargetOutput
+from heads.vocab import DraftVocab
+
+Head = TypeVar("Head", bound=EagleNetwork)
+
+
+def compute_reference_logits(
+    head: EagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> ReferenceLogits:
+    """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
+
+    These are an engine's logits while every draft token is accepted. Arguments as in
+    `DraftHead.golden`.
+    """
+    embeddings = select_embedding_rows(target.embedding.weight, token_ids, head.dtype)
+    own = embeddings
+    if head.embed_tokens is not None:
+        own = select_embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
+    outputs = _compute_unrolled_outputs(copy_to_cpu(head, own), states, places)
+    return project_reference_logits(head, target, outputs, {"token_embeddings": embeddings[1:]})
+
+
+def project_reference_logits(
+    head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
+) -> ReferenceLogits:
+    """Logits of normalised outputs [D, S, H], by the head's output head or the target's."""
+    if head.lm_head is None:
+        rows = copy_output_rows(target, head.dtype)
+        return ReferenceLogits(project_in_float32(outputs, rows), beside, rows)
+    found = project_in_float32(outputs, head.lm_head.weight.cpu())
+    logits = torch.full((*found.shape[:2], head.vocab.size), float("-inf"))
+    logits[..., head.vocab.ids.cpu()] = found
+    return ReferenceLogits(logits, beside | {"logsumexp": found.logsumexp(-1)})
+
+
+def copy_to_cpu(head: Head, embeddings: Tensor) -> Head:
+    """Float32 copy whose embedding holds only the text's tokens, in order."""
+    copy = type(head)(head.config, head.vocab.to("cpu"))
+    copy.embed_tokens = None
+    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
+    copy.load_state_dict(tensors)
+    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
+    return copy.eval()
+
+
+def _compute_unrolled_outputs(
+    head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor
+) -> Tensor:
+    """[D, S, H] normalised outputs of a head made by `on_cpu`."""
+    assert head.embed_tokens is not None
+    num_rows = len(position_ids)
+    places = torch.arange(len(head.embed_tokens.weight))
+    rows = places[:num_rows]
+    output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
+    text = head.encode_context(
+        head.fuse(head.collect_features(output)), places[1 : num_rows + 1], position_ids
+    )
+    documents = Documents.from_length(num_rows, rows.device)
+    branches = BranchCache(text.keys[None], text.values[None], build_causal_range(documents, rows))
+    steps = head.unroll(text, places, rows, branches)
+    depth = len(places) - num_rows - 1
+    return torch.stack([head.apply_final_norm(next(steps)) for _ in range(depth)])
+
+
+BIAS_PROBLEM = (
+    "its fusion layer has a bias (`fc.bias`), which vLLM cannot load. A head trained with "
+    "head.fc_bias=false loads."
+)
+
+
+def iter_feature_variants(head: Any) -> ConfigVariants:
+    """Settings that files of any head with EAGLE's layers may have wrong."""
+    if head.config.form is EagleForm.eagle1:
+        swapped = {"fc.weight": reorder_parts(head.fc.weight.detach(), (1, 0))}
+        yield (
+            "fc reads the hidden state before the embedding",
+            make_config_variant(head, tensors=swapped),
+        )
+    else:
+        yield from iter_layer_variants(head, default_layers)
+        yield from iter_order_variants(head)
+        yield flip_setting(head, "norm_before_residual")
+    yield from iter_rope_variants(head)
+    yield from iter_vocab_variants(head)
+
+
+def iter_output_variants(head: Any) -> ConfigVariants:
+    """Readings of the output that a head feeds back: before or after its norm."""
+    if head.config.form is EagleForm.eagle3:
+        yield flip_setting(head, "norm_output")
+
+
+class EagleHead(EagleNetwork):
+    """EAGLE-1/2 or EAGLE-3 head."""
+
+    variants: ClassVar = {
+        form.value: Variant(title, partial(EagleConfig, form=form))
+        for form, title in layouts.TITLES.items()
+    }
+    name_with_article = "an EAGLE head"
+    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
+    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
+    default_layers = staticmethod(default_layers)
+    ambiguities = (iter_feature_variants, iter_output_variants)
+    pruning_hint = "heads with their own output weights"
+    layouts: ClassVar[dict[ExportFormat, dict[EagleForm, EagleLayout]]] = LAYOUTS
+
+    @classmethod
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """Load the head of any folder. The reader reports what another folder lacks.
+
+        Without layer ids in `config.json`, the head takes the default ones when attached.
+        """
+        found = EagleCheckpoint.from_folder(folder, path)
+        config = build_head_config(found, layers, REQUIRED_VALUES)
+        return load_into(cls(config, pop_draft_vocab(found, config.form)), found)
+
+    @classmethod
+    def from_settings(
+        cls,
+        target: EmbeddingsAndOutputHead,
+        settings: FeatureHeadConfig,
+        vocab: DraftVocab,
+        seed: int,
+    ) -> Self:
+        """Make a new head with a layer of the target's sizes. EAGLE-1 drafts all ids."""
+        if settings.form is EagleForm.eagle1:
+            vocab = DraftVocab.make_full(vocab.size)
+        return cls(build_eagle_config(settings, target), vocab).initialise(
+            target, settings.output_head, seed
+        )
+
+    def build_files(self) -> HeadFiles:
+        """Files with the names of the original layout and the keys of vLLM and SGLang."""
+        prefix, own = self.layer_prefix, super().build_files()
+        tensors = {
+            prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: tensor
+            for name, tensor in own.tensors.items()
+        }
+        return HeadFiles(build_config_json(self.config, len(self.vocab.ids)), own.weights, tensors)
+
+    def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
+        """See `heads/eagle/layouts.py`."""
+        layout = self.layouts.get(engine, {}).get(self.config.form)
+        if layout is None:
+            return ExportPlan(f"loads no {self.variants[self.variant].title}")
+        problem = layouts.find_layout_problem(self, layout)
+        return ExportPlan(problem) if problem else self._plan_engine_export(engine, layout, folder)
+
+    def _plan_engine_export(
+        self, engine: ExportFormat, layout: EagleLayout, folder: str
+    ) -> ExportPlan:
+        command = export.format_serve_command(self, engine, folder)
+        files = partial(export.build_engine_files, self, engine, layout)
+        return ExportPlan(None, files, command, export.format_engine_hint(self, engine))
+
+    def compute_reference_logits(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> ReferenceLogits:
+        """See `heads/eagle/golden.py`."""
+        return compute_reference_logits(self, target, states, token_ids, places)
+
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
+        """Facts of a head. Its training tells methods with the same architecture apart."""
+        settings, config = get_head_settings(provenance), self.config
+        tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
+        method, paper = self._identify_method(settings)
+        drafted = min(max(settings.get("num_steps", 3), 3), 5)
+        return HeadFacts(
+            tag=tag,
+            name=f"{method} head",
+            method=method,
+            paper=paper,
+            description=(
+                f"one decoder layer {self._describe_layer()}. It drafts token by token, to any "
+                "depth, each "
+                "from its own last output"
+            ),
+            num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
+            # vLLM builds the fusion layer without a bias and fails on the tensor.
+            vllm_method=None if config.fc_bias else tag,
+            vllm_problem=BIAS_PROBLEM,
+            copied=self._list_copied_parts(settings),
+        )
+
+    def _identify_method(self, settings: dict[str, Any]) -> tuple[str, str]:
+        """Name and arXiv number."""
+        config = self.config
+        if config.form is EagleForm.eagle1:
+            # The same head: training tells HASS from EAGLE-1; EAGLE-2 only differs in use.
+            hass = settings.get("top_k_weight") or settings.get("detach_features")
+            return ("HASS", "2408.15766") if hass else ("EAGLE-1/2", "2401.15077")
+        if config.fc_norm and config.norm_output:
+            return "EAGLE-3.1", "2605.09992"
+        return "EAGLE-3", "2503.01840"
+
+    def _describe_layer(self) -> str:
+        config = self.config
+        size = f"(hidden size {config.llama.hidden_size}, {self.vocab.describe_size()})"
+        if config.form is EagleForm.eagle1:
+            return f"{size} on the target's last hidden state"
+        *most, last = map(str, config.layers) if config.layers else ("low", "middle", "high")
+        fused = f"{', '.join(most)} and {last}" if most else last
+        counted = " (as `output_hidden_states` counts them)" if config.layers else ""
+        return f"{size} on the target's hidden states {fused}{counted}, fused"
+
+    def _list_copied_parts(self, settings: dict[str, Any]) -> list[str]:
+        copied, start = [], settings.get("output_head")
+        if self.lm_head is not None and start == OutputHead.frozen.value:
+            copied.append("rows of its output head")
+        if self.lm_head is not None and start == OutputHead.copy.value:
+            copied.append("an output head that started as rows of its own")
+        if self.embed_tokens is not None:
+            copied.append("its token embedding")
+        return copied

@@ -1,0 +1,537 @@
+"""Answers of P-EAGLE heads. See `heads/head.py`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from conf.settings.eagle import EagleForm, FeatureHeadConfig, PEagleConfig
+from conf.settings.export import ExportFormat
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
+from heads.decoding.head_drafter import (
+    ChainDrafter,
+    DynamicTreeDrafter,
+    ExpandedTree,
+    Frontier,
+    expand_tree,
+)
+from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
+from heads.eagle import layouts as export
+from heads.eagle.checkpoint import (
+    REQUIRED_VALUES,
+    EagleCheckpoint,
+    build_head_config,
+    load_into,
+    pop_draft_vocab,
+)
+from heads.eagle.drafter import EagleDrafter, find_last_rows
+from heads.eagle.eagle import (
+    EagleHead,
+    copy_to_cpu,
+    iter_feature_variants,
+    project_reference_logits,
+)
+from heads.eagle.layouts import LAYOUTS, EagleLayout
+from heads.eagle.network import EagleHeadConfig, EagleLayer, EagleNetwork, build_eagle_config
+from heads.export.writer import format_vllm_command
+from heads.feature_head import choose_mask_token, iter_mask_token_variants
+from heads.folders import has_architecture
+from heads.layers.branch_attention import (
+    BranchCache,
+    CausalRange,
+    branch_attention,
+    build_causal_range,
+)
+from heads.layers.documents import Documents
+from heads.layers.llama import RmsNorm
+from heads.target_model.embeddings_and_output_head import (
+    EmbeddingsAndOutputHead,
+    select_embedding_rows,
+)
+from heads.target_model.model import Target, TargetOutput
+from heads.vocab import DraftVocab
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+KeyValueStore = Callable[[int, KeysValues | None], KeysValues]
+"""Function that stores a layer's new keys and values and returns all, [T, S, K, d], by layer."""
+
+
+@dataclass(frozen=True)
+class PEagleHeadConfig(EagleHeadConfig):
+    """Architecture of a head.
+
+    Attributes:
+        mask_token_id: token id of rows whose token is unknown.
+        num_draft_tokens: draft tokens per pass, as trained.
+    """
+
+    mask_token_id: int = 0
+    num_draft_tokens: int = 8
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows of the text, or rows equally far after it.
+
+    Attributes:
+        inputs: [N, I] inputs of the first layer.
+        residual: [N, H].
+        rotation: [N, 2, d].
+        seen: stretch of the text that they see.
+        parent_rows: [N] int64 rows of the previous group that they follow; None for all.
+    """
+
+    inputs: Tensor
+    residual: Tensor
+    rotation: Tensor
+    seen: CausalRange
+    parent_rows: Tensor | None = None
+
+
+class PEagleNetwork(EagleNetwork):
+    """Network of a P-EAGLE head. `attach` it to its target before use.
+
+    Args:
+        config: architecture.
+        vocab: draft vocabulary.
+    """
+
+    config: PEagleHeadConfig
+
+    def __init__(self, config: PEagleHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        self.variant, self.layer_prefix = "peagle", "layers.0."
+        later = range(1, config.llama.num_hidden_layers)
+        # Keyed by number, as in the files.
+        self.layers = nn.ModuleDict(
+            {str(number): LlamaLayer(config.llama, config.qk_norm) for number in later}
+        )
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
+
+    def _draw_weights(self, seed: int) -> None:
+        super()._draw_weights(seed)
+        nn.init.normal_(self.mask_hidden, generator=torch.Generator().manual_seed(seed))
+
+    def build_context_rows(
+        self, fused: Tensor, token_ids: Tensor, position_ids: Tensor, seen: CausalRange
+    ) -> RowGroup:
+        """Rows of a text; arguments as in `read`, and the stretch that each sees."""
+        inputs, residual = self.build_layer_inputs(fused, token_ids)
+        rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
+        return RowGroup(inputs, residual, rotation, seen)
+
+    def build_mask_rows(
+        self, position_ids: Tensor, seen: Sequence[CausalRange], kept: Sequence[Tensor | None] = ()
+    ) -> list[RowGroup]:
+        """Rows after tokens of a text, in groups.
+
+        Args:
+            position_ids: [N] int64 positions of the rows of all groups.
+            seen: stretch of the text before the rows, per group.
+            kept: rows of the previous group, see `RowGroup`; unset for all.
+        """
+        if not seen:
+            return []
+        mask = position_ids.new_full((1,), self.config.mask_token_id)
+        fused = self.fuse(self.mask_hidden.flatten(0, 1).to(self.fc.weight))
+        inputs, residual = self.build_layer_inputs(fused, mask)
+        rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
+        sizes = [len(each.end) for each in seen]
+        found = zip(rotation.split(sizes), seen, kept or [None] * len(seen), strict=True)
+        return [
+            RowGroup(inputs.expand(len(turn), -1), residual.expand(len(turn), -1), turn, see, keep)
+            for turn, see, keep in found
+        ]
+
+    def run_layers(
+        self, text: RowGroup | None, masks: Sequence[RowGroup], store: KeyValueStore
+    ) -> list[Tensor]:
+        """[N, H] outputs of the rows of each group.
+
+        Args:
+            text: rows of new text, if any.
+            masks: groups of rows, those directly after the text first.
+            store: stores new keys and values and returns all.
+        """
+        groups = [*([] if text is None else [text]), *masks]
+        sizes = [len(group.rotation) for group in groups]
+        rotation = torch.cat([group.rotation for group in groups])
+        inputs = torch.cat([group.inputs for group in groups])
+        states = torch.cat([group.residual for group in groups])
+        for number, layer in enumerate(self._every_layer()):
+            if number:
+                inputs = layer.input_layernorm(states)
+            query = layer.self_attn.compute_query(inputs, rotation).split(sizes)
+            both = [each.split(sizes) for each in layer.self_attn.keys_values(inputs, rotation)]
+            keys, values = store(number, None if text is None else (both[0][0], both[1][0]))
+            own: list[list[Tensor]] = [[], []]
+            attended = []
+            for place, group in enumerate(groups):
+                if group is not text:
+                    own = [
+                        [*_select_kept_rows(each, group.parent_rows), rows[place]]
+                        for each, rows in zip(own, both, strict=True)
+                    ]
+                branches = BranchCache(keys, values, group.seen, *own)
+                attended.append(branch_attention(query[place], branches))
+            states = layer.add_attention_and_mlp(states, torch.cat(attended))
+        return list(states.split(sizes))
+
+    def _every_layer(self) -> list[Any]:
+        return [self.layer, *self.layers.values()]
+
+    @torch.no_grad()
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        fused = self.fuse(self.collect_features(output)[0])
+        known: list[KeysValues] = []
+        whole = Documents.from_length(len(places), device)
+        text = self.build_context_rows(fused, ids[1:], places, build_causal_range(whole, places))
+        (outputs,) = self.run_layers(text, [], make_list_store(known))
+        parts = []
+        for rows in places[first:].split(TOKENS_PER_CHUNK):
+            positions = torch.cat([rows + step for step in range(1, depth)] or [rows[:0]])
+            seen = [build_causal_range(whole, rows)] * (depth - 1)
+            masks = self.build_mask_rows(positions.clamp_max(self.max_positions - 1), seen)
+            found = self.run_layers(None, masks, make_list_store(known)) if masks else []
+            parts.append(
+                torch.stack([self._rank_token_ids(each, width) for each in (outputs[rows], *found)])
+            )
+        best = torch.cat(parts, 1)
+        reached = places[first:] + torch.arange(depth, device=device).unsqueeze(1)
+        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
+
+
+def compute_reference_logits(
+    head: PEagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> ReferenceLogits:
+    """Compute logits whose row t at depth j is the j-th row after token t.
+
+    That row sees the text up to t. Arguments as in `DraftHead.golden`.
+    """
+    mask = torch.tensor([head.config.mask_token_id])
+    wanted = torch.cat([token_ids, mask])
+    embeddings = select_embedding_rows(target.embedding.weight, wanted, head.dtype)
+    own = embeddings
+    if head.embed_tokens is not None:
+        own = select_embedding_rows(head.embed_tokens.weight, wanted, head.dtype)
+    copy = copy_to_cpu(head, own)
+    copy.config = replace(copy.config, mask_token_id=len(own) - 1)
+    outputs = _compute_outputs(copy, states, places, len(token_ids) - len(places) - 1)
+    beside = {
+        "token_embeddings": embeddings[1:-1],
+        "mask_token_id": mask,
+        "mask_embedding": embeddings[-1:],
+    }
+    return project_reference_logits(head, target, outputs, beside)
+
+
+def _compute_outputs(
+    head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int
+) -> Tensor:
+    """[D, S, H] normalised outputs of a head whose embedding holds only the text, then the mask."""
+    rows = torch.arange(len(places))
+    output = TargetOutput(states[-1], dict(enumerate(states)))
+    seen = build_causal_range(Documents.from_length(len(rows), rows.device), rows)
+    text = head.build_context_rows(head.fuse(head.collect_features(output)), rows + 1, places, seen)
+    known: list[KeysValues] = []
+    found = head.run_layers(text, [], make_list_store(known))
+    if depth > 1:
+        positions = torch.cat([places + step for step in range(1, depth)])
+        masks = head.build_mask_rows(positions, [seen] * (depth - 1))
+        found += head.run_layers(None, masks, make_list_store(known))
+    return torch.stack([head.apply_final_norm(each) for each in found])
+
+
+MASK_HIDDEN = "mask_hidden"
+
+
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the mask token, in the order of vLLM."""
+
+
+NUM_DRAFT_TOKENS = 8
+"""Draft tokens of a head whose file names none, as in speculators' training."""
+
+
+FREE = ("num_hidden_layers", "speculators_model_type")
+
+
+def load_peagle_checkpoint(
+    folder: Path, path: str, layers: Sequence[int] | None
+) -> tuple[EagleCheckpoint, PEagleHeadConfig, DraftVocab]:
+    """Read a head's folder: its content, architecture and draft vocabulary.
+
+    Args:
+        folder: local folder.
+        path: name of the folder in messages.
+        layers: hidden states to fuse, as indices of `output_hidden_states`, instead of those in
+            `config.json`.
+
+    Raises:
+        InputError: files are missing, corrupt, pickled or foreign; settings contradict the tensors,
+            or are not implemented.
+    """
+    found = EagleCheckpoint.from_folder(folder, path)
+    only = {name: value for name, value in REQUIRED_VALUES.items() if name not in FREE}
+    plain = build_head_config(found, layers, {**only, "norm_output": False})
+    if not plain.layers:
+        raise found.make_error(
+            "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
+        )
+    mask = next((found.settings[key] for key in MASK_KEYS if key in found.settings), None)
+    if not isinstance(mask, int) or not 0 <= mask < plain.llama.vocab_size:
+        raise found.make_error(
+            f"config.json says mask_token_id={mask}: must be from 0 to {plain.llama.vocab_size - 1}"
+        )
+    feature = found.tensors.get(MASK_HIDDEN)
+    if feature is not None and feature.numel() == len(plain.layers) * plain.target_hidden_size:
+        found.tensors[MASK_HIDDEN] = feature.reshape(1, 1, -1)
+    config = PEagleHeadConfig(
+        **vars(plain), mask_token_id=mask, num_draft_tokens=_num_draft_tokens(found)
+    )
+    return found, config, pop_draft_vocab(found, config.form)
+
+
+def _num_draft_tokens(found: EagleCheckpoint) -> int:
+    methods = found.settings.get("speculators_config", {}).get("proposal_methods") or [{}]
+    trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
+    return int(found.settings.get("num_depths", trained))
+
+
+def is_peagle_folder(folder: Path) -> bool:
+    """Tell whether a folder names P-EAGLE, or has its learnt hidden state."""
+    if has_architecture(folder, (), "peagle"):
+        return True
+    try:
+        return any(_has_feature(file) for file in folder.glob("*.safetensors"))
+    except SafetensorError:
+        return False  # a later reader reports the damage
+
+
+def _has_feature(file: Path) -> bool:
+    with safe_open(file, "pt") as opened:
+        names = {name.removeprefix("model.") for name in opened.keys()}  # noqa: SIM118
+    # EAGLE also has a norm of hidden states, but not inside a layer.
+    return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)
+
+
+class _PEagleDrafter(EagleDrafter):
+    """Drafts all tokens in one pass."""
+
+    head: PEagleNetwork
+
+    def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> None:
+        """Read tokens without a draft."""
+        self._run_pass(seen, following, 0)
+
+    def _run_pass(self, seen: CommittedTokens, following: Tensor, num_masks: int) -> list[Tensor]:
+        """Outputs [B * n, H] of tokens, each with the next, and [B, H] of each row after them."""
+        head, (fused, ids, places) = self.head, self._build_inputs(seen, following)
+        flat, end = places.flatten(), self.cache.prepared_slots.committed[:, 0] + seen.counts
+        text = head.build_context_rows(
+            fused, ids, self._clamp_positions(flat), CausalRange.from_ends(flat + 1)
+        )
+        steps = torch.arange(num_masks, device=end.device).unsqueeze(1)
+        positions = self._clamp_positions((end + steps).flatten())
+        masks = head.build_mask_rows(positions, [CausalRange.from_ends(end)] * num_masks)
+
+        def text_of(layer: int, new: KeysValues | None) -> KeysValues:
+            assert new is not None
+            return self._store_keys_values(layer, *new, places, seen)
+
+        found = head.run_layers(text, masks, text_of)
+        self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
+        return found
+
+    def _compute_logits(self, roots: Roots) -> Tensor:
+        """[B, D, W] logits of all rows that draft."""
+        assert self.pending is not None
+        seen, self.pending = self.pending, None
+        text, *masks = self._run_pass(seen, roots.tokens, self.shape.depth - 1)
+        return self.head.compute_logits(torch.stack([text[find_last_rows(seen)], *masks], 1))
+
+    def _pad_row_tokens(self, tokens: Tensor, level: int) -> Tensor:
+        """Tokens [B, n] of a row, with PAD beyond the head's window."""
+        return self._pad_beyond_window(tokens, self.cache.prepared_slots.committed - 1 + level)
+
+
+class PEagleChain(ChainDrafter, _PEagleDrafter):
+    """Drafts the rows' tokens as a chain."""
+
+    def propose(self, roots: Roots) -> Draft:
+        """Draft chains of `depth` tokens."""
+        draws = self.make_sampler()
+        tokens = [
+            draws.choose_token(each).unsqueeze(1) for each in self._compute_logits(roots).unbind(1)
+        ]
+        readable = [self._pad_row_tokens(each, level) for level, each in enumerate(tokens)]
+        return draws.make_draft(self.tree, torch.cat(readable, 1))
+
+
+class PEagleTree(DynamicTreeDrafter, _PEagleDrafter):
+    """Drafts the likeliest paths through the rows' candidates."""
+
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
+        """See `heads.decoding.drafting.DynamicDrafter`."""
+        logits = self._compute_logits(roots)
+
+        def after(grown: Frontier) -> Tensor:
+            number = len(grown.rows) // len(roots)
+            return logits[:, grown.depth].repeat_interleave(number, 0)
+
+        return expand_tree(self.shape, self.head.vocab, logits[:, 0], after, self._pad_row_tokens)
+
+
+TOKENS_PER_CHUNK = 256
+"""Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
+
+
+class LlamaLayer(EagleLayer):
+    """Layer after the first: Llama's.
+
+    Args:
+        config: sizes, norms and RoPE.
+        qk_norm: normalise queries and keys per head.
+    """
+
+    input_layernorm: RmsNorm
+
+    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
+        super().__init__(config, two_inputs=False, qk_norm=qk_norm)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def build_peagle_config(settings: Any, target: EmbeddingsAndOutputHead) -> PEagleHeadConfig:
+    """Architecture of a new head from a `PEagleConfig`.
+
+    Raises:
+        InputError: the target lacks the hidden states or the mask token.
+    """
+    plain = build_eagle_config(settings, target)
+    plain.llama.num_hidden_layers = settings.num_layers
+    mask = choose_mask_token(target, settings.mask_token_id)
+    return PEagleHeadConfig(**vars(plain), mask_token_id=mask, num_draft_tokens=settings.num_steps)
+
+
+def make_list_store(known: list[KeysValues]) -> KeyValueStore:
+    """Keep keys and values [S, K, d] of one text's layers in a list."""
+
+    def text_of(number: int, new: KeysValues | None) -> KeysValues:
+        if new is not None:
+            known.append((new[0].unsqueeze(0), new[1].unsqueeze(0)))
+        return known[number]
+
+    return text_of
+
+
+def _select_kept_rows(own: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
+    return [each if kept is None else each.index_select(0, kept) for each in own]
+
+
+VLLM = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layers.0.")
+
+
+SPECULATORS = replace(
+    LAYOUTS[ExportFormat.speculators][EagleForm.eagle3],
+    architecture="PEagleSpeculator",
+    speculators_method="peagle",
+    # vLLM drops `fc_norm` when it converts such a config.
+    parts=("norm_before_fc", "norm_before_residual", "qk_norm", "mlp_bias"),
+)
+
+
+class PEagleHead(PEagleNetwork, EagleHead):
+    """A P-EAGLE head."""
+
+    variants: ClassVar = {"peagle": Variant("P-EAGLE heads", PEagleConfig)}
+    name_with_article = "a P-EAGLE head"
+    chain_drafter = PEagleChain
+    tree_drafter = PEagleTree
+    ambiguities = (iter_feature_variants, iter_mask_token_variants)
+    layouts: ClassVar = {
+        ExportFormat.vllm: {EagleForm.eagle3: VLLM},
+        ExportFormat.speculators: {EagleForm.eagle3: SPECULATORS},
+    }
+
+    @classmethod
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """Load a P-EAGLE head, recognised by its learnt hidden state; None for other folders."""
+        if not is_peagle_folder(folder):
+            return None
+        found, config, vocab = load_peagle_checkpoint(folder, path, layers)
+        return load_into(cls(config, vocab), found)
+
+    @classmethod
+    def from_settings(
+        cls,
+        target: EmbeddingsAndOutputHead,
+        settings: FeatureHeadConfig,
+        vocab: DraftVocab,
+        seed: int,
+    ) -> Self:
+        """Make a new head with layers of the target's sizes."""
+        config = build_peagle_config(settings, target)
+        return cls(config, vocab).initialise(target, settings.output_head, seed)
+
+    def build_files(self) -> HeadFiles:
+        """Files with EAGLE-3's keys, and further keys of speculators and vLLM."""
+        files, config = super().build_files(), self.config
+        more = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
+        return replace(files, config=files.config | more)
+
+    def _plan_engine_export(
+        self, engine: ExportFormat, layout: EagleLayout, folder: str
+    ) -> ExportPlan:
+        """Export whose command makes vLLM draft all tokens in one pass."""
+        tokens = self.config.num_draft_tokens
+        command = f"vllm serve {folder}"
+        if engine is ExportFormat.vllm:
+            target = self.target_name
+            command = format_vllm_command("eagle3", tokens, target, folder, parallel_drafting=True)
+
+        def files() -> HeadFiles:
+            made = export.build_engine_files(self, engine, layout, tokens)
+            made.config["mask_token_id"] = self.config.mask_token_id
+            return made
+
+        return ExportPlan(None, files, command, export.format_engine_hint(self, engine))
+
+    def compute_reference_logits(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> ReferenceLogits:
+        """See `heads/peagle/golden.py`."""
+        return compute_reference_logits(self, target, states, token_ids, places)
+
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
+        """Layers, hidden states and rows."""
+        config = self.config
+        return replace(
+            super().build_card_facts(provenance, acceptance),
+            tag="peagle",
+            name="P-EAGLE head",
+            method="P-EAGLE",
+            paper="2602.01469",
+            description=(
+                f"{config.llama.num_hidden_layers} decoder layers (hidden size "
+                f"{config.llama.hidden_size}, {self.vocab.describe_size()}) on the target's hidden "
+                f"states {', '.join(map(str, config.layers))} (as `output_hidden_states` counts "
+                f"them), fused. It drafts {config.num_draft_tokens} tokens in one pass"
+            ),
+            num_draft_tokens=config.num_draft_tokens,
+            vllm_settings={"parallel_drafting": True},
+        )

@@ -1,0 +1,436 @@
+"""Attention of rows that draft in parallel.
+
+Every use of an EAGLE layer has the same form. The text was read with true hidden states, which give
+keys and values for its S tokens. From some of its tokens, N rows draft on: a row sees the text up
+to its own token, and its own draft tokens, never another row. This covers the training-time test of
+EAGLE-3 (causal block plus diagonals), the alignment of HASS, a chain in decoding (N = 1) and a
+level of a dynamic tree (a row is a path). J steps cost J times N more scores, not a mask of [N, J *
+N].
+
+Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier draft
+tokens of a row, Q heads, K key-value heads, d head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from heads.layers.documents import (
+    Documents,
+    can_use_flash,
+    flash_attention,
+    flash_attention_backward,
+)
+
+OWN_BYTES = 64 * 2**20
+"""Largest float32 bytes of the drafts' keys and values, for rows joined at a time."""
+
+
+class CausalRange(NamedTuple):
+    """Stretch of its text that each row sees.
+
+    Attributes:
+        first: [N] int64, first token seen.
+        end: [N] int64, one after the last token seen; above `first`.
+        anchors: [N] int64, token from which a row drafts, if it sees its document up to that token.
+        documents: documents of the text, with `rows`.
+    """
+
+    first: Tensor
+    end: Tensor
+    anchors: Tensor | None = None
+    documents: Documents | None = None
+
+    @classmethod
+    def from_ends(cls, end: Tensor) -> "CausalRange":
+        """Everything before tokens [N] int64."""
+        return cls(torch.zeros_like(end), end)
+
+    def build_mask(self, num_tokens: int) -> Tensor:
+        """[N, S] bool, tokens that a row sees."""
+        places = torch.arange(num_tokens, device=self.end.device)
+        return (places >= self.first.unsqueeze(1)) & (places < self.end.unsqueeze(1))
+
+
+class FlashBranchAttention(torch.autograd.Function):
+    """Attention over documents and own draft tokens on CUDA, as derived in the module docstring.
+
+    The kernel needs a query for every text token. Tokens that do not draft get zeros, whose outputs
+    are not used.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, seen: CausalRange, *own: Tensor
+    ) -> Tensor:
+        """[N, Q, d] of query [N, Q, d], text [S, K, d] and J own keys, then values, [N, K, d]."""
+        rows, documents = seen.anchors, seen.documents
+        assert rows is not None
+        assert documents is not None
+        every = _scatter_rows(query, rows, len(keys))
+        found, log_norm = flash_attention(every, keys, values, documents)
+        output, log_norm = found.index_select(0, rows), log_norm.index_select(1, rows)
+        log_norm = log_norm.T.contiguous()
+        for part in _joined_rows(keys, own):
+            heads, texts = (_group_queries(each[part], keys) for each in (query, output))
+            norms = _group_queries(log_norm[part].unsqueeze(-1), keys)
+            output[part] = _merge_attention(heads, texts, norms, _own_of(part, own)).flatten(1, 2)
+        ctx.save_for_backward(query, keys, values, output, log_norm, *own)
+        ctx.seen = seen
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs of `forward`."""
+        query, keys, values, output, log_norm, *own = ctx.saved_tensors
+        rows, size = ctx.seen.anchors, len(keys)
+        grad = grad.contiguous()
+        every, outputs, grads = (_scatter_rows(each, rows, size) for each in (query, output, grad))
+        # Without a query, scores, output and gradient are 0, and everything after them.
+        norms = _scatter_rows(log_norm, rows, size).T
+        text = (every, keys, values)
+        found, *d_text = flash_attention_backward(grads, text, (outputs, norms), ctx.seen.documents)
+        d_query = found.index_select(0, rows)
+        d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
+        for part in _joined_rows(keys, own):
+            heads = [_group_queries(each[part], keys) for each in (query, output, grad)]
+            norm = _group_queries(log_norm[part].unsqueeze(-1), keys)
+            more = _own_backward(heads, norm, _own_of(part, own), d_own[:, :, part])
+            d_query[part].add_(more.flatten(1, 2))
+        return d_query, *d_text, None, *d_own.flatten(0, 1)
+
+
+def _scatter_rows(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+    """[S, ...] with states [N, ...] at rows [N], and 0 elsewhere."""
+    return states.new_zeros(num_tokens, *states.shape[1:]).index_copy_(0, rows, states)
+
+
+def _joined_rows(keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
+    """Rows with draft tokens, in slices whose keys and values fit in `OWN_BYTES`."""
+    if not own:
+        return []
+    size = max(1, OWN_BYTES // (4 * len(own) * keys[0].numel()))
+    edges = [*range(0, len(own[0]), size), len(own[0])]
+    return [slice(*each) for each in pairwise(edges)]
+
+
+class BranchRange(NamedTuple):
+    """Chunk of rows, with the stretch of the text that they see.
+
+    Attributes:
+        rows: the n rows.
+        tokens: the s tokens, from the first to the last that any of the rows sees.
+        seen: stretch that each row sees.
+    """
+
+    rows: slice
+    tokens: slice
+    seen: CausalRange
+
+    def build_bias(self, dtype: torch.dtype) -> Tensor:
+        """[n, s] on the CPU: 0 for tokens that a row sees, -inf elsewhere."""
+        first, end = (each.unsqueeze(1) for each in self.seen[:2])
+        places = torch.arange(self.tokens.start, self.tokens.stop)
+        hidden = (places < first) | (places >= end)
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+class ChunkedBranchAttention(torch.autograd.Function):
+    """Attention over one text and own draft tokens on a CPU, as derived in the module docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        spans: list[BranchRange],
+        *own: Tensor,
+    ) -> Tensor:
+        """[N, Q, d] of query [N, Q, d], text [S, K, d] and J own keys, then values, [N, K, d]."""
+        output, kept = torch.empty_like(query), []
+        for span in spans:
+            rows, tokens, _ = span
+            heads = _group_queries(query[rows], keys)
+            text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
+            found, norms = _text_forward(heads, text)
+            if own:
+                found = _merge_attention(heads, found, _by_row_and_head(norms), _own_of(rows, own))
+            output[rows] = found.flatten(1, 2)
+            kept.append(norms)
+        ctx.save_for_backward(query, keys, values, output, *own)
+        # Not the branches, which will refer to this result and would form a cycle.
+        ctx.spans, ctx.kept = spans, kept
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs of `forward`."""
+        query, keys, values, output, *own = ctx.saved_tensors
+        grad, d_query = grad.contiguous(), torch.empty_like(query)
+        d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
+        # A token's gradient is summed over many chunks, so in float32.
+        d_text = [torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)]
+        for span, norms in zip(ctx.spans, ctx.kept, strict=True):
+            rows, tokens, _ = span
+            heads = [_group_queries(each[rows], keys) for each in (query, output, grad)]
+            text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
+            found, *parts = _text_backward(heads, text, norms)
+            for whole, part in zip(d_text, parts, strict=True):
+                whole[tokens] += part
+            if own:
+                norm, own_here = _by_row_and_head(norms), _own_of(rows, own)
+                found = found + _own_backward(heads, norm, own_here, d_own[:, :, rows])
+            d_query[rows] = found.flatten(1, 2)
+        d_keys, d_values = (each.to(keys.dtype) for each in d_text)
+        return d_query, d_keys, d_values, None, *d_own.flatten(0, 1)
+
+
+def _group_queries(states: Tensor, keys: Tensor) -> Tensor:
+    """[n, K, G, d] of [n, Q, d]."""
+    return states.unflatten(1, (keys.shape[1], -1))
+
+
+def _own_of(rows: slice, own: Sequence[Tensor]) -> Tensor:
+    """[2, n, K, J, d] float32 own keys and values of a slice of rows."""
+    found = torch.stack([each[rows] for each in own]).float()
+    return found.unflatten(0, (2, -1)).movedim(1, 3)
+
+
+def _merge_attention(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
+    """[n, K, G, d] float32 attention over text and draft tokens.
+
+    Args:
+        query: [n, K, G, d].
+        found: [n, K, G, d] over the text alone.
+        log_norm: [n, K, G, 1] float32 logsumexp of the text's scores; overwritten by that of all.
+        own: [2, n, K, J, d].
+    """
+    own_keys, own_values = own
+    with torch.autocast(query.device.type, enabled=False):
+        scores = query.float() @ own_keys.mT * query.shape[-1] ** -0.5
+        joined = torch.cat([log_norm, scores], -1).logsumexp(-1, keepdim=True)
+        found = found * (log_norm - joined).exp() + (scores - joined).exp() @ own_values
+    log_norm.copy_(joined)
+    return found
+
+
+def _own_backward(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor, d_own: Tensor) -> Tensor:
+    """Gradient [n, K, G, d] of the query through the drafts, whose own goes into `d_own`.
+
+    Args:
+        rows: query, joined output and its gradient, [n, K, G, d].
+        log_norm: [n, K, G, 1] of all scores.
+        own: [2, n, K, J, d].
+        d_own: [2, J, n, K, d].
+    """
+    (own_keys, own_values), scale = own, own.shape[-1] ** -0.5
+    query, output, grad = (each.float() for each in rows)
+    with torch.autocast(own.device.type, enabled=False):
+        weights = (query @ own_keys.mT * scale - log_norm).exp()
+        inner = grad @ own_values.mT - (grad * output).sum(-1, keepdim=True)
+        d_scores = weights * inner * scale
+        d_own[0] = (d_scores.mT @ query).movedim(2, 0)
+        d_own[1] = (weights.mT @ grad).movedim(2, 0)
+        return d_scores @ own_keys
+
+
+def _by_row_and_head(norms: Tensor) -> Tensor:
+    """[n, K, G, 1] view of the kernel's logsumexp [G, K, n]."""
+    return norms.permute(2, 1, 0).unsqueeze(-1)
+
+
+def _text_forward(query: Tensor, text: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The kernel's output [n, K, G, d] and its logsumexp [G, K, n] float32.
+
+    Args:
+        query: [n, K, G, d].
+        text: keys and values [s, K, d], bias [n, s].
+    """
+    *heads, bias = _kernel_layout(query, *text)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found, norms = kernel(*heads, attn_mask=bias)
+    return found.permute(2, 1, 0, 3), norms
+
+
+def _text_backward(
+    rows: Sequence[Tensor], text: Sequence[Tensor], norms: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of query [n, K, G, d], and of keys and values [s, K, d] in float32.
+
+    Args:
+        rows: query, joined output and its gradient, [n, K, G, d].
+        text: keys and values [s, K, d], bias [n, s].
+        norms: logsumexp of `forward`, overwritten by the joined one.
+    """
+    *heads, bias = _kernel_layout(rows[0], *text)
+    output, grad = (each.permute(2, 1, 0, 3) for each in rows[1:])
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = kernel(grad, *heads, output, norms, 0.0, False, attn_mask=bias)
+    d_text = (each.sum(0, dtype=torch.float32).transpose(0, 1) for each in found[1:3])
+    return found[0].permute(2, 1, 0, 3), *d_text
+
+
+def _kernel_layout(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """Views of a batch of G and K heads, so that keys are shared in a group without a copy."""
+    heads = query.permute(2, 1, 0, 3)
+    text = (each.transpose(0, 1).expand(len(heads), -1, -1, -1) for each in (keys, values))
+    return heads, *text, bias.expand(*heads.shape[:2], -1, -1)
+
+
+ROWS_PER_CHUNK = 256
+
+
+def build_causal_range(documents: Documents, rows: Tensor) -> CausalRange:
+    """Let a row see the tokens of its document up to its own, included.
+
+    Args:
+        documents: documents of a packed text.
+        rows: [N] int64, token from which a row drafts.
+    """
+    bounds = documents.cu_seqlens.long()
+    first = bounds[torch.searchsorted(bounds, rows, right=True) - 1]
+    return CausalRange(first, rows + 1, rows, documents)
+
+
+@dataclass
+class BranchCache:
+    """Keys and values that N rows see: a text, and the draft tokens of each row.
+
+    Each text has N / T rows; rows are ordered by text.
+
+    Attributes:
+        keys, values: [T, S, K, d] of the texts.
+        context_range: stretch of the text that each row sees.
+        draft_keys, draft_values: J tensors [N, K, d] of the row's draft tokens so far.
+    """
+
+    keys: Tensor
+    values: Tensor
+    context_range: CausalRange
+    draft_keys: list[Tensor] = field(default_factory=list)
+    draft_values: list[Tensor] = field(default_factory=list)
+
+    def select_rows(self, rows: Tensor) -> "BranchCache":
+        """Select the branches of rows [M] int64, equally many per text and in order."""
+        seen = CausalRange(self.context_range.first[rows], self.context_range.end[rows])
+        own = [[each[rows] for each in drafts] for drafts in (self.draft_keys, self.draft_values)]
+        return BranchCache(self.keys, self.values, seen, *own)
+
+    @cached_property
+    def row_ranges(self) -> list[BranchRange]:
+        """All rows in chunks, computed once for every step; only on a CPU, as it reads numbers.
+
+        Rows in text order see little of the text together. This saves half of the work in one
+        causal text, and most of it with packed documents.
+        """
+        found, start = [], 0
+        chunks = zip(*(each.split(ROWS_PER_CHUNK) for each in self.context_range[:2]), strict=True)
+        for first, end in chunks:
+            rows = slice(start, start + len(first))
+            tokens = slice(int(first.min()), int(end.max()))
+            found.append(BranchRange(rows, tokens, CausalRange(first, end)))
+            start = rows.stop
+        return found
+
+
+def branch_attention(
+    query: Tensor, branches: BranchCache, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of each row over its text and its own draft tokens, in one distribution.
+
+    With gradients and over one text, it uses a fused kernel if the kernel supports the dtype and
+    head size. Decoding (few rows, no gradients), windows and sinks use `plain_attention`.
+
+    Args:
+        query: [N, Q, d], rotated.
+        branches: branches with rotated keys, in the dtype of `query`.
+        window: tokens that a row sees, its own included; None for all before it.
+        sinks: [Q] score per head of a key without value; None for no such key.
+
+    Returns:
+        [N, Q, d].
+    """
+    plain = window is None and sinks is None
+    if plain and torch.is_grad_enabled() and len(branches.keys) == 1:
+        # Not `[0]`, whose gradient fills a tensor of zeros.
+        text = (branches.keys.squeeze(0), branches.values.squeeze(0))
+        own = (*branches.draft_keys, *branches.draft_values)
+        if can_use_flash(query) and branches.context_range.documents is not None:
+            return FlashBranchAttention.apply(query, *text, branches.context_range, *own)
+        if query.device.type == "cpu" and query.dtype is not torch.float64:
+            return ChunkedBranchAttention.apply(query, *text, branches.row_ranges, *own)
+    return plain_branch_attention(query, branches, window, sinks)
+
+
+def plain_branch_attention(
+    query: Tensor, branches: BranchCache, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """`branch_attention` by its definition, for any dtype, device and number of texts.
+
+    Keeps the scores of 256 rows of one text at a time, in the backward pass too, so memory beyond
+    the inputs does not grow with N * S.
+    """
+    chunks = []
+    num_texts, num_tokens = branches.keys.shape[:2]
+    (first, end, *_), drafts = branches.context_range, (branches.draft_keys, branches.draft_values)
+    if window is not None:
+        first = torch.maximum(first, end + len(branches.draft_keys) - window)
+        drafts = (branches.draft_keys[-window:], branches.draft_values[-window:])
+    rows_per_chunk = ROWS_PER_CHUNK if num_texts == 1 else len(query)
+    for start in range(0, len(query), rows_per_chunk):
+        here = slice(start, start + rows_per_chunk)
+        allowed = CausalRange(first[here], end[here]).build_mask(num_tokens)
+        inputs = (query[here], branches.keys, branches.values, allowed, sinks)
+        own = [own[here] for own in (*drafts[0], *drafts[1])]
+        if torch.is_grad_enabled():
+            chunks.append(
+                checkpoint(_attend, *inputs, *own, use_reentrant=False, preserve_rng_state=False)
+            )
+        else:
+            chunks.append(_attend(*inputs, *own))
+    return torch.cat(chunks)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, sinks: Tensor | None, *own: Tensor
+) -> Tensor:
+    """Attention whose `own` has J keys, then J values, each [N, K, d]."""
+    num_rows, num_heads, size = query.shape
+    num_texts, num_tokens, num_kv_heads, _ = keys.shape
+    grouped = query.view(num_rows, num_kv_heads, -1, size) * size**-0.5
+    # [T, K, N / T * Q / K, S]: one matrix product per text and key-value head
+    flat = grouped.view(num_texts, -1, *grouped.shape[1:]).transpose(1, 2).flatten(2, 3)
+    scores = _by_row(flat @ keys.permute(0, 2, 3, 1), num_rows)
+    scores = scores.masked_fill(~allowed[:, None, None], float("-inf"))
+    num_own = len(own) // 2
+    if num_own:
+        own_keys, own_values = torch.stack(own[:num_own], 2), torch.stack(own[num_own:], 2)
+        scores = torch.cat([scores, grouped @ own_keys.transpose(2, 3)], dim=-1)
+    if sinks is not None:
+        sunk = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1).expand(num_rows, -1, -1, 1)
+        scores = torch.cat([scores, sunk], dim=-1)
+    at_least_float32 = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.to(at_least_float32).softmax(-1).to(values.dtype)
+    text, drafts, _ = weights.tensor_split([num_tokens, num_tokens + num_own], dim=-1)
+    text = text.reshape(num_texts, -1, *text.shape[1:]).transpose(1, 2).flatten(2, 3)
+    found = _by_row(text @ values.transpose(1, 2), num_rows)
+    if num_own:
+        found = found + drafts @ own_values
+    return found.reshape(num_rows, num_heads, size)
+
+
+def _by_row(products: Tensor, num_rows: int) -> Tensor:
+    """[N, K, Q / K, .] of [T, K, N / T * Q / K, .]."""
+    num_texts, num_kv_heads, _, width = products.shape
+    split = products.view(num_texts, num_kv_heads, num_rows // num_texts, -1, width)
+    return split.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,533 @@
+"""Answers of Medusa heads. See `heads/head.py`."""
+
+import json
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conf.errors import InputError
+from conf.settings.export import ExportFormat
+from conf.settings.medusa import MedusaConfig
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
+from heads.decoding.head_drafter import Calibration, ChainSampler, HeadDrafter
+from heads.decoding.sampling import Sampling
+from heads.decoding.tree import DraftShape, Tree
+from heads.draft_head import DraftHead, ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
+from heads.export.writer import format_dtype, format_vllm_command
+from heads.folders import load_tensors
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
+from heads.vocab import DraftVocab
+
+MEDUSA_WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class MedusaLayout:
+    """Layout in which a loader reads Medusa heads.
+
+    Attributes:
+        weights: name of the weights file.
+        own_names: vLLM's names (`blocks.{k}.layers.{j}`) instead of the authors' (`{k}.{j}`).
+        architecture: value of `architectures`; None omits the key.
+        max_layers: largest number of residual blocks per head.
+    """
+
+    weights: str = MEDUSA_WEIGHTS
+    own_names: bool = False
+    architecture: str | None = None
+    max_layers: int | None = None
+
+
+LAYOUTS = {
+    # vLLM's own names, as older versions do not know the authors'.
+    ExportFormat.vllm: MedusaLayout(VLLM_WEIGHTS, own_names=True, architecture="MedusaModel"),
+    ExportFormat.trtllm: MedusaLayout(),
+    # With `architectures` other than an MLP speculator, TGI loads no heads at all.
+    ExportFormat.tgi: MedusaLayout(),
+    # The authors' loader makes all blocks of a head one module.
+    ExportFormat.original: MedusaLayout(max_layers=1),
+}
+
+
+AUTHORS_HINT = (
+    "The authors' loader always builds 5 heads; heads missing in the file draft at random."
+)
+
+
+CONVERT = (
+    "import torch; from safetensors.torch import load_file; "
+    "torch.save(load_file('{folder}/medusa_lm_head.safetensors'), '{folder}/medusa_lm_head.pt')"
+)
+
+
+@dataclass(frozen=True)
+class MedusaHeadConfig:
+    """Sizes of the heads, and their target."""
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int
+    target: str
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens of a chain, one per head."""
+        return self.num_heads
+
+
+class MedusaNetwork(DraftHead):
+    """Networks of K heads.
+
+    Weights that must come from a target or a file start as NaN, so that a forgotten load shows at
+    the first loss.
+
+    Args:
+        config: architecture.
+        vocab: draft vocabulary; all ids by default.
+    """
+
+    taps = FeatureLayers()
+
+    def __init__(self, config: MedusaHeadConfig, vocab: DraftVocab | None = None) -> None:
+        super().__init__(config, vocab or DraftVocab.make_full(config.vocab_size))
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                *[ResidualBlock(config.hidden_size) for _ in range(config.num_layers)],
+                nn.Linear(config.hidden_size, len(self.vocab.ids), bias=False),
+            )
+            for _ in range(config.num_heads)
+        )
+        for head in self.heads:
+            nn.init.constant_(head[-1].weight, float("nan"))  # type: ignore[index]
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        return self.config.num_heads
+
+    @classmethod
+    def from_target(cls, target: EmbeddingsAndOutputHead, num_heads: int, num_layers: int) -> Self:
+        """New float32 heads, each equal to the target's own next-token head.
+
+        Neither heads nor engines have a bias of logits: heads learn without the target's.
+
+        Raises:
+            InputError: the target's output head is quantised.
+        """
+        weight = target.output_head.weight
+        if target.head_is_quantized:
+            raise InputError(
+                f"target.path={target.name}: its output head is quantised, but Medusa heads start "
+                "as copies of it; name the model before quantisation (target.quantization keeps "
+                "the output head)"
+            )
+        config = MedusaHeadConfig(
+            target.hidden_size, target.vocab_size, num_heads, num_layers, target.name
+        )
+        with target.device:  # heads of a large vocabulary are larger than many a host's memory
+            medusa = cls(config)
+        for head in medusa.heads:
+            head[-1].weight.data.copy_(weight.detach().float())  # type: ignore[index]
+        return medusa.attach(target)
+
+    def head_logits(self, k: int, hidden_states: Tensor) -> Tensor:
+        """[N, W] logits of head k, counted from 0, on final hidden states [N, D].
+
+        Head 0 reads position t and predicts token t + 2.
+        """
+        return self.heads[k](hidden_states)
+
+    def head_states(self, k: int, hidden_states: Tensor) -> Tensor:
+        """[N, D] what head k, counted from 0, projects."""
+        return self.heads[k][:-1](hidden_states)  # type: ignore[index]
+
+    def make_projection(self, k: int) -> Projection:
+        """The projection of head k, counted from 0."""
+        return Projection(self.heads[k][-1].weight)  # type: ignore[index]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[K, ..., W] logits of every head on final hidden states [..., D]."""
+        return torch.stack([head(hidden_states) for head in self.heads])
+
+    @torch.no_grad()
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64, the best tokens of each head, see `DraftHead.candidates`."""
+        del token_ids
+        parts = output.hidden_states[0, first:].split(ROWS_PER_CHUNK)
+        return torch.cat([self.rank_token_ids(part, depth, width) for part in parts], dim=1)
+
+    def rank_token_ids(self, hidden_states: Tensor, depth: int, width: int) -> Tensor:
+        """[depth, ..., width] int64, the best tokens of each head on states [..., D]."""
+        hidden_states = hidden_states.to(next(self.parameters()).dtype)
+        logits = (self.head_logits(k, hidden_states) for k in range(depth))
+        return self.vocab.to_target_ids(
+            torch.stack([each.topk(width, dim=-1).indices for each in logits])
+        )
+
+
+def find_export_problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
+    """Reason why an engine cannot serve heads, as the end of a sentence; None if it can."""
+    layout = LAYOUTS.get(engine)
+    if layout is None:
+        return "loads no Medusa heads"
+    if not head.vocab.is_full:
+        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary and
+        # then refuses fewer rows.
+        return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
+    blocks = head.config.num_layers
+    if layout.max_layers is not None and blocks > layout.max_layers:
+        return f"merges the {blocks} residual blocks of a head into one (head.num_layers)"
+    return None
+
+
+def build_engine_files(head: MedusaNetwork, engine: ExportFormat) -> HeadFiles:
+    """Files with the keys of the authors, of TGI and of vLLM's `MedusaConfig`."""
+    layout, dtype, own = LAYOUTS[engine], format_dtype(head), head.build_files()
+    settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
+    del settings["architectures"]
+    if layout.architecture is not None:
+        settings["architectures"] = [layout.architecture]
+    tensors = _rename_tensors(own.tensors) if layout.own_names else own.tensors
+    return HeadFiles(settings, layout.weights, tensors)
+
+
+def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    named = {}
+    for name, tensor in tensors.items():
+        k, layer, *rest = name.split(".")
+        block = f"blocks.{k}.layers.{layer}.{rest[-1]}"
+        named[block if rest[0] == "linear" else f"lm_heads.{k}.weight"] = tensor
+    return named
+
+
+def serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str:
+    """Command that starts an engine with heads, as lines for a shell; one token per head."""
+    num_heads, target = head.num_heads, head.target_name
+    if engine is ExportFormat.vllm:
+        return format_vllm_command("medusa", num_heads, target, folder)
+    if engine is ExportFormat.tgi:
+        return f"text-generation-launcher --model-id {folder} --speculate {num_heads}"
+    if engine is ExportFormat.trtllm:
+        return (
+            f"python examples/medusa/convert_checkpoint.py --model_dir {target} "
+            f"--medusa_model_dir {folder} --num_medusa_heads {num_heads} "
+            "--dtype bfloat16 --output_dir checkpoint\n"
+            "trtllm-build --checkpoint_dir checkpoint --output_dir engine --gemm_plugin bfloat16 "
+            "--speculative_decoding_mode medusa\n"
+            f"python examples/run.py --engine_dir engine --tokenizer_dir {target} "
+            f"--medusa_choices '{json.dumps([[0] * k for k in range(1, num_heads + 1)])}' "
+            "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
+        )
+    # The authors' loader only opens pickles.
+    convert = CONVERT.format(folder=folder)
+    return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'
+
+
+class MedusaDrafter(HeadDrafter):
+    """Drafts from the hidden state of the last committed token.
+
+    Args:
+        head: trained heads on the target's device.
+        tree: static tree, at most as deep as the number of heads.
+    """
+
+    row_attributes = ("hidden",)
+    hidden: Tensor | None = None
+
+    def __init__(self, head: MedusaNetwork, tree: Tree) -> None:
+        super().__init__(head, tree)
+        self.tree = tree
+        self.num_static_nodes = tree.num_nodes
+        levels = [depth - 1 for depth in tree.depths[1:]]
+        self.slots = torch.tensor(
+            [level * tree.width + rank for level, rank in zip(levels, tree.ranks[1:], strict=True)]
+        )
+
+    def observe(self, seen: CommittedTokens) -> None:
+        """Keep the hidden states [B, D] of the last committed tokens."""
+        hidden = seen.last_output.hidden_states[:, 0]
+        # In place, as captured steps know the address.
+        self.hidden = hidden if self.hidden is None else self.hidden.copy_(hidden)
+
+    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
+        """Draft the tree's candidates: head k fills the nodes of depth k."""
+        assert self.hidden is not None
+        self.slots = self.slots.to(self.hidden.device)
+        candidates = self.head.rank_token_ids(self.hidden, self.tree.depth, self.tree.width)
+        return Draft.from_tree(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
+
+
+class MedusaCut(MedusaDrafter):
+    """Drafts a chain of the best candidates, until the chains of all texts are cut.
+
+    Args:
+        head: trained heads on the target's device.
+        depth: largest number of draft tokens.
+        calibration: cuts the chains.
+    """
+
+    def __init__(self, head: MedusaNetwork, depth: int, calibration: Calibration) -> None:
+        super().__init__(head, Tree.make_chain(depth))
+        self.calibration, self.num_static_nodes = calibration, None
+
+    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
+        """Draft chains of at most `depth` tokens."""
+        assert self.hidden is not None
+        hidden = self.hidden.to(next(self.head.parameters()).dtype)
+        draws = ChainSampler(self.head.vocab, calibration=self.calibration)
+        tokens: list[Tensor] = []
+        while len(tokens) < self.tree.depth and not draws.has_ended:
+            tokens.append(draws.choose_token(self.head.head_logits(len(tokens), hidden)))
+        return draws.make_draft(self.tree, torch.stack(tokens, 1))
+
+
+VLLM_SIGN = '"MedusaModel"'
+
+
+VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
+
+
+VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
+
+
+TOKEN_MAP = "token_map"
+"""[W] int64 target ids of a reduced draft vocabulary, as vLLM names the tensor."""
+
+
+ROWS_PER_CHUNK = 256
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(A x + b), with A and b zero at the start."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        return hidden_states + functional.silu(self.linear(hidden_states))
+
+
+def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
+    """The tensors of a folder by their original names.
+
+    Raises:
+        InputError: none there.
+    """
+    for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
+        if (folder / name).is_file():
+            return _original_names(load_tensors(folder / name))
+    found = sorted(file.name for file in folder.iterdir())
+    raise InputError(
+        f"head.path={path}: no {MEDUSA_WEIGHTS} or {VLLM_WEIGHTS} there; found {found}"
+    )
+
+
+def _original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """vLLM's `blocks.{k}.layers.{j}.*` and `lm_heads.{k}.weight`; other names stay."""
+    found = [re.fullmatch(VLLM_BLOCK, name) for name in tensors]
+    num_layers = 1 + max((int(match[2]) for match in found if match), default=-1)
+    named = {}
+    for name, tensor in tensors.items():
+        block = re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", name)
+        named[re.sub(VLLM_PROJECTION, rf"\1.{num_layers}.weight", block)] = tensor
+    return named
+
+
+def parse_token_map(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVocab:
+    """A vocabulary as a file maps it.
+
+    Args:
+        token_map: the file's.
+        num_rows: W.
+        size: V, as its config says.
+        path: what the user calls it.
+
+    Raises:
+        InputError: no such map.
+    """
+    ids = token_map.to(torch.int64)
+    if (
+        token_map.is_floating_point()
+        or ids.shape != (num_rows,)
+        or bool((ids.diff() <= 0).any())
+        or not 0 <= int(ids[0]) <= int(ids[-1]) < size
+    ):
+        raise InputError(
+            f"head.path={path}: {TOKEN_MAP} is {token_map.dtype} {list(token_map.shape)}: must be "
+            f"the target ids of the {num_rows} rows of each projection, rising and below "
+            f"vocab_size={size} of config.json"
+        )
+    return DraftVocab(ids, size)
+
+
+def infer_config(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:
+    """The architecture that tensors show.
+
+    Raises:
+        InputError: no projection among them.
+    """
+    projections = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
+    if not projections:
+        raise InputError(f"head.path={path}: no Medusa projection among {sorted(tensors)[:5]}")
+    vocab_size, hidden_size = tensors[projections[0]].shape
+    num_layers = int(projections[0].split(".")[1])
+    num_heads = 1 + max(int(name.split(".")[0]) for name in projections)
+    return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
+
+
+TOKEN_MAP_PROBLEM = (
+    "version 0.32 has a place for `token_map`, but gives each head as many rows as the target has "
+    "ids and then refuses fewer. The unpruned head loads."
+)
+
+
+class MedusaHead(MedusaNetwork):
+    """K independent heads. Head k (from 1) at position t predicts token t + 1 + k."""
+
+    variants: ClassVar = {"medusa": Variant("Medusa heads", MedusaConfig)}
+    name_with_article = "a Medusa head"
+    has_static_tree = True
+    output_head_patterns = (r"heads\.\d+\.\d+\.weight",)
+    compiled_modules = (ResidualBlock,)
+
+    @classmethod
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """Load heads in the original layout, which Headsmith writes, or in vLLM's.
+
+        The authors' published config counts fewer heads than the file holds and has no sizes, so
+        shapes are read from the tensors.
+        """
+        config_file = folder / "config.json"
+        if not (folder / MEDUSA_WEIGHTS).is_file() and VLLM_SIGN not in config_file.read_text():
+            return None
+        if layers is not None:
+            raise InputError(
+                f"head.path={path}: a Medusa head reads the last hidden state; leave head.layers "
+                "unset"
+            )
+        settings = json.loads(config_file.read_text())
+        tensors = load_medusa_tensors(folder, path)
+        token_map = tensors.pop(TOKEN_MAP, None)
+        config = infer_config(tensors, str(settings.get("base_model_name_or_path")), path)
+        vocab = DraftVocab.make_full(config.vocab_size)
+        if token_map is not None:
+            vocab = parse_token_map(
+                token_map, config.vocab_size, int(settings.get("vocab_size", 0)), path
+            )
+        head = cls(replace(config, vocab_size=vocab.size), vocab)
+        expected = {
+            name: each for name, each in head.collect_tensors().items() if name != TOKEN_MAP
+        }
+        wrong = sorted(
+            set(tensors) ^ set(expected)
+            | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
+        )
+        if wrong:
+            raise InputError(
+                f"head.path={path}: tensors missing, unknown or of another shape: {wrong}"
+            )
+        head.load_state_dict({f"heads.{name}": tensor for name, tensor in tensors.items()})
+        return head
+
+    @classmethod
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: MedusaConfig, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Make new heads, each equal to the target's own next-token head, for all ids."""
+        del vocab, seed
+        return cls.from_target(target, settings.num_heads, settings.num_layers)
+
+    def make_drafter(
+        self,
+        shape: DraftShape,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        calibration: Calibration | None = None,
+    ) -> Drafter:
+        """Make a drafter, which ranks candidates and draws nothing."""
+        del sampling, seeds
+        assert isinstance(shape, Tree)
+        if calibration is not None:
+            return MedusaCut(self, shape.depth, calibration)
+        return MedusaDrafter(self, shape)
+
+    def build_files(self) -> HeadFiles:
+        """Files with the original names, and keys of the original, TGI and vLLM's `MedusaConfig`.
+
+        The names are `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`.
+        """
+        named = {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
+        fewer = {}
+        if not self.vocab.is_full:
+            named[TOKEN_MAP], fewer = self.vocab.ids, {"truncated_vocab_size": len(self.vocab.ids)}
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "base_model_name_or_path": self.config.target,
+            "hidden_size": self.config.hidden_size,
+            "vocab_size": self.config.vocab_size,
+            "medusa_num_heads": self.config.num_heads,
+            "medusa_num_layers": self.config.num_layers,
+            "medusa_fc_bias": True,
+            "dtype": "float32",
+            **fewer,
+        }
+        return HeadFiles(config, MEDUSA_WEIGHTS, named)
+
+    def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
+        """See `heads/medusa/export.py`."""
+        problem = find_export_problem(self, engine)
+        if problem is not None:
+            return ExportPlan(problem)
+        command = serve_command(self, engine, folder)
+        original = engine is ExportFormat.original
+        hint = AUTHORS_HINT if original else ""
+        return ExportPlan(None, partial(build_engine_files, self, engine), command, hint)
+
+    def compute_reference_logits(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> ReferenceLogits:
+        """Compute reference logits from the last hidden states. See `DraftHead.golden`."""
+        del target, token_ids, places
+        # One head at a time, as all together can be larger than the target.
+        each = [deepcopy(part).to("cpu", torch.float32)(states[-1].float()) for part in self.heads]
+        logits = torch.stack(each)
+        return ReferenceLogits(logits, {"logsumexp": logits.logsumexp(-1)})
+
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
+        """Card facts; of Medusa-2 if an adapter was trained with the heads."""
+        del acceptance
+        config = self.config
+        return HeadFacts(
+            tag="medusa",
+            name="Medusa heads",
+            method="Medusa-2" if "adapter" in provenance else "Medusa-1",
+            paper="2401.10774",
+            description=(
+                f"{config.num_heads} heads of {config.num_layers} residual "
+                f"block{'s' if config.num_layers > 1 else ''} (hidden size {config.hidden_size}, "
+                f"{self.vocab.describe_size()}). Head k drafts the token k + 1 positions ahead"
+            ),
+            num_draft_tokens=config.num_heads,
+            vllm_method="medusa" if self.vocab.is_full else None,
+            vllm_problem=TOKEN_MAP_PROBLEM,
+            copied=["output layers that started as copies of its own"],
+        )

@@ -1,0 +1,540 @@
+"""Answers of MTP heads. See `heads/head.py`."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+
+from conf.errors import InputError
+from conf.settings.eagle import MtpConfig
+from conf.settings.export import ExportFormat
+from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
+from heads.draft_head import (
+    ExportPlan,
+    HeadFacts,
+    HeadFiles,
+    ReferenceLogits,
+    Variant,
+    check_fits,
+    get_head_settings,
+)
+from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.network import AutoregressiveHead
+from heads.feature_head import ConfigVariants, flip_setting
+from heads.layers.branch_attention import BranchCache, branch_attention
+from heads.mtp import checkpoint
+from heads.mtp.families import FAMILIES, KNOWN, OTHER, MtpFamily
+from heads.target_model import architecture as sizes
+from heads.target_model.attention import ATTENTION_NAME, open_attention_pass
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.kernels import ScoreRule
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
+from heads.vocab import DraftVocab
+
+
+@dataclass(frozen=True)
+class MtpContextStates:
+    """Text that the head has read with the target's hidden states.
+
+    Attributes:
+        inputs: [S, H] inputs of the decoder layer.
+        position_ids: [S] int64.
+        keys, values: [S, K, d].
+    """
+
+    inputs: Tensor
+    position_ids: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+class _KeyValueCapture:
+    """Pass of the layer's attention that only takes the keys and values of a text."""
+
+    config = None
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
+    ) -> Tensor:
+        """Keep keys and values; the returned attention is not used."""
+        del layer, scores
+        # Under autocast only values come from a product, and keys have the wider dtype.
+        self.keys = _view_rows(key).to(value.dtype)
+        self.values = _pad_values(_view_rows(value), key.shape[-1])
+        return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
+
+
+class _DraftAttention:
+    """Pass of the layer over rows that draft.
+
+    Args:
+        branches: what the rows see; with `remembered`, gets their own keys and values.
+        remembered: whether the rows are draft tokens, not the text's.
+    """
+
+    config = None
+
+    def __init__(self, branches: BranchCache, remembered: bool) -> None:
+        self.branches, self.remembered = branches, remembered
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
+    ) -> Tensor:
+        """[1, N, Q, d] of queries [1, Q, N, d], keys and values [1, K, N, d]."""
+        del layer
+        if scores.cap:
+            raise NotImplementedError("an MTP layer with a soft cap")
+        width, query, key = query.shape[-1], query.to(value.dtype), key.to(value.dtype)
+        if self.remembered:
+            self.branches.draft_keys.append(_view_rows(key))
+            self.branches.draft_values.append(_pad_values(_view_rows(value), width))
+        if scores.scale is not None and scores.scale != width**-0.5:
+            query = query * (scores.scale * width**0.5)
+        attended = branch_attention(
+            _view_rows(query), self.branches, scores.window or None, scores.sinks
+        )
+        return attended[..., : value.shape[-1]].unsqueeze(0)
+
+
+def _view_rows(heads: Tensor) -> Tensor:
+    """[N, K, d] view of [1, K, N, d]."""
+    return heads.squeeze(0).transpose(0, 1)
+
+
+def _pad_values(values: Tensor, width: int) -> Tensor:
+    """Pad values to the width of keys, which latent attention has wider."""
+    return pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
+
+
+@dataclass(frozen=True)
+class MtpHeadConfig:
+    """Architecture of a head.
+
+    Attributes:
+        family: a key of `FAMILIES`.
+        layer: settings of a transformers model with one such decoder layer.
+        target: Hub id or folder of the target.
+        hidden_size: width of the target's last hidden state.
+        vocab_size: the target's vocabulary size.
+        num_positions: number of positions that the head knows.
+        state_first, zeroes_first, state_before_norm, feeds_back_normed: see `Family`.
+        num_target_layers: decoder layers of the target.
+        num_draft_tokens: None, as a head drafts from its own outputs to any depth.
+    """
+
+    family: str
+    layer: dict[str, Any]
+    target: str
+    hidden_size: int
+    vocab_size: int
+    num_positions: int
+    state_first: bool = False
+    zeroes_first: bool = False
+    state_before_norm: bool = False
+    feeds_back_normed: bool = True
+    num_target_layers: int = 0
+    num_draft_tokens: None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Output of the target's last layer, if the head reads it before the final norm."""
+        return (self.num_target_layers,) if self.state_before_norm else ()
+
+    @property
+    def family_entry(self) -> MtpFamily:
+        """The family's entry in the table."""
+        return FAMILIES[self.family]
+
+
+class MtpNetwork(AutoregressiveHead):
+    """Network of an MTP head. `attach` it to its target before use.
+
+    Args:
+        config: architecture.
+        vocab: all ids of the target.
+    """
+
+    output_head_patterns = ()
+    compiled_modules = ()
+    config: MtpHeadConfig
+
+    def __init__(self, config: MtpHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        parts, hidden = find_layer_classes(config.layer), config.hidden_size
+        names = ("rms_norm_eps", "layer_norm_epsilon")
+        epsilon = next(getattr(parts.config, name) for name in names if hasattr(parts.config, name))
+        self.enorm = parts.norm(hidden, epsilon)
+        self.hnorm = parts.norm(hidden, epsilon)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer: Any = parts.layer(parts.config, 0)
+        if config.family_entry.has_indexer:
+            self.layer.self_attn.indexer = _build_indexer(parts.config)
+        self.norm = parts.norm(hidden, epsilon) if "norm" in config.family_entry.names else None
+        self.lm_head = self.embed_tokens = None
+        self.taps, self.max_positions = FeatureLayers(config.layers), config.num_positions
+        # Not a submodule, as its float32 frequencies must survive a cast of the head.
+        self._rotary: Any = parts.rotary and (parts.rotary(config=parts.config),)
+        rules = getattr(parts.config, "rope_parameters", None) or {}
+        # With several kinds of rotation, the module asks for the kind.
+        self._kind = [kind for kind in getattr(parts.config, "layer_types", ()) if kind in rules]
+
+    @property
+    def num_layers(self) -> int:
+        """1: the layer is used again at every depth."""
+        return 1
+
+    def initialise(self, target: EmbeddingsAndOutputHead, seed: int) -> Self:
+        """Draw new weights by a seed, and attach the head."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in sorted(self.named_parameters()):
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=0.02, generator=generator)
+            elif not name.endswith("weight"):  # biases, and sinks that nobody filled
+                parameter.data.zero_()
+        return self.attach(target)
+
+    def complete_config(self, target: EmbeddingsAndOutputHead) -> MtpHeadConfig:
+        """See `FeatureHead.fitted`."""
+        check_fits(self, target, self.config.hidden_size)
+        return self.config
+
+    def collect_features(self, output: TargetOutput) -> Tensor:
+        """[..., H] last hidden state, after or before the target's final norm."""
+        layers = self.config.layers
+        states = output.layers[layers[0]] if layers else output.hidden_states
+        return states.to(self.fc.weight)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the hidden state unchanged."""
+        return features
+
+    def build_layer_inputs(self, states: Tensor, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """[N, H] inputs of the decoder layer, from states [N, H] and the next tokens [N] int64."""
+        config, embeds = self.config, self.embed(token_ids)
+        if config.zeroes_first:
+            embeds = embeds.masked_fill(position_ids.unsqueeze(-1) == 0, 0.0)
+        both = [self.enorm(embeds), self.hnorm(states)]
+        return self.fc(torch.cat(both[::-1] if config.state_first else both, dim=-1))
+
+    def encode_context(
+        self, fused: Tensor, token_ids: Tensor, position_ids: Tensor
+    ) -> MtpContextStates:
+        """See `ContinuingHead.read`."""
+        inputs, reading = (
+            self.build_layer_inputs(fused, token_ids, position_ids),
+            _KeyValueCapture(),
+        )
+        norm, rows = getattr(self.layer, "input_layernorm", nn.Identity()), inputs.unsqueeze(0)
+        with open_attention_pass(reading):
+            self.layer.self_attn(
+                hidden_states=norm(rows), **self._build_layer_arguments(rows, position_ids)
+            )
+        return MtpContextStates(inputs, position_ids, reading.keys, reading.values)
+
+    def draft(self, text: MtpContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
+        """See `ContinuingHead.draft`."""
+        positions = text.position_ids[rows]
+        return self._run_layer(
+            text.inputs[rows], positions, _DraftAttention(branches, remembered=False)
+        )
+
+    def advance(
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
+    ) -> Tensor:
+        """See `ContinuingHead.advance`."""
+        fed = self.apply_final_norm(outputs) if self.config.feeds_back_normed else outputs
+        inputs = self.build_layer_inputs(fed, token_ids, position_ids)
+        return self._run_layer(inputs, position_ids, _DraftAttention(branches, remembered=True))
+
+    def _run_layer(self, inputs: Tensor, position_ids: Tensor, drafting: _DraftAttention) -> Tensor:
+        """[N, H] outputs of the layer for inputs [N, H] at positions [N]."""
+        rows = inputs.unsqueeze(0)
+        with open_attention_pass(drafting):
+            output = self.layer(rows, **self._build_layer_arguments(rows, position_ids))
+        return (output[0] if isinstance(output, tuple) else output).squeeze(0)
+
+    def _build_layer_arguments(self, rows: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        """Arguments of a layer for positions [N], without a mask."""
+        places = position_ids.unsqueeze(0)
+        told: dict[str, Any] = {"position_ids": places, "attention_mask": None}
+        if self._rotary is not None:
+            rotary = self._rotary[0].to(rows.device)
+            told["position_embeddings"] = rotary(rows, places, *self._kind)
+        return told
+
+
+def _build_indexer(config: Any) -> nn.Module:
+    """Weights of the module that chooses keys of long texts; kept unchanged and not run here."""
+    hidden, size, num_heads = config.hidden_size, config.index_head_dim, config.index_n_heads
+    parts = {
+        "wq_b": nn.Linear(config.q_lora_rank, num_heads * size, bias=False),
+        "wk": nn.Linear(hidden, size, bias=False),
+        "k_norm": nn.LayerNorm(size),
+        "weights_proj": nn.Linear(hidden, num_heads, bias=False),
+    }
+    return nn.ModuleDict(parts).requires_grad_(False)
+
+
+NOT_OF_A_LAYER = {
+    "_name_or_path", "architectures", "auto_map", "dtype", "mtp_num_hidden_layers",
+    "num_nextn_predict_layers", "quantization_config", "torch_dtype", "transformers_version",
+}  # fmt: skip
+
+
+class SubLayers(nn.ModuleList):
+    """Decoder layer in parts, attention and experts, each with a norm and a residual."""
+
+    def __init__(self, block: type[nn.Module], config: PretrainedConfig, first: int) -> None:
+        numbers = range(first, first + config.num_hidden_layers)
+        super().__init__(block(config, number) for number in numbers)
+
+    @property
+    def input_layernorm(self) -> Any:
+        """Norm before attention."""
+        return self[0].norm
+
+    @property
+    def self_attn(self) -> Any:
+        """Attention."""
+        return self[0].mixer
+
+    def forward(self, rows: Tensor, **places: Any) -> Tensor:
+        """[B, T, H] of rows [B, T, H]."""
+        for part in self:
+            rows = part(rows, **places)
+        return rows
+
+
+class LayerClasses(NamedTuple):
+    """Classes from which transformers builds a model's layers, and their config."""
+
+    config: PretrainedConfig
+    layer: Callable[[PretrainedConfig, int], Any]
+    norm: type[nn.Module]
+    rotary: type[nn.Module] | None
+    """None for layers without rotation."""
+
+
+def build_layer_settings(config: Any, family: MtpFamily, sparse: bool) -> dict[str, Any]:
+    """Settings of a model with one decoder layer, like the target's last ones.
+
+    Args:
+        config: config of the target's text part.
+        family: family of the target.
+        sparse: whether the layer is a mixture of experts.
+    """
+    settings = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_A_LAYER}
+    one = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "layers_block_type": ["full_attention", "moe"],
+        "mlp_layer_types": ["sparse" if sparse else "dense"],
+        "mlp_only_layers": [] if sparse else [0],
+        "decoder_sparse_step": 1,
+        "first_k_dense_replace": 0 if sparse else 1,
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": 0 if sparse else 1,
+        "moe_layer_end_index": 0,
+    }
+    if family.is_sliding is not False:
+        one |= _build_window_settings(config, family)
+    settings |= {key: value for key, value in one.items() if key in settings}
+    return settings | ({"model_type": family.model_type} if family.model_type else {})
+
+
+def _build_window_settings(config: Any, family: MtpFamily) -> dict[str, Any]:
+    """Window settings of a layer that rotates in a window; a window of 0 means full attention."""
+    window = config.sliding_window
+    if family.is_sliding is None:
+        said = [getattr(config, name, None) for name in ("mtp_sliding_windows", "sliding_windows")]
+        kind = (getattr(config, "mtp_layer_types", None) or config.layer_types)[0]
+        window = 0 if kind == "full_attention" else (said[0] or said[1] or [window])[0]
+    return {"layer_types": ["sliding_attention"], "sliding_window": window}
+
+
+def find_layer_classes(settings: dict[str, Any]) -> LayerClasses:
+    """Classes of a layer with these settings, and its config.
+
+    Raises:
+        InputError: the model's layers do not have the usual parts.
+    """
+    rest = dict(settings)
+    model_type = rest.pop("model_type")
+    config = AutoConfig.for_model(model_type, **rest)
+    config._attn_implementation = ATTENTION_NAME
+    config._experts_implementation = "eager"
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    module = vars(sys.modules[model.__module__])
+    prefix = model.__name__.removesuffix("ForCausalLM")
+    rotary = module.get(f"{prefix}RotaryEmbedding", module.get(f"{prefix}TextRotaryEmbedding"))
+    layer, norm = (module.get(prefix + name) for name in ("DecoderLayer", "RMSNorm"))
+    if hasattr(config, "mtp_layers_block_type"):
+        layer = partial(SubLayers, module[f"{prefix}Block"])
+    elif rotary is None:
+        layer = None
+    if layer is None or norm is None:
+        raise InputError(
+            "target.path: an MTP layer is built from the target's own layer, but those of "
+            f"{model_type} have other parts; train another head, such as EAGLE-3.1"
+        )
+    return LayerClasses(config, layer, norm, rotary)
+
+
+PROBLEM = (
+    "loads an MTP layer only from the target's own folder; write it there with `scripts/mtp.py "
+    "action=stitch`"
+)
+
+
+def iter_layer_variants(head: Any) -> ConfigVariants:
+    """Settings of MTP layers that readers get wrong most often."""
+    for name in ("state_first", "feeds_back_normed", "zeroes_first"):
+        yield flip_setting(head, name)
+
+
+class MtpHead(MtpNetwork):
+    """Layer for multi-token prediction of a target: its own, or a new one."""
+
+    variants: ClassVar = {"mtp": Variant("MTP layers", MtpConfig)}
+    name_with_article = "an MTP layer"
+    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
+    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
+    config_type = MtpHeadConfig
+    ambiguities = (iter_layer_variants,)
+
+    @classmethod
+    def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
+        """Load a head's folder, or the layer in the files of a whole model that has one."""
+        settings = checkpoint.load_model_config(folder)
+        own = settings.get("architectures") == [cls.__name__]
+        if settings.get("architectures") and (
+            reason := checkpoint.find_unsupported_reason(settings)
+        ):
+            raise InputError(
+                f"head.path={path}: the MTP layer of this model cannot be read yet, as {reason}; "
+                f"allowed: {KNOWN}. Name a draft head, such as one of train/eagle.py"
+            )
+        if not own and checkpoint.find_family(settings) is None:
+            return None
+        if layers is not None:
+            raise InputError(
+                f"head.path={path}: an MTP layer reads the last hidden state; leave head.layers "
+                "unset"
+            )
+        return (
+            super().from_folder(folder, path, None)
+            if own
+            else cls._from_model_files(folder, path, settings)
+        )
+
+    @classmethod
+    def _from_model_files(cls, folder: Path, path: str, settings: dict[str, Any]) -> Self:
+        what = f"head.path={path}"
+        tensors = checkpoint.load_mtp_tensors(folder, settings, what)
+        if not tensors:
+            raise InputError(f"{what}: the model has no MTP layers; name a draft head")
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        family = str(checkpoint.find_family(settings))
+        sparse = any(".experts." in name for name in tensors)
+        head = cls(
+            build_mtp_config(config, family, path, sparse), DraftVocab.make_full(config.vocab_size)
+        )
+        expected = head.build_files().tensors
+        wrong = sorted(
+            set(tensors) ^ set(expected)
+            | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
+        )
+        if wrong:
+            names = [
+                head.config.family_entry.to_stored_name(
+                    name, checkpoint.count_decoder_layers(settings)
+                )
+                for name in wrong
+            ]
+            raise InputError(f"{what}: MTP tensors missing, unknown or of another shape: {names}")
+        head.load_state_dict(tensors)
+        return head
+
+    @classmethod
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: MtpConfig, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Make a new layer of the target's own kind, with experts if the target has them."""
+        del settings, vocab
+        family = next((name for name in target.architectures if name in FAMILIES), OTHER)
+        sparse = not FAMILIES[family].is_dense and any(
+            getattr(target.config, name, None)
+            for name in ("num_experts", "n_routed_experts", "moe_num_experts")
+        )
+        config = build_mtp_config(target.config, family, target.name, sparse)
+        return cls(config, DraftVocab.make_full(target.vocab_size)).initialise(target, seed)
+
+    def build_files(self) -> HeadFiles:
+        """Fields of `config`; parameters and buffers by their names here."""
+        files = super().build_files()
+        buffers = {name: buffer.detach() for name, buffer in self.named_buffers()}
+        return HeadFiles(files.config, files.weights, files.tensors | buffers)
+
+    def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
+        """Return no files: engines read the layer from the target's folder."""
+        del engine, folder
+        return ExportPlan(PROBLEM)
+
+    def compute_reference_logits(
+        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+    ) -> ReferenceLogits:
+        """Not called, as no engine has an export."""
+        raise AssertionError(target, states, token_ids, places)
+
+    def build_card_facts(
+        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
+    ) -> HeadFacts:
+        """Facts for the head's model card."""
+        drafted = get_head_settings(provenance).get("num_steps", 1)
+        return HeadFacts(
+            tag="mtp",
+            name="MTP layer",
+            method="multi-token prediction",
+            paper="2412.19437",
+            description=(
+                f"the decoder layer for multi-token prediction of {self.config.family} (hidden "
+                f"size {self.config.hidden_size}) on the target's last hidden state. It drafts "
+                "token by token, to any depth, each from its own last output"
+            ),
+            num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
+            vllm_method=None,
+            vllm_problem=f"vLLM {PROBLEM}.",
+        )
+
+
+def build_mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHeadConfig:
+    """Architecture of a target's layer.
+
+    Args:
+        config: config of the target's text part.
+        family: a key of `FAMILIES`.
+        name: name of the target.
+        sparse: whether the layer is a mixture of experts.
+    """
+    row = FAMILIES[family]
+    positions = config.max_position_embeddings
+    return MtpHeadConfig(
+        family=family,
+        layer=build_layer_settings(config, row, sparse),
+        target=name,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_positions=min(positions, config.index_topk) if row.has_indexer else positions,
+        state_first=row.state_first,
+        zeroes_first=row.zeroes_first,
+        state_before_norm=row.state_before_norm,
+        feeds_back_normed=row.feeds_back_normed,
+        num_target_layers=sizes.count_layers(config),
+    )

@@ -1,0 +1,178 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toys import noisy_head, random_target
+
+from conf.errors import InputError
+from heads.kinds import load_head
+from heads.medusa import MEDUSA_WEIGHTS, MedusaHead, MedusaHeadConfig
+from heads.vocab import DraftVocab
+
+CONFIG = MedusaHeadConfig(hidden_size=8, vocab_size=16, num_heads=2, num_layers=2, target="a/b")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    head = noisy_head(random_target())
+    head.save(tmp_path / "head")
+    return head, tmp_path / "head"
+
+
+def test_untrained_heads_equal_the_targets_own_next_token_head() -> None:
+    target = random_target()
+    head = MedusaHead.from_target(target, num_heads=3, num_layers=2)
+    hidden = torch.randn(5, target.hidden_size)
+    for k in range(3):
+        torch.testing.assert_close(head(hidden)[k], target.compute_logits(hidden), rtol=0, atol=0)
+
+
+def test_a_head_is_residual_blocks_then_a_projection() -> None:
+    head = MedusaHead(CONFIG)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 8)
+    tensors = head.collect_tensors()
+    y = x
+    for layer in range(2):
+        z = y @ tensors[f"1.{layer}.linear.weight"].T + tensors[f"1.{layer}.linear.bias"]
+        y = y + z * torch.sigmoid(z)
+    torch.testing.assert_close(head.head_logits(1, x), y @ tensors["1.2.weight"].T)
+
+
+def test_blocks_and_heads_share_no_parameter() -> None:
+    names = [name for name, _ in MedusaHead(CONFIG).named_parameters(remove_duplicate=True)]
+    assert len(names) == 2 * (2 * 2 + 1)
+
+
+def test_a_head_that_was_never_loaded_gives_nan() -> None:
+    assert MedusaHead(CONFIG)(torch.ones(1, 8)).isnan().all()
+
+
+def test_files_have_the_original_names(saved) -> None:
+    _, folder = saved
+    assert set(load_file(folder / MEDUSA_WEIGHTS)) == {
+        f"{k}.{name}" for k in range(3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert config["medusa_num_heads"] == 3
+    assert config["medusa_fc_bias"] is True
+
+
+def test_round_trip_is_exact(saved) -> None:
+    head, folder = saved
+    loaded = load_head(str(folder))
+    assert loaded.config == head.config
+    for name, tensor in head.tensors().items():
+        assert torch.equal(tensor, loaded.collect_tensors()[name])
+
+
+def test_the_published_config_with_a_wrong_count_loads(saved) -> None:
+    _, folder = saved
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "v"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_head(str(folder)).num_heads == 3
+
+
+def test_truncated_weights_are_refused(saved) -> None:
+    _, folder = saved
+    data = (folder / MEDUSA_WEIGHTS).read_bytes()
+    (folder / MEDUSA_WEIGHTS).write_bytes(data[: len(data) // 2])
+    with pytest.raises(InputError, match=r"medusa_lm_head\.safetensors: corrupt or truncated"):
+        load_head(str(folder))
+
+
+@pytest.mark.parametrize("change", ["missing", "foreign"])
+def test_every_tensor_is_accounted_for(saved, change: str) -> None:
+    _, folder = saved
+    tensors = load_file(folder / MEDUSA_WEIGHTS)
+    if change == "missing":
+        del tensors["1.0.linear.bias"]
+    else:
+        tensors["1.0.gate.bias"] = torch.zeros(1)
+    save_file(tensors, folder / MEDUSA_WEIGHTS)
+    with pytest.raises(InputError, match=r"of another shape: \['1\.0\.(linear|gate)"):
+        load_head(str(folder))
+
+
+def test_missing_head_is_named(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"head\.path=.*no such folder"):
+        load_head(str(tmp_path / "nope"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"no config\.json there"):
+        load_head(str(tmp_path / "empty"))
+
+
+def test_a_head_of_another_target_is_refused() -> None:
+    with pytest.raises(InputError, match=r"hidden_size=8 \(trained for a/b\).*has 64"):
+        MedusaHead(CONFIG).attach(random_target())
+    other = MedusaHead(MedusaHeadConfig(64, 17, 1, 1, "a/b"))
+    with pytest.raises(InputError, match=r"vocab_size=17 .*has 96"):
+        other.attach(random_target())
+
+
+def test_a_full_disk_leaves_the_old_head(saved, monkeypatch) -> None:
+    head, folder = saved
+    before = (folder / MEDUSA_WEIGHTS).read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("heads.folders.save_file", full)
+    with pytest.raises(InputError, match=r"cannot be written: .*No space left"):
+        head.save(folder)
+    assert (folder / MEDUSA_WEIGHTS).read_bytes() == before
+    assert [p.name for p in folder.parent.iterdir()] == ["head"]
+
+
+def pruned() -> tuple[MedusaHead, MedusaHead]:
+    """Heads of 96 ids, and the same with four of them."""
+    head = noisy_head(random_target())
+    return head, head.prune_vocab(DraftVocab(torch.tensor([0, 3, 50, 95]), 96))
+
+
+def test_pruned_heads_have_the_logits_of_the_ids_they_keep() -> None:
+    head, small = pruned()
+    hidden = torch.randn(5, 64)
+    expected = head(hidden)[..., [0, 3, 50, 95]]
+    torch.testing.assert_close(small(hidden), expected, rtol=0, atol=1e-6)
+    best = expected.argmax(-1, keepdim=True)
+    assert torch.equal(small.rank_token_ids(hidden, 3, 1), torch.tensor([0, 3, 50, 95])[best])
+
+
+def test_pruning_to_every_id_changes_nothing() -> None:
+    head, _ = pruned()
+    same = head.prune_vocab(head.vocab)
+    assert same.collect_tensors().keys() == head.collect_tensors().keys()
+    assert all(
+        torch.equal(same.collect_tensors()[name], each)
+        for name, each in head.collect_tensors().items()
+    )
+
+
+def test_pruned_heads_are_saved_as_vllm_names_them(tmp_path) -> None:
+    _, small = pruned()
+    small.save(tmp_path / "head")
+    assert load_file(tmp_path / "head" / MEDUSA_WEIGHTS)["token_map"].tolist() == [0, 3, 50, 95]
+    config = json.loads((tmp_path / "head/config.json").read_text())
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (96, 4)
+    loaded = load_head(str(tmp_path / "head"))
+    assert loaded.config == small.config
+    assert loaded.vocab.ids.tolist() == [0, 3, 50, 95]
+    assert all(
+        torch.equal(loaded.collect_tensors()[name], each)
+        for name, each in small.collect_tensors().items()
+    )
+
+
+@pytest.mark.parametrize(
+    "token_map", [[0, 3, 50], [0, 3, 3, 50], [0, 3, 50, 96], [-1, 3, 50, 95], [0.0, 1.0, 2.0, 3.0]]
+)
+def test_a_token_map_that_is_none_is_refused(tmp_path, token_map: list) -> None:
+    _, small = pruned()
+    small.save(tmp_path)
+    tensors = load_file(tmp_path / MEDUSA_WEIGHTS) | {"token_map": torch.tensor(token_map)}
+    save_file(tensors, tmp_path / MEDUSA_WEIGHTS)
+    with pytest.raises(InputError, match=r"token_map is .*ids of the 4 rows .*vocab_size=96"):
+        load_head(str(tmp_path))
