@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.measure import CalibrateRun
-from eval.refusals import check_measurement
+from eval.preflight_checks import check_measurement
 
 CHECK = partial(check_measurement, result="calibrate.json")
 COMMAND = Command(__doc__, CalibrateRun, "calibrate", check=CHECK)
@@ -35,9 +35,14 @@ from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from eval.compare.halves import decode_with_drafters, open_split_measurement
 from eval.decode.engine import Step, decode
-from eval.measure.bench import Measurement, compute_prompt_seed, open_jsonl_store, write_result
-from eval.measure.heads import CONFIDENCE_FILE, get_device_name, write_beside_head
-from eval.report.figures import plot_calibration
+from eval.measure.measured_head import CONFIDENCE_FILE, get_device_name, write_beside_head
+from eval.measure.measurement import (
+    Measurement,
+    compute_prompt_seed,
+    open_jsonl_store,
+    write_result,
+)
+from eval.report.plots import plot_calibration
 from eval.tune.confidence import (
     THRESHOLDS,
     ChainCosts,
@@ -49,7 +54,7 @@ from eval.tune.confidence import (
     compute_ece,
     fit_calibration,
 )
-from eval.tune.cost import CostCurve, build_typical_context, measure_step_costs
+from eval.tune.step_costs import CostCurve, build_typical_context, measure_step_costs
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.head_drafter import Calibration
 from heads.decoding.tree import Tree

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.measure import ServeRun
-from eval.refusals import check_measurement
+from eval.preflight_checks import check_measurement
 
 RESULT = "serve.json"
 CHECK = partial(check_measurement, result=RESULT)
@@ -40,14 +40,14 @@ from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from data.servers.http_client import Endpoint
 from data.servers.serving_engines import DraftCounts, ServingEngine
-from eval.compare.sizes import build_concurrency_table
-from eval.measure.bench import Measurement, open_jsonl_store, open_measurement, write_result
-from eval.measure.conditions import format_conditions
-from eval.measure.lengths import print_acceptance_lengths
-from eval.measure.stats import format_interval
-from eval.report.figures import plot_concurrency
-from eval.served import causes, load
-from eval.served.check import CheckedText, replay_server_text, summarise_counts
+from eval.compare.speedup_stats import build_concurrency_table
+from eval.measure.acceptance_stats import format_interval, print_acceptance_lengths
+from eval.measure.measurement import Measurement, open_jsonl_store, open_measurement, write_result
+from eval.measure.results import format_conditions
+from eval.report.plots import plot_concurrency
+from eval.serving import server_check as causes
+from eval.serving import server_load as load
+from eval.serving.server_check import CheckedText, replay_server_text, summarise_counts
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from conf.command.entry import Command
 from conf.command.environment import check_compile
 from conf.settings.export import ExportFormat
 from conf.settings.measure import SpeedupRun
-from eval.compare.names import check_method_words, check_methods
-from eval.refusals import check_measurement
+from eval.preflight_checks import check_measurement, check_method_words, check_methods
 
 
 def check_speedup_run(run: SpeedupRun) -> None:
@@ -33,23 +32,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.compare.figures import summarise_speedup
 from eval.compare.methods import build_methods, choose_methods
-from eval.compare.sizes import print_concurrency, summarise_batch_size
+from eval.compare.speedup_stats import print_concurrency, summarise_batch_size, summarise_speedup
 from eval.compare.timing import measure_methods
-from eval.decode.captured import compute_num_slots
-from eval.measure import processes
-from eval.measure.bench import (
+from eval.decode.cuda_graphs import compute_num_slots
+from eval.measure import measurement as processes
+from eval.measure.acceptance_stats import format_interval
+from eval.measure.measurement import (
     compute_weight_checksums,
     open_jsonl_store,
     open_measurement,
     write_result,
 )
-from eval.measure.conditions import format_conditions
-from eval.measure.handed_on import export_results
-from eval.measure.stats import format_interval
-from eval.report.figures import plot_concurrency, plot_speedup
-from eval.report.page import write_html_page
+from eval.measure.results import export_results, format_conditions
+from eval.report.html_page import write_html_page
+from eval.report.plots import plot_concurrency, plot_speedup
 from heads.draft_head import DraftHead
 from heads.mtp.checkpoint import has_mtp_layer
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.measure import TreeSearchRun
-from eval.refusals import check_measurement
+from eval.preflight_checks import check_measurement
 
 CHECK = partial(check_measurement, result="tree_search.json")
 COMMAND = Command(__doc__, TreeSearchRun, "tree_search", check=CHECK)
@@ -30,13 +30,18 @@ from rich.table import Table
 
 from conf.errors import InputError
 from eval.compare.halves import decode_with_drafters, open_split_measurement
-from eval.measure.bench import Measurement, write_result
-from eval.measure.heads import SHAPE_FILE, write_beside_head
-from eval.measure.stats import PromptSteps, tau
-from eval.report.figures import plot_tree_search
-from eval.tune.advice import Advice, estimate_advice, measure_advice
-from eval.tune.cost import CostCurve, build_typical_context, load_cost_curve, measure_step_costs
-from eval.tune.trees import (
+from eval.measure.acceptance_stats import PromptSteps, tau
+from eval.measure.measured_head import SHAPE_FILE, write_beside_head
+from eval.measure.measurement import Measurement, write_result
+from eval.report.plots import plot_tree_search
+from eval.tune.batch_size_advice import Advice, estimate_advice, measure_advice
+from eval.tune.step_costs import (
+    CostCurve,
+    build_typical_context,
+    load_cost_curve,
+    measure_step_costs,
+)
+from eval.tune.tree_acceptance import (
     DynamicTreeReplay,
     StaticTreeReplay,
     build_best_trees,

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.scripts import CaptureRun
-from eval.refusals import check_inputs
+from eval.preflight_checks import check_inputs
 
 COMMAND = Command(__doc__, CaptureRun, "capture", check=check_inputs)
 if __name__ == "__main__":
@@ -52,8 +52,8 @@ from data.features.store_writer import (
     write_shard,
 )
 from eval.decode.generation_config import try_generation_config
-from eval.measure.answers import AnswerSource
-from eval.measure.processes import join_processes
+from eval.measure.measurement import join_processes
+from eval.measure.target_answers import AnswerSource
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_config_and_tokenizer, load_target
 from heads.target_model.remote import RemoteTarget

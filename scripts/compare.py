@@ -27,7 +27,7 @@ from typing import Any
 from conf.command.run_record import find_changed_keys, format_changes, make_fingerprint
 from conf.errors import InputError
 from conf.files import write_atomically
-from eval.compare.reported import (
+from eval.compare.acceptance_files import (
     RESULT_FILE_NAMES,
     ReportedAcceptance,
     build_comparison_rows,
@@ -36,11 +36,14 @@ from eval.compare.reported import (
     load_acceptance_json,
     load_reported_acceptance,
 )
-from eval.measure.conditions import format_conditions
-from eval.measure.handed_on import GOLDEN, format_golden_lengths
-from eval.measure.lengths import LENGTH_DEFINITIONS
-from eval.measure.stats import compare_tau, format_interval, select_tree_figures
-from eval.report.figures import plot_comparison, plot_reported
+from eval.measure.acceptance_stats import (
+    LENGTH_DEFINITIONS,
+    compare_tau,
+    format_interval,
+    select_tree_figures,
+)
+from eval.measure.results import GOLDEN, format_conditions, format_golden_lengths
+from eval.report.plots import plot_comparison, plot_reported
 
 # Facts that must agree before two rows can be compared.
 SAME = (

@@ -23,7 +23,7 @@ import torch
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from data.embedded import TARGET_PATH, is_embedded
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.draft_head import UNKNOWN
 from heads.export.writer import (
     check_export_target,

@@ -35,14 +35,20 @@ from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
 from eval.decode.generation_config import try_generation_config
-from eval.measure import processes
-from eval.measure.answers import generate_greedy_answers
-from eval.measure.heads import MeasuredHead, get_device_name
+from eval.measure import measurement as processes
+from eval.measure.acceptance_stats import (
+    PromptSteps,
+    alpha,
+    compute_tau_interval,
+    format_interval,
+    tau,
+)
+from eval.measure.measured_head import MeasuredHead, get_device_name
 from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import rank_candidates, replay_tree
-from eval.measure.stats import PromptSteps, alpha, compute_tau_interval, format_interval, tau
-from eval.report.figures import plot_pruning
-from eval.tune.cost import measure_step_costs
+from eval.measure.target_answers import generate_greedy_answers
+from eval.report.plots import plot_pruning
+from eval.tune.step_costs import measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead, check_depth

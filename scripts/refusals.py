@@ -17,7 +17,7 @@ from conf.settings.scripts import ContestRun, PruneRun, RelayRun
 from conf.settings.target import Quantization
 from data.rows.data_files import check_data_paths
 from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
-from eval.refusals import check_inputs
+from eval.preflight_checks import check_inputs
 from heads.folders import PROVENANCE, check_head_files, check_target_files
 from scripts.publish.staging import load_json
 

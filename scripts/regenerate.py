@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.scripts import RegenerateRun
-from eval.refusals import check_inputs
+from eval.preflight_checks import check_inputs
 
 COMMAND = Command(__doc__, RegenerateRun, "regenerate", check=check_inputs)
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.scripts import RepairRun
-from eval.refusals import check_measurement
+from eval.preflight_checks import check_measurement
 
 CHECK = partial(check_measurement, result="repair.json")
 COMMAND = Command(__doc__, RepairRun, "repair", check=CHECK)
@@ -33,11 +33,11 @@ from tqdm import tqdm
 
 from conf.command.run_record import collect_provenance
 from conf.errors import InputError
-from eval.measure import processes
-from eval.measure.answers import generate_greedy_answers
-from eval.measure.bench import Measurement, open_measurement, write_result
+from eval.measure import measurement as processes
+from eval.measure.acceptance_stats import PromptSteps, compare_tau, tau
+from eval.measure.measurement import Measurement, open_measurement, write_result
 from eval.measure.replay import rank_candidates, replay_tree
-from eval.measure.stats import PromptSteps, compare_tau, tau
+from eval.measure.target_answers import generate_greedy_answers
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
 from heads.kinds import load_head

@@ -15,7 +15,7 @@ from conf.command.environment import set_passive_wait_policy
 set_passive_wait_policy()
 
 from conf.errors import InputError, format_error
-from eval.parity.gate import FORMATS, check_parity
+from eval.parity.parity_check import FORMATS, check_parity
 
 
 def main() -> int:

@@ -12,11 +12,16 @@ from feature_heads import feature_head
 from toys import eagle_head, endless_target, noisy_head, random_model, tokenizer
 
 from conf.settings.eagle import EagleForm
+from eval.decode.drafters.cross_tokenizer import CrossTokenizerDrafter
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import NgramModel, PromptLookup
-from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter
-from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
+from eval.decode.drafters.lookup import (
+    NgramModel,
+    PromptLookup,
+    Recycling,
+    SuccessorTable,
+    recycling_tree,
+)
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode

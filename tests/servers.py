@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.settings.scripts import RelayRun
-from eval.measure.answers import generate_greedy_answers
+from eval.measure.target_answers import generate_greedy_answers
 from heads.target_model.model import FeatureLayers
 from scripts.relay import RelayServer
 

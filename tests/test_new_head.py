@@ -27,11 +27,11 @@ from conf.settings.scripts import PruneRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import Schedule, TrainConfig
 from eval import acceptance, calibrate, speedup
-from eval.compare.names import list_methods
 from eval.decode.engine import Request, decode, decode_many
 from eval.parity import readers
-from eval.parity.gate import check_parity
-from eval.tune import cost
+from eval.parity.parity_check import check_parity
+from eval.preflight_checks import list_methods
+from eval.tune import step_costs as cost
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Drafter, Roots
 from heads.decoding.head_drafter import HeadDrafter

@@ -27,7 +27,7 @@ from data.rows.records import (
     TOOLS,
 )
 from data.servers.hidden_states import ServerFeatureLayers
-from eval.compare.names import list_methods
+from eval.preflight_checks import list_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")

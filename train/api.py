@@ -24,7 +24,8 @@ from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generation_config import apply_generation_config
-from eval.measure import replay, stats
+from eval.measure import acceptance_stats as stats
+from eval.measure import replay
 from heads import kinds
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.blocks import DFlashRun
-from train.loop.refusals import check_training
+from eval.preflight_checks import check_training
 
 COMMAND = Command(__doc__, DFlashRun, "dflash", ("dflash",), check=check_training)
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.eagle import EagleRun
-from train.loop.refusals import check_training
+from eval.preflight_checks import check_training
 
 COMMAND = Command(
     __doc__, EagleRun, "eagle", ("eagle3", "eagle1", "eagle3_1", "hass"), check=check_training

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.medusa import Medusa2Run
-from train.loop.refusals import check_training
+from eval.preflight_checks import check_training
 
 COMMAND = Command(__doc__, Medusa2Run, "medusa2", check=check_training)
 if __name__ == "__main__":
@@ -32,7 +32,7 @@ from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
 from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
-from eval.measure.answers import LocalAnswerSource
+from eval.measure.target_answers import LocalAnswerSource
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import WEIGHTS, Adapter
 from heads.target_model.model import Target, TargetOutput

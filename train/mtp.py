@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.eagle import MtpRun
-from train.loop.refusals import check_training
+from eval.preflight_checks import check_training
 
 COMMAND = Command(__doc__, MtpRun, "mtp", check=check_training)
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ class ServerFeatureLayers:
 class HiddenStatesClient(SyncEndpointClient):
     """Server of documents' hidden states, as a context manager that tries the server first.
 
-    `eval.measure.engine_probe` checks that the server has this target's weights.
+    `eval.measure.engine_answers` checks that the server has this target's weights.
 
     Attributes:
         writing: format of the server's version.

@@ -6,13 +6,13 @@ from typing import Any
 from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import CalibrateRun, SpeedupRun, TreeSearchRun
-from eval.compare.figures import summarise_speedup
 from eval.compare.methods import Method
-from eval.compare.names import VANILLA
+from eval.compare.speedup_stats import summarise_speedup
 from eval.compare.timing import measure_methods
 from eval.decode.engine import Generation, NoDraft, decode_batch
-from eval.measure import processes
-from eval.measure.bench import Measurement, open_measurement
+from eval.measure import measurement as processes
+from eval.measure.measurement import Measurement, open_measurement
+from eval.preflight_checks import VANILLA
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
 

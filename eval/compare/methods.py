@@ -12,29 +12,29 @@ from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
-from eval.compare.names import BASELINES, VANILLA, list_methods, strip_head_number
-from eval.decode.captured import CaptureError, GraphDecoder, find_capture_obstacle
+from eval.decode.cuda_graphs import CaptureError, GraphDecoder, find_capture_obstacle
+from eval.decode.drafters.cross_tokenizer import CrossTokenizerDrafter
 from eval.decode.drafters.draft_model import DraftLength, DraftModel, has_same_tokenizer
-from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import NgramModel, PromptLookup
-from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter
-from eval.decode.drafters.recycling import (
+from eval.decode.drafters.lookup import (
     CPU_NODES,
     GPU_NODES,
+    NgramModel,
+    PromptLookup,
     Recycling,
     SuccessorTable,
     recycling_tree,
 )
 from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
-from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
+from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
-from eval.decode.generate import hf_generate
 from eval.decode.generation_config import apply_generation_config
-from eval.measure import processes
-from eval.measure.answers import generate_greedy_answers
-from eval.measure.bench import Measurement
-from eval.measure.heads import MeasuredHead
+from eval.decode.hf_generate import hf_generate
+from eval.measure import measurement as processes
+from eval.measure.measured_head import MeasuredHead
+from eval.measure.measurement import Measurement
+from eval.measure.target_answers import generate_greedy_answers
+from eval.preflight_checks import BASELINES, VANILLA, list_methods, strip_head_number
 from eval.tune.skip_search import search_skipped_layers
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds

@@ -13,8 +13,8 @@ from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.decode.engine import Generation, Step
-from eval.measure import processes
-from eval.measure.bench import Measurement, compute_prompt_seed
+from eval.measure import measurement as processes
+from eval.measure.measurement import Measurement, compute_prompt_seed
 from eval.measure.prompts import Prompt
 
 JOBS_PER_SIZE = 1 << 32

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conf.command.clock import DecodingTimes, PartClock
 from eval.decode.generation_config import LogitsProcessors, StopRules
-from eval.decode.verify_pass import ContextLimits, HostStep, TreeOutputs, run_verify_pass
+from eval.decode.verification import ContextLimits, HostStep, TreeOutputs, run_verify_pass
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from eval.parity.config import EngineConfig
-from eval.parity.files import Export, ReferenceLogits
-from eval.parity.rope import RopeKeys, parse_rope
-from eval.parity.served import EMBEDDING, OUTPUT, HeadShape, ServedLayers, Shapes
+from eval.parity.decoder import EMBEDDING, OUTPUT, HeadShape, ServedLayers, Shapes
+from eval.parity.engine_config import EngineConfig, RopeKeys, parse_rope
+from eval.parity.export_files import Export, ReferenceLogits
 
 TITLES = {
     "vllm": "vLLM",

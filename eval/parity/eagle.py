@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from conf.errors import InputError
-from eval.parity.config import EngineConfig, require_same_value
-from eval.parity.files import Export, ReferenceLogits
-from eval.parity.rope import RopeKeys, parse_rope
-from eval.parity.served import OUTPUT, HeadShape, Shapes
+from eval.parity.decoder import OUTPUT, HeadShape, Shapes
+from eval.parity.engine_config import EngineConfig, RopeKeys, parse_rope, require_same_value
+from eval.parity.export_files import Export, ReferenceLogits
 
 LAYER = "layers.0."
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eval.decode.engine import Step
-from eval.tune.cost import CostCurve
+from eval.tune.step_costs import CostCurve
 from heads.decoding.head_drafter import Calibration
 
 Floats = NDArray[np.float64]

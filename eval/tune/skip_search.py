@@ -20,8 +20,8 @@ from tqdm import tqdm
 from conf.command.clock import measure_seconds
 from conf.errors import InputError
 from eval.decode.drafters.self_speculation import ReplayText, list_skipped_layers
+from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.replay import build_steps, compute_accepted_lengths
-from eval.measure.stats import PromptSteps, tau
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target, prefill
 

@@ -10,7 +10,7 @@ from data.servers.http_client import Answer, RequestRefusedError
 from data.templates.record_encoder import RecordEncoder
 from data.templates.reply_parser import parse_reply
 from eval.decode.engine import Request
-from eval.measure.answers import stream_answers
+from eval.measure.target_answers import stream_answers
 from heads.decoding.sampling import Sampling
 from heads.target_model.model import Target
 from scripts.answers.dialogue import Dialogue

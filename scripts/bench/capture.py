@@ -34,7 +34,7 @@ from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
 from data.features.store_format import HIDDEN_STATES, StoreContents
 from data.features.store_writer import SHARD_BYTES, PlannedShard, ShardWriterPool
-from eval.measure.processes import join_processes
+from eval.measure.measurement import join_processes
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from scripts.capture import capture_shard, iter_batches

@@ -36,7 +36,7 @@ from conf.errors import InputError
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode
-from eval.decode.generate import hf_generate
+from eval.decode.hf_generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree, make_default_tree

@@ -30,8 +30,8 @@ from eval.compare.methods import PromptDecoder
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, NoDraft, decode
-from eval.measure.stats import PromptSteps, tau
-from eval.report.figures import STEP_PARTS
+from eval.measure.acceptance_stats import PromptSteps, tau
+from eval.report.plots import STEP_PARTS
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DraftShape, DynamicShape, Tree, make_static_tree

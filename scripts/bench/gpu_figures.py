@@ -120,7 +120,7 @@ def _build_size_arguments(head: str, small: bool) -> list[str]:
 def measure_decoding(small: bool) -> Figures:
     """Measure a step without and with drafts, beside a random target of 8B's shape."""
     from eval.decode.engine import NoDraft, Request, decode_many
-    from eval.decode.generate import hf_generate
+    from eval.decode.hf_generate import hf_generate
     from heads.decoding.sampling import GREEDY
     from scripts.bench.engine import make_sure
     from scripts.bench.training import make_random_target, parse_arguments
@@ -209,7 +209,7 @@ def _decode_captured(
     target: Any, make: Any, prompt: list[int], num_tokens: int, temperature: float = 0.0
 ) -> Any:
     """The faster of two texts of captured steps, after a first one; on a CPU, a text."""
-    from eval.decode.captured import GraphDecoder
+    from eval.decode.cuda_graphs import GraphDecoder
     from eval.decode.engine import Request, decode_many
     from heads.decoding.sampling import Sampling
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from conf.command.clock import measure_seconds
-from eval.measure.answers import generate_greedy_answers
-from eval.measure.bench import Measurement, open_measurement, write_result
-from eval.tune.cost import build_typical_context, measure_step_costs
+from eval.measure.measurement import Measurement, open_measurement, write_result
+from eval.measure.target_answers import generate_greedy_answers
+from eval.tune.step_costs import build_typical_context, measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.target_model.model import prefill

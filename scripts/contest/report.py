@@ -13,8 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from conf.command.run_record import check_unchanged
 from conf.errors import InputError
 from conf.files import write_atomically
-from eval.measure.stats import compare_tau, format_interval, select_tree_figures
-from eval.report.page import Axis
+from eval.measure.acceptance_stats import compare_tau, format_interval, select_tree_figures
+from eval.report.html_page import Axis
 from heads.folders import PROVENANCE, write_folder
 from scripts import compare
 from scripts.contest.plan import Entrant, list_head_methods

@@ -31,7 +31,7 @@ from conf.files import lock_file
 from conf.settings.data import DataRun
 from conf.settings.scripts import ContestPart
 from data.embedded import fill_default_paths
-from eval.compare.names import check_methods
+from eval.preflight_checks import check_methods
 from scripts.contest import plan, report, tasks
 
 

@@ -10,8 +10,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from conf.errors import InputError
 from conf.files import find_local_path, split_gguf_path
 from data.rows.data_files import DATA_ENDINGS
-from eval.measure.conditions import format_conditions
-from eval.measure.stats import format_interval
+from eval.measure.acceptance_stats import format_interval
+from eval.measure.results import format_conditions
 from heads.draft_head import HeadFacts, get_head_settings
 from heads.export.writer import format_template_note, format_vllm_command
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from conf.errors import InputError
 from conf.settings.export import ExportDtype, ExportFormat
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile
 from heads.export.writer import LOADER_VERSIONS

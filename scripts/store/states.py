@@ -21,8 +21,8 @@ from data.features.store_format import (
     StoreContents,
     quantize_states,
 )
-from eval.measure.answers import AnswerSource, LocalAnswerSource
-from eval.measure.engines import EngineAnswerSource, open_states_pool
+from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
+from eval.measure.target_answers import AnswerSource, LocalAnswerSource
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target

@@ -20,10 +20,10 @@ from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.engine import Generation, count_common_prefix, decode_batch
-from eval.decode.generate import hf_generate
 from eval.decode.generation_config import StopRules
+from eval.decode.hf_generate import hf_generate
+from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.replay import replay_response
-from eval.measure.stats import PromptSteps, tau
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree

@@ -18,15 +18,20 @@ import torch
 from emulated.device import counted
 from emulated.hollow import Meter, hollow, metered
 
-import eval.decode.captured
+import eval.decode.cuda_graphs
 from conf.command import entry
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import Medusa2Run
-from eval.decode.captured import GraphDecoder
+from eval.decode.cuda_graphs import GraphDecoder
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import NgramModel, PromptLookup
-from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
+from eval.decode.drafters.lookup import (
+    NgramModel,
+    PromptLookup,
+    Recycling,
+    SuccessorTable,
+    recycling_tree,
+)
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, Request
@@ -66,7 +71,7 @@ def trained(job: dict[str, Any]) -> Row:
 def decoded(job: dict[str, Any]) -> Row:
     """A captured step of one text: what more steps add, by their number."""
     found: list[tuple[Meter, int, int]] = []
-    with hollow(), patch.object(eval.decode.captured, "CudaGraph", Whole):
+    with hollow(), patch.object(eval.decode.cuda_graphs, "CudaGraph", Whole):
         target = _target(job)
         make = _drafter(job, target)
         for length in (SHORTER, SHORTER, LONGER):  # the first makes what lasts

@@ -11,10 +11,10 @@ from emulated.test_captured import prepared, prompts
 from emulated.test_decoding import KINDS, random_target
 from torch import Tensor
 
-from eval.decode import captured
+from eval.decode import cuda_graphs as captured
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import DecodingBatch, Request
-from eval.tune import cost
+from eval.tune import step_costs as cost
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.target_model import attention

@@ -16,17 +16,16 @@ from torch import Tensor
 from toys import texts
 
 from eval.compare.methods import PromptDecoder
-from eval.decode import captured
-from eval.decode.captured import (
+from eval.decode import cuda_graphs as captured
+from eval.decode.cuda_graphs import (
     CaptureError,
     CudaGraph,
     GraphDecoder,
     PassBatch,
     find_capture_obstacle,
 )
-from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
+from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from heads.decoding import cache as tree_cache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots

@@ -7,8 +7,8 @@ import torch
 from emulated.device import off
 from emulated.test_captured import LENGTHS, NUM_TOKENS, prompts, random_target, told
 
-from eval.decode import captured
-from eval.decode.captured import CapturedPasses, CaptureError, GraphDecoder, PassShape
+from eval.decode import cuda_graphs as captured
+from eval.decode.cuda_graphs import CapturedPasses, CaptureError, GraphDecoder, PassShape
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import Generation, Request, decode_many
 from heads.decoding import cache as tree_cache

@@ -12,7 +12,7 @@ from conf.settings.data import DataConfig
 from conf.settings.measure import SpeedupRun
 from conf.settings.target import TargetConfig
 from eval import speedup
-from eval.measure import bench
+from eval.measure import measurement as bench
 from heads.target_model.load import load_target
 from train.loop import command
 from train.objective import Objective

@@ -11,16 +11,20 @@ from emulated.device import Counts, counted, off
 from feature_heads import fresh, settings_of
 from toys import noisy_head, random_model, tokenizer
 
-from eval.compare.names import list_methods
+from eval.decode.drafters.cross_tokenizer import CrossTokenizerDrafter
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
-from eval.decode.drafters.hybrid import HybridDrafter
 from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import NgramModel, PromptLookup
-from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter
-from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
+from eval.decode.drafters.lookup import (
+    NgramModel,
+    PromptLookup,
+    Recycling,
+    SuccessorTable,
+    recycling_tree,
+)
 from eval.decode.drafters.self_speculation import SelfDraft
-from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
+from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, stream_tokens
+from eval.preflight_checks import list_methods
 from heads.decoding.drafting import Drafter
 from heads.decoding.head_drafter import Calibration
 from heads.decoding.sampling import GREEDY, Sampling, Typical

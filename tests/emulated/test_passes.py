@@ -12,9 +12,9 @@ from torch import Tensor
 from toys import random_model, tree_of
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from eval.decode import captured
-from eval.decode.captured import GraphDecoder
-from eval.decode.drafters.recycling import Recycling, SuccessorTable
+from eval.decode import cuda_graphs as captured
+from eval.decode.cuda_graphs import GraphDecoder
+from eval.decode.drafters.lookup import Recycling, SuccessorTable
 from eval.decode.engine import NoDraft, Request, decode_many, stream_tokens
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY

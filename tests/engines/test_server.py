@@ -30,7 +30,7 @@ from data.servers.hidden_states import WRITINGS, HiddenStatesClient, ServerFeatu
 from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
 from eval import serve
-from eval.measure.answers import generate_greedy_answers
+from eval.measure.target_answers import generate_greedy_answers
 from heads.target_model.model import FeatureLayers
 from heads.target_model.remote import find_final_norm, load_remote
 from tests.train.loop.test_served import LAYERS

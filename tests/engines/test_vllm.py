@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from environments import VLLM, counts_of_vllm, drafted, needs, opened, run
+from tests.eval.measure.test_handed_on import result, text
 from toys import eagle_head, noisy_head, save_target, texts, tokenizer
 
 from conf.settings.eagle import EagleForm
@@ -19,8 +20,8 @@ from data.servers.serving_engines import DraftCounts
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, decode
-from eval.measure.handed_on import export_results
 from eval.measure.replay import compute_accepted_lengths, rank_candidates
+from eval.measure.results import export_results
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
@@ -29,7 +30,6 @@ from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
-from tests.eval.measure.test_handed_on import result, text
 
 DEPTH, NUM_TOKENS = 4, 100
 EAGLE31 = {"fc_norm": True, "norm_output": True}

@@ -18,9 +18,9 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import CalibrateRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from eval import calibrate, speedup
-from eval.compare.names import list_methods
 from eval.decode.engine import Step
-from eval.tune import cost
+from eval.preflight_checks import list_methods
+from eval.tune import step_costs as cost
 from eval.tune.confidence import (
     ChainCosts,
     ChainForecast,
@@ -32,7 +32,7 @@ from eval.tune.confidence import (
     fit_calibration,
     sigmoid,
 )
-from eval.tune.cost import CostCurve
+from eval.tune.step_costs import CostCurve
 from heads.decoding.head_drafter import Calibration
 from heads.kinds import HEADS
 from heads.target_model.load import load_target

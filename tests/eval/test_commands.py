@@ -19,9 +19,9 @@ from data.rows.records import load_records
 from data.templates.record_encoder import RecordEncoder
 from eval import acceptance, speedup, tree_search
 from eval.decode.engine import decode
-from eval.measure.bench import compute_prompt_seed
+from eval.measure.acceptance_stats import PromptSteps, tau
+from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import render_first_turns
-from eval.measure.stats import PromptSteps, tau
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.eagle.drafter import EagleChain
 from heads.kinds import load_head

@@ -10,9 +10,9 @@ import pytest
 from conf.errors import InputError
 from conf.settings.measure import AcceptanceRun, Mode
 from eval import acceptance
-from eval.measure import bench
-from eval.measure.under import build_condition_runs
-from eval.report.by_condition import build_conditions_table
+from eval.acceptance import build_conditions_table
+from eval.measure import measurement as bench
+from eval.preflight_checks import build_condition_runs
 from tests.eval.test_commands import made, settings
 
 

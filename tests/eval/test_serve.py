@@ -18,7 +18,7 @@ from data.servers import http_client as endpoint_module
 from eval import serve
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import compute_accepted_lengths, rank_candidates
-from eval.served import check
+from eval.serving import server_check as check
 from heads.decoding.tree import Tree
 from heads.target_model.load import load_target
 from tests.servers import LLAMACPP_METRICS, Answers, DraftServer

@@ -18,9 +18,9 @@ from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import load_records
 from data.templates.record_encoder import RecordEncoder
 from eval import acceptance
-from eval.measure.answers import generate_greedy_answers
-from eval.measure.bench import open_measurement
+from eval.measure.measurement import open_measurement
 from eval.measure.prompts import render_first_turns
+from eval.measure.target_answers import generate_greedy_answers
 from heads.eagle.eagle import EagleHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Target

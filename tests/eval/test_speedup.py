@@ -9,13 +9,13 @@ from toys import endless_target, tokenizer
 
 from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
-from eval.compare.figures import summarise_speedup
 from eval.compare.methods import Method
+from eval.compare.speedup_stats import summarise_speedup
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, NoDraft, Step, decode
-from eval.measure.bench import Measurement
+from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
-from eval.report.figures import step_ms
+from eval.report.plots import step_ms
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
 

@@ -21,13 +21,14 @@ from conf.settings.measure import AcceptanceRun, Mode, TreeSearchRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
-from eval.measure.bench import Measurement
-from eval.measure.heads import SHAPE_FILE, MeasuredHead, write_beside_head
+from eval.measure.measured_head import SHAPE_FILE, MeasuredHead, write_beside_head
+from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, ShapeCosts
-from eval.tune import advice, cost
-from eval.tune.cost import CostCurve
-from eval.tune.trees import (
+from eval.tune import batch_size_advice as advice
+from eval.tune import step_costs as cost
+from eval.tune.step_costs import CostCurve
+from eval.tune.tree_acceptance import (
     DrawnTree,
     DynamicTreeReplay,
     StaticTreeReplay,

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig
 from data.features.store_writer import HostCopier
-from eval.decode.captured import CaptureError, CudaGraph, GraphDecoder, compute_num_slots
+from eval.decode.cuda_graphs import CaptureError, CudaGraph, GraphDecoder, compute_num_slots
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream_tokens
 from eval.measure.replay import replay_response

@@ -31,7 +31,7 @@ from conf.settings.scripts import CompareRun, PruneRun
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance
-from eval.measure.heads import load_measured_head
+from eval.measure.measured_head import load_measured_head
 from heads.draft_head import DraftHead
 from heads.kinds import load_head
 from heads.target_model.load import load_target

@@ -26,7 +26,7 @@ from conf.settings.target import Dtype
 from data.features import store_writer as writer
 from data.features.store_reader import FeatureStore, dequantize_batch
 from data.features.store_writer import HostCopier
-from eval.measure.answers import generate_greedy_answers
+from eval.measure.target_answers import generate_greedy_answers
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target

@@ -25,7 +25,7 @@ from conf.settings.eagle import Divergence, EagleForm
 from conf.settings.target import Dtype
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import decode
-from eval.measure import stats
+from eval.measure import acceptance_stats as stats
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.target_model.model import FeatureLayers, Target, TargetOutput

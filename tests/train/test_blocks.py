@@ -17,7 +17,7 @@ from conf.errors import InputError
 from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRun, SlotWeights
 from conf.settings.eagle import Divergence
 from conf.settings.export import ExportFormat
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.blocks.block_head import default_layers
 from heads.export.writer import compute_reference_tensors, export_head
 from heads.feature_head import choose_mask_token

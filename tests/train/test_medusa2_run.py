@@ -19,7 +19,7 @@ from conf.settings.target import TargetConfig
 from conf.settings.training import TrainConfig
 from data.prepared.prepare import prepare_datasets
 from eval import acceptance
-from eval.measure.answers import LocalAnswerSource
+from eval.measure.target_answers import LocalAnswerSource
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from scripts import merge_adapter

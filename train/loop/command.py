@@ -24,8 +24,9 @@ from data.prepared.packing import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
 from data.servers.http_client import Endpoint
 from eval.decode.generation_config import apply_generation_config
-from eval.measure.answers import LocalAnswerSource
-from eval.measure.engines import EngineAnswerSource, build_request_settings, open_states_pool
+from eval.measure.engine_answers import EngineAnswerSource, build_request_settings, open_states_pool
+from eval.measure.target_answers import LocalAnswerSource
+from eval.preflight_checks import check_training
 from heads.draft_head import DraftHead
 from heads.kinds import find_kind_name, load_head
 from heads.target_model.dequantise import resolve_target_folder
@@ -40,7 +41,6 @@ from train.batch.prefetch import Dataset
 from train.loop import loop, memory
 from train.loop.auto_settings import format_run_length, resolve_length, resolve_optimizer
 from train.loop.loop import Evaluate, Outcome, TrainingJob
-from train.loop.refusals import check_training
 from train.loop.replay import HeldoutReplay, Replay, StoredReplay, select_heldout_prompts
 from train.loop.rollouts import API_KEY, Rollouts
 from train.loop.served import ServedSequences, count_prefetch_steps, find_longest_document

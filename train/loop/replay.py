@@ -14,9 +14,9 @@ from torch import Tensor
 from data.features.store_format import HIDDEN_STATES
 from data.features.store_reader import StoredDataset, dequantize_batch
 from data.prepared.packing import PackedDataset
-from eval.measure.answers import AnswerSource
+from eval.measure.acceptance_stats import PromptSteps, alpha, tau
 from eval.measure.replay import Replayable, rank_candidates, replay_tree
-from eval.measure.stats import PromptSteps, alpha, tau
+from eval.measure.target_answers import AnswerSource
 from heads.decoding.tree import Tree
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput

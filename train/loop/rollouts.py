@@ -28,8 +28,8 @@ from data.servers.http_client import Endpoint, request_continuations
 from data.templates.record_encoder import Sample
 from eval.decode.engine import Generation, Request, decode_many
 from eval.decode.generation_config import StopRules
-from eval.measure.engines import build_request_settings
-from eval.measure.processes import gather_items
+from eval.measure.engine_answers import build_request_settings
+from eval.measure.measurement import gather_items
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree

@@ -1,7 +1,7 @@
 """Reader of exported DFlash heads. See `eval/parity/blocks.py`."""
 
 from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
-from eval.parity.files import Export, ReferenceLogits
+from eval.parity.export_files import Export, ReferenceLogits
 
 FORMATS = {"dflash": ("vllm", "sglang", "speculators", "original")}
 NATIVE = "DFlashDraftModel"
@@ -9,7 +9,7 @@ ARCHITECTURES = dict.fromkeys(FORMATS["dflash"], NATIVE)
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedBlocks:
-    """See `eval.parity.gate.Reader`."""
+    """See `eval.parity.parity_check.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     return ServedBlocks(export, golden, shape_of(reader), {})
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
-from eval.parity.files import Export, ReferenceLogits
+from eval.parity.decoder import Shapes
+from eval.parity.export_files import Export, ReferenceLogits
 from eval.parity.readers.dflash import shape_of
-from eval.parity.served import Shapes
 
 FORMATS = {"dflash2": ("vllm", "sglang", "speculators", "original")}
 ARCHITECTURES = dict.fromkeys(FORMATS["dflash2"], "DFlash2DraftModel")
@@ -110,7 +110,7 @@ class ServedDFlash2(ServedBlocks):
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedDFlash2:
-    """See `eval.parity.gate.Reader`."""
+    """See `eval.parity.parity_check.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     shape = shape_of(reader)
     block = reader.root if reader.is_speculators else reader.root.get_section("dflash_config")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from eval.parity.blocks import BlockConfigReader, BlockShape, ServedBlocks
-from eval.parity.files import Export, ReferenceLogits
-from eval.parity.served import Shapes
+from eval.parity.decoder import Shapes
+from eval.parity.export_files import Export, ReferenceLogits
 
 FORMATS = {"dspark": ("vllm", "sglang", "speculators", "original")}
 ARCHITECTURES = dict.fromkeys(FORMATS["dspark"], "Qwen3DSparkModel") | {
@@ -65,7 +65,7 @@ class ServedDSpark(ServedBlocks):
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedDSpark:
-    """See `eval.parity.gate.Reader`."""
+    """See `eval.parity.parity_check.Reader`."""
     reader = BlockConfigReader(export, golden, ARCHITECTURES)
     root, guesses = reader.root, "guesses, and vLLM not as speculators does"
     anchored = root.require_key("sample_from_anchor", bool, guesses)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
+from eval.parity.decoder import EMBEDDING, OUTPUT, ServedLayers, Shapes
 from eval.parity.eagle import (
     CONVENTIONS,
     LAYER,
@@ -18,8 +19,7 @@ from eval.parity.eagle import (
     EngineConventions,
     Presence,
 )
-from eval.parity.files import Export, ReferenceLogits
-from eval.parity.served import EMBEDDING, OUTPUT, ServedLayers, Shapes
+from eval.parity.export_files import Export, ReferenceLogits
 
 FORMATS = {
     kind: tuple(name for name, head in CONVENTIONS if head == kind) for kind in ("eagle1", "eagle3")
@@ -199,6 +199,6 @@ def parse_shape(
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedEagle:
-    """See `eval.parity.gate.Reader`."""
+    """See `eval.parity.parity_check.Reader`."""
     conventions = CONVENTIONS[export.format, export.kind]
     return ServedEagle(export, golden, conventions, parse_shape(export, golden, conventions))

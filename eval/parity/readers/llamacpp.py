@@ -12,15 +12,14 @@ from torch import Tensor
 
 from conf.errors import InputError
 from eval.parity.blocks import BlockShape, ServedBlocks
-from eval.parity.config import EngineConfig
+from eval.parity.decoder import EMBEDDING, OUTPUT
 from eval.parity.eagle import EagleShape, EngineConventions, Presence
-from eval.parity.files import Export, ReferenceLogits
+from eval.parity.engine_config import EngineConfig, Rope, RopeKeys, parse_rope
+from eval.parity.export_files import Export, ReferenceLogits
 from eval.parity.gguf import GgufMetadata
 from eval.parity.readers.dflash2 import DFlash2Settings, ServedDFlash2
 from eval.parity.readers.dspark import ServedDSpark
 from eval.parity.readers.eagle import ServedEagle
-from eval.parity.rope import Rope, RopeKeys, parse_rope
-from eval.parity.served import EMBEDDING, OUTPUT
 
 FORMATS = {kind: ("llamacpp",) for kind in ("eagle3", "dflash", "dflash2", "dspark")}
 LAYER = {
@@ -300,5 +299,5 @@ def _parse_dflash2_settings(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedEagle | ServedBlocks:
-    """See `eval.parity.gate.Reader`."""
+    """See `eval.parity.parity_check.Reader`."""
     return (_read_eagle3 if export.kind == "eagle3" else _read_blocks)(export, golden)

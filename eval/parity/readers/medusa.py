@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from conf.errors import InputError
-from eval.parity.config import EngineConfig
-from eval.parity.files import Export, ReferenceLogits
-from eval.parity.served import ServedHead, Shapes
+from eval.parity.decoder import ServedHead, Shapes
+from eval.parity.engine_config import EngineConfig
+from eval.parity.export_files import Export, ReferenceLogits
 
 TITLES = {"vllm": "vLLM", "tgi": "TGI", "trtllm": "TensorRT-LLM", "original": "Medusa"}
 FORMATS = {"medusa": tuple(TITLES)}
@@ -130,5 +130,5 @@ class ServedMedusa(ServedHead):
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedMedusa:
-    """See `eval.parity.gate.Reader`."""
+    """See `eval.parity.parity_check.Reader`."""
     return ServedMedusa(export, golden)

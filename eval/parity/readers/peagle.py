@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
+from eval.parity.decoder import Shapes
 from eval.parity.eagle import CONVENTIONS, FLAGS
-from eval.parity.files import Export, ReferenceLogits
+from eval.parity.export_files import Export, ReferenceLogits
 from eval.parity.readers.eagle import ServedEagle, parse_shape
-from eval.parity.served import Shapes
 
 FORMATS = {"peagle": ("vllm", "speculators")}
 MASK_HIDDEN, MASK_KEY = "mask_hidden", "mask_token_id"
@@ -90,5 +90,5 @@ class ServedPEagle(ServedEagle):
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedPEagle:
-    """See `eval.parity.gate.Reader`."""
+    """See `eval.parity.parity_check.Reader`."""
     return ServedPEagle(export, golden)

@@ -9,7 +9,7 @@ from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun, measure_methods
 from eval.decode.engine import Generation, Step
-from eval.measure.bench import Measurement, compute_prompt_seed
+from eval.measure.measurement import Measurement, compute_prompt_seed
 from eval.measure.prompts import Prompt
 from heads.decoding.sampling import GREEDY, drafter_seeds
 from tests.eval.test_resume import KilledError

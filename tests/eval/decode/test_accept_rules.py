@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eval.decode.accept import AcceptedPaths, verify
+from eval.decode.verification import AcceptedPaths, verify
 from heads.decoding.drafting import PAD, Draft, TreeLayout, build_tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical
 from heads.decoding.tree import Tree, make_static_tree

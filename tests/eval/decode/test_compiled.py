@@ -10,7 +10,7 @@ from conf.settings.eagle import EagleConfig
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, Step, decode_batch
-from eval.decode.generate import hf_generate
+from eval.decode.hf_generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree

@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 
 from conf.command import clock as eval_clock
 from conf.settings.eagle import EagleConfig
-from eval.decode import verify_pass
+from eval.decode import verification as verify_pass
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream_tokens
 from eval.measure.replay import (

@@ -8,8 +8,7 @@ from pytest import approx
 from toys import eagle_head, endless_target, noisy_head, texts
 
 from conf.settings.eagle import EagleForm
-from eval.decode.drafters.hybrid import HybridDrafter
-from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
+from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling

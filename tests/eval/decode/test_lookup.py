@@ -9,7 +9,7 @@ from toys import endless_target, random_target
 
 from eval.decode.drafters.lookup import NgramModel, PromptLookup
 from eval.decode.engine import NoDraft, decode
-from eval.decode.generate import hf_generate
+from eval.decode.hf_generate import hf_generate
 from heads.decoding.drafting import PAD, Roots
 from heads.decoding.sampling import GREEDY
 

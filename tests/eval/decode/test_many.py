@@ -8,10 +8,9 @@ from drafters import EVERY_DRAFTER, Make, each_way, medusa, small_target
 from toys import noisy_head, random_target
 
 from eval.decode.drafters.draft_model import DraftModel
-from eval.decode.drafters.hybrid import HybridDrafter
+from eval.decode.drafters.lookup import Recycling, SuccessorTable, recycling_tree
 from eval.decode.drafters.oracle import Oracle
-from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
-from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
+from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, Step, decode, decode_many
 from eval.decode.generation_config import StopRules
 from heads.decoding.drafting import Draft, Roots

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from toys import random_model, tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from eval.decode.drafters.other_tokenizer import CrossTokenizerDrafter, Translation, Translator
+from eval.decode.drafters.cross_tokenizer import CrossTokenizerDrafter, Translation, Translator
 from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import PAD, Draft, Roots
 from heads.decoding.sampling import Sampling

@@ -1,6 +1,6 @@
 import torch
 
-from eval.decode.drafters.recycling import Recycling, SuccessorTable, recycling_tree
+from eval.decode.drafters.lookup import Recycling, SuccessorTable, recycling_tree
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Roots
 from heads.decoding.tree import Tree

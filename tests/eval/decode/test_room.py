@@ -13,8 +13,8 @@ from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun
 from conf.settings.target import TargetConfig
-from eval.measure import answers as own_texts
-from eval.measure.bench import Measurement, open_measurement
+from eval.measure import target_answers as own_texts
+from eval.measure.measurement import Measurement, open_measurement
 from heads.target_model.load import load_target
 from tests.chats import write_rows
 

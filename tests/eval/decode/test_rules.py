@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 
 from conf.errors import InputError
 from eval.decode.engine import NoDraft, Step, decode, decode_batch
-from eval.decode.generate import hf_generate
 from eval.decode.generation_config import (
     LogitsProcessors,
     StopRules,
@@ -19,6 +18,7 @@ from eval.decode.generation_config import (
     node_rows,
     parse_logits_settings,
 )
+from eval.decode.hf_generate import hf_generate
 from heads.decoding.drafting import PAD, TreeLayout, build_tree_layout
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.target_model.model import Target

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from eval.measure.conditions import describe_conditions, format_conditions
+from eval.measure.results import describe_conditions, format_conditions
 
 GREEDY = {
     "data": {

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.measure import lengths
-from eval.measure.lengths import (
+from eval.measure import acceptance_stats as lengths
+from eval.measure.acceptance_stats import (
     LENGTH_DEFINITIONS,
     MEANS,
     PassCounts,

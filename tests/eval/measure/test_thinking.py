@@ -7,13 +7,13 @@ from conf.command.clock import DecodingTimes
 from conf.settings.measure import SpeedupRun
 from data.rows.records import Record
 from data.templates.record_encoder import RecordEncoder
-from eval.compare.figures import summarise_speedup
 from eval.compare.methods import Method
+from eval.compare.speedup_stats import summarise_speedup
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, Step
-from eval.measure.bench import Measurement
+from eval.measure.acceptance_stats import PromptSteps, by_part, summarise_acceptance
+from eval.measure.measurement import Measurement
 from eval.measure.prompts import count_thinking_tokens, render_first_turns
-from eval.measure.stats import PromptSteps, by_part, summarise_acceptance
 from heads.decoding.sampling import GREEDY
 
 THINKS = (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from conf.errors import InputError
 from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.blocks.block_head import BlockHead
 from heads.export.writer import check_format, compute_reference_tensors, export_head
 from heads.kinds import load_head

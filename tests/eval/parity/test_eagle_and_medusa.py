@@ -35,7 +35,7 @@ from toys import noisy_head, random_target
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
-from eval.parity.gate import TOLERANCE, check_parity
+from eval.parity.parity_check import TOLERANCE, check_parity
 from heads.draft_head import DraftHead
 from heads.eagle.eagle import EagleHead
 from heads.export.writer import compute_reference_tensors, export_head

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile, Value, interleave_rows, write_gguf
 from heads.export.writer import compute_reference_tensors, export_head

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.eagle.peagle import PEagleHead
 from heads.export.writer import check_format
 from heads.kinds import find_kind_name, load_head

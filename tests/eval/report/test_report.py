@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eval.report.page import Axis, write_html_page
+from eval.report.html_page import Axis, write_html_page
 from heads.decoding.tree import Tree, make_static_tree
 
 BROWSER, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))

@@ -5,7 +5,7 @@ from toys import endless_target, random_target, texts
 from conf.errors import InputError
 from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import decode
-from eval.measure.stats import PromptSteps, tau
+from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.tune import skip_search
 from eval.tune.skip_search import PassCosts, measure_pass_costs, search_skipped_layers
 from heads.decoding.drafting import Roots

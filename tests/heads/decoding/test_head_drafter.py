@@ -12,12 +12,13 @@ import pytest
 import torch
 from drafters import blocks, medusa, peagle, small_models, small_target
 from feature_heads import feature_head
+from tests.eval.decode.test_accept import next_probs
 from torch import Tensor
 from toys import eagle_head, noisy_head, random_target, texts
 
 from conf.settings.eagle import EagleForm
-from eval.decode.accept import verify
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
+from eval.decode.verification import verify
 from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.head_drafter import Calibration, ChainSampler, compute_top_logits
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
@@ -25,7 +26,6 @@ from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
 from heads.eagle.eagle import EagleHead
 from heads.vocab import DraftVocab
-from tests.eval.decode.test_accept import next_probs
 from tests.eval.decode.test_drafters import PROMPTS, WARM
 
 CPU = torch.device("cpu")

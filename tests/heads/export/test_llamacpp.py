@@ -14,7 +14,7 @@ from feature_heads import fresh, settings_of
 from conf.errors import InputError
 from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile, Kind, Value, write_gguf
 from heads.export.writer import (

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.eagle.eagle import EagleHead
 from heads.export import writer as export
 from heads.export.writer import check_export_target, check_format, compute_reference_tensors

@@ -18,7 +18,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat, ExportRun, MergeAdapterRun
 from conf.settings.target import TargetConfig
 from eval.decode.engine import NoDraft, decode_batch
-from eval.decode.generate import hf_generate
+from eval.decode.hf_generate import hf_generate
 from heads.decoding.sampling import Sampling
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.language_model import find_language_class

@@ -13,7 +13,7 @@ from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
 from conf.settings.export import ExportFormat, HubLayout, PushRun
-from eval.parity.gate import check_parity
+from eval.parity.parity_check import check_parity
 from heads.eagle.eagle import EagleHead
 from heads.export.writer import compute_reference_tensors, export_head
 from heads.kinds import load_head

@@ -4,8 +4,8 @@ from toys import noisy_head, random_target
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
 from eval.decode.engine import decode
-from eval.measure.answers import LocalAnswerSource
-from eval.measure.stats import PromptSteps, tau
+from eval.measure.acceptance_stats import PromptSteps, tau
+from eval.measure.target_answers import LocalAnswerSource
 from heads.decoding.tree import Tree
 from heads.medusa import MedusaDrafter
 from train.loop.replay import MAX_REPLAY_TOKENS, HeldoutReplay, select_heldout_prompts

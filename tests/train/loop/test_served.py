@@ -25,7 +25,7 @@ from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
 from data.servers import http_client as endpoint
 from data.servers import state_files as files
-from eval.measure import engines
+from eval.measure import engine_answers as engines
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_config_and_tokenizer, load_target
 from tests.servers import EngineServer, Fault, relaying, serving

@@ -22,7 +22,7 @@ from conf.settings.medusa import MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from data.features.store_reader import StoredDataset
-from eval.measure.answers import LocalAnswerSource
+from eval.measure.target_answers import LocalAnswerSource
 from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
 from heads.medusa import MedusaHead

@@ -1,0 +1,514 @@
+"""Acceptance figures in files of Headsmith, vLLM, Model-Optimizer and speculators.
+
+All are read into one form: one figure per definition of `eval/measure/lengths.py` that the tool
+has, with the conditions that the file states. Conditions that a file omits are not compared.
+
+Sources: vLLM 0.32 `benchmarks/serve.py`; Model-Optimizer `examples/specdec_bench` (`run.py`,
+`specdec_bench/metrics/acceptance_rate.py`, `utils.py`); speculators `scripts/evaluate/evaluate.py`
+and `perf_utils.py`.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from conf.errors import InputError
+from data.rows.field_checks import MalformedRowError, format_found_value
+from eval.measure.acceptance_stats import LENGTH_DEFINITIONS, MEANS
+
+ROUNDING = 1e-6
+MOST = 1e15
+"""Upper bound of every count; larger values are errors."""
+
+
+def parse_number(value: object, name: str, least: float = 0, most: float = MOST) -> float:
+    """Check that a value is a number within limits."""
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        limits = f"of at least {least:g}" if most == MOST else f"from {least:g} to {most:g}"
+        raise MalformedRowError(name, format_found_value(value), f"a number {limits}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def parse_whole_number(value: object, name: str, least: int = 0, most: float = MOST) -> int:
+    """Check that a value is an integer, which counters may write as 12.0."""
+    number = parse_number(value, name, least, most)
+    if number != int(number):
+        raise MalformedRowError(name, format_found_value(value), "a whole number")
+    return int(number)
+
+
+def parse_fraction(value: object, name: str) -> float:
+    """Check that a value is a number from 0 to 1."""
+    return parse_number(value, name, 0, 1)
+
+
+def parse_text(value: object, name: str) -> str:
+    """Check that a value is a non-empty text."""
+    if not isinstance(value, str) or not value.strip():
+        raise MalformedRowError(name, format_found_value(value), "a text")
+    return value
+
+
+def parse_object(value: object, name: str, what: str = "an object") -> dict[str, Any]:
+    """Check that a value is a JSON object."""
+    if not isinstance(value, dict):
+        raise MalformedRowError(name, format_found_value(value), what)
+    return value
+
+
+def parse_items(value: object, name: str, check: Callable[[object, str], Any]) -> list[Any]:
+    """Check each item of a list."""
+    if not isinstance(value, list):
+        raise MalformedRowError(name, format_found_value(value), "a list")
+    return [check(item, f"{name}[{place}]") for place, item in enumerate(value)]
+
+
+def check_optional(row: Mapping[str, Any], path: str, check: Callable[..., Any], *how: Any) -> None:
+    """Check a field named by a path, of which any part may be missing or null."""
+    value: Any = row
+    for name in path.split("."):
+        value = None if value is None else value.get(name)
+    if value is not None:
+        check(value, path, *how)
+
+
+def check_consistent(value: float, expected: float, name: str, of: str) -> None:
+    """Refuse a figure that contradicts the figures it is computed from."""
+    if abs(value - expected) > ROUNDING * max(1.0, abs(expected)):
+        raise MalformedRowError(name, f"{value:g}", f"{expected:g}, as {of} give")
+
+
+Definition = tuple[str, str]
+"""What is counted, and what the mean is over."""
+RESULT_FILE_NAMES = ("acceptance.json", "acceptance_rate.json", "acceptance.csv")
+"""Names of files that each tool writes anew for every measurement."""
+LONGEST = 10_000
+"""Largest number of tokens of a pass, above any draft."""
+FIRST, ALL = "first alone", "all"
+TREES = ("static_tree", "dynamic_tree")
+CONDITIONS = (
+    "data", "turns", "sampling", "draft_tokens", "draft_sample_method", "rejection_sample_method",
+    "max_new_tokens", "chat_template",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReportedAcceptance:
+    """Figures of a file.
+
+    Attributes:
+        tool: tool that wrote the file.
+        lengths: acceptance lengths by definition.
+        per_position: share of passes with drafts that accepted each depth; empty if unknown.
+        conditions: conditions that the file states, by name.
+    """
+
+    tool: str
+    lengths: dict[Definition, float]
+    per_position: list[float] = field(default_factory=list)
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+
+def find_result_file(path: str) -> tuple[str, Path]:
+    """Find the file of a path, and its name in the table.
+
+    Args:
+        path: file, or folder with one.
+
+    Raises:
+        InputError: no file, or several.
+    """
+    given = Path(path)
+    if given.suffix in (".json", ".csv") and not given.is_dir():
+        return given.parent.resolve().name if given.name in RESULT_FILE_NAMES else given.stem, given
+    if not given.is_dir():
+        return given.name, given / RESULT_FILE_NAMES[0]  # reading it will report that it is missing
+    found = [given / name for name in RESULT_FILE_NAMES if (given / name).is_file()]
+    found = found or sorted(given.glob("*.json"))
+    if len(found) != 1:
+        there = ", ".join(file.name for file in found) or "none"
+        raise InputError(
+            f"results={given}: must hold one of {', '.join(RESULT_FILE_NAMES)} or the JSON file "
+            "of vllm bench "
+            f"serve, but holds {there}; name the file"
+        )
+    return given.resolve().name, found[0]
+
+
+def load_reported_acceptance(file: Path) -> ReportedAcceptance:
+    """Read the figures of a file.
+
+    Raises:
+        InputError: the file cannot be read, is of none of these tools, or is damaged.
+    """
+    try:
+        if file.suffix == ".csv":
+            return _parse_speculators_csv(file.read_text(encoding="utf-8-sig"))
+        content = _load_json(file)
+        if isinstance(content, list):
+            beside = file.with_name("configuration.json")
+            return _model_optimizer(content, _load_run_notes(beside))
+        whole = parse_object(content, "(whole file)", "an object, or Model-Optimizer's list")
+        return _parse_own_result(whole) if "prompts" in whole else _parse_vllm_result(whole)
+    except MalformedRowError as error:
+        raise InputError(f"results: {file}: {error}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"results: cannot read {file}: {error}") from error
+
+
+def load_acceptance_json(file: Path) -> dict[str, Any]:
+    """Read an `acceptance.json`, and check everything that a comparison reads.
+
+    Raises:
+        InputError: the file cannot be read, or is damaged.
+    """
+    row = _load_json(file)
+    if not isinstance(row, dict) or "prompts" not in row:
+        raise InputError(f"results={file}: holds no prompts; measure again")
+    try:
+        _check_own(row)
+    except MalformedRowError as error:
+        raise InputError(f"results: {file}: {error}") from None
+    return row
+
+
+def _check_own(row: dict[str, Any]) -> None:
+    _check_figures(row, "")
+    parse_items(row.get("alpha"), "alpha", parse_fraction)
+    ends = row.get("tau_ci95", "nothing")
+    if ends is not None and len(parse_items(ends, "tau_ci95", parse_number)) != 2:
+        raise MalformedRowError("tau_ci95", format_found_value(ends), "two ends, or null")
+    tree = next((name for name in TREES if name in row), TREES[0])
+    _check_figures(parse_object(row.get(tree), tree, "the tree's figures"), f"{tree}.")
+    parse_whole_number(row.get("num_prompts"), "num_prompts", 1)
+    for name in ("data", "config", "config.data", "target_identity", "conditions"):
+        check_optional(row, name, parse_object, "an object")
+    check_optional(row, "config.data.chat_template_kwargs", parse_object, "an object")
+    for name in ("head", "data.path"):
+        check_optional(row, name, parse_text)
+    check_optional(row, "temperature", parse_number, 0)
+    check_optional(row, "agreement", parse_items, parse_fraction)
+    told = row.get("conditions") or dict.fromkeys(CONDITIONS)
+    if missing := [name for name in CONDITIONS if name not in told]:
+        raise MalformedRowError(f"conditions.{missing[0]}", "nothing", "words")
+    if "draft_tokens" in row:  # present if a reference file may be made of it
+        length = parse_whole_number(row["draft_tokens"], "draft_tokens", 1, LONGEST)
+        parse_object(row.get("by_part"), "by_part", "figures by part")
+        parse_items(row["prompts"], "prompts", _golden_row(length))
+
+
+def _load_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"results: cannot read {file}: {error}") from error
+
+
+def check_comparable(results: Mapping[str, ReportedAcceptance]) -> list[Definition]:
+    """Refuse results that cannot be compared.
+
+    Args:
+        results: results by name.
+
+    Returns:
+        Definitions that at least two results have, in order.
+
+    Raises:
+        InputError: conditions differ, or a result shares no definition with another.
+    """
+    for (one, first), (other, second) in combinations(results.items(), 2):
+        differ = [
+            f"{key} {first.conditions[key]} and {second.conditions[key]}"
+            for key in first.conditions
+            if key in second.conditions and first.conditions[key] != second.conditions[key]
+        ]
+        if differ:
+            raise InputError(
+                f"results: {one} ({first.tool}) and {other} ({second.tool}) were measured "
+                f"differently: {'; '.join(differ)}; compare results of equal conditions"
+            )
+    counts: dict[Definition, int] = {}
+    for result in results.values():
+        for definition in result.lengths:
+            counts[definition] = counts.get(definition, 0) + 1
+    shared = [(c, m) for c in LENGTH_DEFINITIONS for m in MEANS if counts.get((c, m), 0) > 1]
+    for name, result in results.items():
+        if not {*shared} & {*result.lengths}:
+            own = "; ".join(
+                f"{LENGTH_DEFINITIONS[count]} ({mean})" for count, mean in result.lengths
+            )
+            raise InputError(
+                f"results: {name} ({result.tool}) has an acceptance length that no other result "
+                f"has: {own}; add an acceptance.json of eval/acceptance.py, which has all of them"
+            )
+    return shared
+
+
+def _check_figures(row: Mapping[str, Any], prefix: str) -> None:
+    """Check a chain's or a tree's part of an `acceptance.json`."""
+    parse_number(row.get("tau"), f"{prefix}tau")
+    if not parse_items(row.get("prompts"), f"{prefix}prompts", _text_row):
+        raise MalformedRowError(f"{prefix}prompts", "no texts", "one at least")
+
+
+def _text_row(value: object, name: str) -> dict[str, Any]:
+    row = parse_object(value, name, "a text")
+    parse_whole_number(row.get("dialogue"), f"{name}.dialogue")
+    parse_whole_number(row.get("turn"), f"{name}.turn", 1)
+    parse_items(row.get("emitted"), f"{name}.emitted", parse_whole_number)
+    return row
+
+
+def _golden_row(draft_tokens: int) -> Callable[[object, str], None]:
+    """Make a check of a text's passes, with this many draft tokens."""
+
+    def check(value: object, name: str) -> None:
+        row = _text_row(value, name)
+        lists = {
+            key: parse_items(row.get(key), f"{name}.{key}", parse_whole_number)
+            for key in ("accepted", "drafted")
+        }
+        longest = max((n for values in lists.values() for n in values), default=0)
+        if longest > draft_tokens:
+            raise MalformedRowError(
+                name, f"{longest} tokens", f"draft_tokens={draft_tokens} at most"
+            )
+        lengths = [len(row["emitted"]), *map(len, lists.values())]
+        if lengths[1] != lengths[0] or lengths[2] not in (0, lengths[0]):
+            raise MalformedRowError(name, f"lists of {lengths} values", "one for every pass")
+
+    return check
+
+
+def _parse_draft_counts(row: Mapping[str, Any], names: tuple[str, str, str]) -> tuple[int, int]:
+    """Read drafts and accepted tokens, and check the tool's length against them."""
+    drafts = parse_whole_number(row.get(names[0]), names[0], 1)
+    accepted = parse_whole_number(row.get(names[1]), names[1])
+    length = parse_number(row.get(names[2]), names[2], 1)
+    check_consistent(length, 1 + accepted / drafts, names[2], f"{names[1]} and {names[0]}")
+    return drafts, accepted
+
+
+def _parse_target_name(value: object, name: str) -> str:
+    return parse_text(value, name).rstrip("/").rsplit("/", 1)[-1].lower()
+
+
+def _parse_vllm_result(row: Mapping[str, Any]) -> ReportedAcceptance:
+    names = ("num_drafts", "accepted_tokens", "acceptance_length")
+    prefixed = tuple(f"spec_decode_{name}" for name in names)
+    if prefixed[2] not in row:
+        raise MalformedRowError(
+            prefixed[2], "nothing", "a result of vllm bench serve against a server that drafts, "
+            "or an acceptance.json of eval/acceptance.py",
+        )  # fmt: skip
+    drafts, accepted = _parse_draft_counts(row, (prefixed[0], prefixed[1], prefixed[2]))
+    key = "spec_decode_per_position_acceptance_rates"
+    rates = parse_items(row.get(key), key, parse_fraction)
+    check_consistent(
+        sum(rates), accepted / drafts, f"sum of {key}", f"{prefixed[1]} and {prefixed[0]}"
+    )
+    if failed := parse_whole_number(row.get("failed", 0), "failed"):
+        raise MalformedRowError("failed", f"{failed} requests", "0, as others answered them")
+    stated = {
+        "draft tokens": len(rates),
+        "texts": parse_whole_number(row.get("completed"), "completed", 1),
+        "turns": FIRST,
+        "target": _parse_target_name(row.get("model_id"), "model_id"),
+    }
+    return ReportedAcceptance("vLLM", {("drafts", "pooled"): 1 + accepted / drafts}, rates, stated)
+
+
+def _parse_speculators_csv(text: str) -> ReportedAcceptance:
+    reader = csv.DictReader(text.splitlines(), strict=True)
+    header = reader.fieldnames or []
+    if missing := [name for name in ("subset", *DRAFTED) if name not in header]:
+        raise MalformedRowError(missing[0], "no such column", "speculators' acceptance.csv")
+    positions = [name for name in header if name.startswith("acceptance_at_pos_")]
+    rows = []
+    for number, cells in enumerate(reader, 2):
+        try:
+            rows.append(_parse_subset_row(cells, positions))
+        except MalformedRowError as error:
+            name = f"{error.name} of line {number}"
+            raise MalformedRowError(name, error.found, error.allowed) from None
+    if not rows:
+        raise MalformedRowError("(whole file)", "no rows", "a row for every subset")
+    drafts = sum(row[0] for row in rows)
+    return ReportedAcceptance(
+        "speculators",
+        {("drafts", "pooled"): 1 + sum(row[1] for row in rows) / drafts},
+        [sum(row[0] * row[2][place] for row in rows) / drafts for place in range(len(positions))],
+        {"draft tokens": len(positions), "turns": FIRST},
+    )
+
+
+DRAFTED = ("num_drafts", "num_accepted_tokens", "acceptance_length")
+
+
+def _parse_subset_row(
+    cells: Mapping[str, Any], positions: list[str]
+) -> tuple[int, int, list[float]]:
+    """Read drafts, accepted tokens and rates per position of a row."""
+    if None in cells:
+        raise MalformedRowError("(whole row)", "more cells than columns", "one for each")
+    row = {name: _parse_cell(cells[name], name) for name in (*DRAFTED, *positions)}
+    drafts, kept = _parse_draft_counts(row, DRAFTED)
+    rates = [parse_fraction(row[name], name) for name in positions]
+    check_consistent(
+        sum(rates), kept / drafts, "sum of acceptance_at_pos_", f"{DRAFTED[1]} and {DRAFTED[0]}"
+    )
+    return drafts, kept, rates
+
+
+def _parse_cell(value: object, name: str) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        raise MalformedRowError(name, format_found_value(value), "a number") from None
+
+
+def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> ReportedAcceptance:
+    if len(runs) != 1:
+        allowed = "one: a folder of its own for every run (--save_dir)"
+        raise MalformedRowError("(whole file)", f"{len(runs)} runs", allowed)
+    run = parse_object(runs[0], "[0]", "Model-Optimizer's acceptance_rate.json")
+    own = parse_object(run.get("Request_AL"), "Request_AL", "lengths by request")
+    by_turn = all(isinstance(value, dict) for value in own.values())
+    turns = [
+        parse_number(length, f"Request_AL.{request}", 0)
+        for request, value in own.items()
+        for length in (value.values() if isinstance(value, dict) else [value])
+    ]
+    if not turns:
+        raise MalformedRowError("Request_AL", "no requests", "lengths by request")
+    average = parse_number(run.get("Average_AL"), "Average_AL", 0)
+    check_consistent(average, sum(turns) / len(turns), "Average_AL", "Request_AL")
+    key = "Acceptance_Length_Histogram"
+    passes = {
+        parse_whole_number(_parse_cell(length, key), key, 0, LONGEST): parse_whole_number(
+            count, f"{key}.{length}"
+        )
+        for length, count in parse_object(run.get(key), key, "passes by tokens").items()
+    }
+    if not (number := sum(passes.values())):
+        raise MalformedRowError(key, "no passes", "passes by tokens")
+    tokens = sum(length * count for length, count in passes.items())
+    lengths: dict[Definition, float] = {("first_pass", "pooled"): tokens / number}
+    stated = {"dialogues": len(own), "turns": ALL, **configured}
+    rates: list[float] = []
+    if not by_turn:
+        lengths["first_pass", "dialogues"] = average
+    else:
+        lengths["first_pass", "turns"] = average
+        stated["texts"] = len(turns)
+        if len(turns) == len(own):
+            lengths["first_pass", "dialogues"] = average
+            del stated["turns"]  # of dialogues of one turn each
+        # The first pass of each text is the prompt's, which gives one token.
+        if number > len(turns):
+            own_passes = number - len(turns)
+            lengths["passes", "pooled"] = (tokens - len(turns)) / own_passes
+            rates = [
+                sum(count for length, count in passes.items() if length > depth) / own_passes
+                for depth in range(1, max(passes))
+            ]
+    return ReportedAcceptance("Model-Optimizer", lengths, rates, stated)
+
+
+def _load_run_notes(file: Path) -> dict[str, Any]:
+    """Read Model-Optimizer's notes beside a result, if any."""
+    if not file.is_file():
+        return {}
+    noted = _load_json(file)
+    if not isinstance(noted, dict):
+        raise InputError(f"results: {file}: found {format_found_value(noted)}; allowed: an object")
+    stated: dict[str, Any] = {}
+    # Engines count a block differently for block drafters.
+    if noted.get("speculative_algorithm") not in ("DFLASH", None):
+        stated["draft tokens"] = noted.get("draft_length")
+    stated["temperature"] = noted.get("temperature")
+    stated["new tokens"] = noted.get("output_length")
+    known = {key: value for key, value in stated.items() if type(value) in (int, float)}
+    model = noted.get("model_dir")
+    return (
+        {**known, "target": _parse_target_name(model, "model_dir")}
+        if isinstance(model, str)
+        else known
+    )
+
+
+def _parse_own_result(row: Mapping[str, Any]) -> ReportedAcceptance:
+    if "served" in row:
+        raise MalformedRowError(
+            "served",
+            "a result of eval/serve.py",
+            "acceptance.json; serve.json holds its own comparison, under served and replayed",
+        )
+    if "acceptance_length" not in row:
+        raise MalformedRowError(
+            "acceptance_length",
+            "nothing",
+            "a result of the current eval/acceptance.py; measure again",
+        )
+    table = parse_object(row["acceptance_length"], "acceptance_length", "figures by definition")
+    lengths: dict[Definition, float] = {}
+    for count in LENGTH_DEFINITIONS:
+        means = parse_object(table.get(count), f"acceptance_length.{count}", "figures by mean")
+        for mean in MEANS:
+            if means.get(mean) is not None:
+                name = f"acceptance_length.{count}.{mean}"
+                lengths[count, mean] = parse_number(means[mean], name, 0)
+    texts = parse_items(row["prompts"], "prompts", _parse_dialogue)
+    data = parse_object(row.get("data"), "data", "what was measured on")
+    asked, most = parse_whole_number(row.get("num_turns"), "num_turns", 1), data.get("most_turns")
+    most = parse_whole_number(most, "data.most_turns", 1)
+    identity = parse_object(row.get("target_identity"), "target_identity", "the target")
+    stated = {
+        "draft tokens": parse_whole_number(row.get("draft_tokens"), "draft_tokens", 1, LONGEST),
+        "texts": len(texts),
+        "dialogues": len({*texts}),
+        "turns": ALL if asked >= most else FIRST if asked == 1 else f"first {asked}",
+        "target": _parse_target_name(identity.get("name"), "target_identity.name"),
+        "temperature": parse_number(row.get("temperature"), "temperature", 0),
+        "new tokens": parse_whole_number(row.get("max_new_tokens"), "max_new_tokens", 1),
+    }
+    if most == 1:
+        del stated["turns"]
+    rates = parse_items(row.get("per_position"), "per_position", parse_fraction)
+    return ReportedAcceptance("Headsmith", lengths, rates, stated)
+
+
+def _parse_dialogue(text: object, name: str) -> int:
+    return parse_whole_number(
+        parse_object(text, name, "a text").get("dialogue"), f"{name}.dialogue"
+    )
+
+
+def build_comparison_rows(
+    results: Mapping[str, ReportedAcceptance], shared: Iterable[Definition]
+) -> list[list[str]]:
+    """Make a header and one row per result; figures that a tool omits stay empty."""
+    shared = list(shared)
+    header = ["result", "tool", "draft tokens", "texts"]
+    lines = [
+        header
+        + [f"{LENGTH_DEFINITIONS[count]} ({mean})" for count, mean in shared]
+        + ["per position"]
+    ]
+    for name, result in results.items():
+        stated = (result.conditions.get(key) for key in ("draft tokens", "texts"))
+        figures = (result.lengths.get(definition) for definition in shared)
+        lines.append(
+            [
+                name,
+                result.tool,
+                *("" if value is None else f"{value:g}" for value in stated),
+                *("" if figure is None else f"{figure:.3f}" for figure in figures),
+                " ".join(f"{rate:.2f}" for rate in result.per_position),
+            ]
+        )
+    return lines

@@ -1,0 +1,408 @@
+"""Figures of `speedup.json`: speed and acceptance of methods, and their texts side by side."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from conf.settings.measure import SpeedupRun
+from eval.compare.methods import Method
+from eval.compare.timing import PromptRun
+from eval.decode.engine import Generation, count_common_prefix
+from eval.measure.acceptance_stats import (
+    Interval,
+    PromptSteps,
+    bootstrap_interval,
+    format_interval,
+    format_length_bucket,
+    percentiles_ms,
+    summarise_acceptance,
+    tau,
+)
+from eval.measure.measurement import Measurement
+from eval.measure.prompts import Prompt, count_thinking_tokens
+from eval.preflight_checks import BASELINES, VANILLA
+from heads.decoding.tree import Tree
+from heads.target_model.model import Target
+
+PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
+TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
+
+
+def summarise_speedup(
+    bench: Measurement, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
+) -> dict[str, Any]:
+    """Make the content of `speedup.json`."""
+    baseline = select_baseline(methods, runs)
+    return {
+        "methods": {
+            name: _summarise_method(
+                name,
+                method,
+                runs,
+                baseline,
+                bench.embeddings_and_output_head.tokenizer,
+                config.seed,
+            )
+            for name, method in methods.items()
+        },
+        "baseline": baseline,
+        "baselines": [name for name in BASELINES if name in methods],
+        # Sampled texts differ by chance; tests check their distribution.
+        "lossless": compare_greedy_texts(bench, methods, runs)
+        if bench.sampling.is_greedy
+        else None,
+        "batch_size": config.batch_size,
+        "num_repeats": config.num_repeats,
+        "texts": texts_shown(
+            bench.embeddings_and_output_head.tokenizer, methods, runs, config.num_texts
+        ),
+    }
+
+
+def select_baseline(methods: Iterable[str], runs: list[PromptRun]) -> str:
+    """Choose the faster method without drafting: what a user would run without a head."""
+    speeds = {
+        name: compute_tokens_per_s(name, runs, "total") for name in BASELINES if name in methods
+    }
+    return max(speeds, key=lambda name: speeds[name])
+
+
+def _summarise_method(
+    name: str, method: Method, runs: list[PromptRun], baseline: str, tokenizer: Any, seed: int
+) -> dict[str, Any]:
+    texts = [run.texts[name][0] for run in runs]
+    steps = [
+        PromptSteps(
+            run.prompt.category, text.steps, text.drafted, run.prompt.dialogue, run.prompt.turn,
+            count_thinking_tokens(run.prompt, text.token_ids, tokenizer), len(run.prompt.token_ids),
+        )
+        for run, text in zip(runs, texts, strict=True)
+    ]  # fmt: skip
+    depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
+    measured: dict[str, Any] = summarise_acceptance(steps, depth, seed)
+    mean, decode_speedup = tau(steps), compute_speedup(name, baseline, runs, "decode")
+    figures: dict[str, Any] = {
+        "draft_tokens": measured["draft_tokens"],
+        "tau": mean,
+        "tau_ci95": measured["tau_ci95"],
+        "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
+        "speedup": compute_speedup(name, baseline, runs, "total"),
+        "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
+        "decode_tokens_per_s": compute_tokens_per_s(name, runs, "decode"),
+        "decode_speedup": decode_speedup,
+        "efficiency": None if decode_speedup is None else decode_speedup / mean,
+        **{
+            key: measured[key]
+            for key in ("acceptance_length", "alpha", "per_position", "histogram")
+        },
+        "num_tokens": sum(len(text.token_ids) for text in texts),
+        **{key: measured[key] for key in ("num_steps", "num_drafted", "num_accepted")},
+        "breakdown": _sum_part_seconds(name, runs),
+        "lossy": method.lossy,
+        "by_category": {},
+        "by_input_length": {},
+        "by_part": measured["by_part"],
+        **method.settings,
+    }
+    if "captured" in method.settings:
+        figures["captures"] = _sum_captures(name, runs)
+    groups: dict[str, Callable[[Prompt], str]] = {
+        "by_category": lambda prompt: prompt.category,
+        "by_input_length": lambda prompt: format_length_bucket(len(prompt.token_ids)),
+    }
+    for key, name_of in groups.items():
+        for group, row in measured[key].items():
+            members = [run for run in runs if name_of(run.prompt) == group]
+            figures[key][group] = {
+                "tau": row["tau"],
+                "tau_ci95": row["ci95"],
+                "per_draft": row["per_draft"],
+                "speedup": compute_speedup(name, baseline, members, "total"),
+                "speedup_ci95": compute_speedup_interval(name, baseline, members, seed),
+                "num_prompts": row["num_prompts"],
+            }
+    if method.tree is not None and method.tree.num_nodes > 1:
+        figures["tree"] = _describe_static_tree(method.tree, texts)
+    # Per prompt its passes, and per repeat its shares of the batches' seconds.
+    figures["prompts"] = [
+        {
+            **own.build_row(),
+            "num_tokens": run.num_tokens(name),
+            "seconds": {part: run.seconds_per_repeat(name, part) for part in TIMES},
+        }
+        for own, run in zip(steps, runs, strict=True)
+    ]
+    return figures
+
+
+def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
+    """Seconds per part; idle time of a GPU inside a part counts as the host's."""
+    parts = {
+        part: _median_total(run.seconds_per_repeat(name, part) for run in runs) for part in PARTS
+    }
+    for part in ("draft", "verify", "accept", "step"):
+        profiled = [run for run in runs if name in run.busy]
+        lasted = _median_total(run.seconds_per_repeat(name, part) for run in profiled)
+        if lasted:
+            worked = sum(run.busy[name].get(part, 0.0) for run in profiled)
+            idle = parts[part] * max(0.0, 1 - worked / lasted)
+            parts[part] -= idle
+            parts["host"] += idle
+    # Either the parts of a step, or the captured step.
+    return {part: seconds for part, seconds in parts.items() if part != "step" or seconds}
+
+
+def _sum_captures(name: str, runs: list[PromptRun]) -> dict[str, float]:
+    """Captures that no time contains: their number and seconds, of all texts and repeats."""
+    times = [text.times for run in runs for text in run.texts[name]]
+    num, seconds = sum(each.num_captures for each in times), sum(each.capture for each in times)
+    return {"num": round(num), "seconds": seconds}
+
+
+def _median_total(seconds: Iterable[list[float]]) -> float:
+    """Seconds of all prompts, each with its median over repeats."""
+    return sum(map(statistics.median, seconds))
+
+
+def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
+    """Tokens per second, in `total` or in `decode`, which excludes prompts and their tokens."""
+    counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
+    return sum(counts) / max(
+        _median_total(run.seconds_per_repeat(name, part) for run in runs), 1e-9
+    )
+
+
+def compute_speedup(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
+    """Speed divided by the baseline's; None if the baseline decoded nothing."""
+    base = compute_tokens_per_s(baseline, runs, part)
+    return compute_tokens_per_s(name, runs, part) / base if base else None
+
+
+def compute_speedup_interval(
+    name: str, baseline: str, runs: list[PromptRun], seed: int
+) -> Interval:
+    """95% bootstrap interval of the speed-up over dialogues and repeats."""
+    if name == baseline:  # 1 by definition
+        return None
+    dialogues: dict[int, list[PromptRun]] = {}
+    for run in runs:
+        dialogues.setdefault(run.prompt.dialogue, []).append(run)
+
+    @cache
+    def sums(repeats: tuple[int, ...]) -> list[list[float]]:
+        """Tokens and seconds of the method and of the baseline, per dialogue."""
+        return [
+            [
+                total
+                for method in (name, baseline)
+                for total in (
+                    sum(run.num_tokens(method) for run in dialogue),
+                    _median_total(
+                        [run.seconds_per_repeat(method)[r] for r in repeats] for run in dialogue
+                    ),
+                )
+            ]
+            for dialogue in dialogues.values()
+        ]
+
+    def speedup(drawn: Sequence[int], repeats: Sequence[int]) -> float:
+        cells = sums(tuple(sorted(repeats)))
+        tokens, time, base_tokens, base_time = (
+            sum(cells[dialogue][column] for dialogue in drawn) for column in range(4)
+        )
+        return (tokens / time) / (base_tokens / base_time)
+
+    return bootstrap_interval(range(len(dialogues)), speedup, seed, len(runs[0].texts[name]))
+
+
+def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
+    """Static tree with the share of passes that accepted each node."""
+    counts = Counter(node for g in texts for path in g.paths for node in path)
+    num_steps = max(1, sum(len(g.paths) for g in texts))
+    rates = [1.0] + [counts[node] / num_steps for node in range(1, tree.num_nodes)]
+    return {"parents": list(tree.parents), "ranks": list(tree.ranks), "acceptance": rates}
+
+
+def compare_greedy_texts(
+    bench: Measurement, methods: dict[str, Method], runs: list[PromptRun]
+) -> dict[str, Any]:
+    """Count greedy texts that equal plain decoding under every method, and list the others."""
+    divergences = []
+    for index, run in enumerate(runs):
+        expected = run.texts[VANILLA][0].token_ids
+        for name in methods:
+            text = run.texts[name][0].token_ids
+            if text != expected:
+                where = _find_divergence(bench.target, run.prompt, expected, text)
+                divergences.append({"prompt": index, "method": name, **where})
+    differing = {divergence["prompt"] for divergence in divergences}
+    return {
+        "num_prompts": len(runs),
+        "num_equal": len(runs) - len(differing),
+        "first_divergences": divergences,
+    }
+
+
+@torch.no_grad()
+def _find_divergence(
+    target: Target, prompt: Prompt, expected: list[int], text: list[int]
+) -> dict[str, Any]:
+    """Place where two texts part, and the margin of the target's choice there."""
+    position = count_common_prefix(expected, text)
+    output = target.encode_text(prompt.token_ids + expected[:position])
+    best, second = (
+        target.compute_logits(output.hidden_states[0, -1]).float().topk(2).values.tolist()
+    )
+    return {"position": position, "top2_margin": best - second}
+
+
+def texts_shown(
+    tokenizer: Any, methods: dict[str, Method], runs: list[PromptRun], num_texts: int
+) -> list[dict[str, Any]]:
+    """Texts of the first prompts of each category in turn, for the report."""
+    drafting = [
+        name
+        for name in methods
+        if name == VANILLA or any(sum(run.texts[name][0].drafted) for run in runs)
+    ]
+    by_category: dict[str, list[PromptRun]] = {}
+    for run in runs:
+        by_category.setdefault(run.prompt.category, []).append(run)
+    longest = max(map(len, by_category.values()))
+    rounds = [m[place] for place in range(longest) for m in by_category.values() if place < len(m)]
+    return [
+        _color_by_depth(n, run, drafting, tokenizer) for n, run in enumerate(rounds[:num_texts])
+    ]
+
+
+def _color_by_depth(
+    index: int, run: PromptRun, methods: list[str], tokenizer: Any
+) -> dict[str, Any]:
+    """A prompt's texts with the depth at which each token was accepted; 0 for the target's own."""
+    texts, prompt = {}, run.prompt
+    for name in methods:
+        text = run.texts[name][0]
+        pieces = _decode_token_pieces(tokenizer, text.token_ids)
+        texts[name] = list(zip(pieces, _list_token_depths(text), strict=True))
+    return {
+        "prompt": index,
+        "category": prompt.category,
+        "turn": prompt.turn,
+        "question": prompt.question,
+        "methods": texts,
+    }
+
+
+def _list_token_depths(text: Generation) -> list[int]:
+    # The prompt's pass gives one token, or more if transformers drafts in it.
+    num_first = len(text.token_ids) - sum(step.num_emitted for step in text.steps)
+    depths = [*range(1, num_first), 0]
+    for step in text.steps:
+        depths += [*range(1, step.num_accepted + 1), 0][: step.num_emitted]
+    return depths
+
+
+def _decode_token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """Text that each token adds; a character split over tokens goes to the last of them."""
+    pieces, shown = [], ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:end])
+        whole = end == len(token_ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        grown = text if whole and text.startswith(shown) else shown
+        pieces.append(grown[len(shown) :])
+        shown = grown
+    return pieces
+
+
+WAITS = ("first_token_ms", "between_tokens_ms")
+
+
+def summarise_batch_size(
+    methods: Iterable[str], runs: list[PromptRun], seed: int
+) -> dict[str, Any]:
+    """Throughput and latency of texts of a batch size, by method.
+
+    The time to the first token is from where a text gets its place to its first token; the time
+    between tokens from what a step gave to what the next one did, as a reader of a stream sees it,
+    of all texts together. In ms, the median of repeats; None where nobody waited.
+
+    Args:
+        methods: their names.
+        runs: of all prompts.
+        seed: of the intervals.
+    """
+    baseline, rows = select_baseline(methods, runs), {}
+    for name in methods:
+        repeats = list(zip(*(run.texts[name] for run in runs), strict=True))
+        rows[name] = {
+            "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
+            "speedup": compute_speedup(name, baseline, runs, "total"),
+            "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
+            "first_token_ms": percentiles_ms(
+                [[s for text in texts for s in text.arrivals[:1]] for texts in repeats]
+            ),
+            "between_tokens_ms": percentiles_ms(
+                [
+                    [after - s for text in texts for s, after in pairwise(text.arrivals)]
+                    for texts in repeats
+                ]
+            ),
+        }
+    return {"baseline": baseline, "methods": rows}
+
+
+def find_break_even_size(sizes: dict[str, Any], method: str) -> int | None:
+    """Batch size from which a method is not faster than the baseline; None if it always is.
+
+    Args:
+        sizes: content of `concurrency` in `speedup.json`.
+        method: name of the method.
+    """
+    stop = None
+    for size in sorted(map(int, sizes), reverse=True):
+        if sizes[str(size)]["methods"][method]["speedup"] > 1:
+            break
+        stop = size
+    return stop
+
+
+def build_concurrency_table(sizes: dict[str, Any]) -> Table:
+    """A row per method and batch size of `concurrency` in a result."""
+    table = Table(title="Texts at a time; ms to the first token and between tokens, p50 and p99")
+    columns = ("texts", "method", "tokens/s", "speed-up, 95%", "first", "between")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for size, measured in sizes.items():
+        for name, row in measured["methods"].items():
+            gain, bounds = row["speedup"], row["speedup_ci95"]
+            words = "-" if gain is None else f"{gain:.2f}"
+            table.add_row(
+                size, name, f"{row['tokens_per_s']:.1f}",
+                words if bounds is None else f"{words} {format_interval(bounds)}",
+                *(_format_wait(row[key]) for key in WAITS),
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def print_concurrency(result: dict[str, Any], console: Console) -> None:
+    """Print the table, and the size from which each method no longer helps."""
+    console.print(build_concurrency_table(result["concurrency"]))
+    for name in result["methods"]:
+        if name not in result["baselines"]:
+            size = find_break_even_size(result["concurrency"], name)
+            says = "pays at all of them" if size is None else f"no longer pays from {size} on"
+            console.print(f"{name}: {says}", highlight=False)
+
+
+def _format_wait(wait: dict[str, float] | None) -> str:
+    if wait is None:
+        return "-"
+    return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in wait.values())

@@ -1,0 +1,387 @@
+"""One pass of the target over draft trees, with the accepted paths and their record.
+
+Letters: B texts, N tree nodes (root included), A nodes kept, D hidden, V vocab.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.decoding.cache import TreeCache
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, TreeLayout
+from heads.decoding.sampling import Generators, Sampling, Typical
+from heads.decoding.tree import Tree
+from heads.target_model.model import FeatureLayers, Target, TargetOutput, prefill_last_states
+
+
+@dataclass(frozen=True)
+class AcceptedPaths:
+    """Accepted path of each tree.
+
+    Attributes:
+        nodes: [B, N] int64 accepted node of each depth, root first; padded with the root.
+        num_accepted: [B] int64 number of accepted draft tokens.
+        bonus: [B] int64 token after them.
+    """
+
+    nodes: Tensor
+    num_accepted: Tensor
+    bonus: Tensor
+
+
+def verify(
+    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, generators: Generators
+) -> AcceptedPaths:
+    """Find the accepted path and the bonus token of each tree, without waiting for the device.
+
+    Args:
+        draft: draft trees.
+        tokens: [B, N] int64 tokens of `draft`, after the root.
+        logits: [B, N, V] logits of the target after each node.
+        sampling: how the target chooses.
+        generators: random generators, for sampling.
+    """
+    if tokens.shape[1] == 1 and sampling.is_greedy:
+        root = torch.zeros_like(tokens)
+        return AcceptedPaths(root, root[:, 0], logits[:, 0].argmax(-1))
+    layout = draft.build_layout()
+    if sampling.is_greedy:
+        choices = logits.argmax(-1)
+        passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
+        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
+        return AcceptedPaths(
+            nodes, _select_node_values(layout.depths, end), _select_node_values(choices, end)
+        )
+    probs = sampling.compute_probabilities(logits)
+    if sampling.typical is not None:
+        passes, log_probs = accept_typical(layout, tokens, probs, sampling.typical)
+        nodes, end = _deepest_path(layout, passes, log_probs)
+        return AcceptedPaths(
+            nodes,
+            _select_node_values(layout.depths, end),
+            generators.sample_indices(_select_node_values(probs, end)),
+        )
+    uniforms = generators.draw_uniform(tokens.shape[1])
+    if draft.draft_probs is None:
+        passes = accept_ranked(layout, tokens, probs, uniforms)
+        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
+        rest = _without_children(layout, tokens, _select_node_values(probs, end), end)
+    else:
+        passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
+        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
+        rest = _select_node_values(probs, end)
+    return AcceptedPaths(
+        nodes, _select_node_values(layout.depths, end), generators.sample_indices(rest)
+    )
+
+
+def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
+    """[B, N] bool acceptance of tokens that were not sampled, so that q is 1 for each.
+
+    A token x is accepted with probability p(x); rejecting it sets p(x) to 0. Using the drafter's
+    own probability instead of 1 would change the distribution.
+
+    Args:
+        layout: layout of the trees.
+        tokens: [B, N] int64.
+        probs: [B, N, V] float32 p after each node.
+        uniforms: [B, N] uniform random numbers.
+
+    Source: SafeAILab/EAGLE `eagle/model/utils.py`, `evaluate_posterior`.
+    """
+    before = _earlier_siblings(layout)
+    same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
+    repeated = (before & same).any(-1)
+    p = _token_probs(layout, tokens, probs).masked_fill(repeated, 0)
+    left = 1 - (before.float() @ p.unsqueeze(2)).squeeze(2)
+    return uniforms * left < p
+
+
+def accept_sampled(
+    draft: Draft, layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[B, N] bool acceptance of tokens sampled from q, and [B, N, V] rest of p after the children.
+
+    A token x is accepted with probability min(1, p(x) / q(x)). Rejecting it replaces p by
+    norm(max(0, p - q)) and sets q(x) to 0 for the next sibling, as siblings are sampled without
+    replacement.
+
+    Source: chains, Leviathan et al., arXiv 2211.17192, algorithm 1; trees, Sequoia, arXiv
+        2402.12374, algorithm 2.
+    """
+    assert draft.draft_probs is not None
+    assert isinstance(draft.tree, Tree)
+    q = draft.draft_probs
+    num_inner = q.shape[1]
+    p, leaves = probs[:, :num_inner], probs[:, num_inner:]
+    passes = torch.zeros_like(tokens, dtype=torch.bool)
+    ranks = _earlier_siblings(layout).sum(-1).expand_as(tokens)
+    parents = layout.parents.expand_as(tokens)
+    inner = torch.arange(num_inner, device=tokens.device)
+    there = tokens >= 0
+    there[:, 0] = False
+    for rank in range(max(map(len, draft.tree.children))):
+        # [B, P, N]: the child of this rank; each node has at most one.
+        child = (parents.unsqueeze(1) == inner[:, None]) & (there & (ranks == rank)).unsqueeze(1)
+        has, node = child.max(-1)
+        token = tokens.gather(1, node).clamp_min(0).unsqueeze(2)
+        threshold = uniforms.gather(1, node).unsqueeze(2) * q.gather(2, token)
+        passes = passes | (child & (threshold < p.gather(2, token))).any(1)
+        p = torch.where(has.unsqueeze(2), _normalise_weights((p - q).clamp_min(0), p), p)
+        q = torch.where(has.unsqueeze(2), _normalise_weights(q.scatter(2, token, 0.0), q), q)
+    return passes, torch.cat([p, leaves], dim=1)
+
+
+def _normalise_weights(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Divide by the sum; `otherwise` where rounding leaves nothing."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, otherwise)
+
+
+def accept_typical(
+    layout: TreeLayout, tokens: Tensor, probs: Tensor, rule: Typical
+) -> tuple[Tensor, Tensor]:
+    """[B, N] bool of typical nodes, and [B, N] log p of the path to each."""
+    entropy = -(probs * (probs + 1e-5).log()).sum(-1)
+    threshold = (rule.alpha * (-entropy).exp()).clamp_max(rule.threshold)
+    p = _token_probs(layout, tokens, probs)
+    passes = p > threshold.gather(1, layout.parents.expand_as(tokens))
+    logs = p.clamp_min(1e-30).log()
+    return passes, (layout.mask.float() @ logs.unsqueeze(2)).squeeze(2)
+
+
+def _token_probs(layout: TreeLayout, tokens: Tensor, probs: Tensor) -> Tensor:
+    """[B, N] p(x) at each node's parent; 0 for missing nodes."""
+    places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
+    p = probs[places, layout.parents.expand_as(tokens), tokens.clamp_min(0)]
+    return p.masked_fill(tokens < 0, 0)
+
+
+def _earlier_siblings(layout: TreeLayout) -> Tensor:
+    """[B, N, N] bool: row n marks earlier nodes with the same parent; the root has none."""
+    same = layout.parents.unsqueeze(2) == layout.parents.unsqueeze(1)
+    earlier = same & torch.ones_like(same).tril(-1)
+    earlier[:, :, 0] = False
+    return earlier
+
+
+def _first_sibling(layout: TreeLayout, passes: Tensor) -> Tensor:
+    """[B, N] bool, marks the first sibling that passes under each parent."""
+    later = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
+    return passes & ~later
+
+
+def _deepest_path(
+    layout: TreeLayout, passes: Tensor, scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Find the deepest node whose path passes: the path's nodes [B, D + 1], and the node [B].
+
+    Args:
+        layout: layout of the trees.
+        passes: [B, N] bool; always True for the root.
+        scores: [B, N] scores that decide between equally deep nodes.
+    """
+    rejected = ~passes
+    rejected[:, 0] = False
+    alive = ~(layout.mask & rejected.unsqueeze(1)).any(-1)
+    depths = layout.depths.expand_as(alive)
+    reached = depths.masked_fill(~alive, -1)
+    if scores is not None:
+        deepest = reached == reached.max(1, keepdim=True).values
+        end = scores.masked_fill(~deepest, -torch.inf).argmax(1)
+    else:
+        end = reached.argmax(1)
+    mask = layout.mask.expand(len(alive), -1, -1)
+    on_path = mask.gather(1, end[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)
+    nodes = torch.arange(mask.shape[2], device=mask.device).expand_as(depths)
+    path = torch.zeros_like(depths).scatter_add(1, depths, nodes * on_path)
+    return path, end
+
+
+def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
+    """[B, V] p at node `end`, without the rejected tokens of its children."""
+    rejected = (layout.parents.expand_as(tokens) == end.unsqueeze(1)) & (tokens >= 0)
+    rejected[:, 0] = False
+    kept = torch.ones_like(probs).scatter_reduce(
+        1, tokens.clamp_min(0), (~rejected).to(probs.dtype), "amin"
+    )
+    rest = probs * kept
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
+
+
+def _select_node_values(values: Tensor, node: Tensor) -> Tensor:
+    """[B, ...] values of [B or 1, N, ...] at node [B]."""
+    return values.expand(len(node), *values.shape[1:])[
+        torch.arange(len(node), device=node.device), node
+    ]
+
+
+class ContextLimits:
+    """Lengths from which a target reads texts differently, or not at all.
+
+    Up to the switch a text uses the short frequencies of LongRoPE, above it the long ones for all
+    tokens, so its keys are then recomputed, as in transformers' `generate`. A draft is not accepted
+    across the switch, as its later tokens were read with the wrong frequencies.
+
+    Args:
+        target: the target.
+        prompts: token ids of each text.
+    """
+
+    def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
+        self.target, self.switch, self.window = (
+            target,
+            target.long_rope.switch,
+            target.max_positions,
+        )
+        switch = self.switch
+        self.long = {n for n, ids in enumerate(prompts) if switch is not None and len(ids) > switch}
+
+    def recompute_long_keys(
+        self, cache: TreeCache, numbers: list[int], texts: list[list[int]]
+    ) -> None:
+        """Recompute the keys of texts that are long from now on.
+
+        Args:
+            cache: cache of the running texts.
+            numbers: index of the text in each row.
+            texts: all tokens of each text, prompt and root included.
+        """
+        if self.switch is None:
+            return
+        for row, (number, length) in enumerate(zip(numbers, cache.slots.lengths, strict=True)):
+            if length >= self.switch and number not in self.long:
+                self.long.add(number)
+                anew = self.target.new_cache(1)
+                prefill_last_states(self.target, anew, [texts[row][: length + 1]])
+                cache.overwrite_row(row, anew)
+
+    def mask_beyond_limits(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
+        """Replace tokens [B, N] of trees beyond the window or a short text's switch by PAD.
+
+        Args:
+            tokens: [B, N] int64.
+            depths: [B or 1, N] int64.
+            cache: cache of the texts.
+        """
+        committed = cache.slots.committed
+        positions = committed + depths
+        if self.window is not None:
+            tokens = tokens.masked_fill(positions >= self.window, PAD)
+        if self.switch is None:
+            return tokens
+        beyond = (committed < self.switch) & (positions >= self.switch)
+        return tokens.masked_fill(beyond, PAD)
+
+
+class HostStep(NamedTuple):
+    """A text's share of a verify pass, on the host.
+
+    Attributes:
+        path: accepted nodes, root first.
+        tokens: tokens of these nodes.
+        bonus: token after them.
+        num_drafted: draft tokens verified.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    bonus: int
+    num_drafted: int
+
+    @classmethod
+    def from_records(cls, record: list[list[int]]) -> "list[HostStep]":
+        """Read the steps of the rows of a `Verified.record`."""
+        steps = []
+        for num_accepted, bonus, num_drafted, *rest in record:
+            kept, width = num_accepted + 1, len(rest) // 2
+            steps.append(cls(rest[:kept], rest[width : width + kept], bonus, num_drafted))
+        return steps
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """Trees of which the target has accepted a path.
+
+    Attributes:
+        nodes: the trees.
+        accepted: accepted paths.
+        accepted_tokens: [B, N] int64 tokens of the accepted nodes.
+        host_record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
+    """
+
+    nodes: "TreeOutputs"
+    accepted: AcceptedPaths
+    accepted_tokens: Tensor
+    host_record: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[B] int64 number of accepted nodes, root included."""
+        return self.accepted.num_accepted + 1
+
+    def build_committed_tokens(
+        self, steps: Sequence[HostStep], cache: TreeCache
+    ) -> CommittedTokens:
+        """Make the pass as drafters observe it, once the host knows its steps."""
+        paths = [step.path for step in steps]
+        longest = max(map(len, paths))
+        path = self.accepted.nodes[:, :longest]
+        return CommittedTokens(
+            token_ids=[step.tokens for step in steps],
+            output=self.nodes.output.select_tokens(path),
+            cache=cache,
+            logits=self.nodes.logits,
+            on_device=(self.accepted_tokens[:, :longest], self.counts),
+            paths=paths,
+            nodes=path,
+        )
+
+
+@dataclass(frozen=True)
+class TreeOutputs:
+    """Draft trees that the target has read.
+
+    Attributes:
+        tokens: [B, N] int64 tokens, roots included; PAD for missing nodes.
+        output: hidden states [B, N, D] of the target.
+        logits: [B, N, V].
+    """
+
+    tokens: Tensor
+    output: TargetOutput
+    logits: Tensor
+
+    def accept_paths(
+        self, draft: Draft, sampling: Sampling, generators: Generators
+    ) -> VerifyResult:
+        """Accept a path of each tree, without waiting for the device."""
+        accepted = verify(draft, self.tokens, self.logits, sampling, generators)
+        on_path = self.tokens.gather(1, accepted.nodes)
+        num_drafted = (draft.tokens != PAD).sum(1)
+        numbers = torch.stack([accepted.num_accepted, accepted.bonus, num_drafted], dim=1)
+        record = torch.cat([numbers, accepted.nodes, on_path], dim=1)
+        return VerifyResult(self, accepted, on_path, record)
+
+
+def run_verify_pass(
+    limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: FeatureLayers
+) -> TreeOutputs:
+    """Run the target once over all trees.
+
+    Args:
+        limits: limits of the batch.
+        draft: the trees.
+        roots: [B] int64.
+        cache: cache of the texts.
+        taps: hidden states that the drafter needs.
+    """
+    layout, target = draft.build_layout(), limits.target
+    tokens = torch.cat([roots.unsqueeze(1), draft.tokens], dim=1)
+    tokens = limits.mask_beyond_limits(tokens, layout.depths, cache)
+    mask = None if draft.is_chain else layout.mask
+    output = target.run_pending(cache, tokens.clamp_min(0), mask, layout.depths, taps)
+    return TreeOutputs(tokens, output, target.compute_logits(output.hidden_states))

@@ -1,0 +1,481 @@
+"""Starts and ends every measurement: target, heads, prompts, and the results file."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, parse_flag_from_env
+from rich.console import Console
+from tqdm import tqdm
+
+from conf.command.environment import check_launch
+from conf.command.jsonl_store import PARTIAL, JsonlStore
+from conf.command.run_record import collect_provenance, flatten_settings, to_json
+from conf.errors import InputError
+from conf.files import write_atomically
+from conf.settings.data import OnBadRow
+from conf.settings.drafting import HeadRef
+from conf.settings.measure import MeasureRun
+from data.embedded import fill_default_paths
+from data.rows.data_files import find_dataset_revision
+from data.rows.records import LoadedRecords, Record, load_records
+from data.servers.server_pool import HiddenStatesPool
+from data.templates.record_encoder import RecordEncoder
+from eval.decode.generation_config import apply_generation_config
+from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
+from eval.measure.measured_head import MeasuredHead, get_device_name, load_measured_head
+from eval.measure.prompts import (
+    Prompt,
+    check_prompt,
+    render_first_turns,
+    render_next_turns,
+    select_process_prompts,
+    select_user_messages,
+)
+from eval.measure.results import describe_conditions
+from eval.measure.target_answers import AnswerSource, AnswerWriter, LocalAnswerSource
+from eval.preflight_checks import check_measurement
+from heads.decoding.sampling import Sampling
+from heads.layers.fast_linear import pack_weights, reduce_rank
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.identity import (
+    compute_weights_checksum,
+    format_target_change,
+    identify_target,
+)
+from heads.target_model.kernels import kernel_notice
+from heads.target_model.load import load_target
+from heads.target_model.model import Target
+from heads.target_model.remote import RemoteTarget
+
+Item = TypeVar("Item")
+
+
+def join_processes() -> PartialState:
+    """Join the processes of this launch; without a launch there is one.
+
+    Raises:
+        InputError: they do not see each other.
+    """
+    cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    # A process that is done waits for the others, whose prompts may be much longer.
+    state = PartialState(cpu=cpu, timeout=timedelta(days=30))
+    check_launch(os.environ, state.num_processes)
+    return state
+
+
+def gather_items(items: list[Item]) -> list[Item]:
+    """Collect the items of all processes, in process order, on every process."""
+    return gather_object(items) if PartialState().num_processes > 1 else items
+
+
+NUM_SPARE = 8
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A target with heads and prompts to measure, in one of several processes.
+
+    A context manager, as its end closes engines that run the target's layers.
+
+    Attributes:
+        embeddings_and_output_head: complete target, or the parts that engines leave to us.
+        heads: heads; the head of `head.path` is first, if given.
+        prompts: this process's share, dialogue by dialogue within each turn.
+        spare_prompts: first questions of dialogues that are not measured, for searches.
+        engines: engines that run the target's layers.
+        writer: server that writes the answers of earlier turns instead of the target.
+        held: closes the engines.
+        sampling: how tokens are chosen.
+        data: origin of the prompts, for the results file.
+        is_main_process: whether this process prints and writes.
+    """
+
+    embeddings_and_output_head: EmbeddingsAndOutputHead
+    heads: list[MeasuredHead]
+    prompts: list[Prompt]
+    sampling: Sampling
+    data: dict[str, Any]
+    is_main_process: bool
+    spare_prompts: list[Prompt] = field(default_factory=list)
+    engines: HiddenStatesPool | None = None
+    writer: AnswerWriter | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.held.close()
+
+    @property
+    def answer_source(self) -> AnswerSource:
+        """Writer of the target's own texts."""
+        if self.engines is None:
+            return LocalAnswerSource(self.target)
+        assert isinstance(self.embeddings_and_output_head, RemoteTarget)
+        return EngineAnswerSource(self.engines, self.embeddings_and_output_head)
+
+    @property
+    def target(self) -> Target:
+        """The target with its layers, for measurements that run them."""
+        assert isinstance(self.embeddings_and_output_head, Target)
+        return self.embeddings_and_output_head
+
+    @property
+    def head(self) -> MeasuredHead:
+        """The only head of a measurement that needs one."""
+        return self.heads[0]
+
+
+def open_measurement(
+    run: MeasureRun,
+    result_name: str,
+    more_heads: Sequence[str] = (),
+    may_use_engines: bool = False,
+    writer: AnswerWriter | None = None,
+    like: Measurement | None = None,
+) -> Measurement:
+    """Make cheap checks first, then load everything.
+
+    Args:
+        run: settings of the command.
+        result_name: name of the file to write.
+        more_heads: paths besides `head.path`.
+        may_use_engines: whether engines may run the target's layers; without a head nothing runs
+            them.
+        writer: see `Bench`.
+        like: bench that differs in data and sampling only, whose target and heads are reused; it
+            closes its engines after the new bench.
+
+    Raises:
+        InputError: before anything is written.
+    """
+    check_measurement(run, result_name)
+    state = join_processes()
+    with state.main_process_first():
+        fill_default_paths(run, prompts=True)
+    assert run.data.path is not None
+    records = load_records(run.data.path, run.data)
+    _print_notes(*records.format_lines())
+    refs = [HeadRef(path) for path in more_heads]
+    refs = refs if run.head.path is None else [run.head, *refs]
+    heads = like.heads if like else [load_measured_head(run, ref) for ref in refs]
+    target = like.embeddings_and_output_head if like else _open_target(run, heads, may_use_engines)
+    for head in heads:
+        _print_notes(*_iter_leak_warnings(head, records))
+    chosen = records.records[: run.data.num_prompts]
+    encoder = RecordEncoder(target.tokenizer, run.data.chat_template_kwargs)
+    prompts, left_out = select_fitting_prompts(run, target, render_first_turns(chosen, encoder))
+    if not prompts:
+        raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
+    if state.is_main_process:
+        _print_notes(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
+        lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
+        for head in heads:
+            window = head.draft_head.max_positions or max(lengths)
+            if beyond := sum(length > window for length in lengths):
+                _print_notes(
+                    f"{head.path}: knows {window} positions (max_position_embeddings), but "
+                    f"{beyond} of {len(prompts)} texts may be longer; beyond them it drafts nothing"
+                )
+        identity = identify_target(run.target, target.tokenizer, target.dtype)
+        for ref in refs:
+            _print_notes(format_target_change("head.path", str(ref.path), ref.revision, identity))
+    mine = [
+        prompts[i]
+        for i in select_process_prompts(prompts, state.process_index, state.num_processes)
+    ]
+    if not mine:
+        raise InputError(
+            f"data.num_prompts={len(prompts)}: fewer dialogues than the {state.num_processes} "
+            "processes of this launch; raise it, or start fewer processes"
+        )
+    data = {
+        "path": run.data.path,
+        "subset": run.data.subset,
+        "split": run.data.split,
+        "form": records.form.value,
+        "sha256": records.sha256,
+        "num_prompts": 0,
+        "num_bad": len(records.bad) + len(left_out),
+        "most_turns": max(len(select_user_messages(record)) for record in chosen),
+    }
+    sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
+    spare = _select_spare_prompts(run, records.records, target, encoder)
+    held, main = ExitStack(), state.is_main_process
+    engines = like.engines if like else None
+    if may_use_engines and run.target.engine and like is None:
+        engines = held.enter_context(_open_engines(run, target, heads, mine))
+    bench = Measurement(target, heads, mine, sampling, data, main, spare, engines, writer, held)
+    with ExitStack() as if_it_fails:
+        if_it_fails.push(bench)
+        prompts = _later_turns(run, chosen, mine, bench, encoder)
+        data["num_prompts"] = len(gather_items(prompts))
+        if_it_fails.pop_all()
+    return replace(bench, prompts=prompts)
+
+
+def _open_target(
+    run: MeasureRun, heads: Sequence[MeasuredHead], served: bool
+) -> EmbeddingsAndOutputHead:
+    """Open the target, or its parts if engines or nothing runs its layers; prepare heads."""
+    bare = served and (bool(run.target.engine) or not heads)
+    load: Callable[..., EmbeddingsAndOutputHead] = RemoteTarget.from_config if bare else load_target
+    target = load(run.target, join_processes().device)
+    apply_generation_config(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
+    for head in heads:
+        head.draft_head.attach(target, target.dtype).eval()
+        if run.output_rank is not None:
+            reduce_rank(head.draft_head, target, run.output_rank)
+    whole = [target.model] if isinstance(target, Target) else []
+    pack_weights(*whole, target.output_head, *(head.draft_head for head in heads))
+    return target
+
+
+def _open_engines(
+    run: MeasureRun, target: Any, heads: Sequence[MeasuredHead], prompts: Sequence[Prompt]
+) -> AbstractContextManager[HiddenStatesPool]:
+    """Open the engines that give the hidden states that heads read."""
+    layers = {index for head in heads for index in head.draft_head.taps.layers} | {
+        target.num_layers
+    }
+    text = max((prompt.token_ids for prompt in prompts), key=len)
+    return open_states_pool(run.target, target, sorted(layers), text)
+
+
+def _iter_leak_warnings(head: MeasuredHead, records: LoadedRecords) -> Iterator[str]:
+    """Make lines about drafts that were fitted to the same prompts."""
+    for data, words, fitted in (
+        (head.tree_data_sha256, "its draft tree was searched", "tree"),
+        (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
+    ):
+        if data and data == records.sha256:
+            yield (
+                f"{head.path}: {words} on data.path itself, so the {fitted}'s figures are too "
+                "good; measure on other prompts"
+            )
+
+
+def _print_notes(*lines: str | None) -> None:
+    for line in lines:
+        if line is not None:
+            Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _select_spare_prompts(
+    run: MeasureRun,
+    records: Sequence[Record],
+    target: EmbeddingsAndOutputHead,
+    encoder: RecordEncoder,
+) -> list[Prompt]:
+    """Choose some prompts after the measured ones, if there are any."""
+    measured = run.data.num_prompts or len(records)
+    spare: list[Prompt] = []
+    for record in records[measured : measured + NUM_SPARE]:
+        try:
+            [prompt] = render_first_turns([record], encoder)
+            check_prompt(target, prompt, run.max_new_tokens)
+        except InputError:  # this prompt is optional
+            continue
+        spare.append(prompt)
+    return spare
+
+
+def _later_turns(
+    run: MeasureRun,
+    records: Sequence[Record],
+    prompts: list[Prompt],
+    bench: Measurement,
+    encoder: RecordEncoder,
+) -> list[Prompt]:
+    """Make the prompts of all turns; all methods get the same answers in them.
+
+    Raises:
+        InputError: a prompt leaves no room and must not be skipped. If this does not depend on
+            answers, it is raised before the first answer.
+    """
+    least = prompts
+    for _ in range(1, run.num_turns):
+        # After empty answers, if the template allows them.
+        following: list[Prompt] = []
+        for prompt in least:
+            with suppress(InputError):
+                following += render_next_turns(records, [prompt], [[]], encoder)
+        least, _ = select_fitting_prompts(run, bench.embeddings_and_output_head, following)
+    turns, latest = list(prompts), prompts
+    for turn in range(1, run.num_turns):
+        going_on = [p for p in latest if len(select_user_messages(records[p.dialogue])) > turn]
+        latest = []
+        # The longest first, so that prompts without room fail early.
+        going_on.sort(key=lambda p: -len(p.token_ids))
+        asked = [prompt.token_ids for prompt in going_on]
+        texts = (bench.writer or bench.answer_source).stream_answers(asked, run.max_new_tokens)
+        for number, ids in tqdm(texts, "the target answers", len(asked), unit="prompt"):
+            following = render_next_turns(records, [going_on[number]], [ids], encoder)
+            fit, left_out = select_fitting_prompts(run, bench.embeddings_and_output_head, following)
+            _print_notes(*(f"left out: {why}" for why in left_out))
+            latest += fit
+        latest.sort(key=lambda p: p.dialogue)
+        turns += latest
+    return turns
+
+
+def select_fitting_prompts(
+    run: MeasureRun, target: EmbeddingsAndOutputHead, prompts: Sequence[Prompt]
+) -> tuple[list[Prompt], list[str]]:
+    """Find the prompts that a target can answer, and the reasons against the others.
+
+    Raises:
+        InputError: a prompt does not fit, and `data.on_bad_row` does not skip it.
+    """
+    fit, left_out = [], []
+    for prompt in prompts:
+        try:
+            check_prompt(target, prompt, run.max_new_tokens)
+        except InputError as error:
+            if run.data.on_bad_row is OnBadRow.error:
+                raise
+            left_out.append(str(error))
+        else:
+            fit.append(prompt)
+    return fit, left_out
+
+
+def compute_prompt_seed(prompt: Prompt, seed: int) -> int:
+    """Seed of a prompt's text; it does not depend on processes or on other prompts."""
+    return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
+
+
+def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: object) -> JsonlStore:
+    """Open the journal of a measurement, which an earlier start may have begun.
+
+    Args:
+        run: settings of the command.
+        name: name of the result.
+        bench: bench of the measurement.
+        more: other JSON values that the rows depend on.
+
+    Raises:
+        InputError: an earlier start measured with other settings, or the journal cannot be written.
+    """
+    state = join_processes()
+    settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
+    made = collect_provenance(settings, bench.embeddings_and_output_head.name, bench.data)
+    manifest: dict[str, object] = flatten_settings(
+        {
+            **{key: made[key] for key in ("config", "data", "versions", "git")},
+            "target": to_json(
+                identify_target(
+                    run.target,
+                    bench.embeddings_and_output_head.tokenizer,
+                    bench.embeddings_and_output_head.dtype,
+                )
+            ),
+            "heads": [compute_weight_checksums(head.path) for head in bench.heads],
+            "generation_config": bench.embeddings_and_output_head.logits_processing,
+            "stop": [
+                *bench.embeddings_and_output_head.stop_ids,
+                *bench.embeddings_and_output_head.stop_strings,
+            ],
+            "device": get_device_name(),
+            "torch_threads": torch.get_num_threads(),
+            "num_processes": state.num_processes,
+            **more,
+        }
+    )
+    folder = partial_folder(run, name) / str(state.process_index)
+    try:
+        journal = JsonlStore(folder, manifest, "runs.jsonl")
+    except OSError as error:
+        raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
+    if bench.is_main_process:
+        _print_notes(
+            f"{len(bench.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
+            f"writing results to {Path(run.out_dir) / name}"
+        )
+    if journal.done_ids and bench.is_main_process:
+        Console(stderr=True).print(
+            f"continuing with {len(journal.done_ids)} runs of an earlier start in {folder}"
+        )
+    return journal
+
+
+def compute_weight_checksums(path: str) -> list[str | None]:
+    """Checksums of the weight files in a folder; empty for a Hub id, whose revision is fixed."""
+    files = sorted(Path(path).glob("*.safetensors"))
+    return [compute_weights_checksum(file.parent, file.stem) for file in files]
+
+
+def partial_folder(run: MeasureRun, name: str) -> Path:
+    """Folder of a measurement's journals until its result is written."""
+    return (Path(run.out_dir) / name).with_suffix(PARTIAL)
+
+
+def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Measurement) -> Path:
+    """Write `out_dir/name` completely or not at all, with the settings that produced it."""
+    result = {
+        **result,
+        "head": run.head.path,
+        "target_identity": to_json(
+            identify_target(
+                run.target,
+                bench.embeddings_and_output_head.tokenizer,
+                bench.embeddings_and_output_head.dtype,
+            )
+        ),
+        "target_dtype": str(bench.embeddings_and_output_head.dtype).removeprefix("torch."),
+        **_how_run(bench),
+        "device": get_device_name(),
+        "torch_threads": torch.get_num_threads(),
+        "max_new_tokens": run.max_new_tokens,
+        "temperature": run.temperature,
+        "top_p": run.top_p,
+        "top_k": run.top_k,
+        "min_p": run.min_p,
+        "stop": list(bench.embeddings_and_output_head.stop_strings),
+        "ignore_eos": run.ignore_eos,
+        "generation_config": bench.embeddings_and_output_head.logits_processing,
+        "num_turns": run.num_turns,
+        "seed": run.seed,
+        "tree": bench.heads[0].describe_tree() if bench.heads else None,
+        **collect_provenance(
+            run,
+            bench.embeddings_and_output_head.name,
+            {**bench.data, "version": find_dataset_revision(bench.data["path"])},
+        ),
+    }
+    result["conditions"] = describe_conditions(result)
+    path = Path(run.out_dir) / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, _join_number_lists(json.dumps(result, indent=2)) + "\n")
+    except OSError as error:
+        raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
+    shutil.rmtree(partial_folder(run, name), ignore_errors=True)
+    return path
+
+
+def _how_run(bench: Measurement) -> dict[str, Any]:
+    """Facts of the target's layers that affect figures."""
+    target = bench.embeddings_and_output_head
+    if not isinstance(target, Target):
+        return {"engines": bench.engines.server_lines if bench.engines else []}
+    return {
+        "target_attention": target.attention_description,
+        "target_state_bytes": target.state_bytes,
+    }
+
+
+def _join_number_lists(text: str) -> str:
+    """Indented JSON with each list of numbers on one line; strings contain no line breaks."""
+    return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda m: f"[{' '.join(m[1].split())}]", text)

@@ -1,0 +1,244 @@
+"""Writes results in other tools' formats: vLLM's acceptance per request, and golden lengths.
+
+Sources: vLLM 0.32 `entrypoints/generate/base/protocol.py`, `v1/metrics/stats.py`
+(`RequestSpecDecodeMetrics`), `config/speculative.py`; SGLang `speculative/spec_utils.py`;
+InferenceX `golden_al_distribution/`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.errors import InputError
+from conf.files import write_atomically
+from eval.measure.acceptance_stats import (
+    compute_mean_acceptance_length,
+    count_accepted_histogram,
+    select_tree_figures,
+)
+
+SHORT = 8
+"""Digits of a checksum to show."""
+
+
+def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
+    """Collect the conditions that figures of acceptance depend on, besides target and head.
+
+    Args:
+        result: other contents of `acceptance.json` or `speedup.json`.
+
+    Returns:
+        `draft_sample_method` and `rejection_sample_method` are vLLM's words. A `greedy` draft token
+        is the drafter's likeliest, a `probabilistic` one was sampled, and `standard` accepts it by
+        p/q, one token after the other.
+    """
+    temperature = result["temperature"]
+    chains = "probabilistic in chains, greedy in trees and copies"
+    trees = "standard; in trees the rule for candidates that were not drawn"
+    return {
+        "data": _format_data(result["data"]),
+        "turns": _format_turns(result["num_turns"], result["data"].get("most_turns")),
+        "draft_tokens": result.get("draft_tokens"),  # speedup.json has each method's own
+        "sampling": _format_sampling(result),
+        "draft_sample_method": chains if temperature else "greedy",
+        "rejection_sample_method": trees if temperature else "standard",
+        "max_new_tokens": result["max_new_tokens"],
+        "chat_template": (result.get("target_identity") or {}).get("template"),
+    }
+
+
+def format_conditions(result: Mapping[str, Any]) -> str:
+    """Show a result's conditions on one line; empty for old results."""
+    found = result.get("conditions")
+    if not found:
+        return ""
+    template = str(found["chat_template"] or "none")[:SHORT]
+    length = found["draft_tokens"]
+    return "; ".join(
+        [
+            f"{found['data']}, {found['turns']}",
+            str(found["sampling"]),
+            *([] if length is None else [f"chains of {length} draft tokens"]),
+            f"drafts {found['draft_sample_method']}",
+            f"rejection {found['rejection_sample_method']}",
+            f"at most {found['max_new_tokens']} new tokens",
+            f"chat template {template}",
+        ]
+    )
+
+
+def _format_data(data: Mapping[str, Any]) -> str:
+    """`nvidia/SPEED-Bench qualitative, test, version a1b2c3d4`; of a local path the last part."""
+    path = str(data["path"])
+    name = Path(path).name if Path(path).exists() else path
+    parts = [" ".join(filter(None, (name, data.get("subset"))))]
+    if data.get("split") not in (None, "train"):
+        parts.append(data["split"])
+    digits = data.get("version") or data["sha256"]
+    word = "version" if data.get("version") else "sha256"
+    return ", ".join([*parts, f"{word} {digits[:SHORT]}"])
+
+
+def _format_turns(asked: int, most: int | None) -> str:
+    """Describe the turns asked: vLLM asks only the first, Model-Optimizer asks all."""
+    if most is not None and asked >= most:
+        return "all turns"
+    beyond = "" if most is None else f" of up to {most}"
+    return f"first turns alone{beyond}" if asked == 1 else f"first {asked} turns{beyond}"
+
+
+def _format_sampling(result: Mapping[str, Any]) -> str:
+    if not result["temperature"]:
+        return "greedy"
+    usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+    changed = [f"{key} {result[key]:g}" for key, value in usual.items() if result[key] != value]
+    return ", ".join([f"temperature {result['temperature']:g}", *changed])
+
+
+GOLDEN = "golden.yaml"
+PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
+SIMULATED = (
+    "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token"
+)
+
+
+def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write files for other tools beside a result.
+
+    Args:
+        result: contents of `acceptance.json` or `speedup.json`.
+        folder: folder of the result.
+
+    Returns:
+        The files: `requests.jsonl`, and `golden.yaml` if a chain was measured. For `speedup.json`,
+            which may be in the same folder, `requests_speedup.jsonl` and a golden file per method
+            with chains.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    methods = figures_of(result)
+    lines = [
+        json.dumps(row) for name, row in methods.items() for row in iter_request_metrics(name, row)
+    ]
+    of_texts = "requests.jsonl" if "methods" not in result else "requests_speedup.jsonl"
+    files = {folder / of_texts: "".join(line + "\n" for line in lines)}
+    for name, row in methods.items():
+        if is_chain(name, row):
+            own = GOLDEN if "methods" not in result else f"golden_{name}.yaml"
+            files[folder / own] = format_golden_lengths({row["draft_tokens"]: row}, result)
+    try:
+        for path, text in files.items():
+            write_atomically(path, text)
+    except OSError as error:
+        raise InputError(f"out_dir={folder}: cannot write there: {error}") from error
+    return list(files)
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Figures of each drafting method, by name."""
+    if "methods" not in result:
+        return {"chain": result, "tree": select_tree_figures(dict(result))}
+    return {name: row for name, row in result["methods"].items() if row["num_drafted"]}
+
+
+def is_chain(name: str, row: Mapping[str, Any]) -> bool:
+    """Tell whether every draft was a chain of one length, as golden files require."""
+    sizes = {size for text in row["prompts"] for size in text["drafted"]} - {0}
+    parents = (row.get("tree") or {}).get("parents") if name != "chain" else [0]
+    chain = parents is not None and list(parents[1:]) == list(range(len(parents) - 1))
+    return chain and sizes <= {row["draft_tokens"]}
+
+
+def iter_request_metrics(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Make parts of answers about acceptance, as `--per-request-spec-decode-metrics detailed` does.
+
+    Args:
+        method: name of the method.
+        row: figures of the method.
+    """
+    for text in row["prompts"]:
+        written = text.get("num_tokens", 1 + sum(text["emitted"]))
+        usage = {"prompt_tokens": text["prompt_tokens"], "completion_tokens": written}
+        yield {
+            "id": f"{text['dialogue']}.{text['turn']}",
+            "method": method,
+            "category": text["category"],
+            "usage": usage | {"total_tokens": sum(usage.values())},
+            "metrics": {"speculative_decoding": build_vllm_metrics(text, row["draft_tokens"])},
+        }
+
+
+def build_vllm_metrics(text: Mapping[str, Any], draft_tokens: int) -> dict[str, Any]:
+    """vLLM's object for a text; it covers only passes with drafts.
+
+    Args:
+        text: row of `PromptSteps.row`.
+        draft_tokens: most draft tokens per pass.
+    """
+    sizes = text["drafted"] or [draft_tokens] * len(text["accepted"])
+    steps = [pair for pair in zip(text["accepted"], sizes, strict=True) if pair[1]]
+    accepted, drafted = [kept for kept, _ in steps], [size for _, size in steps]
+    proposed = sum(drafted)
+    return {
+        "mean_acceptance_length": compute_mean_acceptance_length([text]) or 1.0,
+        "draft_acceptance_rate": sum(accepted) / proposed if proposed else 0.0,
+        "acceptance_histogram": count_accepted_histogram([{"accepted": accepted}], draft_tokens),
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": proposed,
+        "num_spec_tokens": draft_tokens,
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
+    }
+
+
+def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> str:
+    """Make a golden file: acceptance lengths by draft tokens, and settings to simulate them.
+
+    Args:
+        rows: figures of chains, by length.
+        result: result that contains one of them.
+    """
+    lengths = {
+        size: compute_mean_acceptance_length(row["prompts"]) or 1.0
+        for size, row in sorted(rows.items())
+    }
+    target = str((result.get("target_identity") or {}).get("name") or result.get("target"))
+    thinking = "thinking_on" if any(row["by_part"] for row in rows.values()) else "thinking_off"
+    kwargs = ((result.get("config") or {}).get("data") or {}).get("chat_template_kwargs") or {}
+    last, length = list(lengths.items())[-1]
+    rates = _compute_acceptance_rates(rows[last]["prompts"], last)
+    model = Path(target).name.lower()
+    comments = [
+        f"Acceptance lengths, 1 + accepted / drafts, of {result.get('head') or 'drafts'} on "
+        f"{target}, measured by Headsmith {result.get('git') or ''}".rstrip()
+        + ".",
+        f"{format_conditions(result)}",
+        f"{thinking} chat_template_kwargs: {json.dumps(kwargs)}",
+        "To make an engine accept the same share of any draft, use",
+        f'vLLM: "num_speculative_tokens": {last}, "rejection_sample_method": "synthetic", '
+        f'"synthetic_acceptance_length": {length:.4f} in --speculative-config',
+        f'  or, depth by depth, "synthetic_acceptance_rates": {rates}',
+        f"SGLang: SGLANG_SIMULATE_ACC_LEN={length:.4f} {SIMULATED} before its command, which "
+        f"drafts {last} tokens",
+        "key = num_speculative_tokens; value = acceptance length",
+    ]
+    lines = [
+        *("# " + " ".join(line.splitlines()) for line in comments if line),
+        f"{model if PLAIN.fullmatch(model) else json.dumps(model)}:",
+        f"  {thinking}:",
+        *(f"    {size}: {length:.4f}" for size, length in lengths.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _compute_acceptance_rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
+    """Share of drafts accepted to each depth; never rising, as vLLM requires."""
+    whole = [build_vllm_metrics(text, depth) for text in texts]
+    drafts = sum(text["num_spec_steps"] for text in whole) or 1
+    columns = zip(*(text["acceptance_histogram"] for text in whole), strict=True)
+    counts = [sum(column) for column in columns]
+    return [round(sum(counts[place:]) / drafts, 4) for place in range(1, depth + 1)]

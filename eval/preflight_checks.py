@@ -1,0 +1,236 @@
+"""Checks of settings before heavy imports and work."""
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.command.environment import check_device_map
+from conf.command.help_pages import check_setting_exists
+from conf.errors import InputError
+from conf.files import check_out_dir
+from conf.settings.drafting import HeadRef
+from conf.settings.measure import AcceptanceRun, MeasureRun, SpeedupRun
+from conf.settings.training import TrainRun
+from data.rows.data_files import check_data_paths
+from heads.folders import check_head_files, check_target_files
+
+
+def check_inputs(run: Any) -> None:
+    """Refuse a target, data or heads that do not exist, if the command has them.
+
+    Raises:
+        InputError: naming the setting.
+    """
+    data, target = getattr(run, "data", None), getattr(run, "target", None)
+    if data is not None:
+        check_data_paths(data)
+    if target is not None and getattr(data, "features", None) is None:
+        check_device_map(target.device_map, os.environ)
+        check_target_files(target)
+    if (head := getattr(run, "head", None)) is not None:
+        check_head_files(head, target)
+    if isinstance(run, SpeedupRun):
+        for path in run.heads:
+            check_head_files(HeadRef(path), target, "heads")
+        check_head_files(run.draft, None, "draft.path")
+    check_out_dir(run.out_dir)
+
+
+def check_measurement(run: MeasureRun, result: str) -> None:
+    """Refuse a measurement without a head, or over an earlier one.
+
+    Args:
+        run: settings of the command.
+        result: name of the file to write.
+
+    Raises:
+        InputError: before anything is made.
+    """
+    if run.head.path is None and run.needs_head:
+        raise InputError(
+            "head.path is unset: this command needs a head; type a folder with a trained head, or "
+            "a Hub id"
+        )
+    if (Path(run.out_dir) / result).exists():
+        raise InputError(f"out_dir={run.out_dir}: already holds {result}; choose another folder")
+    check_inputs(run)
+
+
+VANILLA = "vanilla"
+BASELINES = (VANILLA, "generate")
+"""Methods without drafting. Both always run, and speed-ups are over the faster one."""
+METHODS = {
+    VANILLA: "the engine without drafts",
+    "generate": "transformers' generate",
+    "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1, no recurrent target",
+    "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
+    "draft_chain": "draft.path",
+    "draft_tree": "draft.path with the target's tokenizer",
+    "prompt_lookup": "nothing",
+    "ngram": "nothing",
+    "suffix": "nothing",
+    "recycling": "nothing",
+    "lookahead": "nothing",
+    "early_exit": "a target whose layers all have keys of their own",
+    "skip_layers": "as early_exit; prompts beyond data.num_prompts for its search, or "
+    "self_draft.skip",
+}
+"""Methods without a head, with a description or their needs."""
+OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
+"""Ways of a head to draft, after the kind of head, as in `medusa_tree`."""
+
+
+def list_methods() -> dict[str, str]:
+    """Every method, with a description or its needs.
+
+    With several heads of a kind, later ones are called `eagle_tree_2` and so on, in the order of
+    `head.path` and `heads`.
+    """
+    from heads.kinds import HEADS  # imports torch, for which a refused name does not wait
+
+    of_heads: dict[str, str] = {}
+    for name, kind in HEADS.items():
+        of_heads |= {f"{name}_{way}": kind.name_with_article for way in ("chain", "tree", "suffix")}
+        of_heads[f"{name}_cut"] = (
+            f"{kind.name_with_article} calibrated by eval/calibrate.py on this machine, at this "
+            "depth"
+        )
+        if kind.has_static_tree:
+            of_heads[f"{name}_typical"] = f"{kind.name_with_article}; temperature above 0; lossy"
+    return METHODS | of_heads
+
+
+def check_method_words(names: Sequence[str]) -> None:
+    """Refuse names that are no method of any head, before heavy imports.
+
+    Raises:
+        InputError: naming the methods.
+    """
+    known = ("all", *METHODS)
+    ends = tuple(f"_{way}" for way in OF_HEADS)
+    unknown = [
+        n
+        for n in names
+        if strip_head_number(n) not in known and not strip_head_number(n).endswith(ends)
+    ]
+    if unknown:
+        raise InputError(
+            f"methods={unknown}: unknown; allowed: {', '.join(known)}, and for a head its kind "
+            f"with {', '.join(OF_HEADS)}, e.g. medusa_tree"
+        )
+
+
+def check_methods(names: Sequence[str]) -> None:
+    """Refuse unknown names of methods.
+
+    Raises:
+        InputError: naming the methods.
+    """
+    known = list_methods()
+    unknown = {name for name in names if strip_head_number(name) not in ("all", *known)}
+    if unknown:
+        raise InputError(f"methods={sorted(unknown)}: unknown; allowed: all, {', '.join(known)}")
+
+
+def strip_head_number(name: str) -> str:
+    """Name of a further head's method, without its number."""
+    stem, _, number = name.rpartition("_")
+    return stem if number.isdigit() else name
+
+
+CONDITIONS_FILE = "conditions.json"
+
+CHANGEABLE = (
+    *("data", "num_turns", "max_new_tokens", "seed"),
+    *("mode", "temperature", "top_p", "top_k", "min_p"),
+)
+"""Settings and groups of settings that a condition may change."""
+
+
+def build_condition_runs(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
+    """Make the settings of each condition.
+
+    Args:
+        config: the settings, with `conditions`.
+
+    Returns:
+        Copies of the settings by condition, each with its own folder below `out_dir`.
+
+    Raises:
+        InputError: a condition is not a list of settings, changes target or head, or stands twice.
+    """
+    runs: dict[str, AcceptanceRun] = {}
+    for condition in config.conditions:
+        name = " ".join(condition.split())
+        if name in runs:
+            raise InputError(f"conditions: {name!r} stands twice; remove one")
+        runs[name] = _apply_condition(config, name)
+    return runs
+
+
+def _apply_condition(config: AcceptanceRun, name: str) -> AcceptanceRun:
+    words = shlex.split(name)
+    for word in words:
+        key, found, _ = word.partition("=")
+        if not found:
+            raise InputError(
+                f"conditions: {name!r}: {word!r} sets nothing; a condition is settings such as "
+                "'mode=decode temperature=1'"
+            )
+        check_setting_exists(AcceptanceRun, key)
+        if key.partition(".")[0] not in CHANGEABLE:
+            raise InputError(
+                f"conditions: {name!r}: {key} is not a condition; allowed: "
+                f"{', '.join(CHANGEABLE)}; measure another target or head by a command of its own"
+            )
+    folder = re.sub(r"[^\w.=,-]+", "_", name) or "as_given"
+    try:
+        settings = OmegaConf.structured(config)
+        settings.merge_with_dotlist(words)
+        settings.out_dir, settings.conditions = str(Path(config.out_dir) / folder), []
+        changed = OmegaConf.to_object(settings)
+    except OmegaConfBaseException as error:
+        raise InputError(f"conditions: {name!r}: {str(error).splitlines()[0]}") from error
+    except InputError as error:
+        raise InputError(f"conditions: {name!r}: {error}") from None
+    assert isinstance(changed, AcceptanceRun)
+    return changed
+
+
+def check_training(config: TrainRun) -> None:
+    """Refuse a used `out_dir`, and a target, data or head that do not exist.
+
+    Raises:
+        InputError: naming the setting.
+    """
+    check_run_folder(Path(config.out_dir), config.train.resume)
+    check_inputs(config)
+
+
+def check_run_folder(out_dir: Path, resume: str | None) -> None:
+    """Refuse to write over another run.
+
+    Raises:
+        InputError: `out_dir` is a file, or is not empty and nothing is resumed.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise InputError(f"out_dir={out_dir}: is a file; name a folder")
+    taken = out_dir.is_dir() and any(out_dir.iterdir())
+    inside = resume == "auto" or (
+        resume is not None and Path(resume).resolve().is_relative_to(out_dir.resolve())
+    )
+    if taken and not inside:
+        raise InputError(
+            f"out_dir={out_dir}: is not empty; name another folder, or continue its run with "
+            "train.resume=auto"
+        )
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise InputError(
+            f"train.resume={resume}: no such folder; type auto or the folder of a checkpoint"
+        )

@@ -1,0 +1,304 @@
+"""A server's texts and counts beside those that the target and its head make of the same texts.
+
+The target and the head read the server's own text: which token would the target have chosen, which
+would the head have drafted? After a near-tie that the server decides the other way, as happens in
+bfloat16, the rest of the text is still compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conf.errors import InputError
+from data.servers.serving_engines import DraftCounts, ServingEngine
+from eval.decode.engine import count_common_prefix
+from eval.measure.acceptance_stats import (
+    LENGTH_DEFINITIONS,
+    PassCounts,
+    bootstrap_interval,
+    compute_acceptance_lengths,
+)
+from eval.measure.measurement import Measurement
+from eval.measure.prompts import Prompt
+from eval.measure.replay import compute_accepted_lengths, rank_candidates
+
+NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""Distance in nats within which rounding may swap two logits."""
+
+
+@dataclass(frozen=True)
+class DifferingToken:
+    """A token of a server that the target would not have chosen.
+
+    Attributes:
+        prompt: index, from 0.
+        token: its place in the text, from 0.
+        ours: id that the target chooses.
+        engine: id that the server chose.
+        gap: logit of `ours` minus logit of `engine`, in nats.
+        avoids: `ours` occurs in the prompt or the text before, `engine` does not.
+    """
+
+    prompt: int
+    token: int
+    ours: int
+    engine: int
+    gap: float
+    avoids: bool
+
+
+@dataclass(frozen=True)
+class CheckedText:
+    """A text of a server, checked.
+
+    Attributes:
+        served: the text with the server's counts.
+        replayed: the text with the counts of the head's replay along it.
+        others: tokens that the target would not have chosen, without near-ties.
+        near_ties: number of tokens that differ from the target's choice by a near-tie.
+    """
+
+    served: DraftCounts
+    replayed: DraftCounts
+    others: list[DifferingToken]
+    near_ties: int
+
+
+@torch.no_grad()
+def replay_server_text(
+    bench: Measurement,
+    number: int,
+    served: DraftCounts,
+    beyond: list[int],
+    max_new_tokens: int,
+    within: bool,
+) -> CheckedText:
+    """Read a server's text with the target, and replay the head's chain along it.
+
+    Args:
+        bench: with the head, its chain as deep as the server drafts.
+        number: of the prompt.
+        served: the server's text and counts.
+        beyond: the server's tokens after the end of the text, one draft's length at least.
+        max_new_tokens: tokens that the text may have.
+        within: the server's drafts end with the text (see `DraftCounts.within`).
+    """
+    target, head, prompt = (
+        bench.embeddings_and_output_head,
+        bench.head,
+        bench.prompts[number].token_ids,
+    )
+    text, whole = served.text, [*served.text, *beyond]
+    output = bench.answer_source.encode_response(prompt, whole, head.draft_head.taps)
+    ranked = rank_candidates(head.draft_head, head.chain, output, prompt, whole)
+    accepted, lengths, root = compute_accepted_lengths(head.chain, ranked, whole), list[int](), 0
+    while root < len(text) - 1:
+        lengths.append(accepted[root])
+        root += accepted[root] + 1
+    depth = head.chain.depth
+    replayed = (
+        DraftCounts.from_passes_within_text(text, lengths, depth, max_new_tokens, target.stop_ids)
+        if within
+        else DraftCounts.from_passes(text, lengths, depth)
+    )
+    first = len(prompt) - 1
+    states = output.hidden_states[0, first : first + len(text)]
+    logits = target.compute_logits(states).float()
+    chosen = torch.tensor(text, device=logits.device)
+    best, ids = logits.max(dim=-1)
+    gaps = (best - logits.gather(1, chosen[:, None])[:, 0]).tolist()
+    near = NEAR_TIES.get(target.dtype, NEAR_TIES[torch.bfloat16])
+    others, seen = list[DifferingToken](), {*prompt}
+    for place, (ours, theirs, gap) in enumerate(zip(ids.tolist(), text, gaps, strict=True)):
+        if gap > near:
+            avoids = ours in seen and theirs not in seen
+            others.append(DifferingToken(number, place, ours, theirs, gap, avoids))
+        seen.add(theirs)
+    near_ties = sum(0 < gap <= near for gap in gaps)
+    return CheckedText(served, replayed, others, near_ties)
+
+
+def summarise_counts(
+    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
+) -> dict[str, object]:
+    """Compute acceptance from a server's counts, under every definition that the counts allow.
+
+    A server whose drafts end with the text does not count passes without drafts. Its result has no
+    lengths per pass.
+    """
+    passes = [
+        PassCounts(
+            prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1
+        )
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
+    dialogues: dict[int, list[PassCounts]] = {}
+    for each in passes:
+        dialogues.setdefault(each.dialogue, []).append(each)
+    return {
+        "acceptance_length": {
+            count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within
+        },
+        "per_draft_ci95": bootstrap_interval(list(dialogues.values()), _per_draft, seed),
+        "per_position": [count / max(1, total.drafts) for count in total.accepted],
+        "num_drafts": total.drafts,
+        "num_drafted": total.proposed,
+        "num_accepted": sum(total.accepted),
+        "accepted": total.accepted,
+        "num_tokens": sum(len(text.text) for text in texts),
+    }
+
+
+def _per_draft(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
+    """1 + accepted / drafts, of dialogues that were drawn."""
+    drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
+    accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)
+    return 1 + accepted / max(1, drafts)
+
+
+def format_count_differences(
+    texts: Sequence[CheckedText], depth: int, tolerance: float
+) -> list[str]:
+    """List the counts that differ from the replay, a line each.
+
+    Args:
+        texts: all texts of a server.
+        depth: draft tokens of a pass.
+        tolerance: allowed difference of two sums, as a share of the greater.
+    """
+    theirs = DraftCounts.from_texts([text.served for text in texts], depth)
+    ours = DraftCounts.from_texts([text.replayed for text in texts], depth)
+    counts = {
+        "drafts": (ours.drafts, theirs.drafts),
+        "draft tokens": (ours.proposed, theirs.proposed),
+    }
+    for place, pair in enumerate(zip(ours.accepted, theirs.accepted, strict=True), start=1):
+        counts[f"accepted at depth {place}"] = pair
+    return [
+        f"{name}: {a} by replay, {b} by the server"
+        for name, (a, b) in counts.items()
+        if abs(a - b) > tolerance * max(a, b)
+    ]
+
+
+def find_first_difference(texts: Sequence[CheckedText]) -> int | None:
+    """Index of the first prompt whose counts differ from the replay's; None if all agree."""
+    differ = (number for number, text in enumerate(texts) if text.served != text.replayed)
+    return next(differ, None)
+
+
+NUM_RENDERED = 3
+"""Prompts that the server renders for comparison."""
+ENOUGH = 8
+"""Differing tokens from which on a repetition penalty may be named as the cause."""
+
+
+def compare_chat_template(
+    server: ServingEngine, prompts: Sequence[Prompt]
+) -> tuple[str | None, int]:
+    """Compare a few prompts with the server's own rendering of their conversations.
+
+    Returns:
+        The difference, or None; and the number of prompts compared, 0 if the server renders no
+        conversations.
+    """
+    some = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
+    for number, prompt in enumerate(some):
+        try:
+            theirs = server.render_prompt(prompt.messages, prompt.tools, prompt.template_kwargs)
+        except InputError:  # chats are refused; prompts of token ids may do
+            return None, number
+        ours = prompt.token_ids
+        if isinstance(theirs, int):
+            if theirs != len(ours):
+                found = f"{theirs} tokens by the server, {len(ours)} here"
+                return f"{_TEMPLATE}: {prompt.location} has {found}", number + 1
+        elif theirs != ours:
+            place = count_common_prefix(theirs, ours)
+            ids = [str(text[place]) if place < len(text) else "the end" for text in (theirs, ours)]
+            found = f"token {place} is {ids[0]} by the server, {ids[1]} here"
+            return f"{_TEMPLATE}: in {prompt.location} {found}", number + 1
+    return None, len(some)
+
+
+_TEMPLATE = "chat template: the server renders conversations in another way"
+
+
+def diagnose_differences(
+    server: ServingEngine,
+    prompts: Sequence[Prompt],
+    texts: Sequence[CheckedText],
+    target: str,
+    max_new_tokens: int,
+    tolerance: float,
+) -> list[str]:
+    """Name the cause if a server's texts or drafts are not those of the target with the head.
+
+    Args:
+        server: the server that wrote the texts; it is asked once more.
+        prompts: the prompts of the texts.
+        texts: the checked texts.
+        target: name of the target.
+        max_new_tokens: limit of each text.
+        tolerance: share of tokens, and of counts, that may differ.
+
+    Returns:
+        Lines that begin with the cause; empty if nothing differs.
+    """
+    others = [other for text in texts for other in text.others]
+    num_tokens = sum(len(text.served.text) for text in texts)
+    if len(others) > tolerance * num_tokens:
+        first = others[0]
+        asked = prompts[first.prompt].token_ids
+        again = server.request_answer(asked, max_new_tokens).text
+        drawn = again != texts[first.prompt].served.text
+        return [_other_texts(server, others, num_tokens, target, drawn)]
+    if lines := format_count_differences(texts, server.depth, tolerance):
+        number = find_first_difference(texts)
+        return [
+            "drafts: the texts are the target's, the drafts are not those of head.path: another "
+            "head, or another version of it, is served, or the server computes it otherwise; "
+            f"first at prompt {number}",
+            *lines,
+        ]
+    return []
+
+
+def _other_texts(
+    server: ServingEngine, others: list[DifferingToken], num_tokens: int, target: str, drawn: bool
+) -> str:
+    first = others[0]
+    found = (
+        f"{len(others)} of {num_tokens} tokens are not those that {target} chooses, first prompt "
+        f"{first.prompt} at token {first.token}: {first.ours} here, {first.engine} by the server, "
+        f"{first.gap:.2f} nats below"
+    )
+    if drawn:
+        return f"sampling: {found}; asked again, the server answers otherwise: it draws its tokens"
+    if len(others) >= ENOUGH and all(other.avoids for other in others):
+        return (
+            f"sampling: {found}; it avoids only tokens that the text already has: it penalises "
+            "repetition"
+        )
+    adapters = f"; it lists the adapters {', '.join(server.adapters)}" if server.adapters else ""
+    return (
+        f"target: {found}: {server.model} is another model than target.path, or an adapter or a "
+        f"quantisation of it{adapters}"
+    )
+
+
+def summarise_checks(texts: Sequence[CheckedText]) -> dict[str, Any]:
+    """Count texts, tokens and differences, for the results file."""
+    others = [other for text in texts for other in text.others]
+    return {
+        "num_texts": len(texts),
+        "num_tokens": sum(len(text.served.text) for text in texts),
+        "num_other_tokens": len(others),
+        "num_near_ties": sum(text.near_ties for text in texts),
+        "first_other_tokens": [vars(other) for other in others[:5]],
+        "num_equal_counts": sum(text.served == text.replayed for text in texts),
+        "first_difference": find_first_difference(texts),
+    }

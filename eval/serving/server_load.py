@@ -1,0 +1,211 @@
+"""Measures servers under load: throughput, waits and drafts by requests in flight."""
+
+import random
+import secrets
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from tqdm import tqdm
+
+from conf.command.jsonl_store import JsonlStore
+from conf.settings.measure import ServeRun
+from data.servers.serving_engines import (
+    DraftCounts,
+    LoadMeasurement,
+    ServingEngine,
+    StreamedText,
+    TextRequest,
+)
+from eval.measure.acceptance_stats import Interval, bootstrap_interval, percentiles_ms
+from eval.measure.measurement import compute_prompt_seed
+from eval.measure.prompts import Prompt
+
+WITH, WITHOUT = "with drafts", "without"
+IDS_PER_SIZE = 1 << 20
+"""Ids of passes that the journal reserves for each number of requests in flight."""
+PassesByServer = dict[str, list[LoadMeasurement]]
+"""By server, one per repeat; texts in the order of the prompts."""
+
+
+def measure_passes(
+    servers: Mapping[str, ServingEngine],
+    prompts: Sequence[Prompt],
+    config: ServeRun,
+    size: int,
+    journal: JsonlStore,
+) -> PassesByServer:
+    """Time all prompts on every server, after warm-ups.
+
+    Each repeat draws the order of prompts and of servers. Within a pass, the prompts of a dialogue
+    share the server's cache of prompt beginnings. No pass profits from an earlier one.
+
+    Args:
+        servers: by name.
+        prompts: of all turns.
+        config: the settings.
+        size: requests in flight.
+        journal: keeps finished passes, which a second start does not repeat.
+    """
+    kept = {row["id"]: _parse_pass(row["pass"]) for row in journal.load_rows() if "pass" in row}
+    found: PassesByServer = {name: [] for name in servers}
+    warm = False
+    for repeat in range(config.num_repeats):
+        rng = random.Random(f"{config.seed} {size} {repeat}")
+        order = rng.sample(range(len(prompts)), len(prompts))
+        names = rng.sample(sorted(servers), len(servers))
+        ids = {name: size * IDS_PER_SIZE + 2 * repeat + (name == WITHOUT) for name in servers}
+        if not warm and any(number not in kept for number in ids.values()):
+            for name in names:
+                for _ in range(config.num_warmups):
+                    _measure_pass(servers[name], prompts, order[:size], config, size)
+            warm = True
+        for name in names:
+            if ids[name] not in kept:
+                words = f"{name}, {size} in flight, {repeat + 1} of {config.num_repeats}"
+                kept[ids[name]] = _measure_pass(servers[name], prompts, order, config, size, words)
+                journal.append([{"id": ids[name], "pass": asdict(kept[ids[name]])}])
+            found[name].append(kept[ids[name]])
+    return found
+
+
+def _measure_pass(
+    server: ServingEngine,
+    prompts: Sequence[Prompt],
+    order: Sequence[int],
+    config: ServeRun,
+    size: int,
+    words: str | None = None,
+) -> LoadMeasurement:
+    """Run one pass; its texts come in the order of the prompts, not of the requests."""
+    nonce, asked = secrets.token_hex(8), sampling_of(config)
+    jobs = []
+    for number in order:
+        prompt = prompts[number]
+        drawn = (
+            asked | {"seed": compute_prompt_seed(prompt, config.seed)}
+            if config.temperature
+            else asked
+        )
+        salt = f"{nonce}-{prompt.dialogue}"
+        jobs.append((prompt.token_ids, TextRequest(config.max_new_tokens, drawn, salt=salt)))
+    with tqdm(total=len(jobs), desc=words, unit="text", disable=words is None) as bar:
+        done = server.stream_texts(jobs, size, bar.update)
+    placed = dict(zip(order, done.texts, strict=True))
+    return LoadMeasurement([placed[number] for number in sorted(placed)], done.seconds, done.counts)
+
+
+def sampling_of(config: ServeRun) -> dict[str, float | int]:
+    """Return the sampling fields of a request."""
+    if not config.temperature:
+        return {"temperature": 0}
+    told: dict[str, float | int] = {"temperature": config.temperature, "top_p": config.top_p}
+    told |= {} if config.top_k is None else {"top_k": config.top_k}
+    return told | ({"min_p": config.min_p} if config.min_p else {})
+
+
+def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
+    """Compute throughput, waits and drafts of every server.
+
+    Speed-up: seconds per token of all requests without drafts, divided by seconds per token of all
+    requests with drafts; medians over repeats.
+
+    Args:
+        passes: the repeats of each server.
+        prompts: the prompts of the texts.
+        seed: seed of the intervals.
+    """
+    rows = {}
+    for name, repeats in passes.items():
+        compared = WITHOUT in passes and name != WITHOUT
+        speedup, bounds = (
+            _compute_speedup(repeats, passes[WITHOUT], prompts, seed)
+            if compared
+            else (1.0 if name == WITHOUT else None, None)
+        )
+        rows[name] = {
+            "tokens_per_s": statistics.median(_num_tokens(each) / each.seconds for each in repeats),
+            "speedup": speedup,
+            "speedup_ci95": bounds,
+            "first_token_ms": percentiles_ms(
+                [[text.arrivals_s[0] for text in each.texts] for each in repeats]
+            ),
+            "between_tokens_ms": percentiles_ms(
+                [[gap for text in each.texts for gap in _compute_gaps(text)] for each in repeats]
+            ),
+            "request_ms": percentiles_ms(
+                [[text.arrivals_s[-1] for text in each.texts] for each in repeats]
+            ),
+            "num_tokens": [_num_tokens(each) for each in repeats],
+            "per_draft": _per_draft([each.counts for each in repeats]),
+            "num_drafts": [each.counts.drafts for each in repeats],
+            "num_accepted": [sum(each.counts.accepted) for each in repeats],
+        }
+    return {"baseline": WITHOUT if WITHOUT in passes else None, "methods": rows}
+
+
+def _compute_gaps(text: StreamedText) -> list[float]:
+    return [after - before for before, after in pairwise(text.arrivals_s)]
+
+
+def _num_tokens(each: LoadMeasurement) -> int:
+    return sum(text.num_tokens for text in each.texts)
+
+
+def _per_draft(counts: Sequence[DraftCounts]) -> float | None:
+    """1 + accepted / drafts, over all repeats."""
+    drafts = sum(each.drafts for each in counts)
+    return 1 + sum(sum(each.accepted) for each in counts) / drafts if drafts else None
+
+
+def _compute_speedup(
+    ours: Sequence[LoadMeasurement],
+    base: Sequence[LoadMeasurement],
+    prompts: Sequence[Prompt],
+    seed: int,
+) -> tuple[float, Interval]:
+    """The speed-up, and its 95% bootstrap interval over dialogues and repeats."""
+    dialogues: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        dialogues.setdefault(prompt.dialogue, []).append(number)
+
+    @cache
+    def sums(repeats: tuple[int, ...]) -> list[list[float]]:
+        """Per dialogue the seconds and tokens of both, each text at its median over repeats."""
+        return [
+            [
+                sum(statistics.median(value(each[r].texts[n]) for r in repeats) for n in numbers)
+                for each in (ours, base)
+                for value in (_get_seconds, _get_num_tokens)
+            ]
+            for numbers in dialogues.values()
+        ]
+
+    def speedup(drawn: Sequence[int], repeats: Sequence[int]) -> float:
+        cells = sums(tuple(sorted(repeats)))
+        seconds, tokens, base_seconds, base_tokens = (
+            sum(cells[dialogue][column] for dialogue in drawn) for column in range(4)
+        )
+        return (base_seconds / base_tokens) / (seconds / tokens)
+
+    everything = range(len(dialogues))
+    return speedup(everything, range(len(ours))), bootstrap_interval(
+        everything, speedup, seed, len(ours)
+    )
+
+
+def _get_seconds(text: StreamedText) -> float:
+    return text.arrivals_s[-1]
+
+
+def _get_num_tokens(text: StreamedText) -> float:
+    return text.num_tokens
+
+
+def _parse_pass(row: dict[str, Any]) -> LoadMeasurement:
+    """A pass from what `asdict` made of it."""
+    texts = [StreamedText(**text) for text in row["texts"]]
+    return LoadMeasurement(texts, row["seconds"], DraftCounts(**row["counts"]))

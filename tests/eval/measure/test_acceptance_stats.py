@@ -1,0 +1,140 @@
+import pytest
+
+from eval.decode.engine import Step
+from eval.measure.acceptance_stats import (
+    PassCounts,
+    PromptSteps,
+    alpha,
+    compare_tau,
+    compute_acceptance_lengths,
+    compute_tau_interval,
+    format_interval,
+    per_position,
+    select_tree_figures,
+    summarise_acceptance,
+    tau,
+)
+
+# Three passes: both depths kept; first refused; first kept and the text then ends.
+STEPS = PromptSteps("a", [Step(2, 3, 5), Step(0, 1, 2), Step(1, 1, 1)])
+
+
+def test_tau_is_tokens_per_pass_bonus_included() -> None:
+    assert tau([STEPS]) == pytest.approx(5 / 3)
+
+
+def test_alpha_is_conditional_and_leaves_out_depths_beyond_the_text() -> None:
+    # Depth 1: 2 of 3 passes. Depth 2: the pass that ended could not test it, so 1 of 1.
+    assert alpha([STEPS], 3) == [pytest.approx(2 / 3), 1.0, 0.0]
+
+
+def test_per_position_counts_every_pass() -> None:
+    assert per_position([STEPS], 2) == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
+
+
+def test_categories_are_summed_up_by_themselves() -> None:
+    other = PromptSteps("b", [Step(0, 1, 2), Step(0, 1, 1)], [4, 2], dialogue=1, turn=2)
+    result = summarise_acceptance([STEPS, other], 2, seed=0)
+    assert result == {
+        "draft_tokens": 4,
+        "tau": pytest.approx(7 / 5),
+        "tau_ci95": (1.0, pytest.approx(5 / 3)),
+        "acceptance_length": compute_acceptance_lengths(
+            [PassCounts.from_row(STEPS.build_row()), PassCounts.from_row(other.build_row())]
+        ),
+        "alpha": [pytest.approx(2 / 5), 1.0],
+        "per_position": [pytest.approx(2 / 5), pytest.approx(1 / 5)],
+        "histogram": [3, 1, 1],
+        "by_category": {
+            "a": {
+                "tau": pytest.approx(5 / 3),
+                "ci95": None,
+                "per_draft": 2.0,
+                "alpha": [pytest.approx(2 / 3), 1.0],
+                "num_prompts": 1,
+            },
+            "b": {
+                "tau": 1.0, "ci95": None, "per_draft": 1.0, "alpha": [0.0, 0.0], "num_prompts": 1,
+            },
+        },
+        "by_input_length": {},
+        "by_part": {},
+        "num_prompts": 2,
+        "num_tokens": 7,
+        "num_steps": 5,
+        "num_drafted": 6,
+        "num_accepted": 3,
+        "prompts": [
+            {
+                "dialogue": 0, "turn": 1, "category": "a", "prompt_tokens": 0, "drafted": [],
+                "accepted": [2, 0, 1], "emitted": [3, 1, 1],
+            },
+            {
+                "dialogue": 1, "turn": 2, "category": "b", "prompt_tokens": 0, "drafted": [4, 2],
+                "accepted": [0, 0], "emitted": [1, 1],
+            },
+        ],
+    }  # fmt: skip
+
+
+def test_input_lengths_are_summed_up_from_short_to_long() -> None:
+    tokens = {0: 9_000, 1: 16_000, 2: 700, 3: 8_000}
+    prompts = [
+        PromptSteps("a", [Step(n, n + 1, 9)], dialogue=n, prompt_tokens=each)
+        for n, each in tokens.items()
+    ]
+    found = summarise_acceptance(prompts, 3, seed=0)["by_input_length"]
+    assert [(name, row["tau"], row["num_prompts"]) for name, row in found.items()] == [
+        ("<1k", 3.0, 1), ("8k", 2.5, 2), ("16k", 2.0, 1),
+    ]  # fmt: skip
+
+
+def test_the_interval_of_tau_leaves_out_a_fortieth_at_each_end() -> None:
+    # Eight prompts drawn from four of tau 1 and four of tau 2: tau is 1 + k / 8 with k binomial,
+    # of which 0.4% lie below 1, 3.5% below 2 and 14.5% below 3, and as many at the other end.
+    prompts = [PromptSteps("a", [Step(n % 2, n % 2 + 1, 9)], dialogue=n) for n in range(8)]
+    assert compute_tau_interval(prompts, seed=0) == (1.125, 1.875)
+    # Asked twice, a dialogue says no more.
+    assert compute_tau_interval(prompts * 2, seed=0) == (1.125, 1.875)
+
+
+def test_one_dialogue_gives_no_interval() -> None:
+    turns = [PromptSteps("a", [Step(n, n + 1, 9)], turn=n) for n in range(4)]
+    assert compute_tau_interval(turns, seed=0) is None
+    assert format_interval(None) == "-"
+    assert format_interval((1, 2.345), 1) == "1.0-2.3"
+    assert format_interval([1, 2], 2, " to ") == "1.00 to 2.00"
+
+
+def test_heads_are_compared_in_pairs() -> None:
+    """Prompts of tau 1 to 8, and a head that gives half a token more on each."""
+    first = [PromptSteps("a", [Step(0, n, 99)] * 2, dialogue=n).build_row() for n in range(1, 9)]
+    second = [
+        PromptSteps("a", [Step(0, n, 99), Step(0, n + 1, 99)], dialogue=n).build_row()
+        for n in range(1, 9)
+    ]
+    assert compare_tau(first, second, seed=0) == (0.5, (0.5, 0.5))
+    assert compare_tau(second, first, seed=0) == (-0.5, (-0.5, -0.5))
+    assert compare_tau(first[:1], second[:1], seed=0) == (0.5, None)
+
+
+def test_the_interval_of_tau_is_that_of_its_seed() -> None:
+    prompts = [PromptSteps("a", [Step(n * n, n * n + 1, 999)], dialogue=n) for n in range(12)]
+    assert compute_tau_interval(prompts, seed=1) == compute_tau_interval(prompts, seed=1)
+    assert compute_tau_interval(prompts, seed=1) != compute_tau_interval(prompts, seed=2)
+    found = summarise_acceptance(prompts, 121, seed=1)
+    assert (
+        found["tau_ci95"]
+        == found["by_category"]["a"]["ci95"]
+        == compute_tau_interval(prompts, seed=1)
+    )
+
+
+@pytest.mark.parametrize("kind", ["static_tree", "dynamic_tree"])
+def test_a_result_tells_of_its_one_tree(kind: str) -> None:
+    assert select_tree_figures({"tau": 1.5, kind: {"tau": 2.0}}) == {"tau": 2.0}
+
+
+def test_nothing_to_verify_is_one_token_per_pass() -> None:
+    assert tau([PromptSteps("a", [])]) == 1.0
+    assert per_position([PromptSteps("a", [])], 2) == [0.0, 0.0]

@@ -1,0 +1,123 @@
+"""Files for other tools, in the shape that those write or read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conf.errors import InputError
+from eval.decode.engine import Step
+from eval.measure.acceptance_stats import PromptSteps, summarise_acceptance
+from eval.measure.results import build_vllm_metrics, export_results, format_golden_lengths
+from tests.eval.measure.test_conditions import GREEDY, describe_conditions
+
+# Of vLLM 0.32's answers, `--per-request-spec-decode-metrics detailed`.
+FIELDS = {
+    "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
+    "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens", "per_step_accepted",
+    "per_step_drafted",
+}  # fmt: skip
+
+
+def text(dialogue: int, accepted: list[int], drafted: list[int] | None = None) -> PromptSteps:
+    steps = [Step(n, n + 1, 99) for n in accepted]
+    sizes = [3] * len(accepted) if drafted is None else drafted
+    return PromptSteps("math", steps, sizes, dialogue, prompt_tokens=10)
+
+
+def result(*texts: PromptSteps, **changes: Any) -> dict[str, Any]:
+    figures: dict[str, Any] = summarise_acceptance(texts, 3, seed=0)
+    about = {**GREEDY, "head": "outputs/eagle/head", "target": "x", "git": "abc", **changes}
+    about["target_identity"] = {"name": "Qwen/Qwen3-8B", "template": "ab" * 32}
+    whole = {
+        **about,
+        **figures,
+        "static_tree": summarise_acceptance(texts, 3, seed=0),
+        "tree": [0, 0, 1, 1],
+    }
+    return whole | {"conditions": describe_conditions(whole)}
+
+
+def test_a_text_as_vllm_tells_of_it() -> None:
+    told = build_vllm_metrics(text(0, [2, 0, 0, 3, 1], [3, 3, 0, 3, 2]).build_row(), 3)
+    assert told.keys() == FIELDS
+    assert told == {
+        "mean_acceptance_length": 2.5,
+        "draft_acceptance_rate": 6 / 11,
+        "acceptance_histogram": [1, 1, 1, 1],  # the pass without a draft is none
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 11,
+        "num_spec_tokens": 3,
+        "per_step_accepted": [2, 0, 3, 1],
+        "per_step_drafted": [3, 3, 3, 2],
+    }
+    alone = build_vllm_metrics(text(0, []).build_row(), 3)
+    assert (alone["mean_acceptance_length"], alone["acceptance_histogram"]) == (1.0, [0] * 4)
+    assert alone["draft_acceptance_rate"] == 0.0
+
+
+def test_a_line_for_every_request(tmp_path: Path) -> None:
+    texts = text(0, [2, 1]), text(7, [0])
+    files = export_results(result(*texts), tmp_path)
+    assert [file.name for file in files] == ["requests.jsonl", "golden.yaml"]
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert [(row["id"], row["method"]) for row in rows] == [
+        ("0.1", "chain"), ("7.1", "chain"), ("0.1", "tree"), ("7.1", "tree")
+    ]  # fmt: skip
+    assert rows[0]["usage"] == {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
+    assert rows[1]["metrics"]["speculative_decoding"] == build_vllm_metrics(texts[1].build_row(), 3)
+
+
+def test_a_golden_file(tmp_path: Path) -> None:
+    export_results(result(text(0, [3, 1]), text(1, [0])), tmp_path)
+    written = (tmp_path / "golden.yaml").read_text()
+    assert yaml.safe_load(written) == {"qwen3-8b": {"thinking_off": {3: 2.3333}}}
+    replay = (
+        '# vLLM: "num_speculative_tokens": 3, "rejection_sample_method": "synthetic", '
+        '"synthetic_acceptance_length": 2.3333 in --speculative-config\n'
+        '#   or, depth by depth, "synthetic_acceptance_rates": [0.6667, 0.3333, 0.3333]\n'
+        "# SGLang: SGLANG_SIMULATE_ACC_LEN=2.3333 SGLANG_SIMULATE_ACC_METHOD=match-expected "
+    )
+    assert replay in written
+    assert "first turns alone of up to 2; greedy; chains of 3 draft tokens" in written
+
+
+def test_lengths_by_draft_tokens_and_names_that_are_no_plain_words() -> None:
+    short, long = result(text(0, [1])), result(text(0, [3]), config={
+        "data": {"chat_template_kwargs": {"enable_thinking": True}}
+    })  # fmt: skip
+    long["by_part"] = {"thinking": {}, "answer": {}}
+    long["target_identity"]["name"] = "models/my: own\nmodel"
+    written = format_golden_lengths({3: long, 1: short}, long)
+    assert yaml.safe_load(written) == {"my: own\nmodel": {"thinking_on": {1: 2.0, 3: 4.0}}}
+    assert written.endswith("    1: 2.0000\n    3: 4.0000\n")
+    assert '# thinking_on chat_template_kwargs: {"enable_thinking": true}\n' in written
+
+
+def test_methods_that_draft_chains_of_one_length_have_golden_files(tmp_path: Path) -> None:
+    def method(tree: list[int] | None, *texts: PromptSteps) -> dict[str, Any]:
+        own = {} if tree is None else {"tree": {"parents": tree, "ranks": tree}}
+        return {**summarise_acceptance(texts, 3, seed=0), **own}
+
+    whole = result(text(0, [1]))
+    whole["methods"] = {
+        "vanilla": method(None, text(0, [0, 0], [0, 0])),
+        "eagle_chain": method([-1, 0, 1, 2], text(0, [2, 0, 1], [3, 0, 3])),
+        "eagle_cut": method([-1, 0, 1, 2], text(0, [2, 1], [3, 2])),
+        "eagle_tree": method([-1, 0, 0, 1], text(0, [2, 1])),
+        "prompt_lookup": method(None, text(0, [2, 1])),
+    }
+    files = [file.name for file in export_results(whole, tmp_path)]
+    assert files == ["requests_speedup.jsonl", "golden_eagle_chain.yaml"]
+    lines = (tmp_path / "requests_speedup.jsonl").read_text().splitlines()
+    assert [json.loads(line)["method"] for line in lines] == list(whole["methods"])[1:]
+    golden_file = yaml.safe_load((tmp_path / "golden_eagle_chain.yaml").read_text())
+    assert golden_file == {"qwen3-8b": {"thinking_off": {3: 2.5}}}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"out_dir=.*gone: cannot write there"):
+        export_results(result(text(0, [1])), tmp_path / "gone")

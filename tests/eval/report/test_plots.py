@@ -1,0 +1,273 @@
+"""Pictures of measurements: what is drawn of each."""
+
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import image
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from eval.report.plots import (
+    plot_acceptance,
+    plot_calibration,
+    plot_comparison,
+    plot_concurrency,
+    plot_pruning,
+    plot_reported,
+    plot_speedup,
+    plot_tree_search,
+    step_ms,
+)
+from tests.eval.report.test_report import large, sizes, small
+
+
+def test_time_of_a_pass() -> None:
+    row = {"num_steps": 10, "breakdown": dict.fromkeys(("draft", "verify", "accept", "host"), 0.5)}
+    assert step_ms(row) == {"draft": 50.0, "verify": 50.0, "accept": 50.0, "host": 50.0}
+    assert step_ms({**row, "num_steps": 0}) == {}
+    assert step_ms({"breakdown": row["breakdown"]}) == {}
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path) -> Callable[..., list[Axes]]:
+    """The axes of a picture that was written."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+
+    def draw(plot: Callable[[Any, Path], None], result: Any) -> list[Axes]:
+        plot(result, tmp_path / "picture.png")
+        assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+        assert image.imread(tmp_path / "picture.png").shape[2] == 4
+        return figures.pop().axes
+
+    return draw
+
+
+def bars(axes: Axes) -> list[float]:
+    return [patch.get_width() for patch in axes.patches]
+
+
+def lines(axes: Axes) -> list[list[tuple[float, float]]]:
+    return [[(float(x), float(y)) for x, y in line.get_xydata()] for line in axes.lines]
+
+
+def words(axes: Axes) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_a_picture_of_acceptance(drawn) -> None:
+    own = {"tau": 1.5, "ci95": [1.25, 1.75], "alpha": [0.5, 0.25], "num_prompts": 2}
+    tree = {"tau": 2.0, "by_category": {"math": {"tau": 2.25}}}
+    whole = {"tau": 1.75, "tau_ci95": [1.5, 2.0], "alpha": [0.75, 0.5], "static_tree": tree}
+    left, right = drawn(plot_acceptance, {**whole, "by_category": {"math": own}})
+    assert words(left) == ["math", "all"]
+    assert bars(left) == [1.5, 1.75]
+    assert lines(left) == [
+        [(1.25, 0), (1.75, 0)], [(2.25, 0)], [(1.5, 1), (2.0, 1)], [(2.0, 1)], [(1, 0), (1, 1)],
+    ]  # fmt: skip
+    assert lines(right) == [[(1, 0.5), (2, 0.25)], [(1, 0.75), (2, 0.5)]]
+
+
+@pytest.mark.parametrize("make", [large, small])
+def test_a_picture_of_speed(make, drawn) -> None:
+    methods = make()["methods"]
+    speed, times, taus, *others = drawn(plot_speedup, make())
+    names = [f"{name} (lossy)" if row.get("lossy") else name for name, row in methods.items()]
+    assert words(speed) == words(times) == words(taus) == names
+    assert bars(speed) == [row["tokens_per_s"] for row in methods.values()]
+    assert [t.get_text() for t in speed.texts] == [
+        f" {row['speedup']:.2f}x" for row in methods.values()
+    ]
+    parts = [step_ms(row).values() for row in methods.values()]
+    assert bars(times) == pytest.approx([ms for row in parts for ms in row])
+    assert [line[0][0] for line in lines(taus)[::2]] == [row["tau"] for row in methods.values()]
+    rates = [row["alpha"] for row in methods.values() if row.get("alpha")]
+    assert [[[y for _, y in line] for line in lines(alphas)] for alphas in others] == (
+        [rates] if rates else []
+    )
+
+
+def test_a_picture_of_a_search(drawn) -> None:
+    candidates = [(1, 10.0), (2, 12.0), (2, 15.0), (4, 11.0)]
+    rows = [{"num_tokens": size, "tokens_per_s": speed} for size, speed in candidates]
+    curve = {"device": "gpu", "sizes": [1, 2, 4], "seconds": [0.5, 0.75, 1.0]}
+    result = {"candidates": rows, "default": rows[3], "found": rows[2], "curve": curve}
+    left, right = drawn(plot_tree_search, result)
+    assert lines(left) == [[(1, 10.0), (2, 15.0), (4, 11.0)], [(4, 11.0)], [(2, 15.0)]]
+    assert lines(right) == [[(1, 1.0), (2, 1.5), (4, 2.0)]]
+    assert right.get_title() == "gpu"
+
+
+def test_a_picture_of_a_calibration(drawn) -> None:
+    bins = [[[0.25, 0.5, 8], [0.75, 1.0, 4]], []]
+    result = {
+        "reliability": {"before": bins, "after": [[[0.5, 0.5, 12]], []]},
+        "ece": {"before": [0.25, 0.0], "temperatures_alone": [0.1, 0.0], "after": [0.125, 0.0]},
+        "lengths": [{"tokens_per_s": 12.5}, {"tokens_per_s": 10.0}],
+        "thresholds": [
+            {"threshold": 0.5, "tokens_per_s": 15.0},
+            {"threshold": 0.75, "tokens_per_s": 5.0},
+        ],
+    }
+    before, after, speed = drawn(plot_calibration, result)
+    assert lines(before) == [[(0, 0), (1, 1)], [(0.25, 0.5), (0.75, 1.0)], []]
+    assert lines(after) == [[(0, 0), (1, 1)], [(0.5, 0.5)], []]
+    assert [text.get_text() for text in after.get_legend().get_texts()] == [
+        "depth 1, error 0.125",
+        "depth 2, error 0.000",
+    ]
+    assert lines(speed)[0] == [(0.5, 1.5), (0.75, 0.5)]
+    assert [line[0][1] for line in lines(speed)[1:]] == [1.0, 1.25]
+
+
+def test_a_picture_of_heads_side_by_side(drawn) -> None:
+    one = {"tau": 1.5, "tau_ci95": [1.25, 1.75], "alpha": [0.5], "static_tree": {"tau": 2.0}}
+    two = {
+        "tau": 2.5, "tau_ci95": [2.25, 2.75], "alpha": [0.75, 0.5], "dynamic_tree": {"tau": 3.0},
+        "agreement": [0.875, 0.625],
+    }  # fmt: skip
+    left, middle, right = drawn(plot_comparison, {"one": one, "two": two})
+    assert words(left) == ["one", "two"]
+    assert bars(left) == [1.5, 2.5]
+    assert lines(left) == [[(1.25, 0), (1.75, 0)], [(2.0, 0)], [(2.25, 1), (2.75, 1)], [(3.0, 1)]]
+    assert lines(middle) == [[(1, 0.5)], [(1, 0.75), (2, 0.5)]]
+    assert lines(right) == [[(1, 0.875), (2, 0.625)]]
+    assert right.lines[0].get_color() == middle.lines[1].get_color()
+
+
+def test_a_picture_of_tools_side_by_side(drawn) -> None:
+    def plot(results: Any, path: Path) -> None:
+        plot_reported(results, "acceptance length", "greedy", path)
+
+    left, right = drawn(plot, {"ours": (2.5, [0.75, 0.5]), "theirs": (None, [])})
+    assert words(left) == ["ours", "theirs"]
+    assert bars(left) == [2.5, 0]
+    assert lines(right) == [[(1, 0.75), (2, 0.5)]]
+
+
+def test_a_picture_of_pruning(drawn) -> None:
+    def row(num_ids: int, figure: float) -> dict[str, Any]:
+        interval = [figure - 0.25, figure + 0.25]
+        return {
+            "num_ids": num_ids, "tau": figure, "tau_ci95": interval, "coverage": figure / 4,
+            "speedup": figure / 2,
+        }  # fmt: skip
+
+    result = {
+        "pruned": [row(16, 1.5), row(32, 2.0)], "before": row(64, 2.5), "device": "gpu",
+        "low_rank": [{**row(64, 2.25), "rank": 8}],
+    }  # fmt: skip
+    axes = drawn(plot_pruning, result)
+    for axis, share in zip(axes, (1, 4, 2), strict=True):
+        curve = [(16, 1.5 / share), (32, 2.0 / share), (64, 2.5 / share)]
+        level = [] if share == 4 else [[(0, 2.25 / share), (1, 2.25 / share)]]
+        assert lines(axis) == [curve, curve[2:], *level]
+    assert axes[2].get_ylabel() == "expected speed-up, gpu"
+
+
+DEVICE = "NVIDIA H100 80GB HBM3, with a very long name of its slice, MIG 1g.10gb"
+
+
+def of_methods(names: Iterable[str]) -> dict[str, Any]:
+    """Figures of `speedup.json`, the same for all methods but the baselines."""
+    known = large()["methods"]
+    rows = {name: known[name if name in known else "medusa_tree"] for name in names}
+    return {**large(), "methods": rows}
+
+
+def accepted(categories: Iterable[str]) -> dict[str, Any]:
+    own = {"tau": 1.5, "ci95": [1.25, 1.75], "alpha": [0.5, 0.25], "num_prompts": 2}
+    tree = {"tau": 2.0, "by_category": dict.fromkeys(categories, own)}
+    return {**own, "tau_ci95": None, "static_tree": tree, "by_category": tree["by_category"]}
+
+
+def without_waits() -> dict[str, Any]:
+    """Sizes of texts of one token, which have no waits between tokens."""
+    found = sizes(of_methods(["vanilla", "eagle_tree"])["methods"])
+    for size in found.values():
+        for row in size["methods"].values():
+            row["between_tokens_ms"] = None
+    return {"concurrency": found}
+
+
+def pruned(num_ids: int) -> dict[str, Any]:
+    own = {"num_ids": num_ids, "tau": 2.0, "tau_ci95": None, "coverage": 0.5, "speedup": 1.0}
+    return {**own, "rank": 8}
+
+
+CONDITIONS = {
+    "data": "nvidia/SPEED-Bench throughput_16k, test, version 0123abcd",
+    "turns": "first 2 turns of up to 7",
+    "draft_tokens": 15,
+    "sampling": "temperature 0.7, top_p 0.95, top_k 20, min_p 0.05",
+    "draft_sample_method": "probabilistic in chains, greedy in trees and copies",
+    "rejection_sample_method": "standard; in trees the rule for candidates that were not drawn",
+    "max_new_tokens": 4096,
+    "chat_template": "ab" * 32,
+}
+
+
+LONG = [f"a_method_whose_very_long_name_has_the_number_{n}_tree_typical" for n in range(10)]
+CANDIDATE = {"num_tokens": 2, "tokens_per_s": 12.0}
+CURVE = {"device": DEVICE, "sizes": [1, 2], "seconds": [0.5, 0.75]}
+LABELLED: dict[str, tuple[Callable[[Any, Path], None], Callable[[], Any], int]] = {
+    "12 methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", *LONG]), 4),
+    "few methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", "ngram"]), 4),
+    "no depth": (plot_speedup, lambda: of_methods(["vanilla", "generate"]), 3),
+    "one method": (plot_speedup, lambda: of_methods(["vanilla"]), 3),
+    "texts at a time": (plot_concurrency, large, 3),
+    "no waits": (plot_concurrency, without_waits, 2),
+    "long categories": (plot_acceptance, lambda: accepted(LONG), 2),
+    "heads": (
+        plot_comparison,
+        lambda: {key: {**accepted(["math"]), "conditions": CONDITIONS} for key in LONG},
+        2,
+    ),
+    "pruning": (
+        plot_pruning,
+        lambda: {
+            "pruned": [pruned(256), pruned(512)], "before": pruned(1024), "low_rank": [],
+            "device": DEVICE,
+        },
+        3,
+    ),
+    "search": (
+        plot_tree_search,
+        lambda: {
+            "candidates": [CANDIDATE], "default": CANDIDATE, "found": CANDIDATE, "curve": CURVE
+        },
+        2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_all_words_are_within_the_picture_and_clear_of_other_panels(name: str, monkeypatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(Path, "replace", lambda *_: None)
+    plot, make, num_panels = LABELLED[name]
+    results = make() if plot is plot_comparison else {**make(), "conditions": CONDITIONS}
+    plot(results, Path("picture.png"))
+    (figure,) = figures
+    captions = {plot_acceptance, plot_speedup, plot_concurrency, plot_comparison}
+    assert (figure._supxlabel is not None) == (plot in captions)
+    assert len(figure.axes) == num_panels
+    assert all(panel.has_data() for panel in figure.axes)
+    (left, bottom), (right, top) = figure.get_tightbbox().get_points()
+    width, height = figure.get_size_inches()
+    assert min(left, bottom, width - right, height - top) >= 0
+    boxes = [each.get_tightbbox() for each in (*figure.axes, *figure.legends)]
+    if figure._supxlabel is not None:
+        boxes.append(figure._supxlabel.get_window_extent())
+    for one, other in combinations(boxes, 2):
+        assert not one.overlaps(other)

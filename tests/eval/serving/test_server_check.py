@@ -1,0 +1,50 @@
+"""What keeps a server from being the target, by name."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data.servers.serving_engines import DraftCounts
+from eval.measure.prompts import Prompt
+from eval.serving.server_check import ENOUGH, CheckedText, DifferingToken, diagnose_differences
+
+TEXT = DraftCounts([7] * 100, 1, 4, [1, 0, 0, 0])
+
+
+def server(again: list[int], adapters: tuple[str, ...] = ()) -> Any:
+    answer = SimpleNamespace(text=again)
+    return SimpleNamespace(answer=lambda *_: answer, model="toy", adapters=[*adapters], depth=4)
+
+
+def found(num_others: int, avoids: bool, tolerance: float = 0.0, again: Any = None) -> list[str]:
+    others = [DifferingToken(0, place, 5, 6, 1.5, avoids) for place in range(num_others)]
+    texts = [CheckedText(TEXT, TEXT, others, 0)]
+    asked = server(TEXT.text if again is None else again)
+    return diagnose_differences(asked, [Prompt("all", [1])], texts, "the target", 100, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num_others", "avoids", "cause"),
+    [
+        (ENOUGH, True, "sampling: "),
+        (ENOUGH - 1, True, "target: "),
+        (ENOUGH, False, "target: "),
+    ],
+)
+def test_a_penalty_is_told_from_another_target(num_others: int, avoids: bool, cause: str) -> None:
+    [line] = found(num_others, avoids)
+    assert line.startswith(
+        f"{cause}{num_others} of 100 tokens are not those that the target chooses, first prompt 0 "
+        "at token 0: 5 here, 6 by the server, 1.50 nats below"
+    )
+
+
+def test_a_text_that_changes_is_drawn() -> None:
+    [line] = found(ENOUGH, True, again=[1])
+    assert line.endswith("asked again, the server answers otherwise: it draws its tokens")
+
+
+def test_a_tolerated_share_is_no_problem() -> None:
+    assert found(5, False, tolerance=0.05) == []
+    assert len(found(6, False, tolerance=0.05)) == 1
