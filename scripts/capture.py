@@ -64,8 +64,8 @@ from scripts.store.states import (
     open_source,
     select_token_fields,
 )
-from train.loop import replay
-from train.loop.served import find_longest_document
+from train.loop import evaluation as replay
+from train.loop.sources import find_longest_document
 
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 

@@ -60,10 +60,9 @@ from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab, compute_covered_fraction
 from scripts.publish.staging import load_json
-from train.batch.prefetch import batch_to_device
-from train.batch.states import add_target_states
-from train.batch.supervision import SUPERVISION, add_supervision
-from train.loop.replay import select_heldout_prompts
+from train.batch.batch import SUPERVISION, add_supervision, add_target_states
+from train.batch.data_loader import batch_to_device
+from train.loop.evaluation import select_heldout_prompts
 
 ROWS_PER_CHUNK = 256
 RESULT = "prune.json"

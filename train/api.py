@@ -35,9 +35,9 @@ from heads.target_model import load
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
-from train import schedule
-from train.batch.prefetch import batch_to_device
-from train.batch.supervision import NOISE_SEEDS, Batch
+from train.batch import data_loader as schedule
+from train.batch.batch import NOISE_SEEDS, Batch
+from train.batch.data_loader import batch_to_device
 from train.loop.command import TrainingCommand
 from train.loop.evaluation import compute_metrics
 from train.objective import Objective

@@ -16,10 +16,10 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from heads.blocks.dflash import DFlashHead
-from train.batch.supervision import STEP_TARGETS, Batch, StepTargets
-from train.blocks.objective import BlockObjective
+from train.batch.batch import STEP_TARGETS, Batch, StepTargets
+from train.block_objective import BlockObjective
 from train.loop import command
-from train.loss.fused import Student
+from train.loss.fused_linear import Student
 
 
 class DFlashObjective(BlockObjective):

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from conf.settings.blocks import DFlash2Config
 from heads.blocks.dflash2 import DFlash2Head
-from train.batch.supervision import STEP_TARGETS, Batch, StepTargets, gather_labels
-from train.blocks.objective import BlockObjective
+from train.batch.batch import STEP_TARGETS, Batch, StepTargets, gather_labels
+from train.block_objective import BlockObjective
 from train.loop import command
-from train.loss.fused import Student
+from train.loss.fused_linear import Student
 
 ROWS_PER_CHUNK = 1024
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from conf.settings.blocks import DSparkConfig, Markov
 from heads.blocks.dspark import DSparkHead
-from train.batch.supervision import STEP_TARGETS, Batch, StepTargets
-from train.blocks.objective import BlockObjective
+from train.batch.batch import STEP_TARGETS, Batch, StepTargets
+from train.block_objective import BlockObjective
 from train.loop import command
-from train.loss import sizes
-from train.loss.fused import LowRank, Student
+from train.loop import memory as sizes
+from train.loss.fused_linear import LowRank, Student
 
 
 class DSparkObjective(BlockObjective):

@@ -19,36 +19,131 @@ if __name__ == "__main__":
     COMMAND.parse_command_line()
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 from zlib import crc32
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.profiler import record_function
 
 from conf.errors import InputError
-from conf.settings.eagle import OutputHead, TokenNormalizer
+from conf.settings.eagle import OutputHead, StepNormalizer, TokenNormalizer, UnrolledConfig
 from data.features.store_format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.eagle.eagle import EagleHead
 from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from train.batch.states import collect_states
-from train.batch.supervision import (
+from heads.vocab import DraftVocab
+from train.batch.batch import (
     DOCUMENTS,
     NOISE_SEEDS,
     STEP_TARGETS,
     SUPERVISION,
     Batch,
     StepTargets,
+    collect_states,
     gather_labels,
 )
-from train.loop import command, resume
-from train.loss import sizes
-from train.loss.eagle import DRAFT_METRICS, EagleCriterion, compute_eagle_loss, compute_step_weights
-from train.loss.fused import Student, Teacher
-from train.loss.sums import LossSums
+from train.loop import command
+from train.loop import memory as sizes
+from train.loss.divergences import (
+    LossGrad,
+    Softmax,
+    compute_divergence,
+    is_top1_match,
+    text_cross_entropy,
+    top_k_cross_entropy,
+)
+from train.loss.fused_linear import (
+    LossSums,
+    RowLosses,
+    Student,
+    Teacher,
+    compute_fused_loss,
+    sum_steps,
+)
 from train.loss.teachers import HiddenTeacher, TextTeacher, TopKTeacher
-from train.objective import DIVISORS, Objective
+from train.objective import DIVISORS, DRAFT_METRICS, LaunchSpec, MemoryEstimate, Objective
+from train.parallel import checkpoint as resume
+
+
+def compute_step_weights(config: UnrolledConfig) -> Tensor:
+    """[J] float32 weights decay ** j for j = 0..J-1, divided by their sum for a mean."""
+    weights = torch.tensor([config.step_decay**j for j in range(config.num_steps)])
+    return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
+
+
+def compute_eagle_loss(
+    criterion: "EagleCriterion", steps: Student, learnt: Tensor, batch: Batch, teacher: Teacher
+) -> LossSums:
+    """Sum the losses of all steps of a batch.
+
+    Args:
+        criterion: weights and formulas.
+        steps: the learnt rows in the order of the answers, scaled by step.
+        learnt: [M, H] outputs of these rows before the last norm.
+        batch: an indexed batch, with `hidden_states` [B, T, H] for the regression loss.
+        teacher: the target's distributions after its P answered places.
+
+    Returns:
+        `terms` with `MEASURES`. Tokens whose likeliest continuation is outside the draft vocabulary
+        add nothing to the loss.
+    """
+    total, (values,) = compute_fused_loss([steps], teacher, criterion, criterion.compiled)
+    weight = criterion.config.regression_weight
+    if weight:
+        wanted = (
+            batch[HIDDEN_STATES]
+            .flatten(0, 1)[batch[SUPERVISION].token_indices[steps.teacher_rows.device]]
+            .float()
+        )
+        near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
+        total = total + (near * steps.scales[:]).sum()
+        values[0] += near.detach()
+    return LossSums(total, sum_steps(values, steps, batch[STEP_TARGETS]))
+
+
+class EagleCriterion:
+    """Weighted divergence and top-k loss of a row, compiled on first use if asked for."""
+
+    num_metrics = len(DRAFT_METRICS)
+
+    def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
+        self.config, self.vocab, self.compiled = config, vocab, compiled
+
+    def __call__(
+        self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
+    ) -> RowLosses:
+        """See `train.loss.fused_linear.Criterion`. With a text loss, the chunk is a `TextTeacher`'s."""
+        config, columns = self.config, None
+        if config.text_weight:
+            labels, chunk = chunk
+            columns = self.vocab.to_draft_ids(labels[chunk_rows])
+        best = chunk.top1_ids[chunk_rows]
+        top1 = is_top1_match(self.vocab, student, best)
+        pair = chunk.pair_with(chunk_rows, student)
+        alpha = torch.minimum(pair.p, pair.q).sum(-1)
+        terms: list[LossGrad] = []
+        if config.divergence_weight:
+            of_target = compute_divergence(config.divergence, pair, config.lk_eta, needs_grad)
+            terms.append(of_target.scale(config.divergence_weight))
+        if config.top_k_weight:
+            terms.append(
+                top_k_cross_entropy(pair, config.top_k, needs_grad).scale(config.top_k_weight)
+            )
+        if not terms:  # only the regression loss is trained
+            terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
+        losses = reduce(LossGrad.add, terms)
+        if not self.vocab.is_full:
+            losses = losses.mask_rows(self.vocab.to_draft_ids(best) >= 0)
+        if columns is not None:
+            losses = (
+                text_cross_entropy(student, columns, needs_grad)
+                .scale(config.text_weight)
+                .add(losses)
+            )
+        return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
 
 
 class EagleObjective(Objective):
@@ -90,7 +185,7 @@ class EagleObjective(Objective):
     def _describe_head(self) -> str:
         return f"{self.head.variant}, {self.config.num_steps} steps"
 
-    def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate:
+    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
         """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP; 2 Q e and 6 K e in the attention (width Q of queries, K of keys
@@ -115,7 +210,7 @@ class EagleObjective(Objective):
             + sizes.teacher_bytes(setting, tokens, self.target, one[0])
         )
         copies, backward = sizes.copied_bytes(head, setting), 2 * grads + 3 * tokens * inner * e
-        return sizes.MemoryEstimate(copies, kept, loss, backward)
+        return MemoryEstimate(copies, kept, loss, backward)
 
     def index_batch(self, batch: Batch) -> Batch:
         """Add documents and the supervision of each step to a batch on the CPU."""
@@ -198,6 +293,7 @@ class EagleObjective(Objective):
 
 
 main = command.TrainingCommand(EagleHead, EagleObjective, COMMAND)
+
 
 if __name__ == "__main__":
     COMMAND.run(main)

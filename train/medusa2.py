@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import hashlib
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,111 @@ from data.prepared.packing import PackedDataset
 from eval.measure.target_answers import LocalAnswerSource
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import WEIGHTS, Adapter
-from heads.target_model.model import Target, TargetOutput
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
-from train.batch.states import add_target_states
-from train.batch.supervision import NOISE_SEEDS, SUPERVISION, Batch
-from train.loop import command, resume
-from train.loop.loop import Evaluate
-from train.loop.replay import HeldoutReplay, select_heldout_prompts
-from train.loss.medusa import (
-    HeldoutLoss,
-    SoftLabels,
-    compute_head_weights,
-    compute_medusa_loss,
-    compute_target_loss,
+from train.batch.batch import (
+    NOISE_SEEDS,
+    SUPERVISION,
+    Batch,
+    MatchedRows,
+    add_supervision,
+    add_target_states,
+    gather_labels,
 )
-from train.loss.sums import LossSums
-from train.loss.teachers import HiddenTeacher
+from train.batch.data_loader import Dataset, batch_to_device, stack_sequences
+from train.loop import command
+from train.loop.evaluation import HeldoutReplay, select_heldout_prompts
+from train.loop.loop import Evaluate
+from train.loop.sources import TrainingSource
+from train.loss.fused_linear import (
+    LossSums,
+    Student,
+    Teacher,
+    compute_fused_loss,
+    sum_term,
+)
+from train.loss.teachers import HiddenTeacher, TextTeacher
+from train.medusa import SoftLabels, compute_head_weights, compute_medusa_loss, text_criterion
 from train.medusa import main as of_heads
 from train.objective import Objective, ParameterGroup
+from train.parallel import checkpoint as resume
 from train.parallel import processes
+
+
+def compute_target_loss(
+    target: EmbeddingsAndOutputHead,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    teacher: Teacher | None = None,
+    compiled: bool = False,
+) -> LossSums:
+    """Cross-entropy of the target against the text, or KL from its earlier distributions.
+
+    Args:
+        target: the target, whose output head gets no gradient.
+        hidden: [B, T, D], its last hidden states.
+        batch: indexed batch with `input_ids` [B, T].
+        scale: [1] float32, the weight of the sum in the total.
+        teacher: distributions after the answered places, learnt instead of the text.
+        compiled: compile the loss on first use.
+
+    Returns:
+        One term, with the measures of `medusa_loss`.
+    """
+    rows: MatchedRows = batch[SUPERVISION].depths[0]
+    states = hidden.flatten(0, 1)[rows.output_indices]
+    student = Student(states, target.projection, rows.teacher_rows, scale.expand(len(states)))
+    with record_function("loss"):
+        text = TextTeacher(gather_labels(batch), teacher)
+        total, (values,) = compute_fused_loss([student], text, text_criterion, compiled)
+    return LossSums(total, sum_term(values).unsqueeze(1))
+
+
+class HeldoutLoss:
+    """Mean cross-entropy of a target on the answers of held-out sequences.
+
+    Args:
+        target: target with the adapter.
+        adapter: adapter in training.
+        heldout: packed sequences.
+        num_sequences: largest number of sequences to use.
+    """
+
+    def __init__(
+        self, target: Target, adapter: Adapter, heldout: Dataset, num_sequences: int
+    ) -> None:
+        self.target = target
+        self.adapter = adapter
+        self.heldout = heldout
+        self.num_sequences = num_sequences
+
+    def __call__(self) -> dict[str, float]:
+        """Loss in nats per token without and with the adapter, and its change in percent."""
+        adapted = self._compute_mean_loss()
+        return {
+            "target_loss_before": self.loss_without_adapter,
+            "target_loss": adapted,
+            "target_change_percent": 100 * (adapted / self.loss_without_adapter - 1),
+        }
+
+    @cached_property
+    def loss_without_adapter(self) -> float:
+        """Loss without the adapter."""
+        with self.adapter.pause_adapter():
+            return self._compute_mean_loss()
+
+    @torch.no_grad()
+    def _compute_mean_loss(self) -> float:
+        sums = torch.zeros(2, device=self.target.device)
+        for index in range(min(len(self.heldout), self.num_sequences)):
+            batch = batch_to_device(
+                add_supervision(stack_sequences(self.heldout, [index]), 0), self.target.device
+            )
+            hidden = add_target_states(self.target, batch, FeatureLayers())[HIDDEN_STATES]
+            sums += compute_target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
+        return float(sums[0] / sums[1])
 
 
 class AdaptedMedusa(nn.Module):
@@ -224,7 +311,7 @@ def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
 
 
 def build_adapter_evaluation(
-    config: Medusa2Run, source: command.TrainingSource, objective: Objective
+    config: Medusa2Run, source: TrainingSource, objective: Objective
 ) -> Evaluate:
     """Measure the target's held-out loss, and tau on its current answers."""
     target: Any = source.target

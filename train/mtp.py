@@ -24,7 +24,7 @@ from heads.mtp.checkpoint import find_mtp_layers, format_dropped_layers
 from heads.mtp.mtp import MtpHead
 from train.eagle import EagleObjective
 from train.loop import command
-from train.loss import sizes
+from train.objective import LaunchSpec, MemoryEstimate
 
 
 class MtpObjective(EagleObjective):
@@ -39,7 +39,7 @@ class MtpObjective(EagleObjective):
         start = "a fresh one" if self.config.path is None else f"from {self.config.path}"
         return f"MTP layer of {self.head.config.family}, {start}, {self.config.num_steps} steps"
 
-    def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate | None:  # type: ignore[override]
+    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate | None:  # type: ignore[override]
         """Return None: there is no formula for layers of all families."""
         del setting
         return None

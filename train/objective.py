@@ -1,16 +1,18 @@
 """Objective of the training loop, with the schedule of its parameters."""
 
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from conf.settings.training import Optimizer, Schedule
-from train.batch.states import add_target_states
-from train.batch.supervision import SUPERVISION, Batch, add_supervision
-from train.loss.sizes import LaunchSpec, MemoryEstimate
-from train.loss.sums import LossSums
+from conf.settings.target import Dtype
+from conf.settings.training import Optimizer, Schedule, TrainConfig
+from heads.target_model.load import resolve_dtype
+from train.batch.batch import SUPERVISION, Batch, add_supervision, add_target_states
+from train.loss.fused_linear import (
+    LossSums,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,57 @@ DIVISORS = "counts"
 """Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
 
 
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Facts of a launch on which memory depends, beside the objective.
+
+    Attributes:
+        tokens: N.
+        dtype: autocast's, of the head.
+        strategy: `DDP` (also one process), `FSDP2` or `ZeRO-1`, `ZeRO-2`, `ZeRO-3`.
+        num_processes: n.
+        cuda: whether micro batches are prepared in advance and pieces are large.
+        train: settings of the optimizers.
+    """
+
+    tokens: int
+    dtype: torch.dtype
+    strategy: str
+    num_processes: int
+    cuda: bool
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @classmethod
+    def from_config(
+        cls, config: TrainConfig, length: int, strategy: str, accelerator: Any
+    ) -> "LaunchSpec":
+        """Sizes of a launch on sequences of `length` tokens."""
+        return cls(
+            tokens=config.micro_batch_size * length,
+            dtype=resolve_dtype(Dtype(config.dtype), accelerator.device),
+            strategy=strategy,
+            num_processes=accelerator.num_processes,
+            cuda=accelerator.device.type == "cuda",
+            train=config,
+        )
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes of training a head on a micro batch.
+
+    Attributes:
+        copies: copies of weights in `train.dtype`.
+        kept: tensors kept for the backward pass.
+        loss: the fullest chunk of the loss.
+        backward: gradients of activations.
+    """
+
+    copies: int
+    kept: int
+    loss: int
+    backward: int
+
+
 class Objective(nn.Module):
     """Loss of K terms, with the facts that training needs.
 
@@ -53,7 +106,7 @@ class Objective(nn.Module):
         learns_prompts: whether training learns every token, prompts included.
         trains_target: whether `forward` runs the target itself, with gradients.
         default_optimizer: value of `train.optimizer=auto`.
-        default_schedule: value of `train.schedule=auto`.
+        default_schedule: value of `train.batch.data_loader=auto`.
         muon_rate, adam_rate_times_width: constants of the `auto` learning rates.
     """
 
@@ -158,3 +211,8 @@ class Objective(nn.Module):
         return (
             batch if self.trains_target else add_target_states(self.target, batch, self.head.taps)
         )
+
+
+DRAFT_METRICS = ("top1", "alpha")
+"""Whether the first choices of head and target agree; and alpha, the sum of min(p, q) over the
+whole vocabulary: the probability of acceptance at temperature 1."""

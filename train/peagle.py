@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from conf.settings.eagle import PEagleConfig
 from heads.eagle.peagle import KeysValues, PEagleHead, make_list_store
 from heads.layers.branch_attention import build_causal_range
-from train.batch.states import collect_states
-from train.batch.supervision import (
+from train.batch.batch import (
     DOCUMENTS,
     NOISE_SEEDS,
     STEP_TARGETS,
@@ -33,14 +32,14 @@ from train.batch.supervision import (
     Batch,
     StepTargets,
     Supervision,
+    collect_states,
 )
-from train.blocks.objective import draw_anchors
+from train.block_objective import draw_anchors
 from train.eagle import EagleObjective
 from train.loop import command
-from train.loss import sizes
-from train.loss.fused import Student, Teacher
-from train.loss.sums import scale_off_path_rows
-from train.objective import DIVISORS, Objective
+from train.loop import memory as sizes
+from train.loss.fused_linear import Student, Teacher, scale_off_path_rows
+from train.objective import DIVISORS, LaunchSpec, MemoryEstimate, Objective
 
 SEGMENTS = "segments"
 
@@ -90,7 +89,7 @@ class PEagleObjective(EagleObjective):
         counts = (float(sum(unrolled.step_sizes)),) * self.config.num_steps
         return {**batch, STEP_TARGETS: unrolled, SEGMENTS: segments, DIVISORS: counts}
 
-    def estimate_memory(self, setting: sizes.LaunchSpec) -> sizes.MemoryEstimate:
+    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
         """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer as for EAGLE, plus the keys and values of the text and of the rows before
@@ -117,7 +116,7 @@ class PEagleObjective(EagleObjective):
         loss = grads + sizes.estimate_loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
         loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
         backward = 2 * grads + 3 * students * inner * e
-        return sizes.MemoryEstimate(sizes.copied_bytes(head, setting), int(kept), loss, backward)
+        return MemoryEstimate(sizes.copied_bytes(head, setting), int(kept), loss, backward)
 
     def _pair_with_teacher(
         self, learnt: Tensor, batch: Batch, scale: Tensor

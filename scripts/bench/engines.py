@@ -265,7 +265,7 @@ def train_from_server(job: dict[str, Any]) -> None:
     from heads.vocab import DraftVocab
     from scripts.bench import training
     from train.loop.loop import TrainingJob, TrainingLoop
-    from train.loop.served import ServedSequences, count_prefetch_steps
+    from train.loop.sources import ServedSequences, count_prefetch_steps
     from train.parallel import processes
 
     shape = ("--hidden", str(HIDDEN), "--layers", str(LAST), "--vocab", str(VOCAB))

@@ -47,7 +47,7 @@ from scripts.bench.training import (
 )
 from train.loop import loop
 from train.loop.memory import BytesByPart, estimate_memory
-from train.loss.sizes import LaunchSpec
+from train.objective import LaunchSpec
 from train.parallel import processes
 
 HEADS = tuple(build_variant_table())

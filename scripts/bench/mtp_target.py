@@ -38,7 +38,7 @@ from heads.mtp.stitch import stitch_layer
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.batch.prefetch import stack_sequences
+from train.batch.data_loader import stack_sequences
 
 LENGTH = 512
 SHARED = (

@@ -207,7 +207,7 @@ def target_of(job: StepJob, inputs: StepInputs) -> Any:
 
 def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
     """Make a step of an objective as the training loop runs it."""
-    from train.batch.prefetch import batch_to_device
+    from train.batch.data_loader import batch_to_device
 
     if compiled:
         objective.compile_parts()
@@ -331,7 +331,7 @@ def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from heads.blocks.block_head import build_block_config
     from heads.blocks.dflash import DFlashHead
     from heads.vocab import DraftVocab
-    from train.blocks import objective as blocks
+    from train import block_objective as blocks
     from train.dflash import DFlashObjective
 
     config = DFlashConfig(

@@ -29,9 +29,9 @@ from heads.target_model.embeddings_and_output_head import Projection
 from heads.vocab import DraftVocab
 from scripts.bench.harness import Footprint, best_device, measure_footprint, measure_peak_bytes
 from scripts.bench.training import iter_documents, make_random_target
-from train.batch.supervision import SortedIndices
-from train.loss.eagle import EagleCriterion
-from train.loss.fused import Student, compute_fused_loss
+from train.batch.batch import SortedIndices
+from train.eagle import EagleCriterion
+from train.loss.fused_linear import Student, compute_fused_loss
 from train.loss.teachers import HiddenTeacher
 
 REPEATS = 3

@@ -50,10 +50,10 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.harness import add_size_flags, best_device, format_device
-from train.batch.prefetch import Dataset
+from train.batch.data_loader import Dataset
 from train.loop import loop, memory
 from train.loop.loop import TrainingJob
-from train.loss.sizes import LaunchSpec
+from train.objective import LaunchSpec
 from train.parallel import processes
 
 PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")

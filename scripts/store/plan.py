@@ -22,7 +22,7 @@ from heads.kinds import HEADS
 from heads.target_model import architecture as sizes
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_config_and_tokenizer, load_generation_config, resolve_dtype
-from train.loop.replay import MAX_REPLAY_TOKENS, select_heldout_prompts
+from train.loop.evaluation import MAX_REPLAY_TOKENS, select_heldout_prompts
 
 GIB = 2**30
 

@@ -27,7 +27,7 @@ from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget
-from train.loss.ranking import fast_topk
+from train.loss.topk import fast_topk
 
 ROWS_PER_CHUNK = 1024
 GROUP = 8

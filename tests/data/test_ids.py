@@ -21,7 +21,7 @@ from data.prepared.prepare import prepare_datasets
 from eval import acceptance, speedup
 from heads.target_model.load import load_target
 from scripts import regenerate
-from train.loop.command import load_store_source, load_target_source
+from train.loop.sources import load_store_source, load_target_source
 
 CPU = torch.device("cpu")
 ROWS = 300

@@ -46,7 +46,8 @@ from conf.settings.medusa import (
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from train import dflash, dflash2, dspark, eagle, medusa, medusa2, peagle
-from train.loop import loop, replay
+from train.loop import evaluation as replay
+from train.loop import loop
 from train.objective import Objective
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}

@@ -27,10 +27,10 @@ from torch import Tensor
 from conf.settings.target import Dtype
 from data.features.store_format import HIDDEN_STATES
 from heads.target_model.embeddings_and_output_head import Projection
-from train.batch.supervision import Batch, SortedIndices
-from train.loss.fused import Student, compute_fused_loss
-from train.loss.medusa import text_criterion
+from train.batch.batch import Batch, SortedIndices
+from train.loss.fused_linear import Student, compute_fused_loss
 from train.loss.teachers import TextTeacher
+from train.medusa import text_criterion
 from train.objective import Objective
 
 __all__ = ["inputs", "short"]

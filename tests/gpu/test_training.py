@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import DEVICE, on_cuda, on_device
 from safetensors.torch import load_file
+from tests.train.parallel.test_placement import launched
 from torch._inductor import metrics
 from training_step import KINDS, FirstStep, differences, first_step
 
@@ -17,12 +18,11 @@ from conf.settings.target import Dtype
 from heads.target_model.embeddings_and_output_head import Projection
 from scripts.bench import training as bench_train
 from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
-from tests.train.parallel.test_placement import launched
-from train.batch.supervision import SortedIndices
-from train.loss import fused
-from train.loss.fused import Student, compute_fused_loss
-from train.loss.medusa import text_criterion
+from train.batch.batch import SortedIndices
+from train.loss import fused_linear as fused
+from train.loss.fused_linear import Student, compute_fused_loss
 from train.loss.teachers import TextTeacher
+from train.medusa import text_criterion
 
 __all__ = ["inputs"]
 OF_BFLOAT16 = 0.12

@@ -41,7 +41,7 @@ from scripts import compare, merge_adapter, prune, push
 from tests.hub_server import HubServer
 from tests.scripts.publish.test_push import ACCEPTANCE, PROVENANCE, hub
 from train import dflash, dflash2, dspark, peagle
-from train.loop import replay
+from train.loop import evaluation as replay
 
 __all__ = ["hub"]
 slow = pytest.mark.slow

@@ -36,7 +36,7 @@ from scripts.capture import capture
 from scripts.store.states import fast_topk
 from tests.conf.command.test_following import pasted
 from tests.train.parallel.test_launch import ENV, TWO
-from train.loop import replay
+from train.loop import evaluation as replay
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from conf.command.entry import Command
 from conf.settings.drafting import HeadRef
 from conf.settings.training import FrozenTargetRun
 from data.features.store_format import HIDDEN_STATES
-from train.batch.supervision import SUPERVISION, gather_labels
+from train.batch.batch import SUPERVISION, gather_labels
 from train.loop import command
-from train.loss.sums import LossSums
+from train.loss.fused_linear import LossSums
 from train.objective import Objective
 
 

@@ -30,8 +30,7 @@ from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from train import api
-from train.batch.prefetch import stack_sequences
-from train.schedule import draw_global_batch, hash_seed
+from train.batch.data_loader import draw_global_batch, hash_seed, stack_sequences
 
 
 def states_of(target: Target, ids: torch.Tensor, documents: torch.Tensor, layers: Any) -> Any:

@@ -24,7 +24,7 @@ from heads.feature_head import choose_mask_token
 from heads.target_model.embeddings_and_output_head import Projection
 from heads.target_model.model import Target
 from train import dflash, dflash2
-from train.batch.supervision import (
+from train.batch.batch import (
     NOISE_SEEDS,
     STEP_TARGETS,
     SUPERVISION,
@@ -33,12 +33,17 @@ from train.batch.supervision import (
     add_supervision,
     map_tensors,
 )
-from train.blocks.objective import CONTEXT_ENDS, CONTEXT_STARTS, draw_anchors
-from train.loss import fused
-from train.loss.blocks import compute_dpace_weights, compute_slot_weights
-from train.loss.fused import LowRank, Student, compute_fused_loss
-from train.loss.medusa import text_criterion
+from train.block_objective import (
+    CONTEXT_ENDS,
+    CONTEXT_STARTS,
+    compute_dpace_weights,
+    compute_slot_weights,
+    draw_anchors,
+)
+from train.loss import fused_linear as fused
+from train.loss.fused_linear import LowRank, Student, compute_fused_loss
 from train.loss.teachers import TextTeacher
+from train.medusa import text_criterion
 
 
 @pytest.fixture(scope="module")

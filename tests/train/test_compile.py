@@ -13,7 +13,7 @@ from conf.command.environment import check_compile, find_missing_toolchain
 from conf.errors import InputError
 from conf.settings.training import TrainConfig
 from train.loop.command import MIN_COMPILED_LOGITS, needs_compile
-from train.loss import fused
+from train.loss import fused_linear as fused
 
 MILLION = 10**6
 

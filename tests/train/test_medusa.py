@@ -13,8 +13,8 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train import medusa
 from train.loop import command
-from train.loss import fused
-from train.loss.sums import LossSums
+from train.loss import fused_linear as fused
+from train.loss.fused_linear import LossSums
 from train.medusa import MedusaObjective
 
 

@@ -25,9 +25,8 @@ from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from train import medusa2
-from train.batch.supervision import NOISE_SEEDS, Batch, add_supervision
-from train.loss.medusa import HeldoutLoss
-from train.medusa2 import AdaptedMedusa, Medusa2Objective, heads_weight
+from train.batch.batch import NOISE_SEEDS, Batch, add_supervision
+from train.medusa2 import AdaptedMedusa, HeldoutLoss, Medusa2Objective, heads_weight
 
 CPU = torch.device("cpu")
 TEXT = [5, 9, 17, 40, 8, 61, 23, 77, 31, 5]

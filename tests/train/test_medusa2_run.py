@@ -25,7 +25,7 @@ from heads.target_model.load import load_target
 from scripts import merge_adapter
 from tests.train.parallel.test_launch import TWO, arguments, inputs, trained
 from train import medusa2
-from train.loop.replay import HeldoutReplay, select_heldout_prompts
+from train.loop.evaluation import HeldoutReplay, select_heldout_prompts
 
 __all__ = ["inputs"]
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from toys import packed, random_target, texts
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, PEagleConfig, PEagleRun
 from heads.target_model.model import Target
-from train.batch.supervision import NOISE_SEEDS, STEP_TARGETS, SUPERVISION, Batch
+from train.batch.batch import NOISE_SEEDS, STEP_TARGETS, SUPERVISION, Batch
 from train.peagle import PEagleObjective, main
 
 

@@ -1,14 +1,13 @@
 """Shared part of the training commands: checks, data, plan, loop, last message."""
 
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator, DistributedType
 
 from conf.command import run_record as following
@@ -16,44 +15,114 @@ from conf.command.entry import Command, head_recipe
 from conf.command.environment import check_compile, find_missing_toolchain
 from conf.command.run_record import collect_provenance, make_fingerprint, to_json
 from conf.errors import InputError
-from conf.settings.target import TargetConfig
-from conf.settings.training import TrainConfig, TrainRun
-from data.embedded import fill_default_paths
-from data.features.store_reader import FeatureStore, TrainingData
+from conf.settings.checks import AUTO
+from conf.settings.training import Optimizer, Schedule, TrainConfig, TrainRun
+from data.features.store_reader import TrainingData
 from data.prepared.packing import PackedDataset
-from data.prepared.prepare import DataReport, prepare_datasets
 from data.servers.http_client import Endpoint
-from eval.decode.generation_config import apply_generation_config
-from eval.measure.engine_answers import EngineAnswerSource, build_request_settings, open_states_pool
-from eval.measure.target_answers import LocalAnswerSource
 from eval.preflight_checks import check_training
 from heads.draft_head import DraftHead
 from heads.kinds import find_kind_name, load_head
 from heads.target_model.dequantise import resolve_target_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.identity import TargetIdentity, format_target_change, identify_target
+from heads.target_model.identity import format_target_change
 from heads.target_model.kernels import kernel_notice
-from heads.target_model.load import load_target
-from heads.target_model.model import FeatureLayers, Target
-from heads.target_model.remote import RemoteTarget
 from heads.vocab import DraftVocab, format_coverage
-from train.batch.prefetch import Dataset
+from train.batch.data_loader import Dataset
 from train.loop import loop, memory
-from train.loop.auto_settings import format_run_length, resolve_length, resolve_optimizer
 from train.loop.loop import Evaluate, Outcome, TrainingJob
-from train.loop.replay import HeldoutReplay, Replay, StoredReplay, select_heldout_prompts
 from train.loop.rollouts import API_KEY, Rollouts
-from train.loop.served import ServedSequences, count_prefetch_steps, find_longest_document
-from train.loop.stored import (
+from train.loop.sources import (
+    ServedSequences,
+    TrainingSource,
     check_feature_layers,
-    identity_of,
-    load_embeddings_and_head,
     load_store,
+    load_store_source,
+    load_target_source,
 )
-from train.loss.sizes import LaunchSpec
-from train.objective import Objective
+from train.objective import LaunchSpec, Objective
 from train.parallel import processes
-from train.parallel.placement import strategy_name
+from train.parallel.strategies import strategy_name
+
+WARMUP_FRACTION = 0.04
+RATES_OF_TRAINED = 0.2
+"""Share of the usual learning rate for a head that was trained before. At the full rate an
+EAGLE-3.1 head of 2.5 million tokens fell from tau 3.18 to 3.01 in 100 steps; at a fifth it rose to
+3.24."""
+
+
+def resolve_length(
+    config: TrainConfig, num_sequences: int, length: int, num_processes: int
+) -> TrainConfig:
+    """Put numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
+
+    Args:
+        config: the run's; its `batch_size`, if that is what counts, divides among the processes.
+        num_sequences: packed sequences to train on.
+        length: tokens of one.
+        num_processes: of the launch.
+
+    Raises:
+        InputError: a warm-up longer than the run.
+    """
+    if config.batch_tokens is not None:
+        share = num_processes * config.micro_batch_size
+        number = share * round(config.batch_tokens / length / share)
+        config = replace(config, batch_size=max(share, number), batch_tokens=None)
+    if config.num_epochs is not None:
+        max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
+        config = replace(config, max_steps=max_steps, num_epochs=None)
+    if config.warmup_steps is None:
+        config = replace(config, warmup_steps=round(WARMUP_FRACTION * config.max_steps))
+    return config
+
+
+def resolve_optimizer(
+    config: TrainConfig, objective: Objective, deepspeed: bool, trained: bool = False
+) -> tuple[TrainConfig, str]:
+    """Put an optimizer, rates and schedule for `auto`.
+
+    Args:
+        config: the run's.
+        objective: knows what suits its head.
+        deepspeed: whether it lays out the parameters, flat, which Muon cannot read.
+        trained: whether the head was trained before.
+
+    Returns:
+        The settings, rates as numbers; and a line for the user.
+    """
+    optimizer = config.optimizer
+    if optimizer is Optimizer.auto:
+        optimizer = Optimizer.adamw if deepspeed else objective.default_optimizer
+    share = RATES_OF_TRAINED if trained else 1.0
+    given = config.learning_rate, config.adam_learning_rate
+    usual = objective.compute_default_rates(optimizer)
+    rate, adam = (
+        share * usual_rate if value == AUTO else float(value)
+        for value, usual_rate in zip(given, usual, strict=True)
+    )
+    said, said_adam = (
+        f"{number:.2g} (auto)" if value == AUTO else f"{number:.2g}"
+        for value, number in zip(given, (rate, adam), strict=True)
+    )
+    line = f"optimizer: AdamW at {said}"
+    if optimizer is Optimizer.muon:
+        line = f"optimizer: Muon at {said} for hidden matrices, AdamW at {said_adam} for the rest"
+    config = replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam)
+    if config.schedule is Schedule.auto:
+        config = replace(config, schedule=objective.default_schedule)
+    return config, f"{line}; schedule: {config.schedule.value}"
+
+
+def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> str:
+    """Length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
+    epochs = config.max_steps * config.batch_size / max(1, num_sequences)
+    tokens = config.batch_size * length
+    return (
+        f"{config.max_steps} steps of {config.batch_size} x {length} = {tokens:,} tokens, "
+        f"{epochs:.1f} epochs"
+    )
+
 
 MIN_COMPILED_LOGITS = 3e10
 """Logits from which compiling pays on a CPU: it costs about 20 s and saves 4 ns per logit of
@@ -62,71 +131,6 @@ EAGLE's loss."""
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """Function from the target (`EmbeddingsAndHead` beside a feature store) and the training data to
 the objective and the lines to print about it."""
-
-
-@dataclass(frozen=True)
-class TrainingSource:
-    """Target and data to train a head on.
-
-    Attributes:
-        target: the whole target, or its ends beside a feature store.
-        identity: identity of the target.
-        checksum: checksum of all training data.
-        train: packed sequences, with or without the target's hidden states.
-        heldout: packed sequences to evaluate on.
-        report: counts of the prepared data.
-        lines: lines to print about the data.
-        make_replay: makes a replay of tau on held-out prompts from a depth and the layers the head
-            reads.
-        served_by: names the servers that give hidden states, if any.
-        prompts: held-out prompts for these servers to answer.
-        server_lines: lines about these servers.
-    """
-
-    target: EmbeddingsAndOutputHead
-    identity: TargetIdentity
-    checksum: str
-    train: TrainingData | ServedSequences
-    heldout: TrainingData | ServedSequences
-    report: DataReport
-    lines: list[str]
-    make_replay: Callable[[int, FeatureLayers], Replay] | None
-    served_by: TargetConfig | None = None
-    prompts: Sequence[list[int]] = ()
-    server_lines: Sequence[str] = ()
-
-    @contextmanager
-    def open_states(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
-        """Add the hidden states that a head reads, if servers give them.
-
-        Raises:
-            InputError: a server does not give them.
-        """
-        if self.served_by is None:
-            yield self
-            return
-        target = self.target
-        assert isinstance(target, RemoteTarget)
-        assert isinstance(self.train, PackedDataset)
-        assert isinstance(self.heldout, PackedDataset)
-        layers = sorted({*taps.layers, target.num_layers})
-        text = find_longest_document(self.train)
-        with open_states_pool(self.served_by, target, layers, text) as pool:
-            replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
-            train, heldout = ServedSequences(self.train, pool), ServedSequences(self.heldout, pool)
-            yield replace(
-                self,
-                train=train,
-                heldout=heldout,
-                make_replay=replay,
-                server_lines=pool.server_lines,
-            )
-
-    def count_prefetch_steps(self, num_tokens: int) -> int:
-        """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
-        if not isinstance(self.train, ServedSequences):
-            return 1
-        return count_prefetch_steps(self.train.pool, num_tokens)
 
 
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
@@ -371,53 +375,6 @@ def estimate_and_check_memory(
     return parts
 
 
-def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
-    """Load the target, or its ends if engines run its layers, and prepare the data."""
-    fill_default_paths(config)
-    target, told = load_training_target(config, accelerator.device)
-    train_data, heldout, report = prepare_datasets(
-        config.data, target.tokenizer, config.seed, accelerator.is_main_process
-    )
-    for data in (train_data, heldout):
-        data.check_token_ids(target)
-    processes.wait_for_processes()  # other nodes may read slower disks
-    prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
-    lines = [*told, *report.format_lines()]
-    replay = None
-    if isinstance(target, Target):
-        replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
-        lines.append(f"attention of the target: {target.attention_description}")
-    identity = identify_target(config.target, target.tokenizer, target.dtype)
-    checksum = train_data.checksum
-    return TrainingSource(
-        target, identity, checksum, train_data, heldout, report, lines, replay,
-        config.target if config.target.engine else None, prompts,
-    )  # fmt: skip
-
-
-def load_training_target(
-    config: TrainRun, device: torch.device
-) -> tuple[EmbeddingsAndOutputHead, list[str]]:
-    """Load the target, whole or without the layers that engines run, and lines about it.
-
-    Raises:
-        InputError: the target must answer, but its generation config cannot be followed.
-    """
-    urls = config.target.engine
-    target = (RemoteTarget.from_config if urls else load_target)(config.target, device)
-    lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
-    try:
-        apply_generation_config(target)
-        if urls:
-            build_request_settings(target)
-    except InputError as error:
-        if config.rollout.steps is not None:
-            raise
-        apply_generation_config(target, plain=True)
-        lines.append(f"tau is measured on plain greedy answers: {error}")
-    return target, lines
-
-
 def needs_compile(
     config: TrainConfig, length: int, objective: Objective, accelerator: Accelerator
 ) -> bool:
@@ -435,23 +392,6 @@ def needs_compile(
         return True
     sequences = config.max_steps * config.batch_size // accelerator.num_processes
     return sequences * length * objective.loss_logits_per_token > MIN_COMPILED_LOGITS
-
-
-def load_store_source(
-    config: TrainRun, store: FeatureStore, device: torch.device
-) -> TrainingSource:
-    """Take target and data from a feature store."""
-    ends = load_embeddings_and_head(store, device)
-    replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
-    lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
-    for data in (store.train, store.heldout, store.replay):
-        data.check_token_ids(ends)
-    report = store.manifest.report
-    plan = store.manifest.plan
-    return TrainingSource(
-        ends, identity_of(plan), plan.splits["train"].checksum, store.train, store.heldout, report,
-        [*lines, *report.format_lines()], replay,
-    )  # fmt: skip
 
 
 def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:

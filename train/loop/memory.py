@@ -17,10 +17,66 @@ from conf.errors import InputError
 from heads.target_model.architecture import compute_mlp_size
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
-from train.loss.sizes import FLOAT32_BYTES, LaunchSpec
-from train.objective import Objective
+from train.loss import fused_linear as fused
+from train.objective import LaunchSpec, Objective
 from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
+
+PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
+"""Float32 tensors of a piece that live at a time (see `train.loss.fused_linear.piece_bytes`), against the
+text and against a distribution. One more if logits are not float32."""
+FLOAT32_BYTES = 4
+
+
+def estimate_loss_bytes(
+    setting: LaunchSpec, rows: int, shape: tuple[int, int], num_pieces: int
+) -> int:
+    """Bytes of a chunk: its logits, and either pieces or the factors of the backward product.
+
+    Args:
+        setting: sizes of the launch.
+        rows: rows of a student.
+        shape: shape [W, H] of the projection.
+        num_pieces: pieces that live at a time; one more is added if logits are not float32.
+    """
+    e, (width, hidden) = setting.dtype.itemsize, shape
+    whole = get_chunk_limit(setting)
+    chunk = min(rows, max(1, whole // (width * e)))
+    piece = min(fused.piece_bytes(width, not setting.cuda), chunk * width * FLOAT32_BYTES)
+    tile = min(fused.TILE_BYTES, width * max(hidden, chunk) * FLOAT32_BYTES)
+    back = chunk * hidden * (e + FLOAT32_BYTES) + (0 if e == FLOAT32_BYTES else tile)
+    return (
+        chunk * width * e
+        + chunk * hidden * e
+        + max((num_pieces + (e < FLOAT32_BYTES)) * piece, back)
+    )
+
+
+def teacher_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
+    """Bytes of the target's logits [rows, width] beside a student's, in the target's dtype."""
+    return min(rows * width * target.dtype.itemsize, get_chunk_limit(setting))
+
+
+def making_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
+    """Bytes while a teacher's logits are made: all logits, the drafted ones, and pieces."""
+    whole = teacher_bytes(setting, rows, target, target.vocab_size)
+    drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
+    most = fused.piece_bytes(target.vocab_size, not setting.cuda)
+    return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32_BYTES)
+
+
+def get_chunk_limit(setting: LaunchSpec) -> int:
+    """Largest bytes of a chunk's logits."""
+    return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
+
+
+def copied_bytes(head: Any, setting: LaunchSpec) -> int:
+    """Bytes of copies of all matrices, if autocast's dtype is not float32."""
+    if setting.dtype is torch.float32:
+        return 0
+    sizes = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)
+    return setting.dtype.itemsize * sum(sizes)
+
 
 BytesByPart = dict[str, int]
 REMEDIES = (

@@ -37,10 +37,10 @@ from heads.draft_head import DraftHead
 from heads.folders import load_tensors, write_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
-from train import schedule
-from train.batch.prefetch import Dataset
-from train.loop.replay import iter_prompts
-from train.loop.served import ServedSequences
+from train.batch import data_loader as schedule
+from train.batch.data_loader import Dataset
+from train.loop.evaluation import iter_prompts
+from train.loop.sources import ServedSequences
 from train.parallel import processes
 
 GROUP = 4

@@ -10,13 +10,14 @@ Letters: N rows, W columns.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from conf.settings.eagle import Divergence
-from train.loss.ranking import fast_argmax
+from heads.vocab import DraftVocab
+from train.loss.topk import fast_argmax
 
 MIN_ALPHA = 1e-6
 """Least alpha, which keeps -log alpha finite where p and q do not overlap in float32."""
@@ -54,6 +55,11 @@ class Softmax(NamedTuple):
     def log_q_at(self, columns: Tensor) -> Tensor:
         """[N, n] log-probabilities of some columns [N, n]."""
         return self.logits.gather(1, columns) - self.log_norm.unsqueeze(1)
+
+
+def p_log_p(p: Tensor) -> Tensor:
+    """[N] the sum of p log p of probabilities [N, W]."""
+    return dot_rows(p, finite_log(p))
 
 
 class DistributionPair(NamedTuple):
@@ -120,11 +126,6 @@ def dot_rows(a: Tensor, b: Tensor) -> Tensor:
 def finite_log(p: Tensor) -> Tensor:
     """[N, W] logarithms, finite even where p underflows."""
     return p.clamp_min(torch.finfo(p.dtype).tiny).log_()
-
-
-def p_log_p(p: Tensor) -> Tensor:
-    """[N] the sum of p log p of probabilities [N, W]."""
-    return dot_rows(p, finite_log(p))
 
 
 def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
@@ -229,3 +230,26 @@ def compute_divergence(
     if kind is Divergence.hybrid:
         return hybrid(pair, eta, needs_grad)
     return _SIMPLE[kind](pair, needs_grad)
+
+
+class Distribution(Protocol):
+    """Distribution of the target after c tokens."""
+
+    @property
+    def top1_ids(self) -> Tensor:
+        """[c] int64 likeliest id of the whole vocabulary."""
+
+    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
+        """Pair the distribution with the students', over the draft vocabulary.
+
+        Args:
+            chunk_rows: [r] int64 rows of the chunk.
+            student: softmax of r rows.
+        """
+
+
+def is_top1_match(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
+    """[r] bool, whether a student's likeliest token is the target's likeliest id `best` [r]."""
+    return (
+        student.top1_columns if vocab.is_full else vocab.to_target_ids(student.top1_columns)
+    ) == best

@@ -7,33 +7,17 @@ kept ids.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
-from train.loss.divergences import DistributionPair, Softmax, dot_rows, p_log_p
-from train.loss.fused import Teacher, piece_rows, split_evenly
+from train.loss.divergences import Distribution, DistributionPair, Softmax, dot_rows, p_log_p
+from train.loss.fused_linear import Teacher, piece_rows, split_evenly
 
 MIN_MASS = 1e-6
-
-
-class Distribution(Protocol):
-    """Distribution of the target after c tokens."""
-
-    @property
-    def top1_ids(self) -> Tensor:
-        """[c] int64 likeliest id of the whole vocabulary."""
-
-    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
-        """Pair the distribution with the students', over the draft vocabulary.
-
-        Args:
-            chunk_rows: [r] int64 rows of the chunk.
-            student: softmax of r rows.
-        """
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from conf.settings.training import Optimizer, TrainConfig
+from conf.settings.training import Optimizer, Schedule, TrainConfig
 from heads.devices import choose_fast_dtype
 from heads.target_model.load import resolve_dtype
 from train.objective import Objective
@@ -175,3 +175,37 @@ def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
         for name, parameter in head.named_parameters()
         if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in left_out
     }
+
+
+def compute_late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
+    """Share of `rate` for parameters that a later step trains first.
+
+    AdamW's first steps have full length even for tiny gradients, so parameters that join later get
+    a warm-up too.
+    """
+    if first_step == 0 or not config.warmup_steps:
+        return 1.0
+    return min(1.0, max(0, step - first_step + 1) / config.warmup_steps)
+
+
+def compute_learning_rate(config: TrainConfig, step: int) -> float:
+    """Learning rate of optimizer step `step`, from 0, once `auto` is settled."""
+    return float(config.learning_rate) * compute_rate_fraction(config, step)
+
+
+def compute_rate_fraction(config: TrainConfig, step: int) -> float:
+    """Share of `learning_rate` that optimizer step `step` (from 0) uses.
+
+    Linear warm-up that starts above 0, so no step is wasted; then cosine to 0, constant, or
+    constant with a linear decay to 0 over the last `decay_fraction` of the steps (wsd).
+    """
+    assert config.schedule is not Schedule.auto, "not settled"
+    warmup_steps = config.warmup_steps or 0
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    left = max(config.max_steps - step, 0)
+    if config.schedule is Schedule.cosine:
+        return 0.5 * (1 - math.cos(math.pi * left / (config.max_steps - warmup_steps)))
+    if config.schedule is Schedule.wsd:
+        return min(1.0, left / max(1.0, config.decay_fraction * config.max_steps))
+    return 1.0

@@ -22,7 +22,7 @@ from toys import packed
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.decoding.drafting import Roots
 from heads.decoding.tree import DynamicShape
-from train.batch.supervision import STEP_TARGETS
+from train.batch.batch import STEP_TARGETS
 
 QUICK = ("dflash2", "dspark, rnn")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BLOCKS]

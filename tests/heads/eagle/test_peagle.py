@@ -15,7 +15,7 @@ from toys import packed
 from heads.decoding.drafting import Roots
 from heads.decoding.tree import DynamicShape
 from heads.eagle.peagle import PEagleChain, PEagleHead, PEagleTree
-from train.batch.supervision import SUPERVISION, add_supervision
+from train.batch.batch import SUPERVISION, add_supervision
 from train.peagle import PEagleObjective, compute_kept_fraction, draw_step_anchors, split_segments
 
 

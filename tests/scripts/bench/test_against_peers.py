@@ -19,7 +19,7 @@ from scripts.bench.peer_steps import (
     build_stepper,
     measure_peer_step,
 )
-from train.blocks import objective as blocks
+from train import block_objective as blocks
 
 CPU = torch.device("cpu")
 SIZES: dict[str, int] = {

@@ -18,11 +18,11 @@ from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
 from eval import preflight_checks as refusals
 from heads.folders import write_head_folder
-from train import schedule
-from train.batch.supervision import NOISE_SEEDS, Batch
+from train.batch import data_loader as schedule
+from train.batch.batch import NOISE_SEEDS, Batch
 from train.loop import command, evaluation, loop
 from train.loop.loop import Outcome, TrainingJob
-from train.loss.sums import LossSums
+from train.loss.fused_linear import LossSums
 from train.objective import Objective
 from train.parallel import checkpoint, processes
 

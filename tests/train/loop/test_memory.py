@@ -21,10 +21,9 @@ from heads.vocab import DraftVocab
 from scripts.bench import memory as bench_memory
 from train.eagle import EagleObjective
 from train.loop import memory
-from train.loss import fused
-from train.loss.sizes import LaunchSpec
+from train.loss import fused_linear as fused
 from train.medusa import MedusaObjective
-from train.objective import Objective
+from train.objective import LaunchSpec, Objective
 
 ONE = LaunchSpec(tokens=512, dtype=torch.float32, strategy="DDP", num_processes=1, cuda=False)
 V, H = 96, 64  # of the toy target

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.train.parallel.test_placement import assert_same_run
 from torch import Tensor
 
 from conf.errors import InputError
 from tests.train.loop.test_loop import ToyObjective, fit, lines, rows, settings, weights
 from tests.train.parallel.test_launch import ROOT, TWO, arguments, curve, inputs, trained
-from tests.train.parallel.test_placement import assert_same_run
-from train import schedule
-from train.batch.supervision import Batch
-from train.loop.non_finite import SkippedSequences
-from train.loss.sums import LossSums
+from train.batch import data_loader as schedule
+from train.batch.batch import Batch
+from train.loop.loop import SkippedSequences
+from train.loss.fused_linear import LossSums
 
 __all__ = ["inputs"]
 BAD = 5

@@ -25,7 +25,7 @@ from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_config_and_tokenizer
 from tests.train.parallel.test_launch import curve
 from train import medusa
-from train.loop.command import load_target_source
+from train.loop.sources import load_target_source
 
 
 @pytest.fixture(autouse=True)

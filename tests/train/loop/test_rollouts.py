@@ -17,9 +17,9 @@ from data.templates.record_encoder import Sample
 from eval.decode.engine import NoDraft, decode
 from heads.target_model.model import Target
 from tests.servers import ChatServer
-from train import schedule
-from train.loop import resume
+from train.batch import data_loader as schedule
 from train.loop.rollouts import TEXTS, Rollouts
+from train.parallel import checkpoint as resume
 
 SEED = 3
 

@@ -32,7 +32,7 @@ from tests.servers import EngineServer, Fault, relaying, serving
 from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
 from train import dflash, eagle, medusa
-from train.loop import replay
+from train.loop import evaluation as replay
 
 RUNS: dict[str, tuple[Any, Any]] = {
     "medusa": (medusa, MedusaRun(head=MedusaConfig(num_heads=2))),

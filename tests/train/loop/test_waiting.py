@@ -10,8 +10,8 @@ from toys import random_target, texts
 
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
-from train.loop import served
-from train.loop.waiting import WaitTimer, format_server_balance
+from train.loop import sources as served
+from train.loop.sources import WaitTimer, format_server_balance
 
 
 def test_the_share_is_of_the_time_since_the_last_look() -> None:

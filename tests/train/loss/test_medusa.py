@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from heads.target_model.embeddings_and_output_head import Projection
-from train.batch.supervision import (
+from train.batch.batch import (
     SUPERVISION,
     Batch,
     StepTargets,
@@ -15,10 +15,10 @@ from train.batch.supervision import (
     add_supervision,
     build_supervision_mask,
 )
-from train.loss import fused
-from train.loss.medusa import SoftLabels, compute_head_weights, compute_medusa_loss
-from train.loss.ranking import fast_argmax, fast_topk, mark_top1_and_top5
+from train.loss import fused_linear as fused
 from train.loss.teachers import TargetProbs
+from train.loss.topk import fast_argmax, fast_topk, mark_top1_and_top5
+from train.medusa import SoftLabels, compute_head_weights, compute_medusa_loss
 
 
 class Heads(nn.Module):
@@ -119,7 +119,7 @@ def test_hand_computed_cross_entropy() -> None:
 def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
     groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.loss.ranking._by_groups", lambda _: groups)
+    monkeypatch.setattr("train.loss.topk._by_groups", lambda _: groups)
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     top1, top5 = mark_top1_and_top5(logits, torch.tensor([0, 1]))
     assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])

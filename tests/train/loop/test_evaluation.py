@@ -8,7 +8,7 @@ from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.target_answers import LocalAnswerSource
 from heads.decoding.tree import Tree
 from heads.medusa import MedusaDrafter
-from train.loop.replay import MAX_REPLAY_TOKENS, HeldoutReplay, select_heldout_prompts
+from train.loop.evaluation import MAX_REPLAY_TOKENS, HeldoutReplay, select_heldout_prompts
 
 
 def test_prompts_end_where_the_first_learnt_token_is() -> None:

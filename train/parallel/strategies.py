@@ -23,9 +23,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from conf.settings.training import TrainConfig
 from heads.target_model.load import resolve_dtype
 from train.parallel.checkpoint import CheckpointTensors
-from train.parallel.optimizers import AVERAGE, fresh_state, make_optimizers, state_keys
+from train.parallel.optimizers import (
+    AVERAGE,
+    compute_late_warmup,
+    fresh_state,
+    make_optimizers,
+    state_keys,
+)
 from train.parallel.processes import uses_fsdp
-from train.schedule import compute_late_warmup
 
 
 def make_strategy(

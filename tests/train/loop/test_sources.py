@@ -33,9 +33,9 @@ from heads.vocab import DraftVocab
 from tests.scripts.publish.test_push import hub_env
 from train import eagle, medusa
 from train.loop import command, loop
+from train.loop.evaluation import HeldoutReplay, StoredReplay
 from train.loop.loop import Outcome, TrainingJob
-from train.loop.replay import HeldoutReplay, StoredReplay
-from train.loop.stored import check_feature_layers, load_embeddings_and_head, load_store
+from train.loop.sources import check_feature_layers, load_embeddings_and_head, load_store
 from train.objective import Objective
 
 CPU = torch.device("cpu")
@@ -358,7 +358,7 @@ from conf.settings.target import TargetConfig
 from conf.settings.scripts import CaptureRun
 from data.features.store_format import Manifest
 from scripts.capture import capture
-from train.loop.stored import open_store
+from train.loop.sources import open_store
 
 inputs, out_dir, *commits = sys.argv[1:]
 data = DataConfig(path=f"{inputs}/chat.jsonl", max_length=128, eval_fraction=0.2)

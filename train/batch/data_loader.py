@@ -7,17 +7,19 @@ At most two batches are on the device. The target's stream waits for the step on
 before it reuses that memory. The host drops a batch before it asks for the next one.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from train.batch.supervision import Batch, map_tensors
+from train.batch.batch import Batch, map_tensors
 
 
 class Dataset(Protocol):
@@ -142,3 +144,49 @@ class Prefetcher:
     def close(self) -> None:
         """End the thread after the current load."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def draw_global_batch(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:
+    """Global batch of a step, the same for any number of processes.
+
+    Batches are cut from an endless row of per-epoch permutations. A batch may end one epoch and
+    begin the next, and resuming needs only a position in the row.
+
+    Args:
+        step: optimizer step, from 0.
+        batch_size: sequences per step.
+        num_sequences: sequences in the dataset.
+        seed: the run's seed.
+
+    Returns:
+        `batch_size` indices into the dataset.
+    """
+    batch: list[int] = []
+    position = step * batch_size
+    while len(batch) < batch_size:
+        epoch, offset = divmod(position + len(batch), num_sequences)
+        end = offset + batch_size - len(batch)
+        batch += _draw_permutation(epoch, num_sequences, seed)[offset:end].tolist()
+    return batch
+
+
+@lru_cache(maxsize=2)  # a batch may lie in two epochs
+def _draw_permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
+    """[num_sequences] int64."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_sequences, generator=generator)
+
+
+def hash_seed(*numbers: int) -> int:
+    """Seed from 0 to 2^63 - 1, hashed from numbers; the same on every machine."""
+    digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def split_micro_batches(
+    batch: list[int], rank: int, num_processes: int, size: int
+) -> list[list[int]]:
+    """Share of a process in a global batch, as forward passes of `size` sequences."""
+    share = len(batch) // num_processes
+    own = batch[rank * share : (rank + 1) * share]
+    return [own[start : start + size] for start in range(0, share, size)]

@@ -7,7 +7,7 @@ import pytest
 from conf.errors import InputError
 from conf.settings.training import Optimizer, Schedule, TrainConfig
 from tests.train.loop.test_memory import eagle, medusa
-from train.loop.auto_settings import format_run_length, resolve_length, resolve_optimizer
+from train.loop.command import format_run_length, resolve_length, resolve_optimizer
 from train.objective import Objective
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.batch import prefetch
-from train.batch.prefetch import Prefetcher
+from train.batch import data_loader as prefetch
+from train.batch.data_loader import Prefetcher
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 
 from conf.settings.training import LogConfig, Tracker
 from tests.train.loop.test_loop import fit, lines, settings
-from train.loop import tracking
+from train.loop import metric_logger as tracking
 
 
 @pytest.mark.parametrize("where", ["start", "log", "close"])

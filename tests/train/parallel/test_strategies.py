@@ -36,7 +36,7 @@ from train.loop.loop import TrainingJob
 from train.objective import ParameterGroup
 from train.parallel import processes
 from train.parallel.optimizers import Muon
-from train.parallel.placement import Fsdp2Strategy, ParallelStrategy, make_strategy
+from train.parallel.strategies import Fsdp2Strategy, ParallelStrategy, make_strategy
 
 __all__ = ["inputs"]
 ONE = [sys.executable]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from conf.settings.training import Schedule, TrainConfig
-from train import schedule
+from train.batch import data_loader as schedule
+from train.parallel.optimizers import compute_rate_fraction
 
 
 def test_global_batches_are_the_same_for_any_number_of_processes() -> None:
@@ -64,5 +65,5 @@ def test_schedules(kind: Schedule, expected: list[float]) -> None:
     config = TrainConfig(
         max_steps=6, warmup_steps=2, learning_rate=1.0, schedule=kind, decay_fraction=0.5
     )
-    found = [schedule.compute_rate_fraction(config, step) for step in range(6)]
+    found = [compute_rate_fraction(config, step) for step in range(6)]
     assert found == pytest.approx(expected, abs=1e-6)

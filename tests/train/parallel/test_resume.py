@@ -28,10 +28,11 @@ from heads.vocab import DraftVocab
 from tests.train.loop.test_loop import fit, rows, settings, weights
 from tests.train.loop.test_loop import lines as metrics
 from train.eagle import EagleObjective
-from train.loop import loop, resume
+from train.loop import loop
 from train.loop.loop import TrainingJob
 from train.medusa import MedusaObjective
 from train.medusa2 import AdaptedMedusa, Medusa2Objective
+from train.parallel import checkpoint as resume
 from train.parallel import processes
 
 EAGLE = EagleConfig(num_steps=2, draft_vocab_size=40)
@@ -167,12 +168,12 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_it_lacks(
     fit(tmp_path, settings())
     state = tmp_path / "checkpoints/step-000004/state.json"
     content = json.loads(state.read_text())
-    for key in ("train.schedule", "train.max_grad_norm"):
+    for key in ("train.batch.data_loader", "train.max_grad_norm"):
         del content["run"][key]
     state.write_text(json.dumps(content))
     assert fit(tmp_path, settings(resume=str(state.parent))).finished
     said = capsys.readouterr().out
-    assert "did not record train.max_grad_norm, train.schedule: not compared" in said
+    assert "did not record train.max_grad_norm, train.batch.data_loader: not compared" in said
     assert [line["step"] for line in metrics(tmp_path) if "train/loss" in line][-1] == 6
     with pytest.raises(InputError, match=r"learning_rate was 0.05, is 0.1"):
         fit(tmp_path, settings(resume=str(state.parent), learning_rate=0.1), train=rows(7))

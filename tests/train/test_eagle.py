@@ -16,16 +16,15 @@ from conf.settings.eagle import (
 from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
-from train.batch.supervision import DOCUMENTS, NOISE_SEEDS
-from train.eagle import EagleObjective, main
+from train.batch.batch import DOCUMENTS, NOISE_SEEDS
+from train.eagle import EagleObjective, compute_step_weights, main
 from train.loss.divergences import (
     DistributionPair,
     Softmax,
     compute_divergence,
     top_k_cross_entropy,
 )
-from train.loss.eagle import compute_step_weights
-from train.loss.sums import LossSums
+from train.loss.fused_linear import LossSums
 from train.loss.teachers import HiddenTeacher, TargetProbs
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).

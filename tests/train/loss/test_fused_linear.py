@@ -14,8 +14,9 @@ from toys import random_target
 from conf.settings.eagle import Divergence, EagleConfig
 from heads.target_model.embeddings_and_output_head import Projection
 from heads.vocab import DraftVocab
-from train.batch.supervision import SortedIndices
-from train.loss import fused
+from train.batch.batch import SortedIndices
+from train.eagle import EagleCriterion
+from train.loss import fused_linear as fused
 from train.loss.divergences import (
     MIN_ALPHA,
     DistributionPair,
@@ -23,10 +24,9 @@ from train.loss.divergences import (
     negative_log_alpha,
     total_variation,
 )
-from train.loss.eagle import EagleCriterion
-from train.loss.fused import Student, compute_fused_loss
-from train.loss.medusa import text_criterion
+from train.loss.fused_linear import Student, compute_fused_loss
 from train.loss.teachers import HiddenTeacher, TargetProbs, TextTeacher, TopKTeacher
+from train.medusa import text_criterion
 
 NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
 DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])

@@ -1,0 +1,395 @@
+"""Feature store to train from, with checks that settings and heads fit."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from conf.command.clock import Stopwatch
+from conf.command.run_record import (
+    find_changed_keys,
+    format_changes,
+    make_fingerprint,
+    to_json,
+)
+from conf.errors import InputError
+from conf.settings.data import DataConfig, PackedConfig, TeacherKind
+from conf.settings.target import Dtype, TargetConfig
+from conf.settings.training import TrainRun
+from data.embedded import fill_default_paths
+from data.features.store_format import EMBEDDINGS_AND_HEAD, LAYER_PREFIX, StorePlan
+from data.features.store_reader import FeatureStore, TrainingData
+from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
+from data.prepared.packing import PackedDataset
+from data.prepared.prepare import DataReport, prepare_datasets
+from data.servers.server_pool import HiddenStatesPool, join_documents, split_documents
+from data.servers.state_files import HiddenStatesError
+from eval.decode.generation_config import apply_generation_config
+from eval.measure.engine_answers import EngineAnswerSource, build_request_settings, open_states_pool
+from eval.measure.target_answers import LocalAnswerSource
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.identity import TargetIdentity, identify_target
+from heads.target_model.load import load_config_and_tokenizer, load_target
+from heads.target_model.model import FeatureLayers, Target
+from heads.target_model.remote import RemoteTarget
+from train.loop.evaluation import HeldoutReplay, Replay, StoredReplay, select_heldout_prompts
+from train.parallel import processes
+
+
+def load_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
+    """Open the store of `data.features`, if it is whole and no setting contradicts it.
+
+    A setting with its default value counts as not given.
+
+    Raises:
+        InputError: naming the missing or damaged file, or the contradicting setting.
+    """
+    assert data.features is not None
+    store = FeatureStore(Path(data.features).expanduser())
+    plan = store.manifest.plan
+    names = [
+        field.name
+        for field in fields(DataConfig)
+        if field.name not in ("features", *NON_CONTENT_SETTINGS)
+    ]
+    _check_unset("data", data, plan.data, names, data.features)
+    _check_target(target, plan, data.features)
+    return store
+
+
+def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> EmbeddingsAndOutputHead:
+    """Load the embedding and the output head of the store's target.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    return EmbeddingsAndOutputHead.from_folder(store.check_file(EMBEDDINGS_AND_HEAD).parent, device)
+
+
+def identity_of(plan: StorePlan) -> TargetIdentity:
+    """Identity of the target that a store was captured from."""
+    return TargetIdentity(
+        **{field.name: plan.target[field.name] for field in fields(TargetIdentity)}
+    )
+
+
+def check_feature_layers(store: FeatureStore, taps: FeatureLayers) -> None:
+    """Refuse a head that reads hidden states the store lacks.
+
+    Raises:
+        InputError: naming them and how to capture them.
+    """
+    contents = store.manifest.plan.contents
+    missing = sorted(set(taps.layers) - set(contents.layers))
+    if missing:
+        wanted = ",".join(map(str, sorted(taps.layers)))
+        raise InputError(
+            f"head.layers={missing}: not in data.features={store.folder}, which has "
+            f"{list(contents.layers)}; name layers of these, or capture with layers=[{wanted}]"
+        )
+    # Every head reads layers or the last hidden state.
+    if not taps.layers and contents.teacher is not TeacherKind.hidden:
+        raise InputError(
+            f"data.features={store.folder}: captured with teacher={contents.teacher.value}, "
+            "without the last hidden states that this head reads; capture with teacher=hidden, or "
+            "train an EAGLE-3 head"
+        )
+
+
+def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
+    stored, dtype = plan.target, plan.target["dtype"]
+    if target.dtype is not Dtype.auto and target.dtype.value != dtype:
+        raise InputError(
+            f"target.dtype={target.dtype.value}: data.features={folder} was captured in {dtype}; "
+            "leave target.dtype unset, or capture again"
+        )
+    if target.path is None:
+        _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
+        return
+    given = identify_target(target, load_config_and_tokenizer(target)[1], getattr(torch, dtype))
+    before, now = make_fingerprint(target=identity_of(plan)), make_fingerprint(target=given)
+    differ = find_changed_keys(before, now)
+    if differ:
+        raise InputError(
+            f"target.path={target.path}: not the target of data.features={folder}: "
+            f"{format_changes(before, now, differ)}. Leave target.* unset to train for the store's "
+            "target, or capture again"
+        )
+
+
+def _check_unset(
+    group: str, config: Any, stored: Mapping[str, Any], names: Iterable[str], folder: str | None
+) -> None:
+    """Refuse settings that differ from the store's, unless they have their default."""
+    for name in names:
+        given, default = getattr(config, name), getattr(type(config)(), name)
+        if given != default and to_json(given) != stored[name]:
+            raise InputError(
+                f"{group}.{name}={to_json(given)}: data.features={folder} was captured with "
+                f"{group}.{name}={stored[name]}; leave it unset, or capture again"
+            )
+
+
+STEPS_AHEAD = 4
+"""Largest number of optimizer steps whose sequences are requested together."""
+SHARE_OF_MEMORY = 0.25
+"""Share of the host's memory for their hidden states."""
+NUM_LOOKED_AT = 64
+"""Sequences to search for the longest document."""
+PADDING = -1
+"""Document id of tokens that are not learnt."""
+
+
+def find_longest_document(rows: PackedDataset) -> list[int]:
+    """Token ids of the longest document of the first sequences."""
+    first = (rows[index] for index in range(min(len(rows), NUM_LOOKED_AT)))
+    return max((document for row in first for document in split_documents(row)), key=len)
+
+
+def count_prefetch_steps(pool: HiddenStatesPool, num_tokens: int) -> int:
+    """Number of optimizer steps to request together, limited by the host's memory.
+
+    Args:
+        pool: servers; they give bfloat16 or float32.
+        num_tokens: tokens per step in this process.
+    """
+    itemsize = 4  # float32, the widest dtype of a server
+    num_bytes = num_tokens * len(pool.layers) * pool.hidden_size * itemsize
+    room = psutil.virtual_memory().available * SHARE_OF_MEMORY
+    room /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(STEPS_AHEAD, int(room // num_bytes)))
+
+
+@dataclass
+class ServedSequences:
+    """Packed sequences with the hidden states of their documents, named as in `with_states`.
+
+    Documents without states are not learnt, so that all processes stay in step.
+
+    Attributes:
+        rows: sequences without states.
+        pool: servers that give the states.
+        lost: counts left-out documents over all threads.
+    """
+
+    rows: PackedDataset
+    pool: HiddenStatesPool
+    lost: Iterator[int] = field(default_factory=partial(count, 1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        documents, ids = split_documents(row), row["document_ids"].clone()
+        found: list[dict[str, Tensor]] = []
+        for number, coming in enumerate([self.pool.submit(each) for each in documents]):
+            try:
+                found.append(coming.result())
+            except HiddenStatesError as error:
+                found.append({})
+                ids[row["document_ids"] == number] = PADDING
+                tqdm.write(
+                    f"document {number} of sequence {index} is left out (number {next(self.lost)} "
+                    f"of this run): {error}"
+                )
+        dtype = next((t.dtype for states in found for t in states.values()), torch.bfloat16)
+        states = {}
+        for layer in self.pool.layers:
+            name, width = f"{LAYER_PREFIX}{layer}", self.pool.hidden_size
+            parts = [
+                each[name] if each else torch.zeros(len(lost), width, dtype=dtype)
+                for each, lost in zip(found, documents, strict=True)
+            ]
+            states[name] = join_documents(row, parts)
+        return {**row, "document_ids": ids, **states}
+
+
+MUCH = 0.1
+"""Share of a run's time from which waiting matters."""
+
+
+class WaitTimer:
+    """Share of a run's time spent waiting, since the last look.
+
+    Attributes:
+        num_looks: looks at the share so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all times."""
+        self._watch, self._waited_s = Stopwatch(), 0.0
+
+    @contextmanager
+    def measure_wait(self) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        watch = Stopwatch()
+        yield
+        self._waited_s += watch.host_seconds()
+
+    def pop_wait_fraction(self) -> float:
+        """Share since the last look."""
+        share = self._waited_s / self._watch.host_seconds()
+        self.num_looks += 1
+        self.restart()
+        return share
+
+
+def format_server_balance(waiting: float) -> str:
+    """Line that tells whether servers of hidden states or their trainers wait.
+
+    Args:
+        waiting: share of the trainers' time.
+    """
+    if waiting > MUCH:
+        return (
+            f"training waits for hidden states {waiting:.0%} of the time; {1 / (1 - waiting):.1f} "
+            "times as many servers in target.engine would keep it busy"
+        )
+    return (
+        f"training waits for hidden states {waiting:.0%} of the time; the servers keep up and "
+        "could feed more processes"
+    )
+
+
+@dataclass(frozen=True)
+class TrainingSource:
+    """Target and data to train a head on.
+
+    Attributes:
+        target: the whole target, or its ends beside a feature store.
+        identity: identity of the target.
+        checksum: checksum of all training data.
+        train: packed sequences, with or without the target's hidden states.
+        heldout: packed sequences to evaluate on.
+        report: counts of the prepared data.
+        lines: lines to print about the data.
+        make_replay: makes a replay of tau on held-out prompts from a depth and the layers the head
+            reads.
+        served_by: names the servers that give hidden states, if any.
+        prompts: held-out prompts for these servers to answer.
+        server_lines: lines about these servers.
+    """
+
+    target: EmbeddingsAndOutputHead
+    identity: TargetIdentity
+    checksum: str
+    train: TrainingData | ServedSequences
+    heldout: TrainingData | ServedSequences
+    report: DataReport
+    lines: list[str]
+    make_replay: Callable[[int, FeatureLayers], Replay] | None
+    served_by: TargetConfig | None = None
+    prompts: Sequence[list[int]] = ()
+    server_lines: Sequence[str] = ()
+
+    @contextmanager
+    def open_states(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
+        """Add the hidden states that a head reads, if servers give them.
+
+        Raises:
+            InputError: a server does not give them.
+        """
+        if self.served_by is None:
+            yield self
+            return
+        target = self.target
+        assert isinstance(target, RemoteTarget)
+        assert isinstance(self.train, PackedDataset)
+        assert isinstance(self.heldout, PackedDataset)
+        layers = sorted({*taps.layers, target.num_layers})
+        text = find_longest_document(self.train)
+        with open_states_pool(self.served_by, target, layers, text) as pool:
+            replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
+            train, heldout = ServedSequences(self.train, pool), ServedSequences(self.heldout, pool)
+            yield replace(
+                self,
+                train=train,
+                heldout=heldout,
+                make_replay=replay,
+                server_lines=pool.server_lines,
+            )
+
+    def count_prefetch_steps(self, num_tokens: int) -> int:
+        """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
+        if not isinstance(self.train, ServedSequences):
+            return 1
+        return count_prefetch_steps(self.train.pool, num_tokens)
+
+
+def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
+    """Load the target, or its ends if engines run its layers, and prepare the data."""
+    fill_default_paths(config)
+    target, told = load_training_target(config, accelerator.device)
+    train_data, heldout, report = prepare_datasets(
+        config.data, target.tokenizer, config.seed, accelerator.is_main_process
+    )
+    for data in (train_data, heldout):
+        data.check_token_ids(target)
+    processes.wait_for_processes()  # other nodes may read slower disks
+    prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
+    lines = [*told, *report.format_lines()]
+    replay = None
+    if isinstance(target, Target):
+        replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
+        lines.append(f"attention of the target: {target.attention_description}")
+    identity = identify_target(config.target, target.tokenizer, target.dtype)
+    checksum = train_data.checksum
+    return TrainingSource(
+        target, identity, checksum, train_data, heldout, report, lines, replay,
+        config.target if config.target.engine else None, prompts,
+    )  # fmt: skip
+
+
+def load_training_target(
+    config: TrainRun, device: torch.device
+) -> tuple[EmbeddingsAndOutputHead, list[str]]:
+    """Load the target, whole or without the layers that engines run, and lines about it.
+
+    Raises:
+        InputError: the target must answer, but its generation config cannot be followed.
+    """
+    urls = config.target.engine
+    target = (RemoteTarget.from_config if urls else load_target)(config.target, device)
+    lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
+    try:
+        apply_generation_config(target)
+        if urls:
+            build_request_settings(target)
+    except InputError as error:
+        if config.rollout.steps is not None:
+            raise
+        apply_generation_config(target, plain=True)
+        lines.append(f"tau is measured on plain greedy answers: {error}")
+    return target, lines
+
+
+def load_store_source(
+    config: TrainRun, store: FeatureStore, device: torch.device
+) -> TrainingSource:
+    """Take target and data from a feature store."""
+    ends = load_embeddings_and_head(store, device)
+    replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
+    lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
+    for data in (store.train, store.heldout, store.replay):
+        data.check_token_ids(ends)
+    report = store.manifest.report
+    plan = store.manifest.plan
+    return TrainingSource(
+        ends, identity_of(plan), plan.splits["train"].checksum, store.train, store.heldout, report,
+        [*lines, *report.format_lines()], replay,
+    )  # fmt: skip
