@@ -26,46 +26,364 @@ COMMAND = Command(__doc__, CaptureRun, "capture", check=check_inputs)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
 from accelerate import PartialState
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from conf.command.run_record import collect_provenance
+from conf.command.run_record import collect_provenance, to_json
 from conf.errors import InputError
-from conf.files import compute_file_checksum, lock_file, make_folder, retry_io, write_atomically
+from conf.files import (
+    compute_file_checksum,
+    find_local_path,
+    lock_file,
+    make_folder,
+    retry_io,
+    write_atomically,
+)
+from conf.settings.data import StateFormat, TeacherKind
+from conf.settings.scripts import CaptureRun
+from conf.settings.target import TargetConfig
 from data.embedded import fill_default_paths
 from data.features.store_format import (
     EMBEDDINGS_AND_HEAD,
+    HIDDEN_STATES,
+    NO_PROBABILITY,
+    SCALE,
+    SPLITS,
+    TEACHER_IDS,
+    TEACHER_LOG_PROBS,
     TOKEN_COUNTS,
+    TOKEN_FIELDS,
     Manifest,
     ShardEntry,
     ShardIndex,
+    Split,
+    StoreContents,
+    StorePlan,
     is_shard_whole,
+    quantize_states,
 )
 from data.features.store_writer import (
     SHARD_BYTES,
     HostCopier,
     PlannedShard,
     ShardWriterPool,
+    plan_shards,
     write_shard,
 )
+from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
+from data.prepared.packing import PackedDataset
+from data.prepared.prepare import DataReport, prepare_datasets
 from eval.decode.generation_config import try_generation_config
+from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
 from eval.measure.measurement import join_processes
-from eval.measure.target_answers import AnswerSource
+from eval.measure.target_answers import AnswerSource, LocalAnswerSource
+from heads.kinds import HEADS
+from heads.layers.documents import Documents
+from heads.target_model import architecture as sizes
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.load import load_config_and_tokenizer, load_target
-from heads.target_model.remote import RemoteTarget
-from scripts.store.plan import CaptureJob, check_disk, describe_target, plan_capture
-from scripts.store.states import (
-    StatesSource,
-    build_stored_tensors,
-    open_source,
-    select_token_fields,
+from heads.target_model.identity import identify_target
+from heads.target_model.load import (
+    load_config_and_tokenizer,
+    load_generation_config,
+    load_target,
+    resolve_dtype,
 )
+from heads.target_model.model import FeatureLayers, Target
+from heads.target_model.remote import RemoteTarget
 from train.loop import evaluation as replay
+from train.loop.evaluation import MAX_REPLAY_TOKENS, select_heldout_prompts
 from train.loop.sources import find_longest_document
+from train.loss.topk import fast_topk
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """One capture: its data, and the place of each part.
+
+    Attributes:
+        config: settings of the command.
+        folder: folder of the store.
+        plan: planned contents.
+        shards: all shards in order; process s % num_processes writes shard s.
+        packed_by_split: packed sequences by split.
+        prompts: prompts that the target answers.
+        report: what happened to the rows of the data.
+    """
+
+    config: CaptureRun
+    folder: Path
+    plan: StorePlan
+    shards: list[PlannedShard]
+    packed_by_split: dict[str, PackedDataset]
+    prompts: list[list[int]]
+    report: DataReport
+
+
+def plan_capture(config: CaptureRun, state: PartialState, shard_bytes: int) -> CaptureJob:
+    """Tokenise, pack and plan; this does not need the target's weights yet.
+
+    Raises:
+        InputError: bad data, or layers that the target does not have.
+    """
+    model_config, tokenizer = load_config_and_tokenizer(config.target)
+    contents = choose_contents(config, model_config.get_text_config())
+    train, heldout, report = prepare_datasets(
+        config.data, tokenizer, config.seed, state.is_main_process
+    )
+    sets = {"train": train, "heldout": heldout}
+    prompts = select_heldout_prompts(heldout, config.num_replay_prompts)
+    lengths = {name: packed.parse_accepted_lengths for name, packed in sets.items()}
+    lengths["replay"] = [len(prompt) + MAX_REPLAY_TOKENS for prompt in prompts]
+    shards = [
+        shard
+        for split in SPLITS
+        for shard in plan_shards(split, lengths[split], contents.bytes_per_token, shard_bytes)
+    ]
+    splits = {
+        name: Split(len(packed), packed.num_tokens, packed.num_supervised_tokens, packed.checksum)
+        for name, packed in sets.items()
+    }
+    splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
+    data = {
+        name: value
+        for name, value in to_json(config.data).items()
+        if name not in NON_CONTENT_SETTINGS
+    }
+    plan = StorePlan(
+        target=describe_target(config, tokenizer, state.device, loaded=False),
+        contents=contents,
+        data=data,
+        sha256=report.sha256,
+        max_length=config.data.max_length,
+        pad_id=train.pad_id if train.pad_id < model_config.get_text_config().vocab_size else 0,
+        seed=config.seed,
+        splits=splits,
+        shard_bytes=shard_bytes,
+    )
+    return CaptureJob(config, Path(config.out_dir), plan, shards, sets, prompts, report)
+
+
+def choose_contents(config: CaptureRun, model_config: Any) -> StoreContents:
+    """Choose the parts of a target's pass to store.
+
+    Raises:
+        InputError: the target does not have a layer.
+    """
+    num_layers = sizes.count_layers(model_config)
+    layers = config.layers
+    if layers is None:
+        asked = filter(None, (head.default_layers for head in HEADS.values()))
+        layers = sorted({layer for usual in asked for layer in usual(num_layers, "layers")})
+    if [i for i in layers if not 0 <= i <= num_layers] or len(set(layers)) < len(layers):
+        raise InputError(
+            f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "
+            "name some of them, each once"
+        )
+    width, ends = sizes.find_hidden_size(model_config), sizes.find_embedding_size(model_config)
+    if layers and width != ends:
+        raise InputError(
+            f"layers={layers}: the hidden states of target.path={config.target.path} have width "
+            f"{width}, but its last ones {ends}, and a store has one width; set layers=[], or "
+            "train online"
+        )
+    k = min(config.top_k, model_config.vocab_size) if config.teacher is TeacherKind.top_k else 0
+    return StoreContents(ends, tuple(sorted(layers)), config.teacher, k, config.format)
+
+
+def describe_target(
+    config: CaptureRun, tokenizer: Any, device: torch.device, loaded: bool
+) -> dict[str, Any]:
+    """Identity of the target, and how it runs.
+
+    Args:
+        config: settings with the target's location.
+        tokenizer: the target's tokenizer.
+        device: device of the pass.
+        loaded: whether weights from the Hub are already on this machine.
+    """
+    target = config.target
+    identity = identify_target(target, tokenizer, resolve_dtype(target.dtype, device))
+    # The commit suffices; an adapter's is not known.
+    if not (loaded or find_local_path("target.path", str(target.path))):
+        identity = replace(identity, weights=None)
+    if not (loaded or find_local_path("target.adapter", str(target.adapter))):
+        identity = replace(identity, adapter_weights=None)
+    return {
+        **asdict(identity),
+        "by_engine": bool(config.target.engine),
+        "generation_config": load_generation_config(target)
+        if config.num_replay_prompts > 0
+        else None,
+    }
+
+
+def check_disk(work: CaptureJob, print_sizes: bool) -> None:
+    """Print how much will be written, in each format, and refuse what does not fit.
+
+    Raises:
+        InputError: the disk is too small; names both sizes.
+    """
+    tokens = sum(shard.num_tokens for shard in work.shards)
+    left = [s for s in work.shards if not (work.folder / f"{s.name}.json").exists()]
+    needed = sum(shard.num_tokens for shard in left) * work.plan.contents.bytes_per_token
+    folder = work.folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if print_sizes:
+        contents = work.plan.contents
+        print(*work.report.format_lines(), sep="\n")
+        print(f"store: {contents.format_line()}, {tokens:,} tokens")
+        for state_format in StateFormat:
+            size = replace(contents, format=state_format).bytes_per_token
+            print(f"  {state_format.value}: {size:,} bytes/token, {tokens * size / GIB:,.2f} GiB")
+        print(f"  still to write: {needed / GIB:,.2f} GiB, free: {free / GIB:,.2f} GiB")
+    if needed > free:
+        raise InputError(
+            f"out_dir={work.folder}: needs {needed / GIB:,.2f} GiB more, but {free / GIB:,.2f} GiB "
+            "are free; name another disk, fewer layers, data.num_prompts, format=int8 or fp8, or "
+            "teacher=top_k"
+        )
+
+
+ROWS_PER_CHUNK = 1024
+GROUP = 8
+
+ComputeStates = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""From a batch of packed sequences, [B, T] tensors on the CPU, to [B, T, D] `hidden_states` and
+`layers.{i}`, in any dtype."""
+
+
+def make_target_states(target: Target, layers: tuple[int, ...]) -> ComputeStates:
+    """Make states with the target's own forward pass."""
+
+    def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        documents = Documents.from_ids(batch["document_ids"]).to_device(target.device)
+        ids, positions = (
+            batch[name].to(target.device, non_blocking=True)
+            for name in ("input_ids", "position_ids")
+        )
+        output = target.encode_documents(ids, positions, documents, FeatureLayers(layers))
+        return {HIDDEN_STATES: output.hidden_states} | {
+            f"layers.{index}": states for index, states in output.layers.items()
+        }
+
+    return states_of
+
+
+@dataclass(frozen=True)
+class StatesSource:
+    """The target's states of texts, and its own texts."""
+
+    compute_states: ComputeStates
+    texts: AnswerSource
+
+    @classmethod
+    def from_target(cls, target: Target, layers: tuple[int, ...]) -> "StatesSource":
+        """Source from a target in this process, and its layers."""
+        return cls(make_target_states(target, layers), LocalAnswerSource(target))
+
+
+@contextmanager
+def open_source(
+    config: TargetConfig, target: EmbeddingsAndOutputHead, layers: tuple[int, ...], text: list[int]
+) -> Iterator[StatesSource]:
+    """Open a source of the target's states and own texts, from a pass here or from engines.
+
+    Args:
+        config: settings with the engines.
+        target: complete target, or the parts that engines leave to us.
+        layers: layers to read.
+        text: token ids of the data, to test engines with.
+
+    Raises:
+        InputError: an engine does not write these states.
+    """
+    if isinstance(target, Target):
+        yield StatesSource.from_target(target, layers)
+        return
+    assert isinstance(target, RemoteTarget)
+    with open_states_pool(config, target, layers, text, target.final_norm) as pool:
+
+        def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            names, columns = batch.keys(), batch.values()
+            rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+            read = list(pool.stream_sequence_states(rows))
+            return {name: torch.stack([states[name] for states in read]) for name in read[0]}
+
+        yield StatesSource(states_of, EngineAnswerSource(pool, target))
+
+
+@torch.no_grad()
+def compute_top_k(
+    target: EmbeddingsAndOutputHead, hidden_states: Tensor, k: int, asked: Tensor
+) -> dict[str, Tensor]:
+    """Compute the target's likeliest tokens, where a loss will ask for them.
+
+    Args:
+        target: has the output head.
+        hidden_states: [n, D], after the final norm.
+        k: number of tokens, at most V.
+        asked: [n] bool, on the CPU; elsewhere the teacher gives every token probability 0.
+
+    Returns:
+        [n, k] int32 ids, likeliest first, and [n, k] float16 log-probabilities over all V tokens.
+    """
+    shape, device = (len(hidden_states), k), hidden_states.device
+    ids = torch.zeros(shape, dtype=torch.int32, device=device)
+    log_probs = torch.full(shape, NO_PROBABILITY, dtype=torch.float16, device=device)
+    for places in asked.nonzero().squeeze(1).to(device, non_blocking=True).split(ROWS_PER_CHUNK):
+        logits = target.compute_logits(hidden_states[places]).float()
+        best, which = fast_topk(logits, k, GROUP)
+        ids[places] = which.int()
+        log_probs[places] = (best - logits.logsumexp(-1, keepdim=True)).half()
+    return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs}
+
+
+def build_stored_tensors(
+    target: EmbeddingsAndOutputHead,
+    contents: StoreContents,
+    states: Mapping[str, Tensor],
+    tokens: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Encode the states [n, D] of a sequence as a store holds them, on the target's device.
+
+    Args:
+        target: has the output head.
+        contents: contents of the store.
+        states: states by name.
+        tokens: [n], result of `token_fields`.
+    """
+    tensors = {}
+    for name in contents.state_names:
+        values, scale = quantize_states(states[name].to(target.device), contents.format)
+        tensors[name] = values
+        if scale is not None:
+            tensors[name + SCALE] = scale
+    if contents.top_k:
+        # Losses compare heads with the target wherever a token of the document follows.
+        asked = tokens["document_ids"].roll(-1) == tokens["document_ids"]
+        asked[-1] = False
+        tensors |= compute_top_k(
+            target, states[HIDDEN_STATES].to(target.device), contents.top_k, asked
+        )
+    return tensors
+
+
+def select_token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Ids, documents and masks [n] of a packed sequence, as the store holds them."""
+    num_tokens = int((row["document_ids"] >= 0).sum())
+    return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in TOKEN_FIELDS}
+
 
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.export import ExportFormat, ExportRun
-from scripts.refusals import check_export
+from scripts.preflight_checks import check_export
 
 COMMAND = Command(__doc__, ExportRun, "export", check=check_export)
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.export import MergeAdapterRun
-from scripts.refusals import check_merge
+from scripts.preflight_checks import check_merge
 
 COMMAND = Command(__doc__, MergeAdapterRun, "merge_adapter", check=check_merge)
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.export import MtpAction, MtpFilesRun
-from scripts.refusals import check_mtp
+from scripts.preflight_checks import check_mtp
 
 COMMAND = Command(__doc__, MtpFilesRun, "mtp_files", check=check_mtp)
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.scripts import PruneRun
-from scripts.refusals import check_prune
+from scripts.preflight_checks import check_prune
 
 COMMAND = Command(__doc__, PruneRun, "prune", check=check_prune)
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.export import PushRun
-from scripts.refusals import check_push
+from scripts.preflight_checks import check_push
 
 COMMAND = Command(__doc__, PushRun, "push", check=check_push)
 if __name__ == "__main__":
@@ -28,25 +28,23 @@ from data.embedded import is_embedded
 from heads.draft_head import DraftHead
 from heads.folders import PROVENANCE
 from heads.kinds import load_head
-from scripts.publish.card import (
+from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
+from scripts.publish.model_card import (
     CardFacts,
     build_model_card,
     copied_weights,
     is_hub_id,
     parse_hub_id,
 )
-from scripts.publish.exports import (
-    check_export_of_head,
-    load_export_folders,
-    stage_export,
-    verify_staged_export,
-)
-from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
 from scripts.publish.staging import (
+    check_export_of_head,
     link_file,
+    load_export_folders,
     load_json,
     scrub_private_data,
     scrub_provenance,
+    stage_export,
+    verify_staged_export,
     write_json,
 )
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.scripts import RelayRun
-from scripts.refusals import check_relay
+from scripts.preflight_checks import check_relay
 
 COMMAND = Command(__doc__, RelayRun, "relay", check=check_relay)
 if __name__ == "__main__":

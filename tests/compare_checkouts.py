@@ -364,7 +364,7 @@ CONTINUED = {
     "medusa2": "train/medusa2.py head.path={files}/train/medusa/head",
     "rollouts": "train/eagle.py head=eagle3 rollout.steps=2 rollout.max_new_tokens=12",
     "average": "train/dflash.py head.path={files}/train/dflash/head train.average_decay=0.9 "
-    "train.optimizer=adamw train.batch.data_loader=cosine",
+    "train.optimizer=adamw train.schedule=cosine",
     "scratch": "train/eagle.py head=eagle3 head.output_head=scratch head.num_steps=2 "
     "train.dtype=bfloat16 train.micro_batch_size=2",
 }

@@ -112,7 +112,7 @@ def test_when_a_process_dies_the_launch_ends_and_another_number_goes_on(
     inputs: Path, tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "out"
-    steps = ("train.max_steps=4000", "train.save_steps=1", "train.batch.data_loader=constant")
+    steps = ("train.max_steps=4000", "train.save_steps=1", "train.schedule=constant")
     long = arguments(inputs, out_dir, *steps)
     launch = begin([*TWO, *long], tmp_path)
     wait_for(out_dir / "checkpoints/step-000002", launch)

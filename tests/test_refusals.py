@@ -21,7 +21,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 from data.rows.data_files import check_data_paths, find_source
 from heads.folders import check_head_files, check_target_files, locate_head
-from scripts.publish.card import is_hub_id
+from scripts.publish.model_card import is_hub_id
 
 SIZES = {"model_type": "llama", "hidden_size": 8, "vocab_size": 32}
 

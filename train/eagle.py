@@ -115,7 +115,7 @@ class EagleCriterion:
     def __call__(
         self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
     ) -> RowLosses:
-        """See `train.loss.fused_linear.Criterion`. With a text loss, the chunk is a `TextTeacher`'s."""
+        """See `train.loss.fused_linear.Criterion`; with a text loss, of a `TextTeacher`'s chunk."""
         config, columns = self.config, None
         if config.text_weight:
             labels, chunk = chunk

@@ -106,7 +106,7 @@ class Objective(nn.Module):
         learns_prompts: whether training learns every token, prompts included.
         trains_target: whether `forward` runs the target itself, with gradients.
         default_optimizer: value of `train.optimizer=auto`.
-        default_schedule: value of `train.batch.data_loader=auto`.
+        default_schedule: value of `train.schedule=auto`.
         muon_rate, adam_rate_times_width: constants of the `auto` learning rates.
     """
 

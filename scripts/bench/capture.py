@@ -37,9 +37,14 @@ from data.features.store_writer import SHARD_BYTES, PlannedShard, ShardWriterPoo
 from eval.measure.measurement import join_processes
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
-from scripts.capture import capture_shard, iter_batches
-from scripts.store.plan import CaptureJob, plan_capture
-from scripts.store.states import ROWS_PER_CHUNK, StatesSource
+from scripts.capture import (
+    ROWS_PER_CHUNK,
+    CaptureJob,
+    StatesSource,
+    capture_shard,
+    iter_batches,
+    plan_capture,
+)
 
 STORED = [
     (StateFormat.bf16, TeacherKind.hidden),

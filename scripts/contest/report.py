@@ -17,8 +17,7 @@ from eval.measure.acceptance_stats import compare_tau, format_interval, select_t
 from eval.report.html_page import Axis
 from heads.folders import PROVENANCE, write_folder
 from scripts import compare
-from scripts.contest.plan import Entrant, list_head_methods
-from scripts.contest.tasks import TaskCosts, bytes_of, device_memory
+from scripts.contest.run import Entrant, TaskCosts, bytes_of, device_memory, list_head_methods
 
 Lines = list[Sequence[str]]
 ARROW = " \N{RIGHTWARDS ARROW} "

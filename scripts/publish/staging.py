@@ -3,11 +3,24 @@
 import json
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+import torch
+from safetensors import safe_open
+
 from conf.command.run_record import to_json
 from conf.errors import InputError
+from conf.settings.export import ExportDtype, ExportFormat
+from eval.parity.parity_check import check_parity
+from heads.draft_head import DraftHead
+from heads.export.gguf import GgufFile
+from heads.export.writer import LOADER_VERSIONS
+from heads.folders import PROVENANCE
+from heads.kinds import load_head
+from scripts.publish.model_card import ExportFacts
 
 LOCAL_PATH = re.compile(
     r"""(?:(?:file:/*|(?<![\w./:-])~?)/|(?<!\w)[A-Za-z]:[/\\])   # where an absolute path starts
@@ -87,3 +100,157 @@ def link_file(source: Path, there: Path) -> None:
         os.link(source.resolve(), there)
     except OSError:
         there.symlink_to(source.resolve())
+
+
+# For these, too, only the root of a repository works; the others open local folders.
+TAKE_HUB_IDS = (
+    ExportFormat.vllm, ExportFormat.sglang, ExportFormat.tgi, ExportFormat.speculators
+)  # fmt: skip
+WEIGHTS, GGUF = ".safetensors", ".gguf"
+TEXTS = (".md", ".yaml")
+PARITY = "parity/parity.safetensors"
+# Tensors that are the target's own, in an export or among its golden features.
+TARGET_WEIGHTS = {
+    "embed_tokens": "its token embedding",
+    "token_embd": "its token embedding",
+    "token_embeddings": "some rows of its token embedding",
+    "output_head": "rows of its output head",
+}
+
+
+@dataclass(frozen=True)
+class ExportFolder:
+    """An export folder and the contents of its `headsmith.json`."""
+
+    folder: Path
+    format: ExportFormat
+    dtype: torch.dtype
+
+
+def load_export_folders(folders: list[str]) -> list[ExportFolder]:
+    """Read export folders, without their weights.
+
+    Raises:
+        InputError: no such folder, not an export, or two of one format.
+    """
+    exports: dict[ExportFormat, ExportFolder] = {}
+    for name in folders:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise InputError(
+                f"exports={name}: no such folder; name a folder that scripts/export.py wrote"
+            )
+        facts = (load_json(folder / PROVENANCE) or {}).get("export") or {}
+        try:
+            engine = ExportFormat(facts.get("format"))
+            dtype = ExportDtype(facts.get("dtype"))
+        except ValueError as error:
+            raise InputError(
+                f"exports={name}: {PROVENANCE} says {error}; name a folder that scripts/export.py "
+                "wrote"
+            ) from error
+        if engine in exports:
+            raise InputError(
+                f"exports: {exports[engine].folder} and {name} are both for {engine.value}; name "
+                "one per format"
+            )
+        exports[engine] = ExportFolder(folder, engine, getattr(torch, dtype.value))
+    return list(exports.values())
+
+
+def check_export_of_head(head: DraftHead, export: ExportFolder) -> None:
+    """Check that an export is of this head.
+
+    Args:
+        head: in float32.
+        export: read back as a head.
+
+    Raises:
+        InputError: a tensor differs from the head's, rounded to the export's dtype.
+    """
+    ours, theirs = head.collect_tensors(), load_head(str(export.folder)).collect_tensors()
+    for name, tensor in ours.items():
+        expected = (
+            tensor.to(export.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        )
+        if name not in theirs or not torch.equal(theirs[name].to(tensor.dtype), expected):
+            raise InputError(
+                f"exports={export.folder}: its {name} differs from that of head.path, so it is an "
+                "export of another head or of an earlier state; export again"
+            )
+
+
+def stage_export(export: ExportFolder, staged: Path) -> None:
+    """Fill `staged` with the publishable files of an export."""
+    staged.mkdir()
+    for path in sorted(export.folder.iterdir()):
+        if path.name == PROVENANCE:
+            write_json(staged / PROVENANCE, scrub_provenance(load_json(path) or {}))
+        elif path.suffix == ".json":
+            write_json(staged / path.name, scrub_private_data(load_json(path)))
+        elif path.suffix in TEXTS:
+            (staged / path.name).write_text(scrub_private_data(path.read_text("utf-8")), "utf-8")
+        elif path.suffix in (WEIGHTS, GGUF):
+            link_file(path, staged / path.name)
+    if (export.folder / PARITY).is_file():
+        (staged / PARITY).parent.mkdir()
+        link_file(export.folder / PARITY, staged / PARITY)
+
+
+def verify_staged_export(
+    export: ExportFolder, staged: Path, repo_id: str, folder: str
+) -> ExportFacts:
+    """Check a staged export with the independent reader.
+
+    Args:
+        export: the staged export.
+        staged: exactly the files that will be uploaded.
+        repo_id: repository that they go to.
+        folder: folder in it; empty for its root.
+
+    Raises:
+        InputError: the export does not compute the trained head.
+    """
+    try:
+        verdict = check_parity(staged)
+    except InputError as error:
+        raise InputError(f"exports={export.folder}: {error}") from error
+    line, served = "", repo_id
+    if folder or export.format not in TAKE_HUB_IDS:
+        name = repo_id.rsplit("/", maxsplit=1)[-1]
+        include = f" --include '{folder}/*'" if folder else ""
+        line = f"hf download {repo_id}{include} --local-dir {name}\n"
+        served = f"{name}/{folder}".removesuffix("/")
+    readme = staged / "README.md"
+    text = readme.read_text("utf-8") if readme.is_file() else ""
+    command = re.search(r"^## Serve\n+```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
+    if command is None:
+        raise InputError(
+            f"exports={export.folder}: its README.md has no command under Serve; export again"
+        )
+    told = re.sub(r"\bDIR\b", served, command[1])
+    if export.format is ExportFormat.llamacpp and not folder:
+        # llama.cpp downloads from a repository's root the file whose prefix is the kind of head.
+        line, told = "", re.sub(r" -md \S+", f" -hfd {repo_id}", told)
+    names = {part for name in _tensor_names(staged) for part in name.split(".")}
+    facts = ExportFacts(
+        format=export.format.value,
+        repo_id=repo_id,
+        folder=folder,
+        loaders=LOADER_VERSIONS[export.format],
+        commands=line + told,
+        max_difference=verdict.max_difference,
+        scale=verdict.scale,
+        target_weights=tuple(words for name, words in TARGET_WEIGHTS.items() if name in names),
+    )
+    print(f"exports={export.folder}: parity: {facts.parity_text}")
+    return facts
+
+
+def _tensor_names(staged: Path) -> Iterator[str]:
+    """Names of all tensors in a folder and its subfolders."""
+    for path in staged.rglob(f"*{WEIGHTS}"):
+        with safe_open(path, "pt") as file:
+            yield from file.keys()
+    for path in staged.rglob(f"*{GGUF}"):
+        yield from GgufFile(path, "exports").table

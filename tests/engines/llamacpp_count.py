@@ -17,7 +17,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.llamacpp.server import open_server
+from scripts.bench.llamacpp_speed import open_server
 
 COUNTER = re.compile(
     r'^llamacpp:spec_decode_num_(\w+)_total(?:\{position="(\d+)"\})? (\d+)', re.MULTILINE

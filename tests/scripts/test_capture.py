@@ -32,8 +32,7 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers
 from scripts import capture as script
-from scripts.capture import capture
-from scripts.store.states import fast_topk
+from scripts.capture import capture, fast_topk
 from tests.conf.command.test_following import pasted
 from tests.train.parallel.test_launch import ENV, TWO
 from train.loop import evaluation as replay

@@ -155,7 +155,7 @@ def test_the_environment_of_llamacpp_is_looked_for_first(
 def test_steps_are_counted_and_seconds_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two answers in three passes; of each, the first token belongs to its prompt."""
     monkeypatch.setitem(sys.modules, "xllamacpp", ModuleType("xllamacpp"))
-    speed = importlib.import_module("scripts.llamacpp.speed")
+    speed = importlib.import_module("scripts.bench.llamacpp_speed")
 
     def answers(*milliseconds: float) -> list[dict[str, Any]]:
         counts = [{"predicted_n": 11, "draft_n_accepted": 4}, {"predicted_n": 6}]

@@ -13,8 +13,7 @@ from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record
 from data.templates.record_encoder import RecordEncoder
 from scripts import regenerate
-from scripts.answers.dialogue import Dialogue
-from scripts.answers.local import ConversationAnswerer
+from scripts.regenerate import ConversationAnswerer, Dialogue
 from tests.chats import chats, rows_in, write_rows
 from tests.toys import random_model, tokenizer
 

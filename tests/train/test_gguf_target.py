@@ -22,8 +22,7 @@ from train.loop.sources import load_store
 
 RUN = [
     "data.max_length=64", "data.eval_fraction=0.2", "head.num_heads=2", "train.batch_size=4",
-    "train.warmup_steps=1", "train.save_steps=2", "train.log_steps=1", "
-    ""train.batch.data_loader=constant",
+    "train.warmup_steps=1", "train.save_steps=2", "train.log_steps=1", "train.schedule=constant",
     "train.num_replay_prompts=2",
 ]  # fmt: skip
 

@@ -23,8 +23,8 @@ from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
 
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
-"""Float32 tensors of a piece that live at a time (see `train.loss.fused_linear.piece_bytes`), against the
-text and against a distribution. One more if logits are not float32."""
+"""Float32 tensors of a piece that live at a time (see `piece_bytes` of `train.loss.fused_linear`),
+against the text and against a distribution. One more if logits are not float32."""
 FLOAT32_BYTES = 4
 
 

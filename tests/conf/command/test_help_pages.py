@@ -116,8 +116,8 @@ def test_a_command_offers_its_own_recipes_and_shows_what_they_set() -> None:
 
 
 def test_one_setting_is_told_in_full() -> None:
-    assert words.format_setting_help(shown("train/medusa.py"), "train.batch.data_loader") == (
-        "train.batch.data_loader=auto\n"
+    assert words.format_setting_help(shown("train/medusa.py"), "train.schedule") == (
+        "train.schedule=auto\n"
         "  one of auto, cosine, wsd, constant.\n"
         "  Learning-rate schedule after the warm-up.\n"
         "    auto: `wsd` for EAGLE heads, `cosine` for Medusa heads.\n"

@@ -17,7 +17,7 @@ from eval.measure.engine_answers import open_states_pool
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget, load_early_layers
-from scripts.zoo.tiny import make_tiny_target
+from scripts.zoo.tiny_targets import make_tiny_target
 from tests.servers import EngineServer, serving
 
 LAYERS = [1, NUM_LAYERS]

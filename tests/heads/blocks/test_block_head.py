@@ -36,7 +36,7 @@ from heads.target_model.decoder import (
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import find_final_norm, load_remote
 from heads.vocab import DraftVocab
-from scripts.store.plan import choose_contents
+from scripts.capture import choose_contents
 
 CPU = torch.device("cpu")
 PROMPT = [5, 17, 40, 8, 77, 23, 61]

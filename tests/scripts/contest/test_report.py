@@ -16,8 +16,7 @@ from stores import save_inputs
 from conf.errors import InputError
 from heads.kinds import load_head
 from scripts.contest import report
-from scripts.contest.plan import Entrant
-from scripts.contest.tasks import TaskCosts
+from scripts.contest.run import Entrant, TaskCosts
 from tests.train.parallel.test_launch import ENV, wait_for
 from train.loop import memory
 

@@ -18,9 +18,10 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.scripts import ContestPart, ContestRun, ContestTrainConfig
 from conf.settings.target import TargetConfig
-from scripts.contest import plan, tasks
 from scripts.contest import run as contest
-from scripts.contest.tasks import Task, TaskCosts
+from scripts.contest import run as plan
+from scripts.contest import run as tasks
+from scripts.contest.run import Task, TaskCosts
 
 
 def test_a_recipe_is_a_name_with_settings_behind() -> None:

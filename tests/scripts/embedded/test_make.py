@@ -6,9 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from scripts.embedded.corpus import CATEGORIES, CodeChat, find_source_files, iter_chats, render_chat
-from scripts.embedded.make import make_embedded
-from scripts.embedded.target import Recipe, find_loop_tokens
+from scripts.embedded.make import (
+    CATEGORIES,
+    CodeChat,
+    Recipe,
+    find_loop_tokens,
+    find_source_files,
+    iter_chats,
+    make_embedded,
+    render_chat,
+)
 
 SMALL = Recipe(
     num_files=60, vocab_size=320, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from heads.target_model.load import load_target
-from scripts.zoo import checks
-from scripts.zoo.checks import YES, Findings, check_target
-from scripts.zoo.families import NO_TARGET
-from scripts.zoo.tiny import (
+from scripts.zoo import check as checks
+from scripts.zoo.check import YES, Findings, check_target
+from scripts.zoo.tiny_targets import (
     MADE_FILE,
+    NO_TARGET,
     PAD,
     find_placeholder_ids,
     make_tiny_target,

@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 # Another number of steps would be another run under a schedule that ends with them.
-ENDLESS = ("train.max_steps=400", "train.save_steps=1000", "train.batch.data_loader=constant")
+ENDLESS = ("train.max_steps=400", "train.save_steps=1000", "train.schedule=constant")
 ENV = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "ACCELERATE_", "MASTER"))},
     "OMP_NUM_THREADS": "1",
@@ -212,7 +212,7 @@ def test_wandb_offline_and_unreachable(inputs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_soft_labels_and_bfloat16(inputs: Path, tmp_path: Path) -> None:
-    more = ["head.labels=soft", "train.dtype=bfloat16", "train.batch.data_loader=wsd"]
+    more = ["head.labels=soft", "train.dtype=bfloat16", "train.schedule=wsd"]
     said = trained([sys.executable, *arguments(inputs, tmp_path / "out", *more)], tmp_path)
     assert "attention of the target: scaled_dot_product_attention, document by document\n" in said
     losses = curve(tmp_path / "out", "train/loss")

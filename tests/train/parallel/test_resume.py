@@ -168,12 +168,12 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_and_says_what_it_lacks(
     fit(tmp_path, settings())
     state = tmp_path / "checkpoints/step-000004/state.json"
     content = json.loads(state.read_text())
-    for key in ("train.batch.data_loader", "train.max_grad_norm"):
+    for key in ("train.schedule", "train.max_grad_norm"):
         del content["run"][key]
     state.write_text(json.dumps(content))
     assert fit(tmp_path, settings(resume=str(state.parent))).finished
     said = capsys.readouterr().out
-    assert "did not record train.max_grad_norm, train.batch.data_loader: not compared" in said
+    assert "did not record train.max_grad_norm, train.schedule: not compared" in said
     assert [line["step"] for line in metrics(tmp_path) if "train/loss" in line][-1] == 6
     with pytest.raises(InputError, match=r"learning_rate was 0.05, is 0.1"):
         fit(tmp_path, settings(resume=str(state.parent), learning_rate=0.1), train=rows(7))

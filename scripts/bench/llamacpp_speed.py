@@ -18,9 +18,43 @@ from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
+import xllamacpp as llama
+
+CONTEXT = 2048
+
+
+def open_server(
+    target: str,
+    draft: dict[str, Any] | None,
+    batch: int = CONTEXT,
+    metrics: bool = True,
+    num_threads: int = 1,
+) -> Any:
+    """Open the server, for one request at a time; its `listening_address` is the URL."""
+    settings = llama.CommonParams()
+    settings.model.path = target
+    settings.port = 0  # any free port
+    settings.n_ctx, settings.n_parallel, settings.n_batch = CONTEXT, 1, batch
+    settings.n_ubatch = min(settings.n_ubatch, batch)
+    settings.endpoint_metrics, settings.verbosity = metrics, 1
+    # Fitting to the device's memory would open the head without its target.
+    settings.fit_params, settings.warmup = False, False
+    drafting = settings.speculative.draft
+    if draft is not None:
+        drafting.mparams.path, drafting.n_max = draft["model"], draft["num_tokens"]
+        drafting.p_min = 0.0
+        kind = f"COMMON_SPECULATIVE_TYPE_{draft['method'].replace('-', '_').upper()}"
+        settings.speculative.types = [getattr(llama.common_speculative_type, kind)]
+    # Flash attention casts keys and values to float16, whatever the type of the cache.
+    settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    for part in (settings, drafting):
+        part.cpuparams.n_threads = part.cpuparams_batch.n_threads = num_threads
+        part.cache_type_k = part.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    return llama.Server(settings)
+
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from scripts.llamacpp.server import open_server
 
 LOOPBACK = build_opener(ProxyHandler({}))
 
@@ -128,6 +162,12 @@ def measure_speed(settings: dict[str, Any]) -> dict[str, Any]:
         "answers": [[each["content"] for each in found[0]] for found in passes],
         "partings": partings,
     }
+
+
+if __name__ == "__main__":
+    server = open_server(**json.loads(sys.argv[1]))
+    print(server.listening_address, flush=True)
+    sys.stdin.read()
 
 
 if __name__ == "__main__":
