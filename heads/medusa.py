@@ -1,4 +1,4 @@
-"""Answers of Medusa heads. See `heads/head.py`."""
+"""Answers of Medusa heads. See `heads/draft_head.py`."""
 
 import json
 import re
@@ -491,7 +491,7 @@ class MedusaHead(MedusaNetwork):
         return HeadFiles(config, MEDUSA_WEIGHTS, named)
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
-        """See `heads/medusa/export.py`."""
+        """See `heads/medusa.py`."""
         problem = find_export_problem(self, engine)
         if problem is not None:
             return ExportPlan(problem)

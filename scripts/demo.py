@@ -92,7 +92,7 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     for weights, file in zip(WEIGHTS, (model, out_dir / FLOAT32), strict=True):
         result = out_dir / f"llamacpp-{weights}.json"
         settings = {"target": str(file), "head": str(exported), "num_threads": count_threads()}
-        command = [str(LLAMACPP), "scripts/llamacpp/speed.py", json.dumps(settings | MEASURE)]
+        command = [str(LLAMACPP), "scripts/bench/llamacpp_speed.py", json.dumps(settings | MEASURE)]
         found.append(Stage(f"llama.cpp, {weights}", result, [*command, str(result)]))
     return found
 

@@ -16,31 +16,30 @@ WORK = ROOT / ".mutants"
 SOURCES = ("conf", "data", "heads", "eval", "train", "scripts")
 # The tests that cover a file; in each of them only those that call the mutated function are run.
 TESTS = {
-    "train/schedule.py": "train/test_schedule train/loop/test_loop",
-    "eval/measure/stats.py": "eval/measure/test_stats",
-    "eval/measure/lengths.py": "eval/measure/test_lengths",
-    "eval/measure/handed_on.py": "eval/measure/test_handed_on",
-    "eval/compare/reported.py": "eval/compare/test_reported",
+    "train/batch/data_loader.py": "train/batch/test_schedule train/loop/test_loop",
+    "train/parallel/optimizers.py": "train/batch/test_schedule train/parallel/test_optimizers",
+    "eval/measure/acceptance_stats.py": "eval/measure/test_acceptance_stats "
+    "eval/measure/test_lengths",
+    "eval/measure/results.py": "eval/measure/test_results",
+    "eval/compare/acceptance_files.py": "eval/compare/test_acceptance_files",
     "eval/measure/replay.py": "eval/decode/test_engine",
     "heads/decoding/sampling.py": "heads/decoding/test_sampling eval/decode/test_accept_rules",
-    "eval/decode/accept.py": "eval/decode/test_accept_rules",
+    "eval/decode/verification.py": "eval/decode/test_accept_rules",
     "eval/compare/timing.py": "eval/compare/test_timing",
-    "eval/compare/sizes.py": "eval/compare/test_sizes",
-    "train/loss/divergences.py": "train/loss/test_fused train/loss/test_eagle",
-    "train/loss/medusa.py": "train/loss/test_medusa train/loss/test_fused train/test_medusa2",
-    "train/loss/sums.py": "train/loss/test_medusa train/loss/test_eagle train/test_blocks",
-    "train/loss/eagle.py": "train/loss/test_fused train/loss/test_eagle",
-    "train/loss/fused.py": "train/loss/test_fused train/loss/test_medusa",
-    "train/medusa.py": "train/test_medusa train/loop/test_memory train/test_medusa2 "
-    "heads/medusa/test_head",
-    "train/eagle.py": "train/loss/test_eagle train/test_eagle_head train/loop/test_memory "
-    "heads/eagle/test_head",
-    "data/prepared/pack.py": "data/prepared/test_pack data/prepared/test_folder",
-    "data/templates/encoder.py": "data/templates/test_encoder data/templates/test_encoder_edges",
+    "eval/compare/speedup_stats.py": "eval/compare/test_speedup_stats",
+    "train/loss/divergences.py": "train/loss/test_fused_linear train/test_eagle",
+    "train/loss/fused_linear.py": "train/loss/test_fused_linear train/loss/test_medusa "
+    "train/test_eagle train/test_blocks",
+    "train/medusa.py": "train/loss/test_medusa train/loss/test_fused_linear train/test_medusa "
+    "train/test_medusa2 train/loop/test_memory heads/test_medusa",
+    "train/eagle.py": "train/loss/test_fused_linear train/test_eagle train/test_eagle_head "
+    "train/loop/test_memory heads/eagle/test_eagle",
+    "data/prepared/packing.py": "data/prepared/test_packing data/prepared/test_dataset_cache",
+    "data/templates/record_encoder.py": "data/templates/test_record_encoder "
+    "data/templates/test_encoder_edges",
     "train/parallel/checkpoint.py": "train/parallel/test_checkpoint",
-    "train/parallel/optimizers.py": "train/parallel/test_optimizers",
-    "train/loop/non_finite.py": "train/loop/test_non_finite",
-    "eval/decode/engine.py": "eval/decode/test_engine eval/decode/test_accept "
+    "train/loop/loop.py": "train/loop/test_non_finite",
+    "eval/decode/engine.py": "eval/decode/test_engine eval/decode/test_verification "
     "eval/compare/test_timing eval/decode/test_many",
 }
 SURVIVED = (None, 0, 5, 33)  # not tried; no test failed; no test was found

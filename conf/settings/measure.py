@@ -157,8 +157,8 @@ class SpeedupRun(DecodingSettings, MeasureRun):
 
     num_turns: int = 2
     methods: Any = "all"
-    """A method or a list of methods from `eval/compare/names.py`, or `all`. The baselines `vanilla`
-    and `generate` always run."""
+    """A method or a list of methods from `eval/preflight_checks.py`, or `all`. The baselines
+    `vanilla` and `generate` always run."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)

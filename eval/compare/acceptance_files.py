@@ -1,6 +1,7 @@
 """Acceptance figures in files of Headsmith, vLLM, Model-Optimizer and speculators.
 
-All are read into one form: one figure per definition of `eval/measure/lengths.py` that the tool
+All are read into one form: one figure per definition of `eval/measure/acceptance_stats.py` that the
+    tool
 has, with the conditions that the file states. Conditions that a file omits are not compared.
 
 Sources: vLLM 0.32 `benchmarks/serve.py`; Model-Optimizer `examples/specdec_bench` (`run.py`,

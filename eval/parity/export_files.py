@@ -67,7 +67,7 @@ class ReferenceLogits:
         num_layers: L.
         max_position_embeddings: positions of the trained head.
         vocab_size: V.
-        tensors: see `heads/export/golden.py`.
+        tensors: see `heads/export/writer.py`.
     """
 
     file: Path

@@ -1,4 +1,4 @@
-"""Answers shared by all kinds of block drafters. See `heads/head.py`."""
+"""Answers shared by all kinds of block drafters. See `heads/draft_head.py`."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -575,7 +575,7 @@ class BlockHead(BlockNetwork):
         """Content of `config.json` in the authors' layout."""
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
-        """See `heads/blocks/export.py`."""
+        """See `heads/blocks/layouts.py`."""
         problem = self.find_export_problem(engine)
         if problem is not None:
             return ExportPlan(problem)
@@ -590,7 +590,7 @@ class BlockHead(BlockNetwork):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """See `heads/blocks/golden.py`."""
+        """See `heads/blocks/block_head.py`."""
         return compute_reference_logits(self, target, states, token_ids, places)
 
     def build_card_facts(

@@ -34,7 +34,7 @@ class DFlashHead(BlockHead):
 
     @classmethod
     def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """See `heads/blocks/formats.py`."""
+        """See `heads/blocks/checkpoint.py`."""
         file = BlockCheckpoint.from_folder(folder, path)
         if file.settings.get("sample_from_anchor"):
             raise file.make_error(

@@ -189,7 +189,7 @@ class DFlash2Head(BlockHead):
 
     @classmethod
     def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """See `heads/blocks/formats.py`."""
+        """See `heads/blocks/checkpoint.py`."""
         file = BlockCheckpoint.from_folder(folder, path, DEFAULT_SCALES)
         if not file.vocab.is_full or "lm_head.weight" in file.tensors:
             raise file.make_error(

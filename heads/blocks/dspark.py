@@ -151,7 +151,7 @@ class DSparkHead(BlockHead):
 
     @classmethod
     def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """See `heads/blocks/formats.py`."""
+        """See `heads/blocks/checkpoint.py`."""
         file = BlockCheckpoint.from_folder(folder, path)
         settings = file.settings
         markov = settings.get("markov_head_type", "vanilla")

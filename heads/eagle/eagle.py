@@ -1,4 +1,4 @@
-"""Answers of EAGLE heads. See `heads/head.py`."""
+"""Answers of EAGLE heads. See `heads/draft_head.py`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -208,7 +208,7 @@ class EagleHead(EagleNetwork):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """See `heads/eagle/golden.py`."""
+        """See `heads/eagle/eagle.py`."""
         return compute_reference_logits(self, target, states, token_ids, places)
 
     def build_card_facts(

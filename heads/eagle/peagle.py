@@ -1,4 +1,4 @@
-"""Answers of P-EAGLE heads. See `heads/head.py`."""
+"""Answers of P-EAGLE heads. See `heads/draft_head.py`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -512,7 +512,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """See `heads/peagle/golden.py`."""
+        """See `heads/eagle/peagle.py`."""
         return compute_reference_logits(self, target, states, token_ids, places)
 
     def build_card_facts(

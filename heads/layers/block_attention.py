@@ -3,7 +3,8 @@
 From token p of a text, a block of R rows drafts in one pass. Its rows see the text's hidden states
 up to p and each other, never another block's. A blocks therefore cost A times (text + R). Fused
 kernels take some rows at a time over the text, and all blocks over themselves; both results are
-joined into one distribution by their logsumexp, as at the top of `heads/eagle/branch_kernels.py`.
+joined into one distribution by their logsumexp, as at the top of
+`heads/layers/branch_attention.py`.
 
 Letters: T texts, S tokens of a text, A blocks, R rows of a block, N = A * R rows, n rows and s
 tokens of a chunk, Q heads, K key-value heads, G = Q / K heads of a group, d head size.

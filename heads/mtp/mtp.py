@@ -1,4 +1,4 @@
-"""Answers of MTP heads. See `heads/head.py`."""
+"""Answers of MTP heads. See `heads/draft_head.py`."""
 
 import sys
 from collections.abc import Callable, Sequence

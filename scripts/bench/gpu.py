@@ -82,9 +82,9 @@ CHECKS = {
     "decoding": (DECODING, "not captured_steps"),
     "kernels": ("tests/gpu/test_first.py", ""),
     "attention": ("tests/gpu/test_attention.py", ""),
-    "block attention": ("tests/heads/blocks/test_attention.py", ""),
-    "branch attention": ("tests/heads/eagle/test_branch_attention.py", ""),
-    "prefetch": ("tests/train/batch/test_prefetch.py", ""),
+    "block attention": ("tests/heads/layers/test_block_attention.py", ""),
+    "branch attention": ("tests/heads/layers/test_branch_attention.py", ""),
+    "prefetch": ("tests/train/batch/test_data_loader.py", ""),
     "clock": ("tests/conf/command/test_clock.py", ""),
     "memory": ("tests/scripts/bench/test_training.py", ""),
 }

@@ -5,7 +5,13 @@ Runs in an environment of its own, with the settings {"target": GGUF file, "head
 of rows with `turns`, "skip": rows to skip, "num_tokens": most tokens of an answer, "num_repeats",
 "num_threads"}:
 
-    python scripts/llamacpp/speed.py '{"target": "target.gguf", ...}' result.json
+    python scripts/bench/llamacpp_speed.py '{"target": "target.gguf", ...}' result.json
+
+Without a file for the result it only serves, in float32 throughout, until its input ends, and
+prints
+its URL. Its settings are then {"target", "draft": null or {"model": GGUF file of a head, "method",
+"num_tokens": draft tokens per step}, "batch": prompt tokens per pass, "metrics": whether it counts,
+"num_threads"}.
 
 Writes {"questions", "rows": [{"depth", "num_tokens", "num_steps", "seconds"}], "answers": texts of
 each depth, "partings": places where texts differ from those of depth 0}.
@@ -21,6 +27,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import xllamacpp as llama
 
 CONTEXT = 2048
+LOOPBACK = build_opener(ProxyHandler({}))
 
 
 def open_server(
@@ -51,12 +58,6 @@ def open_server(
         part.cpuparams.n_threads = part.cpuparams_batch.n_threads = num_threads
         part.cache_type_k = part.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     return llama.Server(settings)
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
-
-
-LOOPBACK = build_opener(ProxyHandler({}))
 
 
 def request_json(url: str, path: str, **body: Any) -> Any:
@@ -164,15 +165,18 @@ def measure_speed(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    server = open_server(**json.loads(sys.argv[1]))
-    print(server.listening_address, flush=True)
-    sys.stdin.read()
-
-
-if __name__ == "__main__":
-    result = Path(sys.argv[2])
+def main(settings: dict[str, Any], result: Path | None = None) -> None:
+    """Measure and write the result; without a file for it, serve until the input ends."""
+    if result is None:
+        server = open_server(**settings)
+        print(server.listening_address, flush=True)
+        sys.stdin.read()
+        return
     # Written completely or not at all; this environment lacks the packages of conf.files.
     partial = result.with_name(f"{result.name}.tmp")
-    partial.write_text(json.dumps(measure_speed(json.loads(sys.argv[1])), indent=1))
+    partial.write_text(json.dumps(measure_speed(settings), indent=1))
     partial.replace(result)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), *map(Path, sys.argv[2:]))

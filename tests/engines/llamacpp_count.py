@@ -1,7 +1,7 @@
 """Greedy texts of llama.cpp on a CPU, and its counts of drafts and accepted draft tokens.
 
 Run by the Python of its own environment, on a job {"servers": list of settings of
-`scripts/llamacpp/server.py`, "num_tokens", "prompts": token ids}:
+`scripts/bench/llamacpp_speed.py`, "num_tokens", "prompts": token ids}:
 
     python llamacpp_count.py job.json result.json
 

@@ -34,7 +34,7 @@ from heads.export.writer import compute_reference_tensors, export_head
 from heads.target_model.model import Target
 from tests.engines.test_vllm import reduced
 
-SERVER = str(ROOT / "scripts/llamacpp/server.py")
+SERVER = str(ROOT / "scripts/bench/llamacpp_speed.py")
 DEPTHS, NUM_TOKENS = (4, 7), 60
 # Which the target often writes.
 STOP = 140
@@ -94,7 +94,7 @@ def exported(head: DraftHead, target: Target, folder: Path) -> Path:
 
 
 def server(target: Target, head: DraftHead, file: Path, depth: int) -> dict[str, Any]:
-    """Settings of `scripts/llamacpp/server.py`."""
+    """Settings of `scripts/bench/llamacpp_speed.py`."""
     method = METHODS.get(head.variant, "draft-dflash")
     draft = {"model": str(file), "method": method, "num_tokens": depth}
     return {"target": f"{target.name}/target.gguf", "draft": draft}

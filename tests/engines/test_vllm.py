@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 from environments import VLLM, counts_of_vllm, drafted, needs, opened, run
-from tests.eval.measure.test_handed_on import result, text
 from toys import eagle_head, noisy_head, save_target, texts, tokenizer
 
 from conf.settings.eagle import EagleForm
@@ -30,6 +29,7 @@ from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
+from tests.eval.measure.test_results import result, text
 
 DEPTH, NUM_TOKENS = 4, 100
 EAGLE31 = {"fc_norm": True, "norm_output": True}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from devices import DEVICE, on_cuda, on_device
 from safetensors.torch import load_file
-from tests.train.parallel.test_placement import launched
 from torch._inductor import metrics
 from training_step import KINDS, FirstStep, differences, first_step
 
@@ -18,6 +17,7 @@ from conf.settings.target import Dtype
 from heads.target_model.embeddings_and_output_head import Projection
 from scripts.bench import training as bench_train
 from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
+from tests.train.parallel.test_strategies import launched
 from train.batch.batch import SortedIndices
 from train.loss import fused_linear as fused
 from train.loss.fused_linear import Student, compute_fused_loss

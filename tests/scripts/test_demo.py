@@ -40,7 +40,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.append(command)
         outputs = dict(word.split("=", 1) for word in command if word.startswith("out_dir="))
         script = next(word for word in command if word.endswith(".py"))
-        if script == "scripts/llamacpp/speed.py":
+        if script == "scripts/bench/llamacpp_speed.py":
             Path(command[-1]).write_text("{}")
             return
         name = {
@@ -64,7 +64,7 @@ def test_what_is_done_is_not_run_again(ran: list[list[str]], tmp_path: Path) -> 
     scripts = [next(word for word in command if word.endswith(".py")) for command in ran]
     assert scripts == [
         "scripts/regenerate.py", "scripts/capture.py", "train/eagle.py", "scripts/export.py",
-        *["scripts/llamacpp/speed.py"] * 2,
+        *["scripts/bench/llamacpp_speed.py"] * 2,
     ]  # fmt: skip
     engines = ["llama.cpp, Q4_1", "llama.cpp, F32"]
     assert list(seconds) == ["answer", "capture", "train", "export", *engines]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.parallel.test_launch import ROOT, TWO, begin, curve, inputs, run, trained, wait_for
-from tests.train.parallel.test_placement import launched
+from tests.train.parallel.test_strategies import launched
 
 LAYOUTS = ("ddp", "fsdp2", "zero2", "zero3")
 SMALL = ["head.layers=[0,1]", "head.num_layers=2", "head.num_anchors=6", "head.mask_token_id=0"]

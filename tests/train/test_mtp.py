@@ -14,7 +14,6 @@ import torch
 from mtp_targets import saved
 from safetensors.torch import load_file
 from stores import captured, save_inputs, settings
-from tests.train.parallel.test_placement import launched as laid_out
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
@@ -28,6 +27,7 @@ from heads.kinds import load_head
 from heads.mtp.mtp import MtpHead
 from tests.train.parallel.test_launch import ROOT, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
+from tests.train.parallel.test_strategies import launched as laid_out
 from tests.train.test_eagle_launch import arguments
 from train import mtp
 from train.loop import evaluation as replay

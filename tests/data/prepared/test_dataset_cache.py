@@ -14,7 +14,6 @@ import datasets
 import pytest
 import torch
 from huggingface_hub import HfApi
-from tests.data.prepared.test_pack import CHATML, exchange, make_tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
@@ -25,6 +24,7 @@ from data.prepared.prepare import prepare_datasets
 from data.rows.records import Record, load_records
 from data.templates import record_encoder as encoder
 from data.templates.record_encoder import RecordEncoder, Sample
+from tests.data.prepared.test_packing import CHATML, exchange, make_tokenizer
 
 ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(20)]
 TOKENIZER = make_tokenizer()

@@ -19,7 +19,7 @@ from data.prepared.packing import PackedDataset, pack_samples
 from data.prepared.prepare import DataReport, split_records
 from data.rows.records import NUM_BAD_SHOWN
 from data.templates.record_encoder import Sample
-from tests.data.templates import test_encoder
+from tests.data.templates import test_record_encoder
 
 CHATML = (
     "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
@@ -42,7 +42,7 @@ def prepare(
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    return test_encoder.make_tokenizer(template, special=["<|im_start|>", "<|im_end|>"])
+    return test_record_encoder.make_tokenizer(template, special=["<|im_start|>", "<|im_end|>"])
 
 
 def exchange(prompt: str, answer: str) -> dict:
@@ -145,7 +145,7 @@ def token_rows(path: str) -> list[list[list[int]]]:
 
 def test_prepare_is_the_same_in_every_process(write):
     path = write(ROWS)
-    code = f"from tests.data.prepared.test_pack import token_rows; print(token_rows({path!r}))"
+    code = f"from tests.data.prepared.test_packing import token_rows; print(token_rows({path!r}))"
     root = str(Path(__file__).parents[3])
     other = subprocess.run(
         [sys.executable, "-c", code],

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from commands import ROOT, Command
-from tests.data.prepared.test_pack import exchange, make_tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
@@ -22,6 +21,7 @@ from data.prepared import dataset_cache as prepared
 from data.prepared import tokenise
 from data.prepared.dataset_cache import load_or_prepare_data
 from data.rows.data_files import Row, find_source
+from tests.data.prepared.test_packing import exchange, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ROWS: list[Any] = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(24)]
@@ -34,7 +34,7 @@ from conf.settings.data import DataConfig
 from data.prepared import tokenise
 from data.prepared import dataset_cache as prepared
 from data.templates.record_encoder import Encoder
-from tests.data.prepared.test_pack import make_tokenizer
+from tests.data.prepared.test_packing import make_tokenizer
 real, count = Encoder.encode, 0
 def watched(self, record):
     global count

@@ -1,7 +1,12 @@
 """Renderings that are rewritten, repeated or refused: exact masks and exact words."""
 
 import pytest
-from tests.data.templates.test_encoder import (
+from tokenizers import normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from conf.errors import InputError
+from data.templates.record_encoder import RecordEncoder
+from tests.data.templates.test_record_encoder import (
     CHATML,
     ENDS_TEXT,
     GEMMA,
@@ -15,11 +20,6 @@ from tests.data.templates.test_encoder import (
     marked,
     shown,
 )
-from tokenizers import normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
-
-from conf.errors import InputError
-from data.templates.record_encoder import RecordEncoder
 
 # Turns but the last lose what stands before `</think>`.
 STRIPS = (

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from templates import FAMILIES, VERBATIM, Family
-from tests.data.templates.test_encoder import make_tokenizer
 from tokenizers import AddedToken
 
 from conf.errors import InputError
 from data.rows.records import Record
 from data.templates.record_encoder import RecordEncoder, Sample
+from tests.data.templates.test_record_encoder import make_tokenizer
 
 PROPERTIES = {"at": {"type": "string", "description": "town"}}
 LOOK = {

@@ -7,15 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 from templates import OSLO, POP_SYSTEM
-from tests.data.templates.test_encoder import (
-    CHATML,
-    HI,
-    chat,
-    learnt,
-    make_tokenizer,
-    marked,
-    shown,
-)
 
 from conf.errors import InputError
 from conf.settings.data import Form
@@ -32,6 +23,15 @@ from tests.data.templates.test_families import (
     record,
     turns_of,
     written,
+)
+from tests.data.templates.test_record_encoder import (
+    CHATML,
+    HI,
+    chat,
+    learnt,
+    make_tokenizer,
+    marked,
+    shown,
 )
 
 ANSWERS = [Says(f"I am {i}.\n\nno " * (i % 5 + 1)) for i in range(150)]

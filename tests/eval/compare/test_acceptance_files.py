@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.eval.measure.test_handed_on import result, text
 
 from conf.errors import InputError
 from conf.settings.scripts import CompareRun
@@ -21,6 +20,7 @@ from eval.compare.acceptance_files import (
 )
 from eval.measure import acceptance_stats as stats
 from scripts import compare
+from tests.eval.measure.test_results import result, text
 
 # Shapes of published files, with figures of our own: 5 passes with drafts of 3 accept 8 tokens.
 VLLM = {

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from pytest import approx
 from rich.console import Console
-from tests.eval.report.test_figures import drawn, lines  # noqa: F401
 
 from conf.command.clock import DecodingTimes
 from conf.errors import InputError
@@ -16,6 +15,7 @@ from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, Step
 from eval.measure.prompts import Prompt
 from eval.report.plots import plot_concurrency
+from tests.eval.report.test_plots import drawn, lines  # noqa: F401
 
 
 def text(seconds: float, *arrivals: float) -> Generation:

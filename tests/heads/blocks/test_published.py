@@ -8,13 +8,13 @@ import pytest
 import torch
 from exports import toy_target
 from feature_heads import fresh, settings_of
-from tests.heads.blocks.test_formats import candidates, write
 from torch import Tensor
 
 from conf.settings.export import ExportFormat
 from heads.blocks.block_head import BlockHead
 from heads.kinds import load_head
 from heads.target_model.model import Target
+from tests.heads.blocks.test_checkpoint import candidates, write
 
 QWEN3 = {
     "attention_bias": False,

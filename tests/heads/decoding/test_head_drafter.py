@@ -12,7 +12,6 @@ import pytest
 import torch
 from drafters import blocks, medusa, peagle, small_models, small_target
 from feature_heads import feature_head
-from tests.eval.decode.test_accept import next_probs
 from torch import Tensor
 from toys import eagle_head, noisy_head, random_target, texts
 
@@ -27,6 +26,7 @@ from heads.draft_head import DraftHead
 from heads.eagle.eagle import EagleHead
 from heads.vocab import DraftVocab
 from tests.eval.decode.test_drafters import PROMPTS, WARM
+from tests.eval.decode.test_verification import next_probs
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow

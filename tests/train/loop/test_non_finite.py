@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.parallel.test_placement import assert_same_run
 from torch import Tensor
 
 from conf.errors import InputError
 from tests.train.loop.test_loop import ToyObjective, fit, lines, rows, settings, weights
 from tests.train.parallel.test_launch import ROOT, TWO, arguments, curve, inputs, trained
+from tests.train.parallel.test_strategies import assert_same_run
 from train.batch import data_loader as schedule
 from train.batch.batch import Batch
 from train.loop.loop import SkippedSequences

@@ -18,7 +18,7 @@ from tests.train import test_blocks_launch as blocks
 from tests.train import test_eagle_launch as eagle
 from tests.train.parallel import test_launch as medusa
 from tests.train.parallel.test_launch import TWO, begin, curve, inputs, trained, wait_for
-from tests.train.parallel.test_placement import launched
+from tests.train.parallel.test_strategies import launched
 from train import medusa as medusa_command
 
 __all__ = ["inputs"]

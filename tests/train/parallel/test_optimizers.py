@@ -14,7 +14,7 @@ from conf.settings.training import Optimizer, Schedule, TrainConfig
 from heads.devices import Processor, warn_if_slow
 from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
 from tests.train.loop.test_memory import eagle, medusa
-from tests.train.parallel.test_placement import MUON
+from tests.train.parallel.test_strategies import MUON
 from train.objective import Objective
 from train.parallel import processes
 from train.parallel.optimizers import (
