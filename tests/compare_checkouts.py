@@ -51,7 +51,7 @@ Record = dict[str, Any]
 
 MASKED_KEYS = re.compile(
     # Measured times, and what follows from them.
-    r".*(_per_s|waiting|seconds|draft_s|speedup)"
+    r".*(_per_s|waiting|seconds|draft_s|speedup|speedup_ci95)|breakdown|efficiency"
     # Of this code or its folder: they change with every commit, or with every name of a module.
     r"|git|prepared|argv"
 )
@@ -67,6 +67,7 @@ MASKED_TEXT = (
     ),
     # What progress bars wipe.
     (re.compile(r"\n{2,}"), "\n"),
+    (re.compile(r"free: [\d.]+ GiB"), "free: MASKED"),
     # Lines of source files, as warnings and tracebacks name them.
     (re.compile(r"(\.py)(:|\", line )\d+"), r"\1\2N"),
     (re.compile(r"/tmp/[\w.-]+"), "<tmp>"),
@@ -88,6 +89,7 @@ OTHER_COMMANDS = (
     "scripts/bench/preparing.py", "scripts/bench/training.py",
 )  # fmt: skip
 """Commands of argparse, without settings. Python files of other names may have moved."""
+KEYS_OF_CACHES = re.compile(r"\b[0-9a-f]{32}\b")
 ESCAPES = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 MOVED = re.compile(r"(?<![\w/.<-])(?:[\w.<>-]+/)+([\w-]+)\.py\b")
 OBJECT = re.compile(r"`[a-z_]\w*(?:\.[a-z_]\w*)+\.[A-Z]\w*`")
@@ -140,10 +142,10 @@ def tensors(file: Path) -> Iterator[tuple[str, str]]:
 def written(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """Values of all files below a folder; of pictures and pages, which show times, the names."""
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        key = str(file.relative_to(folder))
+        key = KEYS_OF_CACHES.sub("<key>", str(file.relative_to(folder)))
         if file.suffix == ".safetensors":
             yield from ((f"{key}/{name}", told) for name, told in tensors(file))
-        elif file.suffix == ".json":
+        elif file.suffix == ".json" and file.name != "tokenizer.json":
             yield from leaves(key, json.loads(file.read_text()), names)
         elif file.suffix == ".jsonl":
             for number, line in enumerate(file.read_text().splitlines()):
@@ -214,10 +216,14 @@ class Checkout:
     room: str = ""
     record: Record = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.base = self
+
     @property
     def names(self) -> dict[str, str]:
         """Folders that differ between checkouts, the inner ones first."""
         own = {str(self.folder): "<own>", str(self.inputs): "<inputs>", str(self.path): "<repo>"}
+        own |= {str(self.base.folder): "<own>"}  # of what is carried, and was BASE's own
         return dict(sorted(own.items(), key=lambda each: -len(each[0])))
 
     @property
@@ -238,7 +244,7 @@ class Checkout:
 
         Args:
             tasks: a command line by name. `{out}` is the task's folder, `{files}` those of all
-                rooms, `{in}` the inputs.
+                rooms, `{base}` those of BASE, `{in}` the inputs.
             timed: its tables and further texts tell times, and are left out.
         """
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -249,7 +255,8 @@ class Checkout:
         out, started = self.files(task), monotonic()
         shutil.rmtree(out, ignore_errors=True)
         places = {"out": out, "files": self.folder / "files", "in": self.inputs}
-        words = [re.sub(r"\{(out|files|in)\}", lambda found: str(places[found[1]]), word)
+        places["base"] = self.base.folder / "files"
+        words = [re.sub(r"\{(out|files|in|base)\}", lambda found: str(places[found[1]]), word)
                  for word in shlex.split(line)]  # fmt: skip
         printed = [self.files(f"{task}-{name}", f"{self.room}/printed") for name in ("out", "err")]
         printed[0].parent.mkdir(parents=True, exist_ok=True)
@@ -306,9 +313,10 @@ def make_inputs(base: Checkout) -> None:
     curve |= {"sizes": [1, 2, 4, 8, 16, 32], "seconds": [0.01, 0.01, 0.01, 0.012, 0.014, 0.018]}
     (folder / "curve.json").write_text(json.dumps(curve))
     (folder / "curve.txt").touch()
-    (folder / "bad").mkdir()
-    for name, bad in BAD_ROWS.items():
-        write_rows(folder / "bad" / f"{name}.jsonl", bad)
+    for kind, files in (("bad", BAD_ROWS), ("forms", FORMS)):
+        (folder / kind).mkdir()
+        for name, each in files.items():
+            write_rows(folder / kind / f"{name}.jsonl", each)
     base.room = "inputs"
     base.record = {}
     base.run({"targets": "api_targets {in}"})
@@ -331,13 +339,26 @@ def write_rows(file: Path, rows: list[Any]) -> None:
 
 
 def api_targets(api: Any, folder: str) -> None:
-    """The embedded target, and one of two of its layers that drafts for it."""
+    """The embedded target, two of its layers that draft for it, and a target of a family of MTP."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
     target = api.load_target()
     for name, num_layers in (("target", target.model.config.num_hidden_layers), ("draft", 2)):
         target.model.config.num_hidden_layers = num_layers
         target.model.model.layers = target.model.model.layers[:num_layers]
         target.model.save_pretrained(Path(folder, name))
         target.tokenizer.save_pretrained(Path(folder, name))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    ids = {name: getattr(target.model.config, name) for name in ("vocab_size", "eos_token_id")}
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, **heads, **ids))
+    model.save_pretrained(Path(folder, "mimo"))
+    target.tokenizer.save_pretrained(Path(folder, "mimo"))
+    file = Path(folder, "mimo/config.json")
+    told = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | told))
 
 
 # The rooms.
@@ -382,6 +403,7 @@ def train(checkout: Checkout) -> None:
             "default": f"train/medusa.py {STEPS} data.num_prompts=16 data.max_length=128 "
             "data.num_proc=1 out_dir={out}",
             "steps": "api_steps {out} {in}/target",
+            "mimo": f"train/mtp.py {ON} {STEPS} target.path={{in}}/mimo out_dir={{out}}",
         }
     )
 
@@ -462,6 +484,15 @@ def export(checkout: Checkout) -> None:
     checkout.run(
         {f"verify-{name}": f"scripts/verify_export.py {{files}}/export/{name}" for name in made}
         | {f"push-{layout}": push + layout for layout in ("one", "each")}
+    )
+    whole = "target.path={files}/export/mtp-stitch"
+    stitch = "scripts/mtp.py action=stitch target.path={in}/mimo head.path={files}/train/mimo/head "
+    checkout.run({"mtp-stitch": stitch + "out_dir={out}"})
+    checkout.run(
+        {
+            "mtp-check": f"scripts/mtp.py action=check {whole}",
+            "mtp-extract": f"scripts/mtp.py action=extract {whole} out_dir={{out}}",
+        }
     )
     prune = (
         f"scripts/prune.py {head % 'eagle3'} data.path={{in}}/chats.jsonl data.max_length=128 "
@@ -669,15 +700,184 @@ def break_heads(trained: Path, broken: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 77}))
 
 
-TASKS: dict[str, Callable[..., None]] = {
-    "api_targets": api_targets, "api_steps": api_steps, "api_tensors": api_tensors,
-}  # fmt: skip
-ROOMS: dict[str, Callable[[Checkout], None]] = {
-    "train": train,
-    "export": export,
-    "help": helps,
-    "refusals": refusals,
+PROMPTS = "target.path={in}/target data.path={in}/prompts.jsonl num_turns=1 max_new_tokens=12"
+ALL_HEADS = (*HEADS, "hass")
+MEASURED = {
+    "one": "data.num_prompts=2",
+    "three": "data.num_prompts=3 batch_size=3",
+    "sampled": "data.num_prompts=2 temperature=0.8 top_p=0.9 seed=3",
+    "low-rank": "data.num_prompts=2 output_rank=8 methods=[eagle_tree,medusa_tree,dflash_chain]",
 }
+
+
+def evaluate(checkout: Checkout) -> None:
+    """Acceptance, replayed and decoded, and what every way to draft writes, in all figures."""
+    conditions = '["mode=replay","mode=decode"]'
+    checkout.run(
+        {
+            name: f"eval/acceptance.py head.path={{files}}/train/{name}/head {PROMPTS} "
+            f"data.num_prompts=2 'conditions={conditions}' out_dir={{out}}"
+            for name in ALL_HEADS
+        }
+        | {"answers": "api_answers {out} {in}/target {files}/train"}
+    )
+    heads = ",".join(f"{{files}}/train/{name}/head" for name in HEADS)
+    checkout.run(
+        {
+            name: f"eval/speedup.py {PROMPTS} heads=[{heads}] draft.path={{in}}/draft "
+            f"self_draft.skip=[2] num_warmups=0 num_repeats=1 {more} out_dir={{out}}"
+            for name, more in MEASURED.items()
+        },
+        timed=True,
+    )
+    for name in ("medusa", "eagle3_1"):  # both commands write beside the head
+        head = checkout.files(f"{name}-head")
+        shutil.copytree(checkout.files(f"{name}", "train") / "head", head, dirs_exist_ok=True)
+        on = f"head.path={head} {PROMPTS} data.num_prompts=4 num_repeats=1 out_dir={{out}}"
+        search = "max_nodes=8 top_ks=[1,2] batch_sizes=[1,2] curve={in}/curve.json"
+        checkout.run(
+            {
+                f"search-{name}": f"eval/tree_search.py {on} {search}",
+                f"calibrate-{name}": f"eval/calibrate.py {on} depth=2",
+            },
+            timed=True,
+        )
+
+
+def api_answers(api: Any, out: str, path: str, heads: str) -> None:
+    """Texts with every head, greedy and sampled, and what they accept."""
+    target = api.load_target(path)
+    found: Record = {}
+    for name in ALL_HEADS:
+        head = api.load_head(f"{heads}/{name}/head", target)
+        for warmth in (0.0, 0.8):
+            told = api.generate(target, head, "def f(x):", 24, warmth, 5)
+            found[f"{name} {warmth}"] = [told.text, told.tau, *told.token_ids]
+        told = api.generate(target, None, "def f(x):", 24)
+        known = api.acceptance(target, head, told.prompt_ids, told.token_ids, depth=3)
+        found[f"{name} replayed"] = [known.tau, *known.alpha]
+    write_api(out, found)
+
+
+SAID = {"role": "assistant", "content": "return x + 1"}
+ASKED = {"role": "user", "content": "def f(x):"}
+FORMS: dict[str, list[Any]] = {
+    "messages": [
+        {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}, ASKED, SAID]},
+        {"messages": [{"role": "system", "content": "code"}, ASKED, SAID], "truncated_turns": [0]},
+        {"system": "code", "messages": [ASKED, {"role": "assistant", "content": [
+            {"type": "text", "text": "return"}, {"type": "text", "text": "x"}]}]},
+    ],
+    "conversations": [
+        {"conversations": [{"from": "human", "value": "def f(x):"},
+                           {"from": "gpt", "value": "return x"}]},
+        {"dialogue": [ASKED, SAID]},
+    ],
+    "turns": [{"turns": ["def f(x):", "def g(x):"], "category": "code"}],
+    "preference": [
+        {"prompt": "def f(x):", "chosen": "return x", "rejected": "pass"},
+        {"chosen": [ASKED, SAID], "rejected": [ASKED]},
+    ],
+    "alpaca": [
+        {"instruction": "def f(x):", "input": "x = 3", "output": "return x",
+         "history": [["def g(x):", "pass"]]},
+        {"instruction": "def f(x):", "context": "", "response": "return x"},
+    ],
+    "prompt": [
+        {"prompt": "def f(x):", "completion": "return x", "system_prompt": "code"},
+        {"prompt": [ASKED], "response": "return x"},
+    ],
+    "tokens": [
+        {"input_ids": list(range(3, 40)), "loss_mask": [0] * 7 + [1] * 30},
+        {"input_ids": list(range(3, 40)), "labels": [-100] * 9 + list(range(12, 40))},
+    ],
+    "text": [{"text": "def f(x):\n    return x\n"}, {"text": "def g(x):\n    pass\n"}],
+    "question": [
+        {"question": "def f(x):", "answer": "return x"}, {"Problem": "def g(x):", "Solution": "0"},
+    ],
+}  # fmt: skip
+"""Rows of every form, by the name of the file."""
+
+
+def data(checkout: Checkout) -> None:
+    """Token ids and masks of every form of rows, packed and stored; hidden states of a target."""
+    on = "target.path={in}/target data.num_proc=1 data.max_length=64 data.path={in}/"
+    packed = "data.eval_fraction=0.4 data.prepared_dir={out}/prepared num_replay_prompts=1"
+    packed += " layers=[] out_dir={out}/store"
+    forms = {name: f"forms/{name}.jsonl data.form={name}" for name in FORMS}
+    checkout.run(
+        {f"mask-{name}": f"scripts/show_mask.py {on}{file}" for name, file in forms.items()}
+    )
+    checkout.run(
+        {
+            f"packed-{name}": f"scripts/capture.py {on}{file} {packed}"
+            for name, file in forms.items()
+            if name != "turns"
+        }
+    )
+    rows = "chats.jsonl data.num_prompts=12 num_replay_prompts=2 out_dir={out}"
+    stores = {
+        "bf16": "", "int8": "format=int8", "fp8": "format=fp8", "top_k": "teacher=top_k top_k=8",
+    }  # fmt: skip
+    checkout.run(
+        {f"store-{name}": f"scripts/capture.py {on}{rows} {more}" for name, more in stores.items()}
+    )
+    checkout.run(
+        {
+            "stored": f"train/eagle.py data.features={{files}}/data/store-int8 {STEPS} "
+            "out_dir={out}",
+            "answers": "scripts/regenerate.py target.path={in}/target "
+            "data.path={in}/forms/messages.jsonl max_new_tokens=8 out_dir={out}",
+        }
+    )
+
+
+def carry(checkout: Checkout) -> None:
+    """Runs, heads, exports and stored states that BASE wrote, gone on with and read."""
+    lines = HEADS | {"medusa2": CONTINUED["medusa2"], "average": CONTINUED["average"]}
+    resumed = {
+        name: f"{line} {ON} {STEPS} train.resume={{base}}/train/{name}/checkpoints/step-000002 "
+        "out_dir={out}"
+        for name, line in lines.items()
+    }
+    checkout.run({name: line.replace("{files}", "{base}") for name, line in resumed.items()})
+    for name in lines:
+        ours, theirs = (
+            dict(written(folder / "head", checkout.names))
+            for folder in (checkout.files(name), checkout.base.files(name, "train"))
+        )
+        same = [ours[key] == told for key, told in theirs.items() if ".safetensors" in key]
+        checkout.record[f"{name}: as without a stop"] = all(same) and len(same)
+    out = "out_dir={out}"
+    measure = f"{PROMPTS} data.num_prompts=2 {out}"
+    checkout.run(
+        {
+            f"measured-{name}": f"eval/acceptance.py head.path={{base}}/{path} {measure}"
+            for name, path in {
+                **{name: f"train/{name}/head" for name in HEADS},
+                "vllm": "export/eagle3-vllm", "gguf": "export/eagle3-llamacpp",
+                "speculators": "export/dspark-speculators", "tgi": "export/medusa-tgi",
+                "pruned": "export/prune/64/head",
+            }.items()
+        }
+        | {
+            f"verified-{name}": f"scripts/verify_export.py {{base}}/export/{name}"
+            for name in ("medusa-trtllm", "eagle3-llamacpp", "dflash-sglang", "peagle-vllm")
+        }
+        | {"stored": f"train/eagle.py data.features={{base}}/data/store-int8 {STEPS} {out}"}
+    )  # fmt: skip
+
+
+TASKS: dict[str, Callable[..., None]] = {
+    each.__name__: each for each in (api_targets, api_steps, api_tensors, api_answers)
+}
+ROOMS: dict[str, Callable[[Checkout], None]] = {
+    "train": train, "eval": evaluate, "data": data, "export": export, "help": helps,
+    "refusals": refusals, "carry": carry,
+}  # fmt: skip
+NEEDS = {"eval": ["train"], "export": ["train"], "refusals": ["train"],
+         "carry": ["train", "data", "export"]}  # fmt: skip
+"""Rooms whose files a room reads; of `carry`, BASE's."""
 
 
 # Records, and their differences.
@@ -715,7 +915,10 @@ def opened(path: Path, out: Path, jobs: int, again: bool) -> Checkout:
 
 def recorded(checkout: Checkout, room: str) -> Record:
     """A room's values by key, of an earlier start or of now."""
-    file = checkout.folder / f"{room}.json"
+    for needed in NEEDS.get(room, []):
+        recorded(checkout.base if room == "carry" else checkout, needed)
+    name = f"carry of {checkout.base.folder.name}" if room == "carry" else room
+    file = checkout.folder / f"{name}.json"
     if not file.exists():
         say(f"{room} of {checkout.path}")
         started = monotonic()
@@ -770,10 +973,10 @@ def main() -> int:
     head = opened(given.head, out, given.jobs, again=False)
     if base.folder == head.folder:
         head = opened(given.head, out, given.jobs, again=True)
+    head.base = base
     make_inputs(base)
-    needed = [room for room in ROOMS if room in given.only or room == "train"]
-    found = {room: [recorded(each, room) for each in (base, head)] for room in needed}
-    return int(sum([compared(room, *found[room]) for room in given.only]) > 0)
+    found = {room: [recorded(each, room) for each in (base, head)] for room in given.only}
+    return int(sum([compared(room, *records) for room, records in found.items()]) > 0)
 
 
 if __name__ == "__main__":
