@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from heads.blocks.block_head import BlockHeadConfig, BlockNetwork
+from heads.blocks.network import BlockHeadConfig, BlockNetwork
 from heads.draft_head import UNKNOWN
 from heads.folders import PROVENANCE, load_tensors
 from heads.vocab import DraftVocab

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.blocks.block_head import BlockNetwork
+from heads.blocks.network import BlockNetwork
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.head_drafter import (
     ChainDrafter,

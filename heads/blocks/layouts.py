@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conf.settings.export import ExportFormat
-from heads.blocks.block_head import BlockNetwork, build_dflash_keys
+from heads.blocks.network import BlockNetwork, build_dflash_keys
 from heads.draft_head import WEIGHTS, HeadFiles
 from heads.export.gguf import (
     LAYER,

@@ -328,8 +328,8 @@ def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from transformers import GenerationConfig
 
     from conf.settings.blocks import DFlashConfig
-    from heads.blocks.block_head import build_block_config
     from heads.blocks.dflash import DFlashHead
+    from heads.blocks.network import build_block_config
     from heads.vocab import DraftVocab
     from train import block_objective as blocks
     from train.dflash import DFlashObjective

@@ -1,0 +1,426 @@
+"""TODO."""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from conf.errors import InputError
+from conf.settings.blocks import BlockConfig
+from heads.decoding.drafting import PAD
+from heads.draft_head import check_fits
+from heads.feature_head import (
+    FeatureHead,
+    choose_mask_token,
+)
+from heads.layers.block_attention import BlockRange, block_attention
+from heads.layers.llama import (
+    LLAMA_KEYS,
+    LlamaAttention,
+    RmsNorm,
+    format_legacy_rope,
+    make_llama_config,
+)
+from heads.target_model.embeddings_and_output_head import (
+    EmbeddingsAndOutputHead,
+)
+from heads.target_model.model import TargetOutput
+from heads.vocab import DraftVocab
+
+
+class BlockLayer(nn.Module):
+    """One decoder layer of a block drafter.
+
+    Args:
+        config: sizes, norms and RoPE.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RmsNorm(hidden, eps)
+        self.self_attn = LlamaAttention(config, hidden, qk_norm=True)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
+    ) -> Tensor:
+        """[A, R, H] output of the layer.
+
+        Args:
+            states: [A, R, H].
+            rotation: [A * R, 2, d] of the rows' positions.
+            text: the layer's keys and values [T, S, K, d] of the hidden states.
+            sight: sight of the blocks.
+        """
+        states = states + self.compute_attention(
+            self.input_layernorm(states), rotation, text, sight
+        )
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+    def compute_attention(
+        self, inputs: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
+    ) -> Tensor:
+        """[A, R, H] attention of normalised inputs [A, R, H]; other arguments as in `forward`."""
+        rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
+        query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
+        keys, values = self.self_attn.keys_values(rows, rotation)
+        own = keys.unflatten(0, shape), values.unflatten(0, shape)
+        found = block_attention(query, text, own, sight)
+        return self.self_attn.o_proj(found.flatten(2))
+
+
+@dataclass(frozen=True)
+class BlockHeadConfig:
+    """Architecture of a block drafter.
+
+    Attributes:
+        llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
+        target: Hub id or folder of the target.
+        target_hidden_size: width of one hidden state of the target.
+        num_target_layers: decoder layers of the target; 0 while unknown.
+        layers: hidden states that are read, as indices of `output_hidden_states`.
+        block_size: rows of a block in training.
+        mask_token_id: token id of rows whose token is unknown.
+        sample_from_anchor: whether row j drafts the next token instead of its own.
+        causal: whether rows see no later rows of their block.
+        window: tokens of text and block that a row sees; None for all.
+        full_layers: layers whose rows see everything, regardless of `causal` and `window`.
+        own_output_head, own_embedding: whether the head has its own.
+    """
+
+    llama: LlamaConfig
+    target: str
+    target_hidden_size: int
+    num_target_layers: int
+    layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool = False
+    causal: bool = False
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    own_output_head: bool = False
+    own_embedding: bool = False
+
+    @property
+    def first_row(self) -> int:
+        """First row that drafts."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens of a full block."""
+        return self.block_size - self.first_row
+
+    def select_draft_vocab(self, vocab: DraftVocab) -> DraftVocab:
+        """Ids that a head drafts: `vocab` with an own output head, otherwise all ids."""
+        return vocab if self.own_output_head else DraftVocab.make_full(vocab.size)
+
+    def num_rows(self, depth: int) -> int:
+        """Rows of a block that drafts `depth` tokens."""
+        return depth + self.first_row
+
+
+ContextKeysValues = list[tuple[Tensor, Tensor]]
+"""Rotated keys, and values, [T, S, K, d] of texts, for each layer."""
+
+
+class BlockNetwork(FeatureHead):
+    """Network of a block drafter. `attach` it to its target before use.
+
+    Args:
+        config: architecture.
+        vocab: draft vocabulary.
+    """
+
+    config: BlockHeadConfig
+
+    def __init__(self, config: BlockHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        llama = config.llama
+        hidden, eps = llama.hidden_size, llama.rms_norm_eps
+        read = len(config.layers) * config.target_hidden_size
+        self.fc = nn.Linear(read, hidden, bias=False)
+        self.hidden_norm = RmsNorm(hidden, eps)
+        self.layers = nn.ModuleList(self.make_layer() for _ in range(llama.num_hidden_layers))
+        self.norm = RmsNorm(hidden, eps)
+        self._make_embeddings_and_head(config.own_output_head)
+
+    def initialise(self, target: EmbeddingsAndOutputHead, seed: int) -> Self:
+        """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
+
+        Raises:
+            InputError: rows of a quantised output head are needed.
+        """
+        self.draw_weights(seed)
+        self.attach(target)
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(target.embedding.weight)
+        if self.lm_head is not None:
+            if target.head_is_quantized:
+                raise InputError(
+                    "head.own_output_head=true: starts from rows of the target's output head, but "
+                    f"that of target.path={target.name} is quantised; leave head.own_output_head "
+                    "unset"
+                )
+            rows = target.output_head.weight.detach()[self.vocab.ids]
+            self.lm_head.weight.data.copy_(rows)
+        return self
+
+    def make_layer(self) -> BlockLayer:
+        """Make one layer of the network."""
+        return BlockLayer(self.config.llama)
+
+    def draw_weights(self, seed: int) -> None:
+        """Draw new weights by a seed, for all matrices but the target's."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def complete_config(self, target: EmbeddingsAndOutputHead) -> BlockHeadConfig:
+        """See `FeatureHead.fitted`. Without its own embedding, the head has the target's width."""
+        config = self.config
+        check_fits(self, target, config.target_hidden_size, "feature_size")
+        if config.llama.hidden_size != target.hidden_size and not config.own_embedding:
+            check_fits(self, target, config.llama.hidden_size)
+        check_layers(config.layers, target)
+        return replace(config, num_target_layers=target.num_layers)
+
+    def encode_context(self, features: Tensor, position_ids: Tensor) -> ContextKeysValues:
+        """Keys and values of texts per layer, joined into one text of S tokens.
+
+        Args:
+            features: [S, F].
+            position_ids: [S] int64.
+        """
+        context = self.hidden_norm(self.fc(features))
+        rotation = self._get_attention(0).compute_rotation(context, position_ids)
+        found = [
+            self._get_attention(n).keys_values(context, rotation) for n in range(len(self.layers))
+        ]
+        return [(keys[None], values[None]) for keys, values in found]
+
+    def _get_attention(self, number: int) -> Any:
+        return self.layers[number].self_attn
+
+    def draft(
+        self, roots: Tensor, places: Tensor, context: ContextKeysValues, sight: BlockRange
+    ) -> Tensor:
+        """[A, D, H] normalised outputs of the rows that draft.
+
+        Args:
+            roots: [A] int64, last known tokens.
+            places: [A] int64, positions of these tokens.
+            context: keys and values that blocks may see.
+            sight: the part of the text that they see, except in `full_layers`.
+        """
+        rows = torch.arange(sight.num_rows, device=roots.device)
+        ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
+        positions = (places.unsqueeze(1) + rows).clamp_max(self.max_positions - 1)
+        states = self.embed(ids)
+        # In the dtype of the text's keys; under autocast, embeddings have another.
+        rotation = self._get_attention(0).compute_rotation(context[0][0], positions.flatten())
+        whole, full = replace(sight, causal=False, window=None), self.config.full_layers
+        for number, layer in enumerate(self.layers):
+            seen = whole if number in full else sight
+            states = layer(states, rotation, context[number], seen)
+        return self.norm(states[:, self.config.first_row :])
+
+    def make_block_range(
+        self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
+    ) -> BlockRange:
+        """Sight of blocks that draft `depth` tokens. Other arguments as in `Sight`."""
+        size = self.config.num_rows(depth)
+        return BlockRange(first, end, size, self.config.causal, self.config.window, host)
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """Scale logits [..., W] of the output head's rows as the head's file says.
+
+        Engines omit the target's own scalings.
+        """
+        return logits
+
+    @abstractmethod
+    def compute_slot_logits(
+        self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, W] logits of a slot given the previous tokens, and the state for the next slot.
+
+        Args:
+            base: [N, W] logits of the output head, not changed.
+            outputs: [N, H] outputs of the slot.
+            previous_ids: [N] int64 target ids of the previous tokens.
+            state: [N, .] state of the previous slots; None for the first slot or without a state.
+        """
+
+    def compute_slot_confidence(self, outputs: Tensor, before: Tensor) -> Tensor | None:
+        """[N] float32 logits of a slot's chance of acceptance; None without a confidence head.
+
+        Args:
+            outputs: [N, H] outputs of the slot.
+            before: [N] int64 target ids of the previous tokens.
+        """
+        del outputs, before
+        return None
+
+    @torch.no_grad()
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        text = self.encode_context(self.collect_features(output)[0], places)
+        parts = [
+            self._rank_candidates(text, ids, rows, depth, width)
+            for rows in places[first:].split(TOKENS_PER_CHUNK)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _rank_candidates(
+        self, text: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
+    ) -> Tensor:
+        """Likeliest candidates of the slots, for blocks after tokens [n] of a text."""
+        nothing, end = torch.zeros_like(rows), rows + 1
+        sight = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
+        outputs = self.draft(ids[end], end, text, sight)
+        best: list[Tensor] = []
+        state: Tensor | None = None
+        for slot in range(depth):
+            # Drafts after the end of a text are not used.
+            before = ids[(end + slot).clamp_max(len(ids) - 1)]
+            base = self.compute_logits(outputs[:, slot])
+            logits, state = self.compute_slot_logits(base, outputs[:, slot], before, state)
+            found = self.vocab.to_target_ids(logits.topk(width).indices)
+            best.append(
+                found.masked_fill(
+                    (end + self.config.first_row + slot >= self.max_positions).unsqueeze(1), PAD
+                )
+            )
+        return torch.stack(best)
+
+
+def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tuple[int, ...]:
+    """Layers in even steps from the output of layer 1 to that of layer L - 3, as in DFlash.
+
+    Args:
+        num_layers: L.
+        number: number of layers to read; duplicates are merged.
+        key: setting that is unset, for the message.
+
+    Raises:
+        InputError: fewer than 4 layers.
+
+    Source: z-lab/dflash `model.py`, `build_target_layer_ids`, which counts layers from 0.
+    """
+    if num_layers < 4:
+        raise InputError(
+            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
+            f"states of 0..{num_layers}"
+        )
+    if number == 1:
+        return (num_layers // 2 + 1,)
+    steps = [1 + index * (num_layers - 4) / (number - 1) for index in range(number)]
+    return tuple(sorted({round(step) + 1 for step in steps}))
+
+
+def check_layers(layers: tuple[int, ...], target: EmbeddingsAndOutputHead) -> None:
+    """Refuse layers that the target lacks, repeated ones and ones out of order.
+
+    Raises:
+        InputError: naming the allowed layers.
+    """
+    # The output of the last layer passes the final norm, which engines do not apply here.
+    known = range(target.num_layers)
+    if list(layers) != sorted(set(layers)) or not set(layers) <= set(known):
+        raise InputError(
+            f"head.layers={list(layers)}: must be rising and of 0..{target.num_layers - 1}, the "
+            f"hidden states of target.path={target.name} before its final norm"
+        )
+
+
+def build_block_config(
+    settings: BlockConfig, target: EmbeddingsAndOutputHead, sample_from_anchor: bool
+) -> BlockHeadConfig:
+    """Architecture of a new head with layers of the target's sizes.
+
+    Raises:
+        InputError: the target lacks the layers or the mask token.
+    """
+    layers = tuple(settings.layers or default_layers(target.num_layers, settings.num_features))
+    check_layers(layers, target)
+    llama = make_llama_config(target.config, target.vocab_size)
+    llama.num_hidden_layers = settings.num_layers
+    return BlockHeadConfig(
+        llama=llama,
+        target=target.name,
+        target_hidden_size=target.feature_size,
+        num_target_layers=target.num_layers,
+        layers=layers,
+        block_size=settings.block_size,
+        mask_token_id=choose_mask_token(target, settings.mask_token_id),
+        sample_from_anchor=sample_from_anchor,
+        causal=settings.causal,
+        window=settings.window,
+        own_output_head=settings.own_output_head,
+        # In the file, one width says that a target's embedding fits.
+        own_embedding=target.feature_size != target.hidden_size,
+    )
+
+
+def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+    """Keys of `config.json` in every layout, as in Qwen3."""
+    llama = config.llama
+    rope: Any = llama.rope_parameters
+    sliding = config.window is not None
+    kinds = ["sliding_attention" if sliding else "full_attention"] * llama.num_hidden_layers
+    for number in config.full_layers:
+        kinds[number] = "full_attention"
+    return {
+        "model_type": "qwen3",
+        **{name: getattr(llama, name) for name in LLAMA_KEYS},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": format_legacy_rope(rope),
+        "num_hidden_layers": llama.num_hidden_layers,
+        "layer_types": kinds,
+        "sliding_window": config.window,
+        "use_sliding_window": sliding,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": num_draft_ids,
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "base_model_name_or_path": config.target,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
+    """Key that engines apply in all layers; without it, layers with a window are causal."""
+    return {} if config.causal and config.full_layers else {name: config.causal}
+
+
+def build_dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
+    """Keys of `dflash_config`, with layers as the authors count them."""
+    window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
+    return {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [index - 1 for index in config.layers],
+        **build_causal_key(config, "causal"),
+        **window,
+    }
+
+
+TOKENS_PER_CHUNK = 1024
+"""Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
