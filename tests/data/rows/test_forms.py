@@ -191,14 +191,14 @@ def test_the_first_form_that_a_row_has_a_key_of(row, form):
          {"template_kwargs": {"enable_thinking": False}}),
         (chat(*CHAT, category="math"), {"category": "math"}),
         (chat(*CHAT, system="Be kind", category=""), {"messages": [SYSTEM, *CHAT]}),
-        *((chat(USER, ASSISTANT | {key: value}), {"unlearnt": frozenset({1})})
+        *((chat(USER, ASSISTANT | {key: value}), {"unlearnt_messages": frozenset({1})})
           for key in ("weight", "train", "training", "loss") for value in (0, False)),
         (chat(USER, ASSISTANT | {"weight": 1}), {}),
         # Places count from the first message that remains.
         (chat({"role": "system", "content": ""}, USER, ASSISTANT | {"train": False}),
-         {"unlearnt": frozenset({1})}),
+         {"unlearnt_messages": frozenset({1})}),
         (chat(USER, ASSISTANT | {"train": False, "token_ids": [5, 6]}, system="Be kind"),
-         {"messages": [SYSTEM, *CHAT], "unlearnt": frozenset({2}), "written": {2: [5, 6]}}),
+         {"messages": [SYSTEM, *CHAT], "unlearnt_messages": frozenset({2}), "written_ids": {2: [5, 6]}}),
         *(({"input_ids": [1, 2, 3], **mask},
            {"messages": None, "tokens": ([1, 2, 3], [False, True, True])})
           for mask in ({"loss_mask": [0, 1, 1]}, {"assistant_masks": [0, 1, 1]},

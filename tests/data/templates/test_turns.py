@@ -223,7 +223,7 @@ def given(written_ids: dict[int, list[str]], *contents: str) -> tuple[list[str],
     """A chat in ChatML with turns as the model wrote them, in tokens."""
     tokenizer = make_tokenizer(CHATML)
     ids = {i: tokenizer.convert_tokens_to_ids(tokens) for i, tokens in written_ids.items()}
-    samples = RecordEncoder(tokenizer).encode_record(replace(chat(*contents), written=ids))
+    samples = RecordEncoder(tokenizer).encode_record(replace(chat(*contents), written_ids=ids))
     return [shown(sample, tokenizer) for sample in samples], samples
 
 

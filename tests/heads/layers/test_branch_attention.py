@@ -68,7 +68,10 @@ def with_grads(attend, inputs: list[Tensor], rows: Tensor) -> tuple[Tensor, ...]
 
 def fused(query: Tensor, branches: BranchCache) -> Tensor:
     found = branch_attention(query, branches)
-    assert type(found.grad_fn).__name__ in ("ChunkedBackward", "FlashBackward")
+    assert type(found.grad_fn).__name__ in (
+        "ChunkedBranchAttentionBackward",
+        "FlashBranchAttentionBackward",
+    )
     return found
 
 
@@ -101,7 +104,10 @@ def test_the_plain_path_is_the_definition(
     monkeypatch.setattr("heads.layers.branch_attention.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, (4, 2), torch.float64)
     found = with_grads(branch_attention, inputs, rows)
-    assert type(found[0].grad_fn).__name__ not in ("ChunkedBackward", "FlashBackward")
+    assert type(found[0].grad_fn).__name__ not in (
+        "ChunkedBranchAttentionBackward",
+        "FlashBranchAttentionBackward",
+    )
     query, keys, values, upstream = inputs
     expected = literal(query, keys, values, rows)
     grads = torch.autograd.grad(expected, (query, keys, values), upstream)
@@ -186,7 +192,7 @@ def test_one_call_for_all_documents_equals_the_plain_path(
     inputs = tensors(num_own, rows, heads, torch.float32)
     expected = with_grads(plain_branch_attention, inputs, rows)
     found = with_grads(branch_attention, inputs, rows)
-    assert type(found[0].grad_fn).__name__ == "FlashBackward"
+    assert type(found[0].grad_fn).__name__ == "FlashBranchAttentionBackward"
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
