@@ -133,7 +133,7 @@ def save_variant(variant: HeadVariant, config: RepairRun, bench: Measurement, fo
     assert ref.path is not None
     head: Any = load_head(ref.path, ref.revision, ref.layers).attach(bench.target)
     for words in variant.changes:
-        head = next(other for name, other in head.readings() if name == words)
+        head = next(other for name, other in head.iter_config_variants() if name == words)
     history = collect_provenance(config, bench.target.name, bench.data) | {"repaired": variant.name}
     head.save(folder, history)
 

@@ -253,7 +253,9 @@ class BlockObjective(Objective):
         learnt, documents = batch[SUPERVISION], batch[DOCUMENTS]
         shape = batch["input_ids"].shape
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
-        anchors = draw_anchors(learnt.depths[1].places, shape[1], self.config.num_anchors, seeds)
+        anchors = draw_anchors(
+            learnt.depths[1].output_indices, shape[1], self.config.num_anchors, seeds
+        )
         unrolled = StepTargets.from_supervision(learnt, [anchors] * (len(learnt.depths) - 1))
         bounds = documents.cu_seqlens.long()
         first = bounds[torch.searchsorted(bounds, unrolled.anchors, right=True) - 1]

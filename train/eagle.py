@@ -230,7 +230,9 @@ class EagleObjective(Objective):
             steps = self._iter_step_outputs(batch)
             outputs = [next(steps) for _ in range(self.config.num_steps)]
         with record_function("loss"):
-            learnt = torch.cat(outputs).index_select(0, batch[STEP_TARGETS].rows.places)
+            learnt = torch.cat(outputs).index_select(
+                0, batch[STEP_TARGETS].matched_rows.output_indices
+            )
             part, teacher = self._pair_with_teacher(learnt, batch, scale)
             if self.config.text_weight:
                 teacher = TextTeacher(gather_labels(batch), teacher)
@@ -253,7 +255,9 @@ class EagleObjective(Objective):
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """[N, H] outputs of each step at the drafting tokens, all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
-        features = self._add_noise(head.features(collect_states(batch)).flatten(0, 1), batch)
+        features = self._add_noise(
+            head.collect_features(collect_states(batch)).flatten(0, 1), batch
+        )
         positions = batch["position_ids"].flatten()
         text = head.encode_context(head.fuse(features), ids.roll(-1), positions)
         drafts = batch[STEP_TARGETS].anchors

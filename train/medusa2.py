@@ -275,7 +275,7 @@ class Medusa2Objective(Objective):
     ) -> HiddenTeacher:
         """The target's distributions without its adapter."""
         assert bare is not None
-        states = bare.flatten(0, 1)[batch[SUPERVISION].places]
+        states = bare.flatten(0, 1)[batch[SUPERVISION].token_indices]
         return HiddenTeacher(
             self.target, self.vocab, states, self.distillation_temperature(temperature)
         )

@@ -136,7 +136,7 @@ class PEagleObjective(EagleObjective):
         every = build_causal_range(documents, torch.arange(len(ids), device=ids.device))
         text = head.build_context_rows(head.fuse(features), ids.roll(-1), positions, every)
         (outputs,) = head.run_layers(text, [], make_list_store(known))
-        yield outputs[batch[STEP_TARGETS].drafts]
+        yield outputs[batch[STEP_TARGETS].anchors]
 
         def drafted(groups: Sequence[MaskRows]) -> list[Tensor]:
             steps = enumerate((group.tokens for group in groups), 1)

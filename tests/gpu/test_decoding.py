@@ -63,13 +63,13 @@ def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
     target.model.generation_config.eos_token_id = None
     head = fresh(target, settings_of(name)).eval()
     expected = decode(target, NoDraft(), PROMPT, 40).token_ids
-    chain = decode(target, head.chain(head, 4), PROMPT, 40)
+    chain = decode(target, head.chain_drafter(head, 4), PROMPT, 40)
     assert chain.token_ids == expected
     assert replay_response(target, head, Tree.make_chain(4), PROMPT, expected) == chain.steps
     tree = head.tree_drafter(head, DynamicShape(4, 4, 16))
     assert decode(target, tree, PROMPT, 40).token_ids == expected
     sampling = Sampling(temperature=1.0, top_k=1)
-    sampled = decode(target, head.chain(head, 4, sampling), PROMPT, 40, sampling)
+    sampled = decode(target, head.chain_drafter(head, 4, sampling), PROMPT, 40, sampling)
     assert sampled.token_ids == expected
 
 

@@ -40,7 +40,7 @@ def answers() -> list[list[int]]:
 def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
     head, target, num_accepted = learnt(name), shared_target(), 0
     for prompt, text in zip(prompts(), answers(), strict=True):
-        decoded = decode(target, head.chain(head, depth), prompt, 40)
+        decoded = decode(target, head.chain_drafter(head, depth), prompt, 40)
         assert decoded.token_ids == text
         assert replay_response(target, head, Tree.make_chain(depth), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
@@ -52,10 +52,10 @@ def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
 def test_trees_are_lossless_and_replayed_along_a_text(name: str, shape: DynamicShape) -> None:
     head, target = learnt(name), shared_target()
     for prompt, text in zip(prompts(), answers(), strict=True):
-        decoded = decode(target, head.tree(head, shape), prompt, 20)
+        decoded = decode(target, head.tree_drafter(head, shape), prompt, 20)
         assert decoded.token_ids == text[:20]
         output = target.encode_response(prompt, text[:20], head.taps)
-        found = replay_drafter(head.tree(head, shape), output, prompt, text[:20])
+        found = replay_drafter(head.tree_drafter(head, shape), output, prompt, text[:20])
         assert found == (decoded.steps, decoded.drafted)
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts()[-1]
 

@@ -64,7 +64,7 @@ def test_round_trip_is_exact(saved) -> None:
     head, folder = saved
     loaded = load_head(str(folder))
     assert loaded.config == head.config
-    for name, tensor in head.tensors().items():
+    for name, tensor in head.collect_tensors().items():
         assert torch.equal(tensor, loaded.collect_tensors()[name])
 
 

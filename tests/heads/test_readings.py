@@ -54,13 +54,13 @@ def test_ids_that_were_taken_for_offsets(target: Target) -> None:
     head.vocab = DraftVocab(torch.tensor([5, 7, 11]), target.vocab_size)
     assert of(head, "d2t holds target ids, not offsets").vocab.ids.tolist() == [5, 6, 9]
     head.vocab = DraftVocab(torch.tensor([5, 6, 9]), target.vocab_size)
-    assert "d2t holds target ids, not offsets" not in dict(head.readings())
+    assert "d2t holds target ids, not offsets" not in dict(head.iter_config_variants())
 
 
 def test_windows_masks_and_rotations_that_readers_would_take(target: Target) -> None:
     head = fresh(target, settings_of("dspark", causal=True, window=24))
     target.config.sliding_window = 40
-    names = list(dict(head.readings()))
+    names = list(dict(head.iter_config_variants()))
     assert names[0] == "sample_from_anchor=false"
     assert {"no sliding window", "a sliding window of 40", "causal=false"} < set(names)
     assert "RoPE with theta 1e+06" in names

@@ -16,7 +16,7 @@ KNOCK = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 from conf.command.entry import Command
-Command.begin = lambda self: sys.exit(self.name)
+Command.parse_command_line = lambda self: sys.exit(self.name)
 names = []
 for script in sys.argv[1:]:
     try:

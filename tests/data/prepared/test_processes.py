@@ -33,18 +33,18 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from conf.settings.data import DataConfig
 from data.prepared import tokenise
 from data.prepared import dataset_cache as prepared
-from data.templates.record_encoder import Encoder
+from data.templates.record_encoder import RecordEncoder
 from tests.data.prepared.test_packing import make_tokenizer
-real, count = Encoder.encode, 0
+real, count = RecordEncoder.encode_record, 0
 def watched(self, record):
     global count
     count += 1
     {act}
     return real(self, record)
 {before}
-Encoder.encode, tokenise.SHARD_ROWS = watched, 4
+RecordEncoder.encode_record, tokenise.SHARD_ROWS = watched, 4
 config = DataConfig({path!r}, num_proc={num_proc}, prepared_dir={folder!r})
-found = prepared.open_prepared({path!r}, config, make_tokenizer())
+found = prepared.load_or_prepare_data({path!r}, config, make_tokenizer())
 print("made", count, "of", found.num_records)
 """
 
@@ -64,12 +64,12 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HANG = """
-real_rows = prepared.read_rows
+real_rows = prepared.iter_rows
 def rows(*arguments):
     yield from real_rows(*arguments)
     Path('hanging').touch()
     time.sleep(1000)
-prepared.read_rows, prepared.NUM_LOOKED_AT = rows, 1
+prepared.iter_rows, prepared.NUM_ROWS_TO_DETECT = rows, 1
 """
 
 

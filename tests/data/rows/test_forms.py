@@ -198,7 +198,8 @@ def test_the_first_form_that_a_row_has_a_key_of(row, form):
         (chat({"role": "system", "content": ""}, USER, ASSISTANT | {"train": False}),
          {"unlearnt_messages": frozenset({1})}),
         (chat(USER, ASSISTANT | {"train": False, "token_ids": [5, 6]}, system="Be kind"),
-         {"messages": [SYSTEM, *CHAT], "unlearnt_messages": frozenset({2}), "written_ids": {2: [5, 6]}}),
+         {"messages": [SYSTEM, *CHAT], "unlearnt_messages": frozenset({2}),
+          "written_ids": {2: [5, 6]}}),
         *(({"input_ids": [1, 2, 3], **mask},
            {"messages": None, "tokens": ([1, 2, 3], [False, True, True])})
           for mask in ({"loss_mask": [0, 1, 1]}, {"assistant_masks": [0, 1, 1]},

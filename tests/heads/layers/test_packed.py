@@ -187,7 +187,7 @@ def test_a_model_gives_the_same_over_packed_weights() -> None:
 
 
 def test_bfloat16_stays_where_its_products_are_imitated(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = replace(HERE, vectors="AVX512", products=frozenset())
+    processor = replace(HERE, vectors="AVX512", instructions=frozenset())
     monkeypatch.setattr(heads.layers.fast_linear, "this_processor", lambda: processor)
     assert type(layers(torch.bfloat16, bias=False)[0]) is nn.Linear
     assert type(layers(torch.float32, bias=False)[0]) is PackedLinear

@@ -106,11 +106,13 @@ def test_decoding_loses_nothing_and_replays(architecture: str) -> None:
     head = trained(MtpObjective(head, target, MtpConfig(num_steps=3)), documents, 40)
     prompt, text = documents[0][:4], documents[0][4:]
     chain = Tree.make_chain(3)
-    found = decode(target, head.drafter(chain, GREEDY, [0]), prompt, 30)
+    found = decode(target, head.make_drafter(chain, GREEDY, [0]), prompt, 30)
     assert found.token_ids == text
     assert replay_response(target, head, chain, prompt, text) == found.steps
     assert sum(step.num_accepted for step in found.steps) > 10
-    assert decode(target, head.tree(head, DynamicShape(3, 3, 8)), prompt, 30).token_ids == text
+    assert (
+        decode(target, head.tree_drafter(head, DynamicShape(3, 3, 8)), prompt, 30).token_ids == text
+    )
 
 
 @pytest.mark.parametrize("architecture", TARGETS)

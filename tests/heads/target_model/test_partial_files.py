@@ -21,7 +21,7 @@ import torch
 from toys import random_model
 
 from conf.settings.target import Dtype, TargetConfig
-from heads.target_model.remote import early_state, load_remote
+from heads.target_model.remote import load_early_layers, load_remote
 
 config, cpu = TargetConfig(path="me/toy", dtype=Dtype.float32), torch.device("cpu")
 bare, whole = load_remote(config, cpu), random_model(num_hidden_layers=6)
@@ -31,7 +31,7 @@ assert torch.equal(bare.model.norm.weight, whole.model.norm.weight)
 assert bare.generation_config.eos_token_id == whole.generation_config.eos_token_id
 files = lambda: {path.name for path in Path(sys.argv[1]).rglob("model-*.safetensors")}
 before = files()
-early_state(config, 1)([5, 6])
+load_early_layers(config, 1)([5, 6])
 print(len(before), len(files()))
 """
 

@@ -146,7 +146,7 @@ def test_a_pass_needs_what_is_estimated(make: Callable[..., Any]) -> None:
         "input_ids": row, "position_ids": row, "document_ids": torch.zeros_like(row),
         "loss_mask": torch.ones_like(row),
     }  # fmt: skip
-    batch = dict(objective.prepare(objective.indexed(batch)))
+    batch = dict(objective.prepare_batch(objective.index_batch(batch)))
     for _ in range(2):  # the first makes what stays
         objective.zero_grad(set_to_none=False)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:

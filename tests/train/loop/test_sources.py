@@ -358,19 +358,19 @@ from conf.settings.target import TargetConfig
 from conf.settings.scripts import CaptureRun
 from data.features.store_format import Manifest
 from scripts.capture import capture
-from train.loop.sources import open_store
+from train.loop.sources import load_store
 
 inputs, out_dir, *commits = sys.argv[1:]
 data = DataConfig(path=f"{inputs}/chat.jsonl", max_length=128, eval_fraction=0.2)
 for _ in range(2):  # the second time the weights are in the cache
     capture(CaptureRun(TargetConfig(path="me/toy"), data, out_dir=out_dir), 40_000)
-target = Manifest.read(Path(out_dir)).plan.target
+target = Manifest.from_folder(Path(out_dir)).plan.target
 assert (target["name"], target["revision"]) == ("me/toy", commits[1])
 assert len(target["weights"]) == 64
-open_store(DataConfig(features=out_dir), TargetConfig(path="me/toy"))
-open_store(DataConfig(features=out_dir), TargetConfig(path=f"{inputs}/target"))
+load_store(DataConfig(features=out_dir), TargetConfig(path="me/toy"))
+load_store(DataConfig(features=out_dir), TargetConfig(path=f"{inputs}/target"))
 try:
-    open_store(DataConfig(features=out_dir), TargetConfig(path="me/toy", revision=commits[0]))
+    load_store(DataConfig(features=out_dir), TargetConfig(path="me/toy", revision=commits[0]))
 except InputError as error:
     assert "target.revision was" in str(error), error
 else:
