@@ -10,7 +10,7 @@ CPU_TORCH = $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
     || echo 'no CPU build of torch $(TORCH) found: taking the default one'
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help setup quickstart demo check test test-emulated test-slow mutants test-engines gpu-carry test-gpu clean
+.PHONY: help setup quickstart demo check test test-emulated test-slow mutants compare test-engines gpu-carry test-gpu clean
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -52,6 +52,13 @@ MUTANTS ?=
 
 mutants: .venv-mutants/.done  ## does a test fail where a line is wrong? hours; goes on where it was
 	.venv-mutants/bin/python tests/mutants.py $(MUTANTS)
+
+# An earlier checkout, and the rooms of tests/compare_checkouts.py, all unless told.
+BASE ?=
+ROOMS ?=
+
+compare: setup  ## does this checkout behave as the earlier one of BASE=FOLDER does?
+	$(BIN)/python tests/compare_checkouts.py $(BASE) . $(if $(ROOMS),--only $(ROOMS))
 
 # Sees what .venv holds.
 .venv-mutants/.done: .venv/.done

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -44,6 +45,8 @@ FORKS.set_forkserver_preload(list(LIBRARIES))
 LIMIT_S = 120
 """Seconds after which a command is ended, which counts as its exit status."""
 NUM_SHOWN = 20
+NUM_KEPT = 6
+"""Folders of checkouts, the last ones that were used."""
 
 Record = dict[str, Any]
 
@@ -170,6 +173,7 @@ def as_main(words: list[str], checkout: str, env: dict[str, str], outputs: list[
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)
         os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # Without the folder of this tool, and the checkout that an editable install names.
     own = (sys.prefix, sys.base_prefix, sys.exec_prefix)
     sys.path[:] = [path for path in sys.path if path.startswith(own)]
@@ -239,19 +243,20 @@ class Checkout:
         name = re.sub(r"[^\w-]+", "-", task)  # no sign that a command line would need quotes for
         return self.folder / "files" / (room or self.room) / name
 
-    def run(self, tasks: Mapping[str, str], timed: bool = False) -> None:
+    def run(self, tasks: Mapping[str, str], timed: bool = False, until: str = "") -> None:
         """Runs command lines, some at a time, and records what they print and write.
 
         Args:
             tasks: a command line by name. `{out}` is the task's folder, `{files}` those of all
                 rooms, `{base}` those of BASE, `{in}` the inputs.
-            timed: its tables and further texts tell times, and are left out.
+            timed: its tables tell times, and are left out.
+            until: a text at which a command is ended; what it says later is left out.
         """
         with ThreadPoolExecutor(self.jobs) as pool:
-            for found in pool.map(lambda task: self._ran(*task, timed), tasks.items()):
+            for found in pool.map(lambda task: self._ran(*task, timed, until), tasks.items()):
                 self.record.update(found)
 
-    def _ran(self, task: str, line: str, timed: bool) -> Record:
+    def _ran(self, task: str, line: str, timed: bool, until: str) -> Record:
         out, started = self.files(task), monotonic()
         shutil.rmtree(out, ignore_errors=True)
         places = {"out": out, "files": self.folder / "files", "in": self.inputs}
@@ -263,7 +268,10 @@ class Checkout:
         outputs = list(map(str, printed))
         process = FORKS.Process(target=as_main, args=(words, str(self.path), self.env, outputs))
         process.start()
-        process.join(LIMIT_S)
+        while process.exitcode is None and monotonic() < started + LIMIT_S:
+            process.join(1.0 if until else LIMIT_S)
+            if until and until in printed[0].read_text():
+                break
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -271,6 +279,8 @@ class Checkout:
         found: Record = {f"{task}: status": process.exitcode}
         for name, file in zip(("printed", "error"), printed, strict=True):
             text = masked(file.read_text(), self.names)
+            if until and until in text:
+                text = text.partition(until)[0] + until + text.partition(until)[2].split("\n")[0]
             if timed:
                 text = "\n".join(each for each in text.splitlines() if not each.startswith(BOX))
             found[f"{task}: {name}"] = text
@@ -403,11 +413,15 @@ def train(checkout: Checkout) -> None:
             "default": f"train/medusa.py {STEPS} data.num_prompts=16 data.max_length=128 "
             "data.num_proc=1 out_dir={out}",
             "steps": "api_steps {out} {in}/target",
-            "mimo": f"train/mtp.py {ON} {STEPS} target.path={{in}}/mimo out_dir={{out}}",
+            "mtp of a family": f"train/mtp.py {ON} {STEPS} target.path={{in}}/mimo out_dir={{out}}",
         }
     )
+    long = {name: f"{HEADS[name]} {ON} train.max_steps=99999 out_dir={{out}}" for name in LONG}
+    checkout.run({f"long {name}": line for name, line in long.items()}, until="\ntraining: ")
 
 
+LONG = ("medusa", "eagle3")
+"""Of a CPU's long runs, some are compiled and others not."""
 STEPS_OF = (
     ("medusa", {}), ("medusa", {"labels": "hard", "off_path_weight": 1.0}), ("eagle1", {}),
     ("eagle3", {}), ("eagle3_1", {}), ("hass", {}), ("peagle", {}), ("dflash", {}),
@@ -486,8 +500,8 @@ def export(checkout: Checkout) -> None:
         | {f"push-{layout}": push + layout for layout in ("one", "each")}
     )
     whole = "target.path={files}/export/mtp-stitch"
-    stitch = "scripts/mtp.py action=stitch target.path={in}/mimo head.path={files}/train/mimo/head "
-    checkout.run({"mtp-stitch": stitch + "out_dir={out}"})
+    trained = "target.path={in}/mimo head.path={files}/train/mtp-of-a-family/head"
+    checkout.run({"mtp-stitch": f"scripts/mtp.py action=stitch {trained} out_dir={{out}}"})
     checkout.run(
         {
             "mtp-check": f"scripts/mtp.py action=check {whole}",
@@ -884,10 +898,11 @@ NEEDS = {"eval": ["train"], "export": ["train"], "refusals": ["train"],
 
 
 def identity() -> str:
-    """Of this tool and of the machine's processor."""
+    """Of this tool, the machine's processor and its libraries."""
     cpu = Path("/proc/cpuinfo")
     found = re.search(r"^model name.*$", cpu.read_text(), re.M) if cpu.exists() else None
     told = [found[0] if found else platform.processor(), sys.version, Path(__file__).read_text()]
+    told += map(version, ("torch", "transformers"))
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
 
 
@@ -898,11 +913,12 @@ def opened(path: Path, out: Path, jobs: int, again: bool) -> Checkout:
         subprocess.run(["git", *words], cwd=path, check=True, capture_output=True, text=True).stdout
         for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
     )
-    suffix = "dirty" if status else "again" if again else "clean"
+    suffix = "again" if again else "dirty" if status else "clean"
     folder = out / f"{commit[:12]}-{suffix}-{identity()}"
     if suffix != "clean":
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "home").mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
     checkout = Checkout(path, folder, out / f"inputs-{identity()}", jobs)
     words = [sys.executable, "-c", "import importlib.util as u, sys; "
              "print(u.find_spec(sys.argv[1]).origin)", module_of(str(path))]  # fmt: skip
@@ -974,6 +990,8 @@ def main() -> int:
     if base.folder == head.folder:
         head = opened(given.head, out, given.jobs, again=True)
     head.base = base
+    for old in sorted(out.glob("*-*-*"), key=lambda each: each.stat().st_mtime)[:-NUM_KEPT]:
+        shutil.rmtree(old)
     make_inputs(base)
     found = {room: [recorded(each, room) for each in (base, head)] for room in given.only}
     return int(sum([compared(room, *records) for room, records in found.items()]) > 0)
