@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from conf.settings.training import TrainConfig
 from data.features.store_format import HIDDEN_STATES
 from train import medusa
-from train.loop import command, evaluation, loop
+from train.loop import evaluation, loop, sources
 from train.parallel import processes
 
 SHORT, LONG = timedelta(seconds=3), 6.0
@@ -71,11 +71,11 @@ def spoiled() -> None:
 
 FAULTS = {
     "spoiled-sequences": spoiled,
-    "data-slow-on-first": lambda: slow(command, "prepare", 0),
-    "data-slow-on-second": lambda: slow(command, "prepare", 1),
-    "first-measures-long": lambda: slow(command.HeldoutReplay, "__call__", 0),
-    "first-saves-long": lambda: slow(loop.checkpoint, "save", 0),
-    "first-cannot-measure": lambda: failing(command.HeldoutReplay, "__call__", 0),
+    "data-slow-on-first": lambda: slow(sources, "prepare_datasets", 0),
+    "data-slow-on-second": lambda: slow(sources, "prepare_datasets", 1),
+    "first-measures-long": lambda: slow(evaluation.HeldoutReplay, "__call__", 0),
+    "first-saves-long": lambda: slow(loop.checkpoint, "save_checkpoint", 0),
+    "first-cannot-measure": lambda: failing(evaluation.HeldoutReplay, "__call__", 0),
     "second-cannot-measure": lambda: failing(evaluation, "_add_sums", 1),
 }
 
