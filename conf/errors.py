@@ -1,4 +1,8 @@
-"""Errors that commands print without a traceback."""
+"""Errors that commands print without a traceback, and how a terminal shows them.
+
+All messages have one pattern: setting=value: what is wrong; what is allowed; what to type. This
+module needs neither hydra nor rich.
+"""
 
 import os
 import re
@@ -16,25 +20,25 @@ KEY = r"[a-z_]+(?:\.\w+)*"
 SETTING = re.compile(
     rf"^{KEY}(?=:)|(?<![\w./=\-]){KEY}=(?:\[[^\]]*\]|\{{[^}}]*\}}|\S*?(?=[:;,.)]*(?:\s|$)))"
 )
-"""A setting with its value, or the one that a message begins with."""
+"""Setting with its value anywhere in a message, or setting alone at the message's start."""
 
 
 def format_error(error: InputError, stream: TextIO) -> str:
-    """Word an error for a stream.
+    """Format an error as the text that is printed to a stream.
 
-    On a terminal lines are as wide as it is and settings are bold; elsewhere every line stays
+    On a terminal, lines are wrapped to its width and settings are bold. Elsewhere every line stays
     whole, for logs and `grep`.
     """
-    begin, text = "error: ", str(error)
+    prefix, text = "error: ", str(error)
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return begin + text
+        return prefix + text
     width = max(40, shutil.get_terminal_size((100, 24)).columns)
     lines: list[str] = []
     for line in text.splitlines():
-        indent = " " * len(begin)
+        indent = " " * len(prefix)
         lines += textwrap.wrap(
             line, width, initial_indent=indent, subsequent_indent=indent,
             break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
         )  # fmt: skip
-    wrapped = "\n".join(lines)[len(begin) :]
-    return begin + SETTING.sub(lambda found: f"{BOLD}{found[0]}{PLAIN}", wrapped)
+    wrapped = "\n".join(lines)[len(prefix) :]
+    return prefix + SETTING.sub(lambda match: f"{BOLD}{match[0]}{PLAIN}", wrapped)

@@ -1,4 +1,4 @@
-"""Files and folders: meaning of paths, and writes that lose nothing."""
+"""Files and folders: what a path names, writes that lose nothing, locks and checksums."""
 
 import errno
 import os
@@ -20,23 +20,33 @@ HUB_ID = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
 """`name` or `owner/name`, as on the Hub."""
 _GGUF_ON_HUB = re.compile(r"(\b[\w.-]+\b/\b[\w.-]{1,96}\b)/(.+\.gguf)")
 LEAST_FREE = 50e6
-"""Least free disk space in bytes for a start; the smallest results need some of it."""
+"""Free bytes of disk space below which no command starts, as even the smallest results need
+some."""
+FINAL = (errno.ENOSPC, errno.ENOENT, errno.EACCES)
+"""Errors that a retry cannot mend: full disk, missing file, no permission."""
+SAFETENSORS_SUFFIX = ".safetensors"
+READ_BYTES = 1 << 24
+"""Bytes that are read at once from a file of any size."""
+Result = TypeVar("Result")
 
 
 def cache_dir() -> Path:
-    """Folder for files made once per machine: `$HEADSMITH_CACHE` or `~/.cache/headsmith`."""
+    """Return the folder of files made once per machine.
+
+    It is `$HEADSMITH_CACHE`, or `~/.cache/headsmith`.
+    """
     return Path(os.environ.get("HEADSMITH_CACHE") or "~/.cache/headsmith").expanduser().absolute()
 
 
 def find_local_path(key: str, path: str, endings: tuple[str, ...] = ()) -> Path | None:
-    """Resolve a path to a local file or folder, or None for the id of a Hub repository.
+    """Find the local file or folder of a path; return None for the id of a Hub repository.
 
     An existing file or folder takes precedence over a Hub id.
 
     Args:
-        key: the setting, for the message.
-        path: as the user typed it; `~` is expanded.
-        endings: suffixes of files, which no Hub id has.
+        key: name of the setting, for the message.
+        path: path as the user typed it; `~` is expanded.
+        endings: suffixes of files. A path with such a suffix is never taken for a Hub id.
 
     Raises:
         InputError: nothing exists there, and the path is no Hub id.
@@ -56,10 +66,10 @@ def find_local_path(key: str, path: str, endings: tuple[str, ...] = ()) -> Path 
 
 
 def split_gguf_path(path: str) -> tuple[str, str] | None:
-    """Split the path of a GGUF file into place and file name; None for other paths.
+    """Split the path of a GGUF file into its place and its file name; None for other paths.
 
-    The place is a folder, or a Hub id where no such folder exists. File names in a repository may
-    contain folders.
+    The place is a folder, or a Hub id where no such folder exists. The file name in a Hub
+    repository may contain folders.
     """
     if not path.endswith(".gguf") or Path(path).is_dir():
         return None
@@ -71,10 +81,10 @@ def split_gguf_path(path: str) -> tuple[str, str] | None:
 
 
 def check_out_dir(out_dir: str) -> None:
-    """Refuse a folder that cannot be written, or whose disk is full.
+    """Refuse an `out_dir` that cannot be written, or whose disk is full.
 
     Raises:
-        InputError: naming the obstacle.
+        InputError: the message names what is in the way.
     """
     folder = Path(out_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -97,7 +107,7 @@ def check_out_dir(out_dir: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for writing unless it exists.
+    """Make a folder, with its parents, unless it exists.
 
     Raises:
         InputError: the folder cannot be made.
@@ -109,9 +119,11 @@ def make_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a file atomically, at once or piece by piece.
+    """Write a file atomically. Readers see the old file or the new one, even after a crash.
 
-    Readers see the old file or the new one, even after a crash.
+    Args:
+        path: path of the file.
+        content: whole content, or its pieces in order.
     """
     encoded = content.encode() if isinstance(content, str) else content
     partial = path.with_name(path.name + ".tmp")
@@ -123,7 +135,11 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryv
 
 
 def lock_file(path: Path) -> FileLock:
-    """Lock a file until it is released or this process ends."""
+    """Lock a file until the lock is released or this process ends.
+
+    Raises:
+        InputError: another process holds the lock, or the file cannot be written.
+    """
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
@@ -138,18 +154,11 @@ def lock_file(path: Path) -> FileLock:
     return lock
 
 
-Result = TypeVar("Result")
-
-
-FINAL = (errno.ENOSPC, errno.ENOENT, errno.EACCES)
-"""Errors that a retry cannot mend: full disk, missing file, no permission."""
-
-
 def retry_io(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.5) -> Result:
-    """Run an action again, after a growing pause, while it fails with a passing OSError.
+    """Run an action, and again after growing pauses while it fails with a passing OSError.
 
     Args:
-        action: starts from the beginning each time.
+        action: function without arguments, which starts from the beginning each time.
         attempts: largest number of attempts.
         wait_s: seconds before the second attempt. The pause doubles each time.
 
@@ -166,20 +175,14 @@ def retry_io(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.
     return action()
 
 
-SAFETENSORS_SUFFIX = ".safetensors"
-
-
-READ_BYTES = 1 << 24
-
-
 def compute_file_checksum(path: Path) -> str:
-    """xxh3_64 of a file."""
+    """Compute xxh3_64 of a file's bytes, as 16 hexadecimal digits."""
     with path.open("rb") as file:
         return compute_checksum(iter(partial(file.read, READ_BYTES), b""))
 
 
 def compute_checksum(parts: Iterable[bytes | memoryview]) -> str:
-    """xxh3_64 of concatenated parts."""
+    """Compute xxh3_64 of concatenated parts, as 16 hexadecimal digits."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)

@@ -1,4 +1,7 @@
-"""The one clock of all measurements. Needs torch alone."""
+"""Clocks of all measurements: seconds of calls, of parts of decoding, and of a GPU's work.
+
+This module needs torch alone.
+"""
 
 import json
 import time
@@ -21,7 +24,7 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Stopwatch:
-    """A clock that starts once a device has done all earlier work."""
+    """Clock that starts once a device has done all earlier work."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
@@ -29,21 +32,24 @@ class Stopwatch:
         self._started, self._busy = time.perf_counter(), time.process_time()
 
     def seconds(self) -> float:
-        """Seconds so far, the work given to the device included."""
+        """Return the seconds so far, after waiting for the device's work."""
         _wait_for_device(self.device)
         return time.perf_counter() - self._started
 
     def host_seconds(self) -> float:
-        """Seconds so far, without waiting for the device."""
+        """Return the seconds so far, without waiting for the device."""
         return time.perf_counter() - self._started
 
     def processor_seconds(self) -> float:
-        """Seconds so far of all threads of this process: other programs do not add to them."""
+        """Return the processor seconds so far of all threads of this process.
+
+        Other programs on the machine do not add to them.
+        """
         return time.process_time() - self._busy
 
 
 def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, the device's work included."""
+    """Measure the seconds of a call, including the device's work."""
     watch = Stopwatch(device)
     run()
     return watch.seconds()
@@ -51,10 +57,11 @@ def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass
 class DecodingTimes:
-    """Seconds per part of decoding a text: its shares of what its batches took.
+    """Seconds that one text spent in each part of decoding.
 
-    On a GPU a part lasts from its first to its last work on the device: what the device stood
-    still in between, waiting for Python, is in it. `busy_seconds` tells the two apart.
+    The seconds of a batch are divided equally among its texts. On a GPU, a part lasts from its
+    first to its last kernel, so idle time of the device, while it waits for Python, is included;
+    `measure_busy_seconds` leaves it out.
     """
 
     prefill: float = 0.0
@@ -62,16 +69,16 @@ class DecodingTimes:
     verify: float = 0.0
     accept: float = 0.0
     step: float = 0.0
-    """Draft, verify and accept where they are captured as one."""
+    """Draft, verify and accept, where one CUDA graph holds all three."""
     total: float = 0.0
     capture: float = 0.0
-    """Capturing CUDA graphs, which is in no other figure."""
+    """Capturing CUDA graphs. These seconds are in no other field."""
     num_captures: float = 0.0
-    """Captured graphs: the text's share of those of its batches."""
+    """Number of captured graphs. A batch's captures are divided equally among its texts."""
 
     @property
     def decode(self) -> float:
-        """Everything after the prompts."""
+        """Seconds after the prompt's pass."""
         return self.total - self.prefill
 
     @property
@@ -81,17 +88,18 @@ class DecodingTimes:
 
 
 class PartClock:
-    """Shares seconds per part among the texts of a batch, on CUDA by events nobody waits for.
+    """Clock that divides the seconds of each part of decoding among the texts of a batch.
 
-    A pass over a batch belongs to its texts in equal shares, so that what all texts took adds up
-    to what has passed.
+    The seconds of a pass over a batch are divided equally among its texts, so the seconds of all
+    texts add up to the time that has passed. On CUDA the parts are timed by events, without
+    waiting for the device.
 
     Args:
-        device: that works.
-        num_texts: all that will be decoded.
+        device: device that decodes.
+        num_texts: number of texts that will be decoded.
 
     Attributes:
-        times: of each text.
+        times: seconds of each text.
     """
 
     def __init__(self, device: torch.device, num_texts: int = 1) -> None:
@@ -102,7 +110,12 @@ class PartClock:
 
     @contextmanager
     def measure_part(self, name: str, texts: Sequence[int] = (0,)) -> Iterator[None]:
-        """Times the block; `name` is a field of `Times`."""
+        """Time the block as one part.
+
+        Args:
+            name: field of `DecodingTimes` to add the seconds to.
+            texts: indices of the texts in the batch.
+        """
         if self._watch.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -117,28 +130,34 @@ class PartClock:
 
     @contextmanager
     def pause_timing(self, texts: Sequence[int] = (0,)) -> Iterator[None]:
-        """Sets the block, a capture, aside; waits for the device before and after it."""
-        begun = self._watch.seconds()
+        """Keep the block, a capture of a CUDA graph, out of all parts and of the total.
+
+        Waits for the device before and after the block.
+
+        Args:
+            texts: indices of the texts in the batch.
+        """
+        start = self._watch.seconds()
         yield
-        seconds = self._watch.seconds() - begun
+        seconds = self._watch.seconds() - start
         self._aside += seconds
         self._add_seconds("capture", texts, seconds)
         self._add_seconds("num_captures", texts, 1)
 
     def end_lap(self, texts: Sequence[int] = (0,)) -> float:
-        """Shares what has passed since the last lap; seconds so far, by the host's clock."""
+        """Divide the seconds since the last lap among texts; return the host's seconds so far."""
         now = self._watch.host_seconds() - self._aside
         self._add_seconds("total", texts, now - self._last)
         self._last = now
         return now
 
     def finish_timing(self, texts: Sequence[int] = (0,)) -> None:
-        """Ends the last lap; waits for the device."""
+        """End the last lap, wait for the device and add up its events."""
         self._watch.seconds()
         self.end_lap(texts)
-        for name, among, start, end in self._events:
+        for name, batch, start, end in self._events:
             end.synchronize()  # it may be of another device
-            self._add_seconds(name, among, start.elapsed_time(end) / 1000)
+            self._add_seconds(name, batch, start.elapsed_time(end) / 1000)
         self._events = []
 
     def _add_seconds(self, name: str, texts: Sequence[int], seconds: float) -> None:
@@ -148,10 +167,10 @@ class PartClock:
 
 
 def measure_busy_seconds(run: Callable[[], object]) -> dict[str, float]:
-    """Seconds per part in which a GPU really worked, in one call under the profiler.
+    """Measure the seconds per part in which a GPU was busy, in one call under the profiler.
 
-    The profiler slows down what launches, not what is launched: against the clock of the same
-    call without it, the difference is what Python and launching cost.
+    The profiler slows down launches, not the launched work. The time of the same call without the
+    profiler, less these seconds, is therefore the cost of Python and of launching.
     """
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     # Without `acc_events`, torch 2.11 warns in the middle of a progress bar.
@@ -163,14 +182,14 @@ def measure_busy_seconds(run: Callable[[], object]) -> dict[str, float]:
         # Events as objects lack their kind before torch 2.12.
         path = Path(folder) / "trace.json"
         traced.export_chrome_trace(str(path))
-        return busy_by_part(json.loads(path.read_text())["traceEvents"])
+        return sum_busy_seconds(json.loads(path.read_text())["traceEvents"])
 
 
-def busy_by_part(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Adds up the seconds of the device's work by the part whose block launched it.
+def sum_busy_seconds(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Sum the seconds of the device's work by the part whose block launched the work.
 
     Args:
-        events: of a profile in Chrome's format, whose times are microseconds.
+        events: events of a profile in Chrome's format, with times in microseconds.
     """
     parts: list[tuple[float, float, str]] = []
     launched: dict[int, float] = {}

@@ -1,4 +1,9 @@
-"""Processes and threads of a launch: how they wait, and what they would do to each other."""
+"""What this machine and its launcher offer a command: processes, threads, compilers.
+
+Processes of a launch must see each other, and waiting threads must sleep. torch.compile needs
+compilers with which torch does not come: on a CPU its kernels are C++; on CUDA they are Triton's,
+whose launchers are compiled as C. Both need Python.h, which many images of a cluster lack.
+"""
 
 import os
 import sysconfig
@@ -24,16 +29,26 @@ _TWO_ON_CPU = (
 )
 
 
+def set_passive_wait_policy() -> None:
+    """Make waiting threads sleep, unless the environment says otherwise. Call before torch loads.
+
+    Otherwise waiting threads spin for some milliseconds. Other processes, and the threads that are
+    waited for, then lack these cores: matrix products of two threads beside busy ones took four
+    times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
-    """Refuses a launch whose processes do not see each other.
+    """Refuse a launch whose processes do not see each other.
 
     Args:
         environ: the environment variables.
-        num_processes: processes that work together, as accelerate sees them.
+        num_processes: number of processes that work together, as accelerate sees them.
 
     Raises:
-        InputError: the launcher started, or was asked for, more processes than that; each
-            would work alone and overwrite the others.
+        InputError: the launcher started, or was asked for, more processes than `num_processes`.
+            Each would work alone and overwrite the files of the others.
     """
     for name, size in _parse_process_counts(environ).items():
         if size > num_processes:
@@ -54,14 +69,14 @@ def check_launch(environ: Mapping[str, str], num_processes: int) -> None:
 
 
 def check_device_map(device_map: str | None, environ: Mapping[str, str]) -> None:
-    """Refuses to spread a target over devices that other processes of the launch use.
+    """Refuse to spread a target over devices that other processes of the launch use.
 
     Args:
-        device_map: of the target.
+        device_map: `target.device_map`; None spreads nothing.
         environ: the environment variables.
 
     Raises:
-        InputError: each process would lay a target of its own over the same devices.
+        InputError: each process would spread a target of its own over the same devices.
     """
     if device_map is None:
         return
@@ -76,24 +91,35 @@ def check_device_map(device_map: str | None, environ: Mapping[str, str]) -> None
 
 
 def _parse_process_counts(environ: Mapping[str, str]) -> dict[str, int]:
-    """Processes of the launch, by the variable that says so."""
+    """Parse the number of processes of a launch, by the variable that gives it."""
     return {name: int(size) for name in _SIZES if (size := environ.get(name, "")).isdigit()}
 
 
-def set_passive_wait_policy() -> None:
-    """Has waiting threads sleep, unless the environment says otherwise; before torch is imported.
+def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
+    """Refuse a setting that asks for torch.compile where torch.compile cannot work.
 
-    They would spin for some milliseconds, which other processes, and the very threads that they
-    wait for, then lack: products of two threads beside busy ones took four times as long.
+    Args:
+        setting: name of the setting that asks for compiling.
+        asked: value of the setting.
+        device_type: `cuda` or `cpu`.
+
+    Raises:
+        InputError: the message names what is missing.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if asked and (missing := find_missing_toolchain(device_type)):
+        raise InputError(
+            f"{setting}=true: torch.compile lacks {missing}; get it, or type {setting}=false"
+        )
 
 
 def find_missing_toolchain(device_type: str) -> str:
-    """Name what torch.compile lacks on this machine for `cuda` or `cpu`, and how to get it.
+    """Find what torch.compile lacks on this machine, and how to get it; empty if nothing.
 
-    Source: `triton/runtime/build.py` and `torch/_inductor/cpp_builder.py`, which look where this
-    does.
+    Source: `triton/runtime/build.py` and `torch/_inductor/cpp_builder.py`, which look in the same
+    places.
+
+    Args:
+        device_type: `cuda` or `cpu`.
     """
     lacking = [_describe_missing_toolchain(device_type), _describe_missing_header()]
     if device_type == "cuda" and find_spec("triton") is None:
@@ -101,45 +127,25 @@ def find_missing_toolchain(device_type: str) -> str:
     return ", ".join(filter(None, lacking))
 
 
-def check_compile(setting: str, asked: bool | None, device_type: str) -> None:
-    """Refuses to compile where that cannot be done.
-
-    Args:
-        setting: that asks for it.
-        asked: its value.
-        device_type: `cuda` or `cpu`.
-
-    Raises:
-        InputError: what is missing.
-    """
-    if asked and (what := find_missing_toolchain(device_type)):
-        raise InputError(
-            f"{setting}=true: torch.compile lacks {what}; get it, or type {setting}=false"
-        )
-
-
-def hide_hints() -> None:
-    """Hide two warnings of torch.compile, which nobody can heed and which break progress bars."""
-    for hint in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
-        warnings.filterwarnings("ignore", hint, UserWarning)
-
-
 def _describe_missing_toolchain(device_type: str) -> str:
-    """The compiler that is missing, or nothing; one that the environment names counts alone."""
+    """Find the compiler that torch.compile lacks; return an empty text if there is one.
+
+    If CXX (on CUDA: CC) is set, only the compiler that it names is looked for.
+    """
     on_cpu = device_type == "cpu"
     variable, language = ("CXX", "C++") if on_cpu else ("CC", "C")
     names = ["g++"] if on_cpu else ["gcc", "clang"]
     named = os.environ.get(variable)
     if any(map(which, names if named is None else [named])):
         return ""
-    where = f"{' or '.join(names)} on PATH, or what {variable} names"
+    reason = f"{' or '.join(names)} on PATH, or what {variable} names"
     if named is not None:
-        where = f"{variable}={named} is no program"
-    return f"a {language} compiler ({where}; e.g. apt-get install {names[0]})"
+        reason = f"{variable}={named} is no program"
+    return f"a {language} compiler ({reason}; e.g. apt-get install {names[0]})"
 
 
 def _describe_missing_header() -> str:
-    """The header that is missing, or nothing."""
+    """Find whether Python.h is missing; return an empty text if it is there."""
     scheme = sysconfig.get_default_scheme()
     # Debian's own scheme names a folder that it leaves empty.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
@@ -149,3 +155,9 @@ def _describe_missing_header() -> str:
     if any((Path(folder) / "Python.h").is_file() for folder in folders):
         return ""
     return f"Python.h (in {include}; e.g. apt-get install python3-dev)"
+
+
+def hide_hints() -> None:
+    """Hide two warnings of torch.compile that users cannot act on and that break progress bars."""
+    for hint in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
+        warnings.filterwarnings("ignore", hint, UserWarning)

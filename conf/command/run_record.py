@@ -1,8 +1,14 @@
-"""Statements of what an artefact was made of, as flat JSON: stored with it, and compared here.
+"""Record of a run: its fingerprint, its provenance, and the command that comes next.
 
-A statement holds values by dotted key: `target.*` of `heads.target_model.identity`, `data.*`, and
-the settings. Checkpoints, heads, feature stores, answers and results keep one; whoever goes on from
-them, or measures them, states anew and asks here what has changed.
+A fingerprint says what an artefact was made of, as flat JSON by dotted key: `target.*` of
+`heads.target_model.identity`, `data.*`, and the settings. Checkpoints, heads, feature stores,
+answers and results each store one. A command that continues or measures an artefact makes a new
+fingerprint and compares both here.
+
+Provenance adds settings, versions, git revision and checksums of code. The next command is a line
+to paste, with the paths of the run that has ended.
+
+This module needs neither hydra, omegaconf, rich nor torch.
 """
 
 import ast
@@ -25,16 +31,45 @@ from conf.errors import InputError
 _SECRET = re.compile(r"\b(hf_|sk-|wandb_v1_)[\w-]{8,}")
 _CHECKSUM = re.compile(r"[0-9a-f]{32,}")
 _UNKNOWN = ("target.revision", "target.weights", "target.adapter_weights")
-"""Nothing is known of them where a model is not on this machine, or not from the Hub."""
+"""Keys that may be None: checksum or revision of a model that is not on this machine or not from
+the Hub. None on either side counts as equal."""
 _NAMES = {
     "target.name": ("target.weights", "target.revision"),
     "target.adapter": ("target.adapter_weights",),
 }
-"""Where a model lies, which says nothing once one of the others is known."""
+"""Keys that say where a model lies, each with the keys that identify the model better. If one of
+those is known on both sides, the place is not compared."""
+_PACKAGES = ("headsmith", "torch", "transformers", "accelerate")
+ROOT = Path(__file__).resolve().parents[2]
+EMBEDDED = ROOT / "data/embedded"
+"""Folder of the default target and data, for unset `target.path` and `data.path`."""
+PARENT_COMMAND_VARIABLE = "HEADSMITH_PART_OF"
+"""Environment variable of a command that another command starts. The other one prints the next
+command itself."""
+PROMPTS_PLACEHOLDER = "PROMPTS.jsonl"
+"""Placeholder of a path that only the user knows."""
+SERVER_SETTINGS = ("target.engine", "target.adapter_name", "target.relay")
+"""Settings of a target whose layers a server runs."""
+SERVER_SCRIPTS = ("eval/acceptance.py", "train/eagle.py")
+"""Scripts of `NEXT_COMMANDS` that take a target on a server."""
+PLAIN = re.compile(r"[\w./:@%+-]*")
+"""Values that a shell and Hydra read without quotes."""
+
+
+def make_fingerprint(**parts: Any) -> dict[str, Any]:
+    """Make a fingerprint of named parts.
+
+    Args:
+        parts: e.g. `target` and `data`, each a dataclass or a mapping.
+
+    Returns:
+        JSON values by dotted key, which begins with the part's name.
+    """
+    return flatten_settings(to_json(parts))
 
 
 def to_json(value: Any) -> Any:
-    """Makes JSON of dataclasses, enums and paths; masks anything that looks like a secret key."""
+    """Convert dataclasses, enums and paths to JSON values; mask what looks like a secret key."""
     if is_dataclass(value) and not isinstance(value, type):
         return to_json(asdict(value))
     if isinstance(value, Enum):
@@ -49,7 +84,12 @@ def to_json(value: Any) -> Any:
 
 
 def flatten_settings(value: Any, key: str = "") -> dict[str, Any]:
-    """Lays out nested settings by dotted keys."""
+    """Flatten nested settings to values by dotted key.
+
+    Args:
+        value: mapping, perhaps of mappings.
+        key: dotted key of the mapping itself; empty at the top.
+    """
     if not isinstance(value, Mapping):
         return {key: value}
     settings: dict[str, Any] = {}
@@ -58,17 +98,37 @@ def flatten_settings(value: Any, key: str = "") -> dict[str, Any]:
     return settings
 
 
-def make_fingerprint(**parts: Any) -> dict[str, Any]:
-    """States some parts, e.g. `target` and `data`, each a dataclass or a mapping."""
-    return flatten_settings(to_json(parts))
+def check_unchanged(
+    holding: str,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    remedy: str = "type another out_dir",
+) -> None:
+    """Refuse to continue an artefact that was made in another way.
+
+    Args:
+        holding: start of the message, which names the folder and its content.
+        before: fingerprint of the content so far.
+        now: fingerprint of the content to come.
+        remedy: what to type to begin anew.
+
+    Raises:
+        InputError: the message names each value that differs.
+    """
+    keys = find_changed_keys(before, now)
+    if keys:
+        raise InputError(
+            f"{holding} made in another way: {format_changes(before, now, keys)}; {remedy}, "
+            "or the setting as it was to continue"
+        )
 
 
 def find_changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lists the keys whose values differ in two statements, in their order.
+    """Find the keys whose values differ in two fingerprints, in their order.
 
     Args:
-        before: of what was made.
-        now: of what would be made.
+        before: fingerprint of the artefact that was made.
+        now: fingerprint of the artefact that would be made.
     """
     keys = dict.fromkeys([*before, *now])
     differing = [key for key in keys if before.get(key) != now.get(key)]
@@ -81,64 +141,25 @@ def find_changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list
 
 
 def format_changes(before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """Words the values of two statements under some keys, for people."""
+    """Format the values that two fingerprints have under some keys, for a message."""
     return "; ".join(
         f"{k} was {_format_changed_value(before.get(k))}, is {_format_changed_value(now.get(k))}"
         for k in keys
     )
 
 
-def check_unchanged(
-    holds: str,
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    remedy: str = "type another out_dir",
-) -> None:
-    """Refuses to go on with what was made in another way.
-
-    Args:
-        holds: which folder holds what, the beginning of the message.
-        before: what decided the content so far.
-        now: what would decide the rest.
-        remedy: what to type to begin anew.
-
-    Raises:
-        InputError: naming each value that differs.
-    """
-    keys = find_changed_keys(before, now)
-    if keys:
-        raise InputError(
-            f"{holds} made in another way: {format_changes(before, now, keys)}; {remedy}, "
-            "or the setting as it was to continue"
-        )
-
-
 def _format_changed_value(value: Any) -> str:
-    """Shortens a checksum to what can be compared by eye."""
+    """Format a value; shorten a checksum to 12 digits, which can be compared by eye."""
     return value[:12] if isinstance(value, str) and _CHECKSUM.fullmatch(value) else repr(value)
 
 
-def format_value(value: Any) -> str:
-    """Words a value as it is typed on the command line."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(format_value, value))}]"
-    return str(value)
-
-
-_PACKAGES = ("headsmith", "torch", "transformers", "accelerate")
-
-
 def collect_provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
-    """Collects everything needed to make a head or a result again.
+    """Collect everything needed to make a head or a result again.
 
     Args:
-        config: the resolved configuration, a dataclass.
+        config: settings of the run, a dataclass.
         target: name of the target.
-        data: the data report, a dataclass.
+        data: report about the data, a dataclass.
 
     Returns:
         JSON content without secrets.
@@ -155,18 +176,17 @@ def collect_provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The revision of this checkout, with `+changes` if it has any; None outside git."""
-    root = Path(__file__).resolve().parents[2]
+    """Return the git revision of this checkout, `+changes` behind it if files differ, or None."""
     try:
-        revision = _run_git(root, "rev-parse", "HEAD")
-        changes = _run_git(root, "status", "--porcelain", "--untracked-files=no")
+        revision = _run_git("rev-parse", "HEAD")
+        changes = _run_git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{revision}+changes" if changes else revision
 
 
-def _run_git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
+def _run_git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
 
@@ -179,10 +199,10 @@ def _find_package_version(name: str) -> str | None:
 
 
 def compute_code_checksum(files: Iterable[Path]) -> str:
-    """A checksum of Python files, which comments, docstrings and layout do not change.
+    """Compute a checksum of Python files that ignores comments, docstrings and layout.
 
     Args:
-        files: in an order of their own.
+        files: files of Python code. Their order changes the checksum.
     """
     checksums = [_hash_code(file.read_text(encoding="utf-8")) for file in files]
     return hashlib.sha256(" ".join(checksums).encode()).hexdigest()
@@ -198,32 +218,18 @@ def _hash_code(text: str) -> str:
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
-    """Also of those below attributes."""
+    """Tell whether a statement is a docstring, of a definition or below an attribute."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-EMBEDDED = ROOT / "data/embedded"
-"""Holds what is taken where `target.path` and `data.path` are unset."""
-PARENT_COMMAND_VARIABLE = "HEADSMITH_PART_OF"
-"""Environment variable of a command that another one starts, which knows what comes next."""
-PROMPTS_PLACEHOLDER = "PROMPTS.jsonl"
-"""In place of a path that only the user knows."""
-OF_SERVERS = ("target.engine", "target.adapter_name", "target.relay")
-"""Settings of a target whose layers a server runs."""
-SERVED = ("eval/acceptance.py", "train/eagle.py")
-"""Scripts of `NEXT` that take such a target."""
-PLAIN = re.compile(r"[\w./:@%+-]*")
-
-
 @dataclass(frozen=True)
 class NextCommand:
-    """A command that comes after another one.
+    """Command that comes after another one.
 
     Attributes:
-        script: of the command.
-        words: what it does, as an order.
+        script: path of the command's script in the repository.
+        words: what the command does, in the imperative.
     """
 
     script: str
@@ -243,15 +249,16 @@ NEXT_COMMANDS = {
     ),
     "dry run": NextCommand("scripts/push.py", "look at these files, then upload them"),
 }
-"""By what has ended: the name of a command, `train` for all trainings, or a dry run of push."""
+"""Next command by the name of the one that has ended: `train` for all trainings, `dry run` for
+that of push."""
 
 
 def print_next_command(ended: str, settings: Mapping[str, Any]) -> None:
-    """Print the step after a command, unless another command has started this one.
+    """Print the command after one that has ended, unless another command has started it.
 
     Args:
-        ended: a key of `NEXT`.
-        settings: of the next command, by dotted key.
+        ended: name of the command that has ended, a key of `NEXT_COMMANDS`.
+        settings: settings of the next command, by dotted key.
     """
     if PARENT_COMMAND_VARIABLE not in os.environ:
         typed_line = format_command(NEXT_COMMANDS[ended].script, settings)
@@ -264,44 +271,24 @@ def print_next_command(ended: str, settings: Mapping[str, Any]) -> None:
 
 
 def format_command(script: str, settings: Mapping[str, Any]) -> str:
-    """Write a command as it is typed, without what it does not take or would take anyway."""
-    left_out = () if script in SERVED else OF_SERVERS
+    """Format a command as it is typed.
+
+    Settings that the script does not take, and paths of the embedded default, are skipped.
+    """
+    skipped = () if script in SERVER_SCRIPTS else SERVER_SETTINGS
     path = ROOT / script
     place = os.path.relpath(path) if Path.cwd().is_relative_to(ROOT) else str(path)
     given = [
         format_setting(key, value)
         for key, value in settings.items()
-        if key not in left_out and not is_embedded_path(value)
+        if key not in skipped and not is_embedded_path(value)
     ]
     start = "accelerate launch" if script.startswith("train/") else "python"
     return " ".join([start, place, *given])
 
 
-def collect_changed_settings(config: Any, *names: str) -> dict[str, Any]:
-    """Collect the settings of a run that are not the defaults, by dotted key.
-
-    Args:
-        config: the run's settings.
-        names: of its settings, or of groups of them; none means all.
-    """
-    found: dict[str, Any] = {}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if names and field.name not in names:
-            continue
-        if is_dataclass(value):
-            found |= {
-                f"{field.name}.{key}": each for key, each in collect_changed_settings(value).items()
-            }
-            continue
-        usual = field.default if field.default_factory is MISSING else field.default_factory()
-        if value != usual:
-            found[field.name] = value
-    return found
-
-
 def format_setting(key: str, value: Any) -> str:
-    """Write a setting as a shell and Hydra take it."""
+    """Format a setting as `key=value`, quoted for a shell and for Hydra."""
     if isinstance(value, dict):
         text = f"{{{', '.join(f'{name}: {_quote_value(each)}' for name, each in value.items())}}}"
     elif isinstance(value, list):
@@ -321,11 +308,49 @@ def _quote_value(value: Any) -> str:
     return text
 
 
+def format_value(value: Any) -> str:
+    """Format a value as it is typed on the command line."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(format_value, value))}]"
+    return str(value)
+
+
+def collect_changed_settings(config: Any, *names: str) -> dict[str, Any]:
+    """Collect the settings of a run that differ from the defaults, by dotted key.
+
+    Args:
+        config: settings of the run, a dataclass.
+        names: fields of `config` to look at; none means all.
+    """
+    changed: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if names and field.name not in names:
+            continue
+        if is_dataclass(value):
+            changed |= {
+                f"{field.name}.{key}": each for key, each in collect_changed_settings(value).items()
+            }
+            continue
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if value != default:
+            changed[field.name] = value
+    return changed
+
+
 def is_embedded_path(value: Any) -> bool:
-    """Tell whether a value is the place of the embedded target, or of its data."""
+    """Tell whether a value is a path of the embedded target or its data."""
     return isinstance(value, str | Path) and Path(value).is_relative_to(EMBEDDED)
 
 
 def prompts_for(target: str) -> dict[str, str]:
-    """Name prompts to measure on: the user's own, unless the target is the embedded one."""
+    """Return the setting of prompts for a next command that measures a target.
+
+    The setting names a placeholder for the user's own prompts. The embedded target needs no
+    setting, as it has prompts.
+    """
     return {} if is_embedded_path(target) else {"data.path": PROMPTS_PLACEHOLDER}

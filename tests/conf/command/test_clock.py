@@ -7,9 +7,9 @@ from conf.command.clock import (
     PART,
     PartClock,
     Stopwatch,
-    busy_by_part,
     measure_busy_seconds,
     measure_seconds,
+    sum_busy_seconds,
 )
 
 
@@ -106,14 +106,16 @@ def test_the_devices_work_belongs_to_the_part_that_launched_it() -> None:
     kernels = [(1, 1, 3), (2, 8, 9), (3, 9, 13), (4, 13, 20), (5, 20, 21)]
     events += [event("kernel", "gemm", a, b, n) for n, a, b in kernels]
     events.append(event("gpu_user_annotation", PART + "draft", 0, 21))
-    assert busy_by_part([{"ph": "M"}, *events]) == {"draft": 4.0, "verify": 4.0}
+    assert sum_busy_seconds([{"ph": "M"}, *events]) == {"draft": 4.0, "verify": 4.0}
 
 
 def test_a_profile_shows_the_parts(monkeypatch, recwarn) -> None:
     """On a CPU no device worked; that parts are found is seen by their names."""
     seen = []
     monkeypatch.setattr("torch.profiler.profiler._WARNINGS_SHOWN", set())
-    monkeypatch.setattr("conf.command.clock.busy_by_part", lambda events: seen.extend(events) or {})
+    monkeypatch.setattr(
+        "conf.command.clock.sum_busy_seconds", lambda events: seen.extend(events) or {}
+    )
 
     def run() -> None:
         with torch.profiler.record_function(PART + "draft"):
