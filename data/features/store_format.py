@@ -6,7 +6,7 @@
     train-00000.safetensors     a shard: sequences of a split, concatenated
     train-00000.json            `ShardIndex`, written after its shard, which is then whole
     target/ends.safetensors     the target's embedding and output head
-    token_counts.safetensors    [V] int64 by split: count of each id among the learnt tokens
+    token_counts.safetensors    [V] int64 for each split: count of each id among its learnt tokens
     manifest.json               `Manifest`, written last; the store is then whole
 
 A shard has these tensors [S, ...], for S tokens of all its sequences without padding:
@@ -41,27 +41,32 @@ VERSION = 1
 PLAN, MANIFEST = "capture.json", "manifest.json"
 EMBEDDINGS_AND_HEAD, TOKEN_COUNTS = "target/ends.safetensors", "token_counts.safetensors"
 SPLITS = ("train", "heldout", "replay")
-"""Splits. `replay` holds held-out prompts with the target's answers, which are learnt; not
-packed."""
-
+"""Splits of a store. `replay` holds held-out prompts with the target's answers, which are learnt.
+Its sequences are not packed."""
 HIDDEN_STATES = "hidden_states"
 LAYER_PREFIX = "layers."
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher.ids", "teacher.log_probs"
 SCALE = ".scale"
 NO_PROBABILITY = torch.finfo(torch.float16).min
-"""Log-probability where the teacher has no prediction; its exponential is 0."""
+"""Log-probability where the teacher has no prediction. Its exponential is 0."""
 DTYPES = {
     StateFormat.bf16: torch.bfloat16,
     StateFormat.fp8: torch.float8_e4m3fn,
     StateFormat.int8: torch.int8,
 }
 LARGEST = {StateFormat.fp8: 448.0, StateFormat.int8: 127.0}
-"""Value to which a token's largest magnitude is scaled."""
+"""Value to which the largest magnitude of a token is scaled."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Tensor of a shard, with the shape of one token."""
+    """Tensor of a shard.
+
+    Attributes:
+        name: name in the file.
+        dtype: dtype in the file.
+        shape: shape of one token's values.
+    """
 
     name: str
     dtype: torch.dtype
@@ -100,19 +105,19 @@ class StoreContents:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "StoreContents":
-        """Read contents from the JSON of `conf.command.run_record.plain`."""
+        """Build the contents from the JSON that `conf.command.run_record.to_json` gave."""
         enums = {"teacher": TeacherKind(stored["teacher"]), "format": StateFormat(stored["format"])}
         return cls(**{**stored, **enums, "layers": tuple(stored["layers"])})
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the hidden states."""
+        """Names of the tensors of hidden states."""
         last = (HIDDEN_STATES,) if self.teacher is TeacherKind.hidden else ()
         return *last, *(f"{LAYER_PREFIX}{index}" for index in self.layers)
 
     @property
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """All tensors, wide dtypes first, so that each is aligned."""
+        """All tensors of a shard, wide dtypes first, so that each is aligned."""
         fields = list(TOKEN_FIELDS)
         for name in self.state_names:
             fields.append(TensorSpec(name, DTYPES[self.format], (self.hidden_size,)))
@@ -130,40 +135,93 @@ class StoreContents:
         return sum(field.num_bytes for field in self.tensor_specs)
 
     def format_line(self) -> str:
-        """Line about the contents."""
+        """Format the contents as one line."""
         last = f"top {self.top_k}" if self.teacher is TeacherKind.top_k else "last hidden state"
         layers = ", ".join(map(str, self.layers)) or "none"
         return f"{self.format.value}, {last}, layers {layers}, {self.bytes_per_token:,} bytes/token"
 
 
-def quantize_states(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | None]:
-    """Round hidden states to the nearest value of a format.
+@dataclass(frozen=True)
+class Split:
+    """Sequences of a split.
 
-    For the largest magnitude amax of a token, int8 is off by at most amax / 254, and fp8 (e4m3) by
-    2^-4 of the value or, near zero, by amax / 448 * 2^-10. A token with NaN or infinity is read
-    back as NaN.
-
-    Args:
-        states: [T, D], floating point.
-        state_format: format to write.
-
-    Returns:
-        [T, D] in the format, and one scale [T] float32 per token; None for bf16.
+    Attributes:
+        num_sequences: number of sequences.
+        num_tokens: tokens without padding; None before the target has written them.
+        num_supervised_tokens: learnt tokens; None before the target has written them.
+        checksum: checksum of ids and loss masks.
     """
-    dtype = DTYPES[state_format]
-    if state_format is StateFormat.bf16:
-        return states.to(dtype), None
-    states = states.float()
-    # A token of zeros has magnitude 0, which cannot be a divisor.
-    scale = states.abs().amax(-1) / LARGEST[state_format]
-    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
-    scaled = states / scale.unsqueeze(-1)
-    return (scaled.round() if state_format is StateFormat.int8 else scaled).to(dtype), scale
+
+    num_sequences: int
+    num_tokens: int | None
+    num_supervised_tokens: int | None
+    checksum: str
 
 
-def dequantize_states(values: Tensor, scale: Tensor) -> Tensor:
-    """Restore [..., D] float32 from one-byte values [..., D] and scales [...]."""
-    return values.float() * scale.unsqueeze(-1)
+@dataclass(frozen=True)
+class StorePlan:
+    """Everything that decides the content of a store.
+
+    Attributes:
+        target: identity of the target with checksums, and the settings that load the target.
+        contents: parts of the target's pass to keep.
+        data: data settings as JSON.
+        sha256: checksum of the data at `data.path`.
+        max_length: tokens per packed sequence.
+        pad_id: token id of the padding.
+        seed: seed of the packing.
+        splits: splits by name.
+        shard_bytes: largest size of a shard, unless one sequence is larger.
+    """
+
+    target: dict[str, Any]
+    contents: StoreContents
+    data: dict[str, Any]
+    sha256: str
+    max_length: int
+    pad_id: int
+    seed: int
+    splits: dict[str, Split]
+    shard_bytes: int
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "StorePlan":
+        """Build the plan from the JSON that `to_json` gave. Other keys are ignored."""
+        values = {name: stored[name] for name in cls.__dataclass_fields__}
+        values["contents"] = StoreContents.from_json(values["contents"])
+        values["splits"] = {name: Split(**split) for name, split in values["splits"].items()}
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the plan to JSON values, with the version of the format."""
+        return {"version": VERSION, **to_json(self)}
+
+    def check_folder(self, folder: Path) -> None:
+        """Refuse a folder with other content, or with a capture of other settings.
+
+        Raises:
+            InputError: the message names the difference.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"out_dir={folder}: is a file; name a folder")
+        if (folder / PLAN).is_file():
+            before = flatten_settings(_read_json(folder / PLAN, f"out_dir={folder}"))
+            check_unchanged(
+                f"out_dir={folder} holds a capture", before, flatten_settings(self.to_json())
+            )
+            return
+        # A capture may have been killed while writing its plan.
+        allowed = {".lock", f"{PLAN}.tmp"}
+        if folder.is_dir() and any(path.name not in allowed for path in folder.iterdir()):
+            raise InputError(
+                f"out_dir={folder}: is not empty and holds no capture to continue; name another "
+                "folder"
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write the plan into the store's folder, before the capture."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / PLAN, json.dumps(self.to_json(), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -199,7 +257,7 @@ class ShardIndex:
 
     @cached_property
     def token_offsets(self) -> list[int]:
-        """Tokens before each sequence, and finally the total."""
+        """Number of tokens before each sequence, and finally of all."""
         return list(accumulate(self.num_tokens, initial=0))
 
 
@@ -214,103 +272,16 @@ def is_shard_whole(folder: Path, name: str) -> bool:
         return False
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """Bytes of a contiguous tensor, also of bfloat16 and float8, which numpy lacks."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def format_repair_advice(folder: Path) -> str:
-    """Advice for a damaged store."""
-    again = f"start scripts/capture.py with out_dir={folder} again"
-    return f"{again}: it writes missing and damaged files"
-
-
-@dataclass(frozen=True)
-class Split:
-    """Sequences of a split.
-
-    Attributes:
-        num_sequences: number of sequences.
-        num_tokens: tokens without padding; None before the target has written them.
-        num_supervised_tokens: learnt tokens; None likewise.
-        checksum: checksum of ids and masks.
-    """
-
-    num_sequences: int
-    num_tokens: int | None
-    num_supervised_tokens: int | None
-    checksum: str
-
-
-@dataclass(frozen=True)
-class StorePlan:
-    """Everything that decides the content of a store.
-
-    Attributes:
-        target: identity of the target with checksums, and its load settings.
-        contents: parts of the target's pass to keep.
-        data: data settings as JSON.
-        sha256: checksum of the data at `data.path`.
-        max_length: tokens per packed sequence.
-        pad_id: token id of the padding.
-        seed: seed of the packing.
-        splits: splits by name.
-        shard_bytes: largest size of a shard, unless one sequence is larger.
-    """
-
-    target: dict[str, Any]
-    contents: StoreContents
-    data: dict[str, Any]
-    sha256: str
-    max_length: int
-    pad_id: int
-    seed: int
-    splits: dict[str, Split]
-    shard_bytes: int
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "StorePlan":
-        """Read the plan from the JSON of `as_json`."""
-        values = {name: stored[name] for name in cls.__dataclass_fields__}
-        values["contents"] = StoreContents.from_json(values["contents"])
-        values["splits"] = {name: Split(**split) for name, split in values["splits"].items()}
-        return cls(**values)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON content, with the version of the format."""
-        return {"version": VERSION, **to_json(self)}
-
-    def check_folder(self, folder: Path) -> None:
-        """Refuse a folder with other content, or with a capture of other settings.
-
-        Raises:
-            InputError: naming the difference.
-        """
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"out_dir={folder}: is a file; name a folder")
-        if (folder / PLAN).is_file():
-            before = flatten_settings(_read_json(folder / PLAN, f"out_dir={folder}"))
-            check_unchanged(
-                f"out_dir={folder} holds a capture", before, flatten_settings(self.to_json())
-            )
-            return
-        # A capture may have been killed while writing its plan.
-        begun = {".lock", f"{PLAN}.tmp"}
-        if folder.is_dir() and any(path.name not in begun for path in folder.iterdir()):
-            raise InputError(
-                f"out_dir={folder}: is not empty and holds no capture to continue; name another "
-                "folder"
-            )
-
-    def save(self, folder: Path) -> None:
-        """Write the plan of a store before its capture."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / PLAN, json.dumps(self.to_json(), indent=2) + "\n")
-
-
 @dataclass(frozen=True)
 class ShardEntry:
-    """Shard of a whole store."""
+    """Shard of a whole store.
+
+    Attributes:
+        name: name of the shard's files, without endings.
+        split: split of the shard's sequences.
+        size: bytes of the file.
+        checksum: xxh3_64 of the file.
+    """
 
     name: str
     split: str
@@ -325,8 +296,8 @@ class Manifest:
     Attributes:
         plan: plan of the capture.
         shards: shards in the order of their sequences.
-        files: xxh3_64 by name of the files that are no shards.
-        provenance: result of `conf.command.run_record`.
+        files: xxh3_64 of each file that is no shard, by name.
+        provenance: result of `conf.command.run_record.collect_provenance`.
     """
 
     plan: StorePlan
@@ -336,7 +307,7 @@ class Manifest:
 
     @property
     def report(self) -> DataReport:
-        """Report about the captured data."""
+        """Report about the data that were captured."""
         stored = self.provenance["data"]
         return DataReport(**{**stored, "form": Form(stored["form"])})
 
@@ -382,7 +353,15 @@ class Manifest:
 
 
 def _read_json(path: Path, setting: str) -> dict[str, Any]:
-    """Read a JSON object; raise an InputError that starts with `setting` for anything else."""
+    """Read a JSON object from a file.
+
+    Args:
+        path: path of the file.
+        setting: start of the message.
+
+    Raises:
+        InputError: the file cannot be read, or holds something else.
+    """
     try:
         stored = json.loads(retry_io(path.read_text))
     except (OSError, ValueError) as error:
@@ -390,3 +369,44 @@ def _read_json(path: Path, setting: str) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise InputError(f"{setting}: {path.name} is damaged: not a JSON object")
     return stored
+
+
+def format_repair_advice(folder: Path) -> str:
+    """Format the advice for a damaged store."""
+    again = f"start scripts/capture.py with out_dir={folder} again"
+    return f"{again}: it writes missing and damaged files"
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """View the bytes of a contiguous tensor, also of bfloat16 and float8, which numpy lacks."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def quantize_states(states: Tensor, state_format: StateFormat) -> tuple[Tensor, Tensor | None]:
+    """Round hidden states to the nearest value of a format.
+
+    For the largest magnitude amax of a token, int8 is off by at most amax / 254, and fp8 (e4m3) by
+    2^-4 of the value or, near zero, by amax / 448 * 2^-10. A token with NaN or infinity is read
+    back as NaN.
+
+    Args:
+        states: [T, D], floating point.
+        state_format: format to write.
+
+    Returns:
+        [T, D] in the format, and one scale [T] float32 per token; None for bf16.
+    """
+    dtype = DTYPES[state_format]
+    if state_format is StateFormat.bf16:
+        return states.to(dtype), None
+    states = states.float()
+    # A token of zeros has magnitude 0, which cannot be a divisor.
+    scale = states.abs().amax(-1) / LARGEST[state_format]
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
+    scaled = states / scale.unsqueeze(-1)
+    return (scaled.round() if state_format is StateFormat.int8 else scaled).to(dtype), scale
+
+
+def dequantize_states(values: Tensor, scale: Tensor) -> Tensor:
+    """Restore hidden states [..., D] float32 from one-byte values [..., D] and scales [...]."""
+    return values.float() * scale.unsqueeze(-1)

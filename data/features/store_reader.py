@@ -1,4 +1,7 @@
-"""Reader of feature stores (`data.features.store_format`). Letters: T tokens, D hidden, k, V."""
+"""Reader of feature stores (`data.features.store_format`).
+
+Letters: T tokens of a packed sequence, D hidden, k teacher tokens, V vocabulary.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -31,37 +34,22 @@ from data.features.store_format import (
 from data.prepared.packing import PackedDataset, VocabularySizes, check_token_ids
 
 
-def dequantize_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Restore one-byte hidden states of a batch to numbers, on their device.
-
-    Args:
-        batch: tensors of a `StoredDataset`, or stacks of them. States [..., D] with a scale
-            `<name>.scale` [...] become float32; other tensors stay, including bfloat16 states.
-
-    Returns:
-        The tensors, without the scales.
-    """
-    return {
-        name: dequantize_states(tensor, batch[name + SCALE]) if name + SCALE in batch else tensor
-        for name, tensor in batch.items()
-        if not name.endswith(SCALE)
-    }
-
-
 class FeatureStore:
-    """Whole feature store. Its shards are checked at every read, all other files at once.
+    """Whole feature store. Every read of a shard checks its bytes.
 
     Attributes:
         folder: folder of the store.
         manifest: description of the store.
-        train, heldout, replay: sequences of each split.
+        train: sequences to train on.
+        heldout: held-out sequences.
+        replay: held-out prompts with the target's answers.
     """
 
     def __init__(self, folder: Path) -> None:
         """Open the store.
 
         Raises:
-            InputError: naming the file that is missing, too short or damaged.
+            InputError: the message names the file that is missing, too short or damaged.
         """
         self.folder = folder
         self.manifest = Manifest.from_folder(folder)
@@ -75,12 +63,12 @@ class FeatureStore:
         """
         path = self.folder / name
         try:
-            written = retry_io(partial(compute_file_checksum, path)) == self.manifest.files[name]
+            is_whole = retry_io(partial(compute_file_checksum, path)) == self.manifest.files[name]
         except OSError as error:
             raise InputError(
                 f"{path}: {error.strerror}; {format_repair_advice(self.folder)}"
             ) from error
-        if not written:
+        if not is_whole:
             raise InputError(f"{path}: damaged; {format_repair_advice(self.folder)}")
         return path
 
@@ -89,10 +77,11 @@ class StoredDataset(Dataset):
     """Packed sequences of one split, with the target's hidden states.
 
     Item i has the tensors [T] of a packed sequence, with `hidden_states` and `layers.{i}` [T, D];
-    `restore` turns one-byte states with a `<name>.scale` [T] into numbers. With a top-k teacher,
-    `teacher.ids` [T, k] int32 and `teacher.log_probs` [T, k] float16 replace `hidden_states`. They
-    are normalised over the whole vocabulary: 1 - sum exp is the mass of all other tokens, up to
-    rounding. Without a learnt next token each exp is 0. States on padding are 0.
+    `dequantize_batch` turns one-byte states with a `<name>.scale` [T] into float32. With a top-k
+    teacher, `teacher.ids` [T, k] int32 and `teacher.log_probs` [T, k] float16 replace
+    `hidden_states`. The probabilities are normalised over the whole vocabulary: 1 - sum exp is the
+    mass of all other tokens, up to rounding. Where the next token is not learnt, each exp is 0.
+    States on padding are 0.
     """
 
     def __init__(self, store: FeatureStore, split: str) -> None:
@@ -101,40 +90,44 @@ class StoredDataset(Dataset):
         self.max_length, self.pad_id = manifest.plan.max_length, manifest.plan.pad_id
         self.fields = manifest.plan.contents.tensor_specs
         self.shards = [entry for entry in manifest.shards if entry.split == split]
-        self.indexes = [_checked_index(store.folder, entry) for entry in self.shards]
-        self.last = list(accumulate(len(index.num_tokens) for index in self.indexes))
-        """Number of sequences up to each shard, included."""
+        self.indexes = [_load_shard_index(store.folder, entry) for entry in self.shards]
+        self.shard_ends = list(accumulate(len(index.num_tokens) for index in self.indexes))
+        """Number of sequences up to the end of each shard."""
         self.target: VocabularySizes | None = None
-        """Target to check the token ids against, if any."""
+        """Target whose sizes limit the token ids, if they are checked."""
 
     def check_token_ids(self, target: VocabularySizes) -> None:
-        """Let `read` check ids as `PackedDataset.check_ids` does."""
+        """Make `load_sequence` check ids as `PackedDataset.check_token_ids` does."""
         self.target = target
         self.pad_id = self.pad_id if self.pad_id < target.num_embeddings else 0
 
     def count_token_ids(self, vocab_size: int) -> Tensor:
-        """[V] int64 count of each id among the learnt tokens."""
+        """Load the count of each id among the learnt tokens, [V] int64."""
         counts = load_file(self.store.check_file(TOKEN_COUNTS))[self.split]
         assert len(counts) == vocab_size
         return counts
 
     def __len__(self) -> int:
-        return self.last[-1] if self.last else 0
+        return self.shard_ends[-1] if self.shard_ends else 0
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.load_sequence(index, self.max_length)
 
     def load_sequence(self, index: int, room: int | None = None) -> dict[str, Tensor]:
-        """Read a sequence, padded to `room` tokens if set.
+        """Load a sequence.
+
+        Args:
+            index: number of the sequence.
+            room: number of tokens to pad to; None adds no padding.
 
         Raises:
             InputError: a byte is damaged, or an id is beyond the target's.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
-        shard = bisect_right(self.last, index)
+        shard = bisect_right(self.shard_ends, index)
         shard_index = self.indexes[shard]
-        number = index - self.last[shard] + len(shard_index.num_tokens)
+        number = index - self.shard_ends[shard] + len(shard_index.num_tokens)
         num_tokens = shard_index.num_tokens[number]
         path = self.store.folder / f"{self.shards[shard].name}{SAFETENSORS_SUFFIX}"
         room = num_tokens if room is None else room
@@ -154,26 +147,26 @@ class StoredDataset(Dataset):
         return self._complete_sequence(row, num_tokens)
 
     def _complete_sequence(self, row: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-        """Add dtypes, positions and padding of a packed sequence to stored tensors."""
+        """Turn stored tensors into those of a packed sequence: dtypes, positions, padding."""
         ids, documents = row["input_ids"].long(), row["document_ids"].long()
         ids[num_tokens:] = self.pad_id
         documents[num_tokens:] = -1
         if TEACHER_LOG_PROBS in row:
             row[TEACHER_LOG_PROBS][num_tokens:] = NO_PROBABILITY
         # Positions start at 0 in each document and are 0 on padding.
-        places = torch.arange(len(documents))
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[1:] = documents[1:] != documents[:-1]
-        begins |= documents < 0
-        positions = places - torch.where(begins, places, 0).cummax(0).values
+        indices = torch.arange(len(documents))
+        is_start = torch.ones_like(documents, dtype=torch.bool)
+        is_start[1:] = documents[1:] != documents[:-1]
+        is_start |= documents < 0
+        positions = indices - torch.where(is_start, indices, 0).cummax(0).values
         return {**row, "input_ids": ids, "document_ids": documents, "position_ids": positions}
 
 
 TrainingData = PackedDataset | StoredDataset
 
 
-def _checked_index(folder: Path, entry: ShardEntry) -> ShardIndex:
-    """Index of a shard whose file has the right size."""
+def _load_shard_index(folder: Path, entry: ShardEntry) -> ShardIndex:
+    """Load the index of a shard; refuse another shard's index, or a file of another size."""
     index = ShardIndex.from_folder(folder, entry.name)
     path = folder / f"{entry.name}{SAFETENSORS_SUFFIX}"
     if (index.size, index.checksum) != (entry.size, entry.checksum):
@@ -183,9 +176,9 @@ def _checked_index(folder: Path, entry: ShardEntry) -> ShardIndex:
         )
     size = path.stat().st_size if path.is_file() else None
     if size != index.size:
-        shown = "missing" if size is None else f"{size:,} bytes long"
+        state = "missing" if size is None else f"{size:,} bytes long"
         raise InputError(
-            f"{path}: {shown}, but must have {index.size:,} bytes; {format_repair_advice(folder)}"
+            f"{path}: {state}, but must have {index.size:,} bytes; {format_repair_advice(folder)}"
         )
     return index
 
@@ -193,9 +186,9 @@ def _checked_index(folder: Path, entry: ShardEntry) -> ShardIndex:
 def load_shard_sequence(
     path: Path, fields: tuple[TensorSpec, ...], index: ShardIndex, number: int, room: int
 ) -> dict[str, Tensor]:
-    """Read tensors [room, ...] of a sequence, zero after its tokens, and verify their checksum.
+    """Read the tensors [room, ...] of a sequence, zero after its tokens; verify their checksum.
 
-    Reads instead of mapping memory, because a file that vanishes or shrinks must raise an error,
+    The file is read, not mapped into memory: a file that vanishes or shrinks must raise an error,
     not end the process by a signal.
 
     Args:
@@ -209,11 +202,8 @@ def load_shard_sequence(
         InputError: the file is too short or damaged.
         OSError: the file cannot be read.
     """
-    first, num_tokens, total = (
-        index.token_offsets[number],
-        index.num_tokens[number],
-        index.token_offsets[-1],
-    )
+    first, num_tokens = index.token_offsets[number], index.num_tokens[number]
+    total = index.token_offsets[-1]
     # The tensors lie at the end of the file, after the header.
     offset = index.size - total * sum(field.num_bytes for field in fields)
     tensors, digest = {}, xxhash.xxh3_64()
@@ -235,3 +225,20 @@ def load_shard_sequence(
             f"{index.checksums[number]}); {format_repair_advice(path.parent)}"
         )
     return tensors
+
+
+def dequantize_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Restore the one-byte hidden states of a batch to float32, on their device.
+
+    Args:
+        batch: tensors of a `StoredDataset`, or stacks of such tensors. States [..., D] with a scale
+            `<name>.scale` [...] become float32; other tensors stay, including bfloat16 states.
+
+    Returns:
+        All tensors except the scales.
+    """
+    return {
+        name: dequantize_states(tensor, batch[name + SCALE]) if name + SCALE in batch else tensor
+        for name, tensor in batch.items()
+        if not name.endswith(SCALE)
+    }

@@ -1,4 +1,7 @@
-"""Writer of feature-store shards, in parallel with the computation."""
+"""Writer of feature-store shards, beside the computation of the hidden states.
+
+A device copies tensors to pinned host memory on a stream of its own, and threads write the shards.
+"""
 
 import json
 import os
@@ -21,7 +24,9 @@ from data.features.store_format import ShardIndex, TensorSpec, memory_of
 
 SHARD_BYTES = 512 * 2**20
 NUM_WRITERS = 2
+"""Threads that write shards."""
 NUM_BATCHES_COPIED = 2
+"""Largest number of batches that are being copied to the host."""
 ALIGNMENT = 64
 """Bytes of alignment of each tensor in a pinned block."""
 SAFETENSORS_NAMES = {
@@ -37,7 +42,15 @@ SAFETENSORS_NAMES = {
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """Sequences `first` to `last` - 1 of a split for one file, with their number of tokens."""
+    """Sequences `first` to `last` - 1 of a split, which one file will hold.
+
+    Attributes:
+        name: name of the shard's files, without endings.
+        split: name of the split.
+        first: number of the first sequence.
+        last: number of the sequence after the last one.
+        num_tokens: tokens of all these sequences.
+    """
 
     name: str
     split: str
@@ -57,16 +70,16 @@ def plan_shards(
         bytes_per_token: stored bytes per token.
         shard_bytes: largest size of a shard.
     """
-    begins: list[int] = []
+    starts: list[int] = []
     num_tokens = 0
     for number, length in enumerate(lengths):
-        if not begins or (num_tokens + length) * bytes_per_token > shard_bytes:
-            begins.append(number)
+        if not starts or (num_tokens + length) * bytes_per_token > shard_bytes:
+            starts.append(number)
             num_tokens = 0
         num_tokens += length
     return [
         PlannedShard(f"{split}-{number:05}", split, first, last, sum(lengths[first:last]))
-        for number, (first, last) in enumerate(pairwise([*begins, len(lengths)]))
+        for number, (first, last) in enumerate(pairwise([*starts, len(lengths)]))
     ]
 
 
@@ -79,7 +92,7 @@ def write_shard(
         folder: folder of the store.
         name: name of the shard, without ending.
         fields: tensors in file order.
-        sequences: tensors [n, ...] on the CPU of each sequence.
+        sequences: for each sequence, its tensors [n, ...] on the CPU by name.
 
     Raises:
         InputError: the shard cannot be written, e.g. on a full disk. Nothing of it is left.
@@ -131,7 +144,10 @@ def _write_shard(
 
 
 def _build_header(fields: Sequence[TensorSpec], num_tokens: int) -> bytes:
-    """Length of safetensors' JSON header in 8 bytes, and the header, padded to a multiple of 8."""
+    """Build the start of a safetensors file.
+
+    It is the length of the JSON header in 8 bytes, and the header, padded to a multiple of 8.
+    """
     entries, end = {}, 0
     for field in fields:
         begin, end = end, end + num_tokens * field.num_bytes
@@ -146,9 +162,9 @@ def _build_header(fields: Sequence[TensorSpec], num_tokens: int) -> bytes:
 
 
 class ShardWriterPool:
-    """Few threads that write. An error of one is raised by the next call.
+    """Pool of threads that write. The error of a job is raised by the next call.
 
-    As a context manager it waits for all of them at the end.
+    The pool is a context manager, which waits for all jobs at the end.
     """
 
     def __init__(self) -> None:
@@ -156,7 +172,7 @@ class ShardWriterPool:
         self._pending: set[Future[None]] = set()
 
     def submit_job(self, job: Callable[[], None]) -> None:
-        """Start a job once fewer than `NUM_WRITERS` are running."""
+        """Start a job once fewer than `NUM_WRITERS` jobs are running."""
         while len(self._pending) >= NUM_WRITERS:
             wait(self._pending, return_when=FIRST_COMPLETED)
             self.raise_job_error()
@@ -182,7 +198,12 @@ class ShardWriterPool:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Tensors in host memory, complete once `ready`; without `ready`, complete at once."""
+    """Tensors in host memory.
+
+    Attributes:
+        tensors: tensors by name.
+        ready: event after which the tensors are complete; None if they are complete already.
+    """
 
     tensors: dict[str, Tensor]
     ready: torch.cuda.Event | None
@@ -197,23 +218,23 @@ class HostCopy:
 class HostCopier:
     """Copies tensors to host memory on a stream beside the computation.
 
-    Copies in flight are bounded to `NUM_BATCHES_COPIED` batches, as a program running ahead of its
-    GPU would fill the memory.
+    At most `NUM_BATCHES_COPIED` batches are in flight, as a program that runs ahead of its GPU
+    would fill the memory.
 
     Args:
         device: device of the tensors.
-        batch_size: copies per batch.
+        batch_size: number of copies per batch.
         num_bytes: approximate bytes of all tensors to come.
     """
 
     def __init__(self, device: torch.device, batch_size: int, num_bytes: int) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._max_under_way = NUM_BATCHES_COPIED * batch_size
+        self._max_in_flight = NUM_BATCHES_COPIED * batch_size
         self._blocks = PinnedBlocks(num_bytes)
-        self._under_way: deque[torch.cuda.Event] = deque()
+        self._in_flight: deque[torch.cuda.Event] = deque()
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
-        """Start copying tensors from the device. CPU tensors stay."""
+        """Start copying tensors of the device to the host. Tensors of a CPU are not copied."""
         if self._stream is None:
             return HostCopy(dict(tensors), None)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -221,9 +242,9 @@ class HostCopier:
             host = {name: self._copy_to_host(tensor) for name, tensor in tensors.items()}
             ready = torch.cuda.Event()
             ready.record()
-        self._under_way.append(ready)
-        if len(self._under_way) > self._max_under_way:
-            self._under_way.popleft().synchronize()
+        self._in_flight.append(ready)
+        if len(self._in_flight) > self._max_in_flight:
+            self._in_flight.popleft().synchronize()
         return HostCopy(host, ready)
 
     def _copy_to_host(self, tensor: Tensor) -> Tensor:
@@ -235,9 +256,9 @@ class HostCopier:
 class PinnedBlocks:
     """Pinned memory for tensors that a device writes to the host, one after another.
 
-    torch's pinned allocator rounds up to the next power of two, up to twice the size. Blocks of
-    such sizes are therefore requested and cut into pieces. A block is free once none of its tensors
-    is held. Each block leaves less unused than the next tensor needs.
+    torch's pinned allocator rounds sizes up to the next power of two, up to twice the size. This
+    class therefore requests blocks of such sizes and cuts them into pieces. A block is free once
+    none of its tensors lives. The unused rest of a block is smaller than the next tensor.
 
     Args:
         num_bytes: estimated bytes of all tensors to come.
@@ -249,7 +270,7 @@ class PinnedBlocks:
         self._used = 0
 
     def allocate_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialised tensor of the same shape and dtype."""
+        """Allocate an uninitialised tensor with the shape and dtype of another."""
         size = tensor.numel() * tensor.element_size()
         begin = -(-self._used // ALIGNMENT) * ALIGNMENT
         if begin + size > len(self._block):

@@ -1,4 +1,4 @@
-"""Prepared data: a folder of tokenised samples that all processes, nodes and starts read.
+"""Cache of prepared data: a folder of tokenised samples that all processes, nodes and starts read.
 
 The folder's name is a checksum of everything that decides its content: the data, the tokenizer with
 its chat template, settings, and the code that reads rows. It lies in `data.prepared_dir`:
@@ -6,6 +6,9 @@ its chat template, settings, and the code that reads rows. It lies in `data.prep
     <key>/shard-00000.safetensors    untruncated samples (`data.prepared.tokenise`)
     <key>/index.json                 names of shards with checksums; written last
     contents/<files>.json            checksum of the data, by path, size and time of the files
+    <key>/lock                       held by the process that prepares the data
+
+One process prepares missing data while the others wait (`hold_lock`).
 """
 
 import hashlib
@@ -45,122 +48,29 @@ from data.prepared.tokenise import (
     num_cores,
     write_shard_file,
 )
-from data.rows import data_files as files
-from data.rows import field_checks as values
-from data.rows import messages
-from data.rows import records as forms
+from data.rows import data_files, field_checks, messages, records
 from data.rows.data_files import DataSource, find_source, iter_rows
 from data.rows.records import NUM_ROWS_TO_DETECT, detect_form
-from data.templates import chat_template as template
-from data.templates import record_encoder as encoder
-from data.templates import turns
-from data.templates import turns as markers
+from data.templates import chat_template, record_encoder, turns
 from data.templates.record_encoder import RecordEncoder
 
-BEAT_S = 5.0
-STALE_S = 60.0
-"""Seconds without an update after which a holder counts as dead."""
-POLL_S = 0.2
-
-
-@contextmanager
-def hold_lock(
-    path: Path, ready: Callable[[], bool], waiting: Callable[[str], None]
-) -> Iterator[bool]:
-    """Hold a lock, or wait until its holder's result is ready.
-
-    Args:
-        path: path of the lock.
-        ready: function that tells whether the result is ready.
-        waiting: function called once with the name of the holder.
-
-    Yields:
-        Whether this process holds the lock.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
-    if not _take_lock(path, mine, ready, waiting):
-        yield False
-        return
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(BEAT_S):
-            with suppress(OSError):
-                os.utime(path)
-
-    beating = threading.Thread(target=beat, daemon=True)
-    beating.start()
-    try:
-        yield True
-    finally:
-        done.set()
-        beating.join()
-        if _read_holder(path)[0] == mine:
-            path.unlink(missing_ok=True)
-
-
-def _take_lock(
-    path: Path, mine: str, ready: Callable[[], bool], waiting: Callable[[str], None]
-) -> bool:
-    seen, since, told = ("", 0), time.monotonic(), False
-    while not _create_lock_file(path, mine):
-        if ready():
-            return False
-        holder, now = _read_holder(path), time.monotonic()
-        if holder != seen:
-            # Clocks of machines differ, so the stamp only has to move, as seen from here.
-            seen, since = holder, now
-        host, pid, _ = f"{holder[0]}  ".split(" ", 2)
-        if now - since > STALE_S or _is_dead(host, pid):
-            path.unlink(missing_ok=True)
-            continue
-        if pid and not told:
-            told = True
-            waiting(f"process {pid} on {host}")
-        time.sleep(POLL_S)
-    return True
-
-
-def _create_lock_file(path: Path, mine: str) -> bool:
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "w") as file:
-        file.write(mine)
-    return True
-
-
-def _read_holder(path: Path) -> tuple[str, int]:
-    """Holder and time of its last update; an empty name if the file is gone."""
-    with suppress(FileNotFoundError):
-        return path.read_text(), path.stat().st_mtime_ns
-    return "", 0
-
-
-def _is_dead(host: str, pid: str) -> bool:
-    if host != socket.gethostname() or not pid:
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
-
-
 INDEX = "index.json"
-RULE = (encoder, files, forms, markers, messages, template, tokenise, turns, values)
-"""Modules that turn rows into samples. A change to one prepares the data anew."""
+SAMPLE_MODULES = (
+    record_encoder, data_files, records, messages, chat_template, tokenise, turns, field_checks,
+)  # fmt: skip
+"""Modules that turn rows into samples. The folder's key holds a checksum of their code, so a change
+to one of them prepares the data anew."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 CONTENT_SETTINGS = ("form", "columns", "subset", "split", "chat_template_kwargs")
 """Data settings that decide the samples of a row."""
 NON_CONTENT_SETTINGS = ("num_proc", "prepared_dir")
-"""Data settings that do not change the samples."""
+"""Data settings that change neither the samples nor their packing."""
+BEAT_S = 5.0
+"""Seconds between updates of a lock by its holder."""
+STALE_S = 60.0
+"""Seconds without an update after which a holder counts as dead."""
+POLL_S = 0.2
+"""Seconds between looks at a lock that another process holds."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +81,7 @@ class PreparedFolder:
         folder: folder of the prepared data.
         form: form of the rows.
         sha256: checksum of the data.
-        num_records: R well-formed rows.
+        num_records: number R of well-formed rows.
         samples: untruncated samples of all records.
         record_of_sample: [N] int64 record of each sample.
         refused_records: [n] int64 records that cannot be rendered.
@@ -198,27 +108,19 @@ class PreparedFolder:
     rows_per_s: float | None
 
     def find_location(self, record: int) -> str:
-        """Find the place of a record by reading the data again."""
+        """Find the place of a record, e.g. `file:line`, by reading the data again."""
         rows = (row.location for row in iter_rows(self.source, hashlib.sha256()))
         return next(
             islice((row for row in rows if row not in self.malformed_locations), record, None)
         )
 
 
-@dataclass(frozen=True)
-class Index:
-    """Content of `index.json`."""
-
-    form: str
-    sha256: str
-    rows_per_s: float | None
-    shards: list[PreparedShard]
-
-
 def load_or_prepare_data(
     path: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True
 ) -> PreparedFolder:
-    """Open the prepared data of a path. One process makes them if they are missing.
+    """Open the prepared data of a path; prepare them first if they are missing.
+
+    One process prepares them; the others wait.
 
     Args:
         path: JSONL (also gzipped), JSON or Parquet file, folder of files, or Hub dataset id.
@@ -231,7 +133,7 @@ def load_or_prepare_data(
     """
     root = Path(config.prepared_dir or cache_dir() / "prepared").expanduser().absolute()
 
-    def waiting(holder: str) -> None:
+    def report_waiting(holder: str) -> None:
         if progress:
             tqdm.write(f"waiting for {holder}, which is preparing {path}", file=sys.stderr)
 
@@ -246,8 +148,8 @@ def load_or_prepare_data(
         if prepared is None:
             folder.mkdir(parents=True, exist_ok=True)
             ready = (folder / INDEX).is_file
-            with hold_lock(folder / "lock", ready, waiting) as mine:
-                if mine and not ready():
+            with hold_lock(folder / "lock", ready, report_waiting) as is_holder:
+                if is_holder and not ready():
                     _prepare_shards(folder, source, config, tokenizer)
             prepared = _open_prepared(folder, source)
     except OSError as error:
@@ -264,15 +166,26 @@ def load_or_prepare_data(
     return prepared
 
 
+def _compute_folder_key(
+    contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    code = compute_code_checksum(Path(str(module.__file__)) for module in SAMPLE_MODULES)
+    settings = [to_json(getattr(config, name)) for name in CONTENT_SETTINGS]
+    libraries = [version(name) for name in LIBRARIES]
+    return _hash_json([contents, settings, _collect_tokenizer_facts(tokenizer), code, libraries])[
+        :32
+    ]
+
+
 def _compute_source_checksum(source: DataSource, root: Path) -> str:
-    """Checksum of a source, remembered for unchanged files."""
+    """Compute the checksum of a source, or read the one stored for the same unchanged files."""
     if not source.files:
-        return _hub_fingerprint(source)
+        return _find_hub_fingerprint(source)
     facts = _list_file_facts(source)
-    places = [str(file.absolute()) for file in source.files]
-    known = root / "contents" / f"{_hash_json([places, facts])}.json"
-    if known.is_file():
-        return str(json.loads(known.read_bytes()))
+    paths = [str(file.absolute()) for file in source.files]
+    stored = root / "contents" / f"{_hash_json([paths, facts])}.json"
+    if stored.is_file():
+        return str(json.loads(stored.read_bytes()))
     digest = hashlib.sha256()
     for path, (name, size, *_) in zip(source.files, facts, strict=True):
         digest.update(json.dumps([name, size]).encode())
@@ -283,26 +196,17 @@ def _compute_source_checksum(source: DataSource, root: Path) -> str:
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error}") from error
     _check_unchanged(source, facts)
-    known.parent.mkdir(parents=True, exist_ok=True)
-    write_shard_file(known, json.dumps(digest.hexdigest()).encode())
+    stored.parent.mkdir(parents=True, exist_ok=True)
+    write_shard_file(stored, json.dumps(digest.hexdigest()).encode())
     return digest.hexdigest()
 
 
-def _hub_fingerprint(source: DataSource) -> str:
-    import datasets
-    from huggingface_hub import HfApi
-
-    next(iter_rows(source, hashlib.sha256()), None)  # raises if data are missing
-    if source.streaming:
-        return str(HfApi().dataset_info(source.path).sha)
-    loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
-    return str(loaded._fingerprint)
-
-
 def _list_file_facts(source: DataSource) -> list[tuple[str, int, int, int]]:
-    """Name, size and times of every file. A single file counts by its ending only.
+    """List name, size and time stamps of every file of the data.
 
-    Copies that keep the modification time (rsync -t, cp -p, tar) still change the inode's time.
+    A single file is listed by its ending in place of its name, so that renaming it does not prepare
+    it again. The inode's time is included because copies may keep the modification time (rsync -t,
+    cp -p, tar).
     """
     local = Path(source.path).expanduser()
     return [
@@ -323,36 +227,51 @@ def _check_unchanged(source: DataSource, facts: list[tuple[str, int, int, int]])
         )
 
 
-def _compute_folder_key(
-    contents: str, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    code = compute_code_checksum(Path(str(module.__file__)) for module in RULE)
-    settings = [to_json(getattr(config, name)) for name in CONTENT_SETTINGS]
-    libraries = [version(name) for name in LIBRARIES]
-    return _hash_json([contents, settings, _tokenizer_facts(tokenizer), code, libraries])[:32]
+def _find_hub_fingerprint(source: DataSource) -> str:
+    import datasets
+    from huggingface_hub import HfApi
+
+    next(iter_rows(source, hashlib.sha256()), None)  # raises if data are missing
+    if source.streaming:
+        return str(HfApi().dataset_info(source.path).sha)
+    loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+    return str(loaded._fingerprint)
 
 
-def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Everything a tokenizer does, except truncation and padding, which its callers set."""
+def _collect_tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Collect all that decides a tokenizer's output, except truncation and padding.
+
+    Callers set truncation and padding.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rule: Any
+    rules: Any
     if backend is None:
         ends = [getattr(tokenizer, f"add_{name}_token", None) for name in ("bos", "eos")]
-        rule = [sorted(tokenizer.get_vocab().items()), ends]
+        rules = [sorted(tokenizer.get_vocab().items()), ends]
     else:
-        rule = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return [type(tokenizer).__name__, rule, special, tokenizer.chat_template]
+    return [type(tokenizer).__name__, rules, special, tokenizer.chat_template]
 
 
 def _hash_json(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Index:
+    """Content of `index.json`."""
+
+    form: str
+    sha256: str
+    rows_per_s: float | None
+    shards: list[PreparedShard]
+
+
 def _prepare_shards(
     folder: Path, source: DataSource, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Make the missing shards, and the index."""
+    """Write the missing shards, and then the index."""
     path, facts, digest = source.path, _list_file_facts(source), hashlib.sha256()
     rows = iter_rows(source, digest)
     first = list(islice(rows, NUM_ROWS_TO_DETECT))
@@ -360,15 +279,14 @@ def _prepare_shards(
         raise InputError(f"{path}: holds no rows; name data with rows")
     form = detect_form(first, path, config.columns) if config.form is Form.auto else config.form
     if form not in (Form.text, Form.tokens):
-        RecordEncoder(tokenizer).build_template(
-            {}, None
-        )  # raises for a tokenizer without a chat template
-    rule = TokenisingSettings(tokenizer, form, config, _find_source_root(source))
-    shards, num_new, seconds = [], 0, -time.monotonic()
-    making = iter_shards(folder, chain(first, rows), rule, config.num_proc or num_cores())
+        # Raises for a tokenizer without a chat template.
+        RecordEncoder(tokenizer).build_template({}, None)
+    settings = TokenisingSettings(tokenizer, form, config, _find_source_root(source))
+    shards, num_new, start = [], 0, time.monotonic()
+    results = iter_shards(folder, chain(first, rows), settings, config.num_proc or num_cores())
     few = len(first) < NUM_ROWS_TO_DETECT
-    with closing(making), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
-        for shard, is_new in making:
+    with closing(results), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
+        for shard, is_new in results:
             if shard.bad and config.on_bad_row is OnBadRow.error:
                 raise _make_bad_row_error(_format_bad_row(source, shard.bad[0]))
             shards.append(shard)
@@ -378,7 +296,7 @@ def _prepare_shards(
         bad = [_format_bad_row(source, bad) for shard in shards for bad in shard.bad]
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
     _check_unchanged(source, facts)
-    rows_per_s = round(num_new / (seconds + time.monotonic()), 1) if num_new else None
+    rows_per_s = round(num_new / (time.monotonic() - start), 1) if num_new else None
     index = Index(form.value, digest.hexdigest(), rows_per_s, shards)
     write_shard_file(folder / INDEX, json.dumps(asdict(index)).encode())
     for leftover in folder.glob("*.tmp"):  # left by killed starts
@@ -386,7 +304,10 @@ def _prepare_shards(
 
 
 def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
-    """Open prepared data if whole. Damaged files are named and prepared again."""
+    """Open prepared data; return None if files are missing or damaged.
+
+    Damaged files are named, and the index is deleted, so that they are prepared again.
+    """
     try:
         stored = json.loads((folder / INDEX).read_bytes())
         shards = [PreparedShard.from_json(shard) for shard in stored["shards"]]
@@ -440,7 +361,7 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
 
 
 def _find_source_root(source: DataSource) -> str:
-    """Common start of the places of a source's rows."""
+    """Find the common start of the places of a source's rows."""
     return str(Path(source.path).expanduser()) if source.files else source.path
 
 
@@ -450,3 +371,98 @@ def _format_bad_row(source: DataSource, bad: BadRow) -> str:
 
 def _make_bad_row_error(message: str) -> InputError:
     return InputError(f"{message}; fix the row or set data.on_bad_row=skip")
+
+
+@contextmanager
+def hold_lock(
+    path: Path, ready: Callable[[], bool], report_waiting: Callable[[str], None]
+) -> Iterator[bool]:
+    """Hold a lock between machines, or wait until its holder's result is ready.
+
+    The lock is a file whose time stamp the holder keeps updating, as system locks do not work on
+    every network file system. After a holder was cut off for a minute, a second process can hold
+    the lock too. Use it to save work, not to protect data.
+
+    Args:
+        path: path of the lock.
+        ready: function that tells whether the result is ready.
+        report_waiting: function called once with the name of the holder.
+
+    Yields:
+        Whether this process holds the lock.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    own_name = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
+    if not _take_lock(path, own_name, ready, report_waiting):
+        yield False
+        return
+    done = threading.Event()
+
+    def update_stamp() -> None:
+        while not done.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(path)
+
+    updating = threading.Thread(target=update_stamp, daemon=True)
+    updating.start()
+    try:
+        yield True
+    finally:
+        done.set()
+        updating.join()
+        if _read_holder(path)[0] == own_name:
+            path.unlink(missing_ok=True)
+
+
+def _take_lock(
+    path: Path, own_name: str, ready: Callable[[], bool], report_waiting: Callable[[str], None]
+) -> bool:
+    """Wait for the lock and take it; return False once the holder's result is ready."""
+    last_holder, since, reported = ("", 0), time.monotonic(), False
+    while not _create_lock_file(path, own_name):
+        if ready():
+            return False
+        holder, now = _read_holder(path), time.monotonic()
+        if holder != last_holder:
+            # Clocks of machines differ, so the stamp only has to move, as seen from here.
+            last_holder, since = holder, now
+        host, pid, _ = f"{holder[0]}  ".split(" ", 2)
+        if now - since > STALE_S or _is_process_dead(host, pid):
+            path.unlink(missing_ok=True)
+            continue
+        if pid and not reported:
+            reported = True
+            report_waiting(f"process {pid} on {host}")
+        time.sleep(POLL_S)
+    return True
+
+
+def _create_lock_file(path: Path, own_name: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        file.write(own_name)
+    return True
+
+
+def _read_holder(path: Path) -> tuple[str, int]:
+    """Read the name of a lock's holder and the time of its last update; ("", 0) without a file."""
+    with suppress(FileNotFoundError):
+        return path.read_text(), path.stat().st_mtime_ns
+    return "", 0
+
+
+def _is_process_dead(host: str, pid: str) -> bool:
+    if host != socket.gethostname() or not pid:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

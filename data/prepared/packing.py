@@ -22,9 +22,9 @@ from torch.utils.data import Dataset
 from conf.errors import InputError
 from data.templates.record_encoder import Sample
 
-# Samples sorted and packed together: enough to fill sequences well, few enough to keep the
-# sequences of different windows alike.
 WINDOW = 16384
+"""Samples that are sorted and packed together: enough to fill sequences well, few enough to keep
+the sequences of different windows alike."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TokenChunk:
 
 
 class TokenisedSamples:
-    """N samples in the order of their pieces.
+    """N samples in the order of the P pieces of memory that hold them.
 
     Attributes:
         lengths: [N] int32 tokens per sample.
@@ -61,8 +61,8 @@ class TokenisedSamples:
         Args:
             pieces: the P pieces.
             lengths: [N] tokens per sample.
-            starts: [N] int64 rising; tokens of all pieces before each sample.
-            highest: largest id of all pieces.
+            starts: [N] int64 rising, number of tokens of all pieces before each sample.
+            highest: largest token id of all pieces.
         """
         self._pieces = pieces
         self._bounds = np.cumsum([0, *(len(piece.input_ids) for piece in pieces)])
@@ -74,7 +74,7 @@ class TokenisedSamples:
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sample]) -> "TokenisedSamples":
-        """Lay samples out in memory, reading them once."""
+        """Concatenate samples in memory as one piece, reading them once."""
         ids, mask, lengths = array("i"), bytearray(), array("i")
         for sample in samples:
             ids.extend(sample.input_ids)
@@ -87,11 +87,7 @@ class TokenisedSamples:
         return cls([piece], np.array(lengths, dtype=np.int32), highest=max(ids, default=0))
 
     def select_samples(self, numbers: np.ndarray) -> "TokenisedSamples":
-        """Select samples.
-
-        Args:
-            numbers: indices, rising.
-        """
+        """Select samples by their indices, which rise. Memory is shared."""
         starts = self._starts[numbers]
         return TokenisedSamples(self._pieces, self.lengths[numbers], starts, highest=self.highest)
 
@@ -99,18 +95,18 @@ class TokenisedSamples:
         return len(self.lengths)
 
     def slice_sample(self, number: int, length: int) -> TokenChunk:
-        """View of the first `length` tokens of a sample."""
+        """Return a view of the first `length` tokens of a sample."""
         start = self._starts[number]
         piece = int(np.searchsorted(self._bounds, start, "right")) - 1
         begin = int(start - self._bounds[piece])
         whole = self._pieces[piece]
-        here = slice(begin, begin + length)
-        return TokenChunk(whole.input_ids[here], whole.loss_mask[here])
+        span = slice(begin, begin + length)
+        return TokenChunk(whole.input_ids[span], whole.loss_mask[span])
 
     def count_learnt_tokens(self, max_length: int) -> np.ndarray:
-        """[N] int32 learnt tokens among the first `max_length` tokens of each sample."""
+        """Count the learnt tokens among the first `max_length` of each sample, [N] int32."""
         num_learnt = np.zeros(len(self), dtype=np.int32)
-        for piece, first, last in self._by_piece():
+        for piece, first, last in self._iter_pieces():
             begins, ends = self._compute_sample_ranges(piece, first, last, max_length)
             mask = self._pieces[piece].loss_mask.numpy()
             before = np.concatenate([[0], np.cumsum(mask, dtype=np.int32)])
@@ -119,7 +115,7 @@ class TokenisedSamples:
 
     def iter_truncated(self, max_length: int) -> Iterator[TokenChunk]:
         """Copy the first `max_length` tokens of every sample, piece by piece."""
-        for piece, first, last in self._by_piece():
+        for piece, first, last in self._iter_pieces():
             begins, ends = self._compute_sample_ranges(piece, first, last, max_length)
             whole = self._pieces[piece]
             steps = np.zeros(len(whole.input_ids) + 1, dtype=np.int8)
@@ -129,7 +125,7 @@ class TokenisedSamples:
             ids, mask = whole.input_ids.numpy()[inside], whole.loss_mask.numpy()[inside]
             yield TokenChunk(torch.from_numpy(ids), torch.from_numpy(mask))
 
-    def _by_piece(self) -> Iterator[tuple[int, int, int]]:
+    def _iter_pieces(self) -> Iterator[tuple[int, int, int]]:
         """Yield each piece with its first sample and the one after its last."""
         firsts = np.searchsorted(self._starts, self._bounds)
         # Only empty samples begin after the end of all pieces.
@@ -145,75 +141,8 @@ class TokenisedSamples:
         return begins, begins + np.minimum(self.lengths[first:last], max_length)
 
 
-class Packing(Sequence[np.ndarray]):
-    """Sample indices of each packed sequence, as S arrays."""
-
-    def __init__(self, members: np.ndarray, bounds: np.ndarray, order: np.ndarray) -> None:
-        """Take sample indices [N], bounds of sequences [S + 1] and the sequences' order [S]."""
-        self._members, self._bounds, self._order = members, bounds, order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, index: Any) -> Any:
-        sequence = self._order[index]
-        return self._members[self._bounds[sequence] : self._bounds[sequence + 1]]
-
-
-def pack_samples(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing:
-    """Group samples into sequences: best fit, longest first, in windows of shuffled samples.
-
-    Args:
-        lengths: [N] tokens per sample, each at most `max_length`.
-        max_length: tokens per sequence.
-        seed: seed of the order of samples, then of sequences.
-
-    Returns:
-        Sample indices of each sequence.
-    """
-    generator = random.Random(seed)
-    order = _shuffle_numbers(len(lengths), generator)
-    shuffled = np.asarray(lengths, dtype=np.int64)[order]
-    num_sequences = 0
-    windows, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for begin in range(0, len(order), WINDOW):
-        longest_first = begin + np.argsort(-shuffled[begin : begin + WINDOW], kind="stable")
-        fitted = _best_fit(shuffled[longest_first].tolist(), max_length)
-        windows.append(longest_first)
-        places.append(fitted + num_sequences)
-        num_sequences += int(fitted.max()) + 1
-    place = np.concatenate(places)
-    members = order[np.concatenate(windows)][np.argsort(place, kind="stable")]
-    bounds = np.cumsum([0, *np.bincount(place, minlength=num_sequences)])
-    return Packing(members, bounds, _shuffle_numbers(num_sequences, generator))
-
-
-def _best_fit(lengths: list[int], max_length: int) -> np.ndarray:
-    """Sequence of each sample: the fullest with room, the oldest among equals, or a new one."""
-    room: list[int] = []  # tokens left, with the sequence in the lowest bits; sorted
-    bits = len(lengths).bit_length()
-    sequences, num_sequences = [], 0
-    for length in lengths:
-        fit = bisect_left(room, length << bits)
-        if fit == len(room):
-            free = (max_length << bits) + num_sequences
-            num_sequences += 1
-        else:
-            free = room.pop(fit)
-        sequences.append(free & ((1 << bits) - 1))
-        insort(room, free - (length << bits))
-    return np.array(sequences, dtype=np.int64)
-
-
-def _shuffle_numbers(count: int, generator: random.Random) -> np.ndarray:
-    """[count] integers in the order that `random.Random.shuffle` gives."""
-    numbers = array("q", range(count))
-    generator.shuffle(numbers)
-    return np.array(numbers, dtype=np.int64)
-
-
 class VocabularySizes(Protocol):
-    """Sizes of a target that limit token ids."""
+    """Sizes of a target that limit its token ids."""
 
     name: str
 
@@ -224,36 +153,6 @@ class VocabularySizes(Protocol):
     @property
     def vocab_size(self) -> int:
         """Rows of the output head."""
-
-
-def check_token_ids(
-    ids: Sequence[int],
-    target: VocabularySizes,
-    where: Callable[[], str],
-    learnt: Sequence[int] = (),
-) -> None:
-    """Refuse ids beyond a target's embedding, and learnt ids beyond its output head.
-
-    Args:
-        ids: all ids of a text.
-        target: target that reads them.
-        where: function that names the place of the text.
-        learnt: the ids to learn.
-
-    Raises:
-        InputError: naming the largest id.
-    """
-    for some, size, what in (
-        (ids, target.num_embeddings, "embedding"),
-        (learnt, target.vocab_size, "output head"),
-    ):
-        largest = max(some, default=0)
-        if largest >= size:
-            raise InputError(
-                f"{where()}: token id {largest}, but the {what} of {target.name} has {size} rows, "
-                "so the tokenizer is larger than the model or the ids come from another; set "
-                "target.path to a model with its own tokenizer, or remove the row"
-            )
 
 
 class PackedDataset(Dataset):
@@ -276,10 +175,10 @@ class PackedDataset(Dataset):
         pad_id: int = 0,
         place: Callable[[int], str] = "sample {}".format,
     ):
-        """Assign every sample to a sequence.
+        """Pack samples into sequences. Samples without a learnt token are dropped.
 
         Args:
-            samples: samples in memory, or an iterable that is read once. Longer ones are cut to
+            samples: samples in memory, or an iterable that is read once. Longer samples are cut to
                 `max_length`.
             max_length: tokens per sequence.
             seed: seed of the packing and of the order of sequences.
@@ -299,20 +198,20 @@ class PackedDataset(Dataset):
         """Samples without a learnt token, after truncation."""
         self.num_supervised_tokens = int(num_learnt.sum())
         """Tokens that are learnt."""
-        self._place, self._taken = place, np.flatnonzero(num_learnt)
-        self._samples = samples.select_samples(self._taken)
+        self._place, self._sample_numbers = place, np.flatnonzero(num_learnt)
+        self._samples = samples.select_samples(self._sample_numbers)
         self._lengths = np.minimum(self._samples.lengths, max_length)
         self.packing = pack_samples(self._lengths, max_length, seed)
         """Sample indices of each sequence."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens, without padding."""
         return int(self._lengths.sum())
 
     @property
-    def parse_accepted_lengths(self) -> list[int]:
-        """[S] tokens per sequence, without padding."""
+    def sequence_lengths(self) -> list[int]:
+        """[S] number of tokens of each sequence, without padding."""
         return [int(self._lengths[samples].sum()) for samples in self.packing]
 
     @property
@@ -326,10 +225,10 @@ class PackedDataset(Dataset):
         return digest.hexdigest()
 
     def count_token_ids(self, vocab_size: int) -> Tensor:
-        """[V] int64 count of each id among the learnt tokens.
+        """Count each id among the learnt tokens, [V] int64.
 
         Args:
-            vocab_size: V, rows of the target's output head; all learnt ids are below.
+            vocab_size: V, rows of the target's output head; all learnt ids are below it.
         """
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for piece in self._samples.iter_truncated(self.max_length):
@@ -337,19 +236,19 @@ class PackedDataset(Dataset):
         return counts
 
     def check_token_ids(self, target: VocabularySizes) -> None:
-        """Refuse ids that a target cannot read, and learnt ids that it cannot write.
+        """Refuse ids beyond a target's embedding, and learnt ids beyond its output head.
 
         Effects: a padding id beyond the embedding becomes 0.
 
         Raises:
-            InputError: naming the first such id and its place.
+            InputError: the message names the first such id and its place.
         """
         self.pad_id = self.pad_id if self.pad_id < target.num_embeddings else 0
         if self._samples.highest < min(target.num_embeddings, target.vocab_size):
             return
         for number, length in enumerate(self._lengths.tolist()):
             piece = self._samples.slice_sample(number, length)
-            where = partial(self._place, int(self._taken[number]))
+            where = partial(self._place, int(self._sample_numbers[number]))
             learnt = piece.input_ids[piece.loss_mask].tolist()
             check_token_ids(piece.input_ids.tolist(), target, where, learnt)
 
@@ -361,18 +260,124 @@ class PackedDataset(Dataset):
         loss_mask = torch.zeros(self.max_length, dtype=torch.bool)
         position_ids = torch.zeros(self.max_length, dtype=torch.int64)
         document_ids = torch.full((self.max_length,), -1)
-        at = 0
+        start = 0
         for document, sample in enumerate(self.packing[index].tolist()):
             length = int(self._lengths[sample])
-            here = slice(at, at + length)
+            span = slice(start, start + length)
             piece = self._samples.slice_sample(sample, length)
-            input_ids[here], loss_mask[here] = piece.input_ids, piece.loss_mask
-            position_ids[here] = torch.arange(length)
-            document_ids[here] = document
-            at += length
+            input_ids[span], loss_mask[span] = piece.input_ids, piece.loss_mask
+            position_ids[span] = torch.arange(length)
+            document_ids[span] = document
+            start += length
         return {
             "input_ids": input_ids,
             "loss_mask": loss_mask,
             "position_ids": position_ids,
             "document_ids": document_ids,
         }
+
+
+def check_token_ids(
+    ids: Sequence[int],
+    target: VocabularySizes,
+    where: Callable[[], str],
+    learnt: Sequence[int] = (),
+) -> None:
+    """Refuse ids beyond a target's embedding, and learnt ids beyond its output head.
+
+    Args:
+        ids: all ids of a text.
+        target: target that reads them.
+        where: function that names the place of the text.
+        learnt: ids of the learnt tokens.
+
+    Raises:
+        InputError: the message names the largest id.
+    """
+    for checked, size, part in (
+        (ids, target.num_embeddings, "embedding"),
+        (learnt, target.vocab_size, "output head"),
+    ):
+        largest = max(checked, default=0)
+        if largest >= size:
+            raise InputError(
+                f"{where()}: token id {largest}, but the {part} of {target.name} has {size} rows, "
+                "so the tokenizer is larger than the model or the ids come from another; set "
+                "target.path to a model with its own tokenizer, or remove the row"
+            )
+
+
+class Packing(Sequence[np.ndarray]):
+    """Sample indices of each packed sequence, as S arrays."""
+
+    def __init__(self, members: np.ndarray, bounds: np.ndarray, order: np.ndarray) -> None:
+        """Store the packing.
+
+        Args:
+            members: [N] sample indices, sequence by sequence.
+            bounds: [S + 1] first index into `members` of each sequence, and finally N.
+            order: [S] numbers of the sequences in the order in which they are read.
+        """
+        self._members, self._bounds, self._order = members, bounds, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        sequence = self._order[index]
+        return self._members[self._bounds[sequence] : self._bounds[sequence + 1]]
+
+
+def pack_samples(lengths: np.ndarray | list[int], max_length: int, seed: int) -> Packing:
+    """Group samples into sequences by best fit, longest first, in windows of shuffled samples.
+
+    Args:
+        lengths: [N] tokens per sample, each at most `max_length`.
+        max_length: tokens per sequence.
+        seed: seed of the order of samples, then of sequences.
+
+    Returns:
+        Sample indices of each sequence.
+    """
+    generator = random.Random(seed)
+    order = _shuffle_numbers(len(lengths), generator)
+    shuffled = np.asarray(lengths, dtype=np.int64)[order]
+    num_sequences = 0
+    windows, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for begin in range(0, len(order), WINDOW):
+        longest_first = begin + np.argsort(-shuffled[begin : begin + WINDOW], kind="stable")
+        fitted = _fit_samples(shuffled[longest_first].tolist(), max_length)
+        windows.append(longest_first)
+        places.append(fitted + num_sequences)
+        num_sequences += int(fitted.max()) + 1
+    place = np.concatenate(places)
+    members = order[np.concatenate(windows)][np.argsort(place, kind="stable")]
+    bounds = np.cumsum([0, *np.bincount(place, minlength=num_sequences)])
+    return Packing(members, bounds, _shuffle_numbers(num_sequences, generator))
+
+
+def _fit_samples(lengths: list[int], max_length: int) -> np.ndarray:
+    """Choose a sequence for each sample of a window.
+
+    The fullest sequence with room is chosen, the oldest among equals, or a new one.
+    """
+    room: list[int] = []  # tokens left, with the sequence in the lowest bits; sorted
+    bits = len(lengths).bit_length()
+    sequences, num_sequences = [], 0
+    for length in lengths:
+        fit = bisect_left(room, length << bits)
+        if fit == len(room):
+            free = (max_length << bits) + num_sequences
+            num_sequences += 1
+        else:
+            free = room.pop(fit)
+        sequences.append(free & ((1 << bits) - 1))
+        insort(room, free - (length << bits))
+    return np.array(sequences, dtype=np.int64)
+
+
+def _shuffle_numbers(count: int, generator: random.Random) -> np.ndarray:
+    """Shuffle the numbers below `count`, [count] int64, in the order of `random.Random.shuffle`."""
+    numbers = array("q", range(count))
+    generator.shuffle(numbers)
+    return np.array(numbers, dtype=np.int64)

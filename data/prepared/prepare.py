@@ -1,4 +1,4 @@
-"""Training and held-out sequences from data, with a report about them."""
+"""Packed training and held-out sequences from data, with a report about the data."""
 
 import random
 from collections import Counter
@@ -15,7 +15,7 @@ from data.prepared.packing import PackedDataset, TokenisedSamples
 from data.rows.records import format_counts, format_malformed_rows
 
 WIDE = 0.1
-"""Share of padding above which another length is advised; padding takes as long as text."""
+"""Fraction of padding above which another length is advised. Padding takes as long as text."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DataReport:
     num_tokens: int
     num_supervised_tokens: int
     padding: float
-    """Share of padding in the packed sequences."""
+    """Fraction of padding in the packed sequences."""
     sha256: str
     num_train_sequences: int
     num_eval_sequences: int
@@ -54,8 +54,8 @@ class DataReport:
     """Files of a folder that are not read, with reasons."""
 
     def format_lines(self) -> list[str]:
-        """Lines of the report."""
-        share = self.num_supervised_tokens / self.num_tokens
+        """Format the report as lines of text."""
+        supervised = self.num_supervised_tokens / self.num_tokens
         held_out = self.eval_path or "a share of it"
         advice = " (a larger data.max_length packs closer)" if self.padding > WIDE else ""
         lines: list[str] = []
@@ -78,7 +78,7 @@ class DataReport:
             f"held out: {held_out}",
             f"  records: {self.num_records:,} used, {self.num_bad:,} malformed, "
             f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
-            f"  tokens: {self.num_tokens:,}, of which {share:.1%} are learnt",
+            f"  tokens: {self.num_tokens:,}, of which {supervised:.1%} are learnt",
             f"  sequences: {self.num_train_sequences:,} to train on, "
             f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding{advice}",
             *lines,
@@ -89,7 +89,7 @@ class DataReport:
 def prepare_datasets(
     config: PackedConfig, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool = True
 ) -> tuple[PackedDataset, PackedDataset, DataReport]:
-    """Open or make the prepared data, and pack training and held-out sequences.
+    """Open or prepare the data, and pack training and held-out sequences.
 
     All processes of a launch may call this at once: one prepares, the others wait.
 
@@ -125,7 +125,20 @@ def prepare_datasets(
 def split_records(
     num_records: int, fraction: float, seed: int, path: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the records to train on and of those held out (at least one), both rising."""
+    """Split records at random into those to train on and those to hold out.
+
+    Args:
+        num_records: number of records.
+        fraction: fraction of the records to hold out.
+        seed: seed of the choice.
+        path: path of the data, for the message.
+
+    Returns:
+        Indices of the records to train on, and of the held-out records (at least one), both rising.
+
+    Raises:
+        InputError: there is only one record.
+    """
     if num_records < 2:
         raise InputError(
             f"data.path={path}: a single record cannot be split; add records, or set data.eval_path"
@@ -160,7 +173,7 @@ class RecordSelection:
         return self.folder.samples.select_samples(self._sample_numbers)
 
     def pack_records(self, max_length: int, seed: int, pad_id: int) -> PackedDataset:
-        """Packed sequences of these records.
+        """Pack these records into sequences.
 
         Raises:
             InputError: no token is learnt.

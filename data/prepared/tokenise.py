@@ -67,7 +67,7 @@ class BadRow:
     """Row without samples.
 
     Attributes:
-        place: place of the row after `Rule.root`.
+        place: place of the row, without `TokenisingSettings.root`.
         why: problem of the row.
         record: index among the well-formed rows of the shard; None if malformed.
     """
@@ -105,7 +105,7 @@ class PreparedShard:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "PreparedShard":
-        """Read the shard from the JSON of `asdict`."""
+        """Build the shard from the JSON that `asdict` gave."""
         return cls(**{**stored, "bad": [BadRow(**bad) for bad in stored["bad"]]})
 
     def is_whole(self, folder: Path) -> bool:
@@ -118,7 +118,14 @@ class PreparedShard:
 
 @dataclass(frozen=True)
 class TokenisingJob:
-    """Rows to turn into a shard, or a shard of an earlier start."""
+    """Rows to turn into a shard.
+
+    Attributes:
+        folder: folder of the prepared data.
+        name: name of the shard's files, without endings.
+        rows: rows of the shard.
+        done: shard of an earlier start, if its files are whole.
+    """
 
     folder: Path
     name: str
@@ -127,14 +134,14 @@ class TokenisingJob:
 
 
 def iter_shards(
-    folder: Path, rows: Iterator[Row], rule: TokenisingSettings, num_proc: int
+    folder: Path, rows: Iterator[Row], settings: TokenisingSettings, num_proc: int
 ) -> Generator[tuple[PreparedShard, bool]]:
-    """Make the missing shards of all rows, in order.
+    """Yield the shards of all rows in order, writing the missing ones.
 
     Args:
         folder: folder of the prepared data.
         rows: all rows.
-        rule: settings that turn rows into samples.
+        settings: settings that turn rows into samples.
         num_proc: largest number of worker processes; 1 stays in this process.
 
     Yields:
@@ -149,14 +156,14 @@ def iter_shards(
     jobs = chain(first, jobs)
     if num_proc == 1 or len(first) <= NUM_SMALL:
         for job in jobs:
-            yield job.done or tokenise_shard(job, rule), job.done is None
+            yield job.done or tokenise_shard(job, settings), job.done is None
         return
     # Workers fork from a server process, which has neither threads nor a CUDA device.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.tokenization_utils_tokenizers"])
-    pool = ProcessPoolExecutor(num_proc, context, _initialise_worker, (rule,))
+    pool = ProcessPoolExecutor(num_proc, context, _initialise_worker, (settings,))
     try:
-        yield from _in_order(pool, jobs, 2 * num_proc)
+        yield from _iter_results(pool, jobs, 2 * num_proc)
     except BrokenProcessPool as error:
         raise InputError(
             f"data.num_proc={num_proc}: a worker was killed, probably because memory ran out; "
@@ -166,25 +173,84 @@ def iter_shards(
         pool.shutdown(cancel_futures=True)
 
 
-def tokenise_shard(job: TokenisingJob, rule: TokenisingSettings) -> PreparedShard:
-    """Tokenise the rows of a job and write them.
+def _iter_jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
+    for number, batch in enumerate(_iter_batches(rows)):
+        name = f"shard-{number:05d}"
+        try:
+            shard = PreparedShard.from_json(json.loads((folder / f"{name}.json").read_bytes()))
+            whole = shard.num_rows == len(batch) and shard.is_whole(folder)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            whole = False
+        yield TokenisingJob(folder, name, batch, done=shard if whole else None)
+
+
+def _iter_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    num_bytes = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += len(repr(row.value) if row.raw is None else row.raw)
+        if len(batch) == SHARD_ROWS or num_bytes >= SHARD_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _iter_results(
+    pool: ProcessPoolExecutor, jobs: Iterator[TokenisingJob], num_ahead: int
+) -> Iterator[tuple[PreparedShard, bool]]:
+    """Yield each shard in the order of the jobs and whether it is new; start jobs in advance.
+
+    Args:
+        pool: worker processes.
+        jobs: jobs of the shards.
+        num_ahead: number of jobs that are started in advance.
+    """
+    waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
+    for job in chain(jobs, [None]):
+        if job is not None:
+            waiting.append(job.done or _submit_job(pool, job))
+        while len(waiting) > (num_ahead if job else 0):
+            shard = waiting.popleft()
+            if isinstance(shard, PreparedShard):
+                yield shard, False
+            else:
+                yield shard.result(), True
+
+
+def _submit_job(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedShard]:
+    """Submit a job without handing the running script to the workers.
+
+    Each worker would otherwise import the script, and run it if it has no `__main__` guard.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        return pool.submit(_run_job, job)
+    finally:
+        sys.modules["__main__"] = script
+
+
+def tokenise_shard(job: TokenisingJob, settings: TokenisingSettings) -> PreparedShard:
+    """Tokenise the rows of a job, and write the shard and its JSON file.
 
     Raises:
         InputError: a row has another form than the others.
         OSError: the shard cannot be written. Nothing of it is left.
     """
-    encoder = RecordEncoder(rule.tokenizer, rule.config.chat_template_kwargs)
-    detected = rule.config.form is Form.auto
+    encoder = RecordEncoder(settings.tokenizer, settings.config.chat_template_kwargs)
+    detected = settings.config.form is Form.auto
     ids, mask = array("i"), bytearray()
     lengths: list[int] = []
-    record_of: list[int] = []
+    record_of_sample: list[int] = []
     bad: list[BadRow] = []
     unread, unrendered = Counter[str](), Counter[str]()
     num_records = 0
     for row in job.rows:
-        place = row.location.removeprefix(rule.root)
+        place = row.location.removeprefix(settings.root)
         try:
-            record = parse_record(row, rule.form, rule.config.columns, detected=detected)
+            record = parse_record(row, settings.form, settings.config.columns, detected=detected)
             if record.text is not None and detected:
                 refuse_dialogue(encoder.turn_markers.find_marker(record.text))
         except MalformedRowError as error:
@@ -200,7 +266,7 @@ def tokenise_shard(job: TokenisingJob, rule: TokenisingSettings) -> PreparedShar
             ids.extend(sample.input_ids)
             mask.extend(sample.loss_mask)
             lengths.append(len(sample.input_ids))
-            record_of.append(num_records)
+            record_of_sample.append(num_records)
             unrendered.update(sample.unrendered_parts)
         num_records += 1
     content = save(
@@ -208,7 +274,7 @@ def tokenise_shard(job: TokenisingJob, rule: TokenisingSettings) -> PreparedShar
             "input_ids": np.array(ids, dtype=np.int32),
             "loss_mask": np.frombuffer(mask, dtype=np.bool_),
             "lengths": np.array(lengths, dtype=np.int32),
-            "record": np.array(record_of, dtype=np.int64),
+            "record": np.array(record_of_sample, dtype=np.int64),
         }
     )
     shard = PreparedShard(
@@ -246,72 +312,19 @@ def write_shard_file(path: Path, content: bytes) -> None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _iter_jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
-    for number, batch in enumerate(_iter_batches(rows)):
-        name = f"shard-{number:05d}"
-        try:
-            shard = PreparedShard.from_json(json.loads((folder / f"{name}.json").read_bytes()))
-            whole = shard.num_rows == len(batch) and shard.is_whole(folder)
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
-            whole = False
-        yield TokenisingJob(folder, name, batch, done=shard if whole else None)
-
-
-def _iter_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
-    num_bytes = 0
-    for row in rows:
-        batch.append(row)
-        num_bytes += len(repr(row.value) if row.raw is None else row.raw)
-        if len(batch) == SHARD_ROWS or num_bytes >= SHARD_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, jobs: Iterator[TokenisingJob], num_ahead: int
-) -> Iterator[tuple[PreparedShard, bool]]:
-    """Yield shards in the order of their jobs, with few jobs started in advance."""
-    waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
-    for job in chain(jobs, [None]):
-        if job is not None:
-            waiting.append(job.done or _submit_job(pool, job))
-        while len(waiting) > (num_ahead if job else 0):
-            shard = waiting.popleft()
-            if isinstance(shard, PreparedShard):
-                yield shard, False
-            else:
-                yield shard.result(), True
-
-
-_rule: TokenisingSettings | None = None
+_worker_settings: TokenisingSettings | None = None
 """Settings of this process if it is a worker."""
 
 
-def _submit_job(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedShard]:
-    """Submit a job without handing the running script to the workers.
-
-    Each worker would otherwise import the script, and run it if it has no `__main__` guard.
-    """
-    script = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        return pool.submit(_run_job, job)
-    finally:
-        sys.modules["__main__"] = script
-
-
-def _initialise_worker(rule: TokenisingSettings) -> None:
+def _initialise_worker(settings: TokenisingSettings) -> None:
     """Make this process a worker."""
-    global _rule  # noqa: PLW0603  a process has one, and jobs should not carry it
-    _rule = rule
+    global _worker_settings  # noqa: PLW0603  a process has one, and jobs should not carry it
+    _worker_settings = settings
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     signal.signal(
@@ -328,5 +341,5 @@ def _end_with_parent() -> None:
 
 
 def _run_job(job: TokenisingJob) -> PreparedShard:
-    assert _rule is not None
-    return tokenise_shard(job, _rule)
+    assert _worker_settings is not None
+    return tokenise_shard(job, _worker_settings)

@@ -160,7 +160,7 @@ def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]
     state = join_processes()
     work = plan_capture(config, state, SHARD_BYTES)
     target = load_target(config.target, state.device)
-    lengths = work.packed_by_split["train"].parse_accepted_lengths[: options.sequences]
+    lengths = work.packed_by_split["train"].sequence_lengths[: options.sequences]
     shards = [
         PlannedShard("train-00000", "train", first, first + options.group, sum(group))
         for first in range(0, len(lengths) - options.group + 1, options.group)

@@ -101,9 +101,9 @@ def test_its_sequences_are_those_of_samples_in_memory(config: DataConfig) -> Non
         for name, tensor in here[index].items():
             assert torch.equal(there[index][name], tensor), name
     assert there.num_truncated == sum(len(sample[1]) > 32 for sample in encoded(str(config.path)))
-    assert (there.checksum, there.parse_accepted_lengths) == (
+    assert (there.checksum, there.sequence_lengths) == (
         here.checksum,
-        here.parse_accepted_lengths,
+        here.sequence_lengths,
     )
     assert torch.equal(there.count_token_ids(300), here.count_token_ids(300))
     assert there.num_supervised_tokens == here.num_supervised_tokens
