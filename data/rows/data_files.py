@@ -1,4 +1,4 @@
-"""Files or Hub datasets of a path, and their rows."""
+"""Files or Hub dataset of a path: their rows, and the commit that they come from."""
 
 import csv
 import gzip
@@ -22,30 +22,35 @@ TABLES = (".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
 DATA_ENDINGS = (*TEXTS, *(text + packing for text in TEXTS for packing in COMPRESSIONS), *TABLES)
 ALLOWED = f"{', '.join((*TEXTS, *TABLES))}; the first {len(TEXTS)} also in .gz or .zst"
+SAVED_STATE, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
-SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-# Tools that save, publish or regenerate datasets write these beside the rows.
-ABOUT_ROWS = (SAVED, SAVED_SPLITS, "dataset_info.json", "dataset_infos.json", "manifest.json")
-
-SPLITS = {
+METADATA_FILES = (
+    SAVED_STATE,
+    SAVED_SPLITS,
+    "dataset_info.json",
+    "dataset_infos.json",
+    "manifest.json",
+)
+SPLIT_NAMES = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
-SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
-WORDS = re.compile(r"[^a-z]+")
-
+SHARD_NUMBER = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
+NOT_LETTERS = re.compile(r"[^a-z]+")
 BATCH_ROWS = 1024
-SPACE = re.compile(r"\s*")
-ONE_A_LINE = (
+WHITE_SPACE = re.compile(r"\s*")
+LINES_HINT = (
     ", an object over several lines; name the file .json, or write one object per line (jq -c . "
     "FILE)"
 )
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Files or Hub dataset of a path.
+    """Source of rows: the files or the Hub dataset of a path.
 
     Attributes:
         path: path as the user typed it.
@@ -74,7 +79,7 @@ def find_source(
         subset: configuration of a Hub dataset, or its folder or file in a local copy.
         split: split of a Hub dataset, or of a folder whose files are named after splits. Files
             named after no split then count as `train`.
-        streaming: stream a Hub dataset.
+        streaming: whether to read rows of a Hub dataset as they arrive, without storing it.
 
     Raises:
         InputError: nothing is there, or no file belongs to the split.
@@ -88,15 +93,121 @@ def find_source(
     return DataSource(path, (local,))
 
 
+def _find_folder_source(folder: Path, path: str, subset: str | None, split: str) -> DataSource:
+    saved_splits = folder / SAVED_SPLITS
+    if saved_splits.is_file():
+        names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED_STATE).is_file()]
+        if split not in names:
+            raise InputError(
+                f"data.split={split}: not in {path}, which has {', '.join(names) or 'no splits'}"
+            )
+        others = tuple(f"{name}/ (data.split={split})" for name in names if name != split)
+        return DataSource(path, _list_saved_files(folder / split), others)
+    if (folder / SAVED_STATE).is_file():
+        return DataSource(path, _list_saved_files(folder))
+    inside = {
+        file: file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()
+    }
+    visible = [f for f, name in inside.items() if not any(p.startswith(".") for p in name.parts)]
+    files = [file for file in visible if _is_data_file(file)]
+    if not files:
+        raise InputError(f"{path}: no file in this folder ends in {ALLOWED}")
+    of_subset = [f for f in files if subset is None or subset in _list_split_names(inside[f])]
+    if not of_subset:
+        names = ", ".join(str(inside[file]) for file in files)
+        raise InputError(
+            f"data.subset={subset}: no file and no folder of {path} has this name; it holds {names}"
+        )
+    chosen = _select_split(of_subset, inside, path, split)
+    why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
+    chosen_set = set(chosen)
+    left_out = [f for f in visible if f not in chosen_set and f.name not in METADATA_FILES]
+    return DataSource(
+        path,
+        tuple(chosen),
+        tuple(f"{inside[f]} ({why if _is_data_file(f) else 'no rows'})" for f in left_out),
+    )
+
+
+def _list_saved_files(folder: Path) -> tuple[Path, ...]:
+    """List the files of a dataset written by `save_to_disk`, without caches beside them."""
+    try:
+        state = json.loads((folder / SAVED_STATE).read_text(encoding="utf-8"))
+        files = tuple(folder / str(part["filename"]) for part in state["_data_files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder / SAVED_STATE}: does not describe a saved dataset: {error!r}"
+        ) from None
+    if not files:
+        raise InputError(f"{folder}: holds no rows; name data with rows")
+    return files
+
+
+def _is_data_file(file: Path) -> bool:
+    return file.name.lower().endswith(DATA_ENDINGS) and file.name not in METADATA_FILES
+
+
+def _select_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
+    """Select the files of a split; return all files if none is named after a split."""
+    names = {file: [name.lower() for name in _list_split_names(inside[file])] for file in files}
+    splits = {file: _find_split_name(names[file]) for file in files}
+    if not any(splits.values()):
+        return files
+    usual_name = SPLIT_NAMES.get(split)
+    chosen = [
+        file
+        for file in files
+        if (split in names[file] if usual_name is None else (splits[file] or "train") == usual_name)
+    ]
+    if not chosen:
+        listed = ", ".join(str(inside[file]) for file in files)
+        raise InputError(
+            f"data.split={split}: no file of {path} is named after it; it holds {listed}"
+        )
+    return chosen
+
+
+def _list_split_names(file: Path) -> list[str]:
+    """List names that may be of a split or subset: folders, and the file's without shard number."""
+    ending = next(
+        s for s in sorted(DATA_ENDINGS, key=len, reverse=True) if file.name.lower().endswith(s)
+    )
+    return [*file.parts[:-1], SHARD_NUMBER.sub("", file.name[: -len(ending)])]
+
+
+def _find_split_name(names: list[str]) -> str | None:
+    """Find the split that a file is named after: `test-00000-of-00002`, `test_sft`, `my.test`."""
+    *folders, stem = names
+    words = [word for word in NOT_LETTERS.split(stem) if word]
+    candidates = [*words[:1], *words[-1:], *folders]
+    return next((SPLIT_NAMES[name] for name in candidates if name in SPLIT_NAMES), None)
+
+
+def parse_file_ending(file: Path) -> str:
+    """Parse the ending that decides how a file is read, e.g. `.jsonl` of `a.jsonl.gz`.
+
+    Raises:
+        InputError: the ending is not in `DATA_ENDINGS`.
+    """
+    name = file.name.lower()
+    for packing in COMPRESSIONS:
+        name = name.removesuffix(packing)
+    ending = Path(name).suffix
+    packed = name != file.name.lower()
+    if ending not in TEXTS and (packed or ending not in TABLES):
+        raise InputError(f"{file}: ends in '{file.suffix}'; allowed: {ALLOWED}")
+    return ending
+
+
 def check_data_paths(config: RowsConfig, section: str = "data") -> None:
-    """Refuse missing data, and files with other endings than `SUFFIXES`.
+    """Refuse missing data, and files with other endings than `DATA_ENDINGS`.
 
     Args:
         config: data settings.
-        section: name of these settings in the command.
+        section: section of these settings in the command.
 
     Raises:
-        InputError: naming the path.
+        InputError: the message names the path.
     """
     for name in ("path", "eval_path"):
         path = getattr(config, name)
@@ -110,117 +221,11 @@ def check_data_paths(config: RowsConfig, section: str = "data") -> None:
         )
 
 
-def _find_folder_source(folder: Path, path: str, subset: str | None, split: str) -> DataSource:
-    saved_splits = folder / SAVED_SPLITS
-    if saved_splits.is_file():
-        names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED).is_file()]
-        if split not in names:
-            raise InputError(
-                f"data.split={split}: not in {path}, which has {', '.join(names) or 'no splits'}"
-            )
-        others = tuple(f"{name}/ (data.split={split})" for name in names if name != split)
-        return DataSource(path, _list_saved_files(folder / split), others)
-    if (folder / SAVED).is_file():
-        return DataSource(path, _list_saved_files(folder))
-    inside = {
-        file: file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()
-    }
-    seen = [f for f, name in inside.items() if not any(p.startswith(".") for p in name.parts)]
-    files = [file for file in seen if _is_data(file)]
-    if not files:
-        raise InputError(f"{path}: no file in this folder ends in {ALLOWED}")
-    wanted = [file for file in files if subset is None or subset in _list_split_names(inside[file])]
-    if not wanted:
-        there = ", ".join(str(inside[file]) for file in files)
-        raise InputError(
-            f"data.subset={subset}: no file and no folder of {path} has this name; it holds {there}"
-        )
-    chosen = _of_split(wanted, inside, path, split)
-    why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
-    taken = set(chosen)
-    left_out = [f for f in seen if f not in taken and f.name not in ABOUT_ROWS]
-    return DataSource(
-        path,
-        tuple(chosen),
-        tuple(f"{inside[f]} ({why if _is_data(f) else 'no rows'})" for f in left_out),
-    )
-
-
-def _list_saved_files(folder: Path) -> tuple[Path, ...]:
-    """Files of a dataset written by `save_to_disk`, without caches beside them."""
-    try:
-        state = json.loads((folder / SAVED).read_text(encoding="utf-8"))
-        files = tuple(folder / str(part["filename"]) for part in state["_data_files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{folder / SAVED}: does not describe a saved dataset: {error!r}"
-        ) from None
-    if not files:
-        raise InputError(f"{folder}: holds no rows; name data with rows")
-    return files
-
-
-def _is_data(file: Path) -> bool:
-    return file.name.lower().endswith(DATA_ENDINGS) and file.name not in ABOUT_ROWS
-
-
-def _of_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
-    """Files of a split, or all files if none is named after a split."""
-    names = {file: [name.lower() for name in _list_split_names(inside[file])] for file in files}
-    splits = {file: _split_named(names[file]) for file in files}
-    if not any(splits.values()):
-        return files
-    wanted = SPLITS.get(split)
-    chosen = [
-        file
-        for file in files
-        if (split in names[file] if wanted is None else (splits[file] or "train") == wanted)
-    ]
-    if not chosen:
-        there = ", ".join(str(inside[file]) for file in files)
-        raise InputError(
-            f"data.split={split}: no file of {path} is named after it; it holds {there}"
-        )
-    return chosen
-
-
-def _list_split_names(file: Path) -> list[str]:
-    """Names that may name a split or subset: folders, and the file's name without shard number."""
-    ending = next(
-        s for s in sorted(DATA_ENDINGS, key=len, reverse=True) if file.name.lower().endswith(s)
-    )
-    return [*file.parts[:-1], SHARD.sub("", file.name[: -len(ending)])]
-
-
-def _split_named(names: list[str]) -> str | None:
-    """Find the split that a file is named after: `test-00000-of-00002`, `test_sft`, `my.test`."""
-    *folders, stem = names
-    words = [word for word in WORDS.split(stem) if word]
-    candidates = [*words[:1], *words[-1:], *folders]
-    return next((SPLITS[name] for name in candidates if name in SPLITS), None)
-
-
-def parse_file_ending(file: Path) -> str:
-    """File ending that decides how a file is read, without packing.
-
-    Raises:
-        InputError: the ending is not in `SUFFIXES`.
-    """
-    name = file.name.lower()
-    for packing in COMPRESSIONS:
-        name = name.removesuffix(packing)
-    ending = Path(name).suffix
-    packed = name != file.name.lower()
-    if ending not in TEXTS and (packed or ending not in TABLES):
-        raise InputError(f"{file}: ends in '{file.suffix}'; allowed: {ALLOWED}")
-    return ending
-
-
 class Digest(Protocol):
-    """A checksum of bytes, e.g. `hashlib.sha256()`."""
+    """Checksum of bytes, e.g. `hashlib.sha256()`."""
 
     def update(self, data: bytes, /) -> object:
-        """Add the next bytes."""
+        """Add the next bytes to the checksum."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +245,7 @@ class Row:
     problem: str | None = None
 
     def parse_raw(self) -> "Row":
-        """Decode the row into its value or its problem."""
+        """Decode the raw line into a value or a problem; return a row without one as it is."""
         if self.raw is None:
             return self
         try:
@@ -249,7 +254,7 @@ class Row:
             problem = f"bytes that are not UTF-8 (at byte {error.start})"
         except ValueError as error:
             several = self.raw.strip() in (b"{", b"[")
-            problem = f"{error}{ONE_A_LINE if several else ''}"
+            problem = f"{error}{LINES_HINT if several else ''}"
         return Row(self.location, problem=problem)
 
 
@@ -260,7 +265,7 @@ def iter_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
 
     Args:
         source: result of `find_source`.
-        digest: checksum of the unpacked file contents, or of the rows of a Hub dataset.
+        digest: checksum to update with the unpacked files, or with the rows of a Hub dataset.
 
     Raises:
         InputError: a file does not match its ending, or the Hub dataset cannot be loaded.
@@ -293,16 +298,16 @@ def _iter_hashed_lines(file: Path, digest: Digest) -> Iterator[bytes]:
         yield line
 
 
-def _json_lines(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_json_lines(file: Path, digest: Digest) -> Iterator[Row]:
     for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
         if line.strip():
             yield Row(f"{file}:{number}", raw=line)
 
 
 def _iter_json_rows(file: Path, digest: Digest) -> Iterator[Row]:
-    """Read a list of objects, or objects one after another, one per line or as `jq` writes them."""
+    """Yield the objects of a JSON file: a list, or one after another, per line or as from `jq`."""
     if _holds_lines(file):
-        yield from _json_lines(file, digest)
+        yield from _iter_json_lines(file, digest)
         return
     content = b"".join(_iter_hashed_lines(file, digest))
     try:
@@ -327,9 +332,9 @@ def _iter_json_rows(file: Path, digest: Digest) -> Iterator[Row]:
 
 def _parse_json_values(text: str) -> list[Any]:
     """Parse the JSON values that follow one another in a text."""
-    decoder, values, at = json.JSONDecoder(), [], 0
-    while (begin := SPACE.match(text, at)) and begin.end() < len(text):
-        value, at = decoder.raw_decode(text, begin.end())
+    decoder, values, end = json.JSONDecoder(), [], 0
+    while (space := WHITE_SPACE.match(text, end)) and space.end() < len(text):
+        value, end = decoder.raw_decode(text, space.end())
         values.append(value)
     return values or [json.loads(text)]  # raises for an empty text
 
@@ -344,10 +349,10 @@ def _holds_lines(file: Path) -> bool:
 
 
 def _iter_csv_rows(file: Path, digest: Digest) -> Iterator[Row]:
-    """Read cells under the names of the first line."""
+    """Yield the rows of a CSV file, with the names in its first line as fields."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if parse_file_ending(file) == ".tsv" else ","
-    reader = csv.reader(_decoded_lines(file, digest), delimiter=delimiter, strict=True)
+    reader = csv.reader(_iter_decoded_lines(file, digest), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
         if len(set(names)) < len(names):
@@ -356,16 +361,16 @@ def _iter_csv_rows(file: Path, digest: Digest) -> Iterator[Row]:
             )
         end = reader.line_num
         for cells in reader:
-            where, end = f"{file}:{end + 1}", reader.line_num
+            location, end = f"{file}:{end + 1}", reader.line_num
             if len(cells) == len(names):
-                yield Row(where, value=dict(zip(names, cells, strict=True)))
+                yield Row(location, value=dict(zip(names, cells, strict=True)))
             elif cells:
-                yield Row(where, problem=f"{len(cells)} cells under {len(names)} names")
+                yield Row(location, problem=f"{len(cells)} cells under {len(names)} names")
     except csv.Error as error:
         raise InputError(f"{file}:{reader.line_num}: {error}") from None
 
 
-def _decoded_lines(file: Path, digest: Digest) -> Iterator[str]:
+def _iter_decoded_lines(file: Path, digest: Digest) -> Iterator[str]:
     for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -444,8 +449,8 @@ def _iter_hub_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
 
 
 READERS: dict[str, Callable[[Path, Digest], Iterator[Row]]] = {
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
+    ".jsonl": _iter_json_lines,
+    ".ndjson": _iter_json_lines,
     ".json": _iter_json_rows,
     ".csv": _iter_csv_rows,
     ".tsv": _iter_csv_rows,
@@ -453,32 +458,31 @@ READERS: dict[str, Callable[[Path, Digest], Iterator[Row]]] = {
     ".arrow": _iter_arrow_rows,
 }
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
-
 
 def find_dataset_revision(path: str) -> str | None:
     """Find the commit of a Hub dataset, or the commit that a local path is a copy of.
 
     Args:
-        path: `data.path`: Hub dataset id, clone, or file or folder in the Hub client's cache or
-            written by `hf download --local-dir`.
+        path: `data.path`, which is a Hub dataset id, a clone, or a file or folder in the Hub
+            client's cache or written by `hf download --local-dir`.
 
     Returns:
         40 hexadecimal digits; None if unknown, or if the Hub cannot be reached.
     """
     local = find_local_path("data.path", path, DATA_ENDINGS)
     if local is None:
-        return _on_the_hub(path)
-    if found := SNAPSHOT.search(local.absolute().as_posix()):
-        return found[1]
+        return _find_hub_commit(path)
+    if snapshot := SNAPSHOT.search(local.absolute().as_posix()):
+        return snapshot[1]
     if (local / ".git").is_dir():  # a .git further up belongs to the user's own repository
-        return _checked_out(local / ".git")
-    places = [place / ".cache/huggingface/download" for place in (local, *local.absolute().parents)]
-    return next((_find_downloaded_commit(place) for place in places[:3] if place.is_dir()), None)
+        return _find_clone_commit(local / ".git")
+    folders = [
+        folder / ".cache/huggingface/download" for folder in (local, *local.absolute().parents)
+    ]
+    return next((_find_downloaded_commit(each) for each in folders[:3] if each.is_dir()), None)
 
 
-def _on_the_hub(path: str) -> str | None:
+def _find_hub_commit(path: str) -> str | None:
     from huggingface_hub import HfApi
 
     try:
@@ -487,8 +491,8 @@ def _on_the_hub(path: str) -> str | None:
         return None
 
 
-def _checked_out(git: Path) -> str | None:
-    """Commit of a clone."""
+def _find_clone_commit(git: Path) -> str | None:
+    """Find the commit that a clone has checked out, in its folder `.git`."""
     head = _read_file_text(git / "HEAD")
     if not head.startswith("ref: "):
         return _parse_commit(head)
@@ -500,14 +504,14 @@ def _checked_out(git: Path) -> str | None:
 
 
 def _find_downloaded_commit(notes: Path) -> str | None:
-    """Commit that the Hub's client noted for every file; None if they differ."""
+    """Find the commit that the Hub's client noted for every file; None if several."""
     commits = {_parse_commit(_read_file_text(file)) for file in notes.rglob("*.metadata")}
     return commits.pop() if len(commits) == 1 else None
 
 
 def _parse_commit(text: str) -> str | None:
-    found = COMMIT.match(text)
-    return found[0] if found else None
+    commit = COMMIT.match(text)
+    return commit[0] if commit else None
 
 
 def _read_file_text(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Checks of the value types in rows."""
+"""Checks of the values in a row's fields, with errors that name the field."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ class MalformedRowError(Exception):
 
 
 def format_found_value(value: object) -> str:
-    """Show a value and its type in a message, shortened."""
+    """Format a value and its type for a message, shortened to 60 characters."""
     if value is None:
         return "nothing"
     try:
@@ -28,7 +28,7 @@ def format_found_value(value: object) -> str:
 
 
 def show_fields(value: object) -> str:
-    """Show the names of a row's fields in a message."""
+    """Format the names of a row's fields for a message."""
     if not isinstance(value, dict):
         return format_found_value(value)
     return "the fields " + ", ".join(map(str, value)) if value else "no fields"
@@ -38,7 +38,7 @@ def parse_json(text: str) -> Any:
     """Decode JSON.
 
     Raises:
-        ValueError: with the reason, also for deep nesting and long numbers.
+        ValueError: the text is not JSON, or has too deep nesting or too long numbers.
     """
     try:
         return json.loads(text)
@@ -56,7 +56,7 @@ def is_empty(value: object) -> bool:
 
 
 def parse_text(value: object, name: str, allowed: str = "a string") -> str:
-    """Check that a value is a non-empty text.
+    """Check that a value is a non-empty text, and return it.
 
     Raises:
         MalformedRowError: the value is no text, empty, or not valid Unicode.
@@ -69,7 +69,7 @@ def parse_text(value: object, name: str, allowed: str = "a string") -> str:
 
 
 def parse_unicode(value: str, name: str) -> str:
-    """Check that a text can be encoded.
+    """Check that a text can be encoded, and return it.
 
     Raises:
         MalformedRowError: the text has half of a surrogate pair.
@@ -82,7 +82,7 @@ def parse_unicode(value: str, name: str) -> str:
 
 
 def parse_list(value: object, name: str, items: str) -> list:
-    """Check that a value is a non-empty list, or its JSON text.
+    """Check that a value is a non-empty list, or the JSON text of one; return the list.
 
     Raises:
         MalformedRowError: the value is no list or empty.
@@ -94,7 +94,7 @@ def parse_list(value: object, name: str, items: str) -> list:
 
 
 def parse_object(value: object, name: str, allowed: str) -> dict[str, Any]:
-    """Check that a value is an object, or its JSON text.
+    """Check that a value is an object, or the JSON text of one; return the object.
 
     Raises:
         MalformedRowError: the value is no object, or cannot be written as JSON.

@@ -1,4 +1,4 @@
-"""Normalises published messages: roles, parts, reasoning, tool calls."""
+"""Published messages in one shape: roles, parts, reasoning, tool calls."""
 
 import json
 import re
@@ -66,7 +66,11 @@ class Conversation:
     """
 
     def __init__(self, system: str | None = None):
-        """Start with a system text that stands beside the messages, if any."""
+        """Begin a conversation.
+
+        Args:
+            system: system text that the row has beside its messages, if any.
+        """
         self.messages: Messages = []
         self.unlearnt: set[int] = set()
         self.written: dict[int, list[int]] = {}
@@ -77,7 +81,12 @@ class Conversation:
             self._num_given = 1
 
     def add_text(self, role: str, value: object, name: str) -> None:
-        """Add a text of a role.
+        """Add a message of a role with a text.
+
+        Args:
+            role: role of the message.
+            value: text as stored in the row.
+            name: name of the field, for errors.
 
         Raises:
             MalformedRowError: the text is missing.
@@ -85,7 +94,7 @@ class Conversation:
         self.messages.append({"role": role, "content": parse_text(value, name)})
 
     def add_message(self, item: object, key: str, index: int) -> None:
-        """Add a message.
+        """Add a message in the one shape.
 
         Args:
             item: message as stored in the row.
@@ -108,7 +117,15 @@ class Conversation:
         self._note_unread_fields(fields, name)
 
     def add_messages(self, items: list, key: str) -> None:
-        """Add the messages of a field. Raises as `add` does."""
+        """Add the messages of a field.
+
+        Args:
+            items: messages as stored in the row.
+            key: field of the row.
+
+        Raises:
+            MalformedRowError: as `add_message`.
+        """
         for index, item in enumerate(items):
             self.add_message(item, key, index)
 
@@ -194,7 +211,7 @@ class Conversation:
         return parse_unicode(text, name)
 
     def _parse_assistant_fields(self, fields: dict[str, Any], message: Message, name: str) -> None:
-        """Take the reasoning and the calls of an assistant's message."""
+        """Move the reasoning and the calls from the fields of a row into an assistant's message."""
         for key in REASONING:
             if is_empty(fields.get(key)):
                 continue
@@ -236,7 +253,7 @@ class Conversation:
 
 
 def parse_call_arguments(value: object, name: str) -> dict[str, Any]:
-    """Arguments of a call as an object; empty in any of the usual spellings gives {}.
+    """Parse the arguments of a call into an object. Every usual spelling of none gives {}.
 
     Raises:
         MalformedRowError: the value is neither an object nor a JSON object.
@@ -259,8 +276,12 @@ def format_call_arguments(message: Message) -> Message:
 def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
     """Refuse images, audio and the like, as the target's text lacks them.
 
+    Args:
+        fields: fields of a row or a message.
+        prefix: start of the field's name in the error.
+
     Raises:
-        MalformedRowError: naming the first such field.
+        MalformedRowError: the error names the first such field.
     """
     for key in MEDIA:
         value = fields.get(key)
@@ -288,7 +309,7 @@ def _parse_unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
 
 
 def parse_token_ids(ids: list, name: str) -> list[int]:
-    """Check token ids.
+    """Check that a list holds token ids, and return it.
 
     Raises:
         MalformedRowError: an entry is negative, no integer, or larger than any vocabulary.
@@ -300,7 +321,7 @@ def parse_token_ids(ids: list, name: str) -> list[int]:
 
 
 def parse_tools(value: object, name: str) -> list[dict] | None:
-    """Rewrite function schemas as OpenAI does; bare schemas are wrapped.
+    """Parse function schemas into OpenAI's notation; wrap bare schemas; None if there are none.
 
     Raises:
         MalformedRowError: a schema has no name.

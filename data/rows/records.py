@@ -1,4 +1,8 @@
-"""Loader of conversations and texts that checks every row."""
+"""Loader of conversations and texts that checks every row.
+
+A row has one of the published forms (`FORMS`). The form of a path is recognised from its first
+rows; each row is then parsed into a `Record`.
+"""
 
 import hashlib
 import re
@@ -32,14 +36,44 @@ from data.rows.messages import (
 )
 
 NUM_ROWS_TO_DETECT = 100
+"""Rows from which the form is recognised."""
+NUM_BAD_SHOWN = 10
+"""Malformed rows whose messages are printed."""
 NAME = re.compile(r"\w+")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Start of the prompts of SPEED-Bench that its publisher may not share."""
+TOOLS = ("tools", "functions")
+TEMPLATE_KWARGS = ("chat_template_kwargs",)
+TRUNCATED_TURNS = "truncated_turns"
+SYSTEM_TEXTS = ("system", "system_prompt")
+PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
+RESULTS = ("answer", "Answer")
+"""Replies that may be numbers, as in AIME's problems."""
+REPLIES = ("response", "completion", "output", "solution", "answer", "Solution", "Answer")
+CATEGORIES = ("category", "subject")
+MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
+ROLE_NAME = r"(im_start|start|bom|\w*(user|assistant|header|turn|role)\w*)"
+ROLE_TOKEN = re.compile(
+    rf"<[|\uff5c]{ROLE_NAME}[|\uff5c]?>|\[\|{ROLE_NAME}\|\]|<start_of_turn>",
+    re.IGNORECASE | re.ASCII,
+)
+RENDERED_START = re.compile(rf"\s*(<[^<>\s]+>\s*)?({ROLE_TOKEN.pattern}|\[INST\])", re.IGNORECASE)
+"""Start of a rendered prompt, perhaps after a token that begins any text."""
+MARKER_TEXTS = (
+    ("[INST]", "[/INST]"),
+    ("### Assistant",),
+    ("### Instruction", "### Response"),
+    ("Human:", "\nAssistant:"),
+    ("User:", "\nAssistant:"),
+    ("USER:", "ASSISTANT:"),
+)
+"""Strings that occur together in dialogues of a common template without turn tokens."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Checked row. One of `messages`, `text` and `tokens` is set."""
+    """Checked row. Exactly one of `messages`, `text` and `tokens` is set."""
 
     messages: Messages | None
     text: str | None
@@ -64,360 +98,6 @@ class Record:
     """Names of fields that have a value but are not read."""
 
 
-Fields = dict[str, Any]
-"""Fields of a row not yet read. Readers remove what they read."""
-
-
-@dataclass(frozen=True)
-class FormSpec:
-    """Form of rows.
-
-    Attributes:
-        form: name of the form.
-        keys: fields that identify the form; the first one present is read.
-        parse: adds the messages of a row to a conversation; None for a form without messages.
-    """
-
-    form: Form
-    keys: tuple[str, ...]
-    parse: Callable[[Fields, str, Conversation], None] | None
-
-
-def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
-    """Recognise the form of the first rows.
-
-    Args:
-        rows: some rows from the start.
-        path: path of the rows, for messages.
-        columns: `data.columns`: names of fields in forms to names in the data.
-
-    Raises:
-        InputError: no row has a form, or none has a named column.
-    """
-    columns = columns or {}
-    values = [row.parse_raw().value for row in rows[:NUM_ROWS_TO_DETECT]]
-    for name, theirs in columns.items():
-        if not any(isinstance(value, dict) and theirs in value for value in values):
-            raise InputError(
-                f"data.columns={{{name}: {theirs}}}: none of the first {len(values)} rows of "
-                f"{path} has '{theirs}'; {rows[0].location} has {show_fields(values[0])}"
-            )
-    # Columns that the user names take precedence.
-    named = [
-        {name: value.get(columns[name]) for name in columns} if isinstance(value, dict) else {}
-        for value in values
-    ]
-    for candidates in (named, [_rename_fields(value, columns)[0] for value in values]):
-        form = next((form for form in map(_form_of, candidates) if form), None)
-        if form:
-            return form
-    first = rows[0].parse_raw()
-    keys = ", ".join(key for spec in FORMS for key in spec.keys)
-    raise InputError(
-        f"{path}: none of the first {len(values)} rows has a known form; "
-        f"{first.location} has {first.problem or show_fields(first.value)}; allowed: one of the "
-        f"fields {keys}; map other names with data.columns, e.g. "
-        "data.columns={prompt: ask, response: reply}"
-    )
-
-
-def parse_record(
-    row: Row, form: Form, columns: Mapping[str, str] | None = None, *, detected: bool = False
-) -> Record:
-    """Check a row and read its content.
-
-    Args:
-        row: row, parsed or not.
-        form: expected form.
-        columns: `data.columns`.
-        detected: whether the form was recognised from the first rows; then rows of other forms and
-            rendered dialogues are refused.
-
-    Raises:
-        MalformedRowError: a field does not fit the form.
-        InputError: the row has another form than the recognised one.
-    """
-    columns = columns or {}
-    try:
-        return _parse_record(row.parse_raw(), form, columns, detected)
-    except MalformedRowError as error:
-        ours = NAME.match(error.name)
-        if ours is None or ours[0] not in columns:
-            raise
-        name = columns[ours[0]] + error.name[ours.end() :]
-        raise MalformedRowError(name, error.found, error.allowed) from None
-
-
-def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) -> Record:
-    if row.problem:
-        raise MalformedRowError("(whole row)", row.problem, "one JSON object")
-    value = row.value
-    if not isinstance(value, dict):
-        raise MalformedRowError("(whole row)", format_found_value(value), "an object with fields")
-    fields, hidden = _rename_fields(value, columns)
-    spec = next(spec for spec in FORMS if spec.form is form)
-    key = next((key for key in spec.keys if fields.get(key) is not None), None)
-    if key is None:
-        other = _form_of(fields) if detected else None
-        if other:
-            raise InputError(
-                f"{row.location}: a row of form {other.value} ({show_fields(value)}) among rows of "
-                f"form {form.value}; split the file, or set data.form= to one of "
-                + ", ".join(spec.form.value for spec in FORMS)
-            )
-        raise MalformedRowError(
-            spec.keys[0], show_fields(value), f"a row of data.form={form.value}"
-        )
-    named = next((name for name in CATEGORIES if not is_empty(fields.get(name))), None)
-    category = "all" if named is None else str(fields.pop(named))
-    record = Record(None, None, row.location, category=category, row=value)
-    talk = Conversation()
-    if spec.parse is not None:
-        refuse_media(fields)
-        talk = Conversation(_first_of(fields, SYSTEM_TEXTS, _parse_system_prompt))
-        record = replace(
-            record,
-            tools=_first_of(fields, TOOLS, parse_tools),
-            template_kwargs=_first_of(
-                fields, TEMPLATE_KWARGS, partial(parse_object, allowed="an object")
-            )
-            or {},
-        )
-        spec.parse(fields, key, talk)
-        if all(message["role"] in SYSTEM for message in talk.messages):
-            raise MalformedRowError(key, "only a system message", "at least one user message")
-        if any(PLACEHOLDER in message["content"] for message in talk.messages):
-            found = "a placeholder of SPEED-Bench in place of the prompt"
-            allowed = "rows that its own script has fetched (NeMo-Skills, speed-bench/prepare.py)"
-            raise MalformedRowError(key, found, allowed)
-        record = replace(
-            record,
-            messages=talk.messages,
-            unlearnt_messages=frozenset(talk.unlearnt),
-            truncated_messages=_cut_off(fields, talk.messages),
-            written_ids=talk.written,
-        )
-    elif form is Form.text:
-        record = replace(record, text=parse_text(fields.pop("text"), "text"))
-        if detected:
-            refuse_dialogue(find_turn_marker(str(record.text)))
-    else:
-        record = replace(record, tokens=_parse_tokens(fields))
-    left = [name for name, value in fields.items() if not is_empty(value)]
-    return replace(record, unread_fields=(*left, *hidden, *talk.unread))
-
-
-def _cut_off(fields: Fields, messages: Messages) -> frozenset[int]:
-    """Indices of the messages whose answers, counted from 0, were cut off."""
-    if is_empty(parse_if_json(fields.get(CUT_OFF))):
-        return frozenset()
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    numbers = parse_list(fields.pop(CUT_OFF), CUT_OFF, "numbers of answers")
-    for number in numbers:
-        if type(number) is not int or not 0 <= number < len(answers):
-            allowed = f"numbers of the {len(answers)} answers, counted from 0"
-            raise MalformedRowError(CUT_OFF, format_found_value(number), allowed)
-    return frozenset(answers[number] for number in numbers)
-
-
-def _rename_fields(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
-    """Rename the fields of a row, and list fields hidden by renamed ones."""
-    if not isinstance(value, dict):
-        return {}, []
-    if not columns:
-        return dict(value), []
-    theirs = set(columns.values())
-    fields = {name: v for name, v in value.items() if name not in theirs and name not in columns}
-    fields |= {name: value.get(source) for name, source in columns.items()}
-    return fields, [
-        name for name in columns if name not in theirs and not is_empty(value.get(name))
-    ]
-
-
-def _form_of(fields: Fields) -> Form | None:
-    # Parquet and Hub datasets fill absent columns with None.
-    known = (spec.form for spec in FORMS if any(fields.get(key) is not None for key in spec.keys))
-    return next(known, None)
-
-
-def _first_of(fields: Fields, names: Sequence[str], read: Callable[[Any, str], Any]) -> Any:
-    """Take the first of some names with a value, and drop those with the same value."""
-    for name in names:
-        value = fields.get(name)
-        if is_empty(value):
-            continue
-        for other in names:
-            if fields.get(other) == value:
-                del fields[other]
-        return read(value, name)
-    return None
-
-
-def _parse_system_prompt(value: object, name: str) -> str | None:
-    return parse_text(value, name) if not isinstance(value, str) or value.strip() else None
-
-
-def _add_conversation(fields: Fields, key: str, talk: Conversation) -> None:
-    talk.add_messages(parse_list(fields.pop(key), key, "objects"), key)
-
-
-def _add_turns(fields: Fields, key: str, talk: Conversation) -> None:
-    turns = parse_if_json(fields.pop(key))
-    if isinstance(turns, str):  # one question, as speculators splits SPEED-Bench
-        _add_role_text(turns, key, "user", talk)
-        return
-    for index, turn in enumerate(parse_list(turns, key, "strings")):
-        talk.add_text("user", turn, f"{key}[{index}]")
-
-
-def _add_preference(fields: Fields, key: str, talk: Conversation) -> None:
-    prompt_key = next((name for name in PROMPTS if not is_empty(fields.get(name))), None)
-    prompt = fields.pop(prompt_key) if prompt_key else None
-    chosen = fields.pop(key)
-    start = Conversation()
-    if isinstance(chosen, list):
-        start.add_messages(chosen[:1], key)
-    answer_alone = any(message["role"] == "assistant" for message in start.messages)
-    # A longer list repeats the prompt at its start, if there is one.
-    if isinstance(chosen, list) and (prompt_key is None or not answer_alone):
-        talk.add_messages(parse_list(chosen, key, "objects"), key)
-        if prompt_key and not _opens_with(prompt, prompt_key, talk.messages):
-            raise MalformedRowError(
-                prompt_key, format_found_value(prompt), f"what '{key}' begins with"
-            )
-        return
-    if prompt_key is None:
-        raise MalformedRowError(
-            key, format_found_value(chosen), "with a 'prompt' beside, or a list of messages"
-        )
-    _add_role_text(prompt, prompt_key, "user", talk)
-    _add_role_text(chosen, key, "assistant", talk)
-
-
-def _opens_with(prompt: object, name: str, messages: Messages) -> bool:
-    start = Conversation()
-    _add_role_text(prompt, name, "user", start)
-    asked = start.messages
-    if all(message["role"] not in SYSTEM for message in asked):
-        messages = [message for message in messages if message["role"] not in SYSTEM]
-    return messages[: len(asked)] == asked
-
-
-def _add_alpaca(fields: Fields, key: str, talk: Conversation) -> None:
-    history = parse_if_json(fields.get("history"))
-    if not is_empty(history):
-        for index, pair in enumerate(parse_list(fields.pop("history"), "history", "pairs")):
-            if not isinstance(pair, list) or len(pair) != 2:
-                wanted = "a pair of the user's text and the answer"
-                raise MalformedRowError(f"history[{index}]", format_found_value(pair), wanted)
-            talk.add_text("user", pair[0], f"history[{index}][0]")
-            talk.add_text("assistant", pair[1], f"history[{index}][1]")
-    prompt = parse_text(fields.pop(key), key)
-    more = next((name for name in ("input", "context") if not is_empty(fields.get(name))), None)
-    if more:
-        prompt += "\n\n" + parse_text(fields.pop(more), more)
-    talk.add_text("user", prompt, key)
-    _add_reply(fields, ("output", *REPLIES), talk)
-
-
-def _add_pair(fields: Fields, key: str, talk: Conversation) -> None:
-    _add_role_text(fields.pop(key), key, "user", talk)
-    _add_reply(fields, REPLIES, talk)
-
-
-def _add_reply(fields: Fields, names: Sequence[str], talk: Conversation) -> None:
-    key = next((name for name in names if fields.get(name) is not None), None)
-    if key is None:
-        return
-    value = fields.pop(key)
-    if key in RESULTS and type(value) is int:
-        value = str(value)
-    _add_role_text(value, key, "assistant", talk)
-    if not is_empty(fields.get("reasoning_content")) and talk.messages[-1]["role"] == "assistant":
-        reasoning = fields.pop("reasoning_content")
-        talk.messages[-1]["reasoning_content"] = parse_text(reasoning, "reasoning_content")
-
-
-def _add_role_text(value: object, key: str, role: str, talk: Conversation) -> None:
-    """Add a text of a role, a list of messages, or a list of the user's questions."""
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        talk.add_messages(value, key)
-    elif isinstance(value, list) and value and role == "user":  # MT-bench's questions on the Hub
-        for index, text in enumerate(value):
-            talk.add_text(role, text, f"{key}[{index}]")
-    else:
-        text = parse_text(value, key, "a string or a list of messages")
-        marker = find_rendered_start(text)
-        if marker:
-            found = f"a rendered prompt (it begins with {marker!r})"
-            raise MalformedRowError(key, found, "messages or a bare question, to render")
-        talk.messages.append({"role": role, "content": text})
-
-
-def _parse_tokens(fields: Fields) -> tuple[list[int], list[bool]]:
-    ids = parse_token_ids(
-        parse_list(fields.pop("input_ids"), "input_ids", "token ids"), "input_ids"
-    )
-    key = next((name for name in (*MASKS, "labels") if not is_empty(fields.get(name))), None)
-    if key is None:
-        wanted = f"one of the fields {', '.join((*MASKS, 'labels'))} beside"
-        raise MalformedRowError("input_ids", "ids without a loss mask", wanted)
-    mask = _parse_mask(fields, key, ids)
-    if is_empty(fields.get("attention_mask")):
-        return ids, mask
-    seen = _parse_mask(fields, "attention_mask", ids)
-    return (
-        [token for token, keep in zip(ids, seen, strict=True) if keep],
-        [learnt for learnt, keep in zip(mask, seen, strict=True) if keep],
-    )
-
-
-def _parse_mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
-    mask = parse_list(fields.pop(key), key, "numbers")
-    if len(mask) != len(ids):
-        raise MalformedRowError(key, f"{len(mask)} values", f"one for each of {len(ids)} input_ids")
-    for index, (value, token) in enumerate(zip(mask, ids, strict=True)):
-        allowed = (-100, token) if key == "labels" else (0, 1)
-        if value not in allowed:
-            raise MalformedRowError(
-                f"{key}[{index}]", format_found_value(value), " or ".join(map(str, allowed))
-            )
-    return [value != -100 if key == "labels" else bool(value) for value in mask]
-
-
-TOOLS = ("tools", "functions")
-TEMPLATE_KWARGS = ("chat_template_kwargs",)
-CUT_OFF = "truncated_turns"
-SYSTEM_TEXTS = ("system", "system_prompt")
-PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input")
-RESULTS = ("answer", "Answer")  # of AIME's problems: numbers
-REPLIES = ("response", "completion", "output", "solution", "answer", "Solution", "Answer")
-CATEGORIES = ("category", "subject")
-MASKS = ("loss_mask", "assistant_masks", "completion_mask")
-DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
-
-# Order decides for rows with keys of several forms. Published datasets often have a rendered `text`
-# or a bare `prompt` beside the structured conversation, and each of these may stand beside the
-# `question` it came from.
-FORMS = (
-    FormSpec(Form.messages, ("messages",), _add_conversation),
-    FormSpec(Form.conversations, DIALOGUES, _add_conversation),
-    FormSpec(Form.turns, ("turns",), _add_turns),
-    FormSpec(Form.preference, ("chosen",), _add_preference),
-    FormSpec(Form.alpaca, ("instruction",), _add_alpaca),
-    FormSpec(Form.prompt, ("prompt",), _add_pair),
-    FormSpec(Form.tokens, ("input_ids",), None),
-    FormSpec(Form.text, ("text",), None),
-    FormSpec(
-        Form.question, ("question", "query", "problem", "input", "Question", "Problem"), _add_pair
-    ),
-)
-
-__all__ = ["LoadedRecords", "MalformedRowError", "Messages", "Record", "load_records"]
-
-NUM_BAD_SHOWN = 10
-
-
 @dataclass(frozen=True)
 class LoadedRecords:
     """Checked rows of a path."""
@@ -435,25 +115,12 @@ class LoadedRecords:
     """Files of a folder that are not read, with reasons."""
 
     def format_lines(self) -> list[str]:
-        """Lines about the rows and fields that are not read."""
+        """Format the rows, fields and files that are not read as lines of text."""
         return [
             *format_malformed_rows(self.bad),
             *format_counts("fields not read", self.unread, "rows"),
             *(f"not read: {name}" for name in self.left_out),
         ]
-
-
-def format_malformed_rows(bad: list[str]) -> list[str]:
-    """Lines with the first messages of malformed rows, and the number of others."""
-    more = len(bad) - NUM_BAD_SHOWN
-    shown = [f"malformed: {message}" for message in bad[:NUM_BAD_SHOWN]]
-    return [*shown, *([f"malformed: {more:,} more"] if more > 0 else [])]
-
-
-def format_counts(what: str, counts: Mapping[str, int], unit: str) -> list[str]:
-    """Line of names with counts; no line without names."""
-    names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
-    return [f"{what}: {names}"] if names else []
 
 
 def load_records(path: str, config: RowsConfig | None = None) -> LoadedRecords:
@@ -492,35 +159,371 @@ def load_records(path: str, config: RowsConfig | None = None) -> LoadedRecords:
     return LoadedRecords(records, form, bad, digest.hexdigest(), dict(unread), source.left_out)
 
 
-ROLE = r"(im_start|start|bom|\w*(user|assistant|header|turn|role)\w*)"
+def format_malformed_rows(bad: list[str]) -> list[str]:
+    """Format the first messages of malformed rows as lines, with the number of others."""
+    more = len(bad) - NUM_BAD_SHOWN
+    lines = [f"malformed: {message}" for message in bad[:NUM_BAD_SHOWN]]
+    return [*lines, *([f"malformed: {more:,} more"] if more > 0 else [])]
 
 
-ROLE_TOKEN = re.compile(
-    rf"<[|\uff5c]{ROLE}[|\uff5c]?>|\[\|{ROLE}\|\]|<start_of_turn>", re.IGNORECASE | re.ASCII
+def format_counts(what: str, counts: Mapping[str, int], unit: str) -> list[str]:
+    """Format names with counts as one line; return no line without names."""
+    names = ", ".join(f"{name} ({count:,} {unit})" for name, count in counts.items())
+    return [f"{what}: {names}"] if names else []
+
+
+Fields = dict[str, Any]
+"""Fields of a row that have not been read yet. Functions that read a field remove it."""
+
+
+@dataclass(frozen=True)
+class FormSpec:
+    """Form of rows.
+
+    Attributes:
+        form: name of the form.
+        keys: fields that identify the form; the first one present is read.
+        parse: adds the messages of a row to a conversation; None for a form without messages.
+    """
+
+    form: Form
+    keys: tuple[str, ...]
+    parse: Callable[[Fields, str, Conversation], None] | None
+
+
+def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
+    """Recognise the form of the first rows.
+
+    Args:
+        rows: some rows from the start.
+        path: path of the rows, for messages.
+        columns: `data.columns`, which maps names of fields in forms to names in the data.
+
+    Raises:
+        InputError: no row has a form, or none has a named column.
+    """
+    columns = columns or {}
+    values = [row.parse_raw().value for row in rows[:NUM_ROWS_TO_DETECT]]
+    for name, column in columns.items():
+        if not any(isinstance(value, dict) and column in value for value in values):
+            raise InputError(
+                f"data.columns={{{name}: {column}}}: none of the first {len(values)} rows of "
+                f"{path} has '{column}'; {rows[0].location} has {show_fields(values[0])}"
+            )
+    # Columns that the user names take precedence.
+    named = [
+        {name: value.get(columns[name]) for name in columns} if isinstance(value, dict) else {}
+        for value in values
+    ]
+    for candidates in (named, [_rename_fields(value, columns)[0] for value in values]):
+        form = next((form for form in map(_find_form, candidates) if form), None)
+        if form:
+            return form
+    first = rows[0].parse_raw()
+    keys = ", ".join(key for spec in FORMS for key in spec.keys)
+    raise InputError(
+        f"{path}: none of the first {len(values)} rows has a known form; "
+        f"{first.location} has {first.problem or show_fields(first.value)}; allowed: one of the "
+        f"fields {keys}; map other names with data.columns, e.g. "
+        "data.columns={prompt: ask, response: reply}"
+    )
+
+
+def parse_record(
+    row: Row, form: Form, columns: Mapping[str, str] | None = None, *, detected: bool = False
+) -> Record:
+    """Check a row and parse it into a record.
+
+    Args:
+        row: row, decoded or not.
+        form: expected form.
+        columns: `data.columns`, which maps names of fields in forms to names in the data.
+        detected: whether the form was recognised from the first rows; then rows of other forms and
+            rendered dialogues are refused.
+
+    Raises:
+        MalformedRowError: a field does not fit the form.
+        InputError: the row has another form than the recognised one.
+    """
+    columns = columns or {}
+    try:
+        return _parse_record(row.parse_raw(), form, columns, detected)
+    except MalformedRowError as error:
+        field_name = NAME.match(error.name)
+        if field_name is None or field_name[0] not in columns:
+            raise
+        name = columns[field_name[0]] + error.name[field_name.end() :]
+        raise MalformedRowError(name, error.found, error.allowed) from None
+
+
+def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bool) -> Record:
+    if row.problem:
+        raise MalformedRowError("(whole row)", row.problem, "one JSON object")
+    value = row.value
+    if not isinstance(value, dict):
+        raise MalformedRowError("(whole row)", format_found_value(value), "an object with fields")
+    fields, hidden = _rename_fields(value, columns)
+    spec = next(spec for spec in FORMS if spec.form is form)
+    key = next((key for key in spec.keys if fields.get(key) is not None), None)
+    if key is None:
+        other = _find_form(fields) if detected else None
+        if other:
+            raise InputError(
+                f"{row.location}: a row of form {other.value} ({show_fields(value)}) among rows of "
+                f"form {form.value}; split the file, or set data.form= to one of "
+                + ", ".join(spec.form.value for spec in FORMS)
+            )
+        raise MalformedRowError(
+            spec.keys[0], show_fields(value), f"a row of data.form={form.value}"
+        )
+    named = next((name for name in CATEGORIES if not is_empty(fields.get(name))), None)
+    category = "all" if named is None else str(fields.pop(named))
+    record = Record(None, None, row.location, category=category, row=value)
+    conversation = Conversation()
+    if spec.parse is not None:
+        refuse_media(fields)
+        conversation = Conversation(_pop_first(fields, SYSTEM_TEXTS, _parse_system_prompt))
+        record = replace(
+            record,
+            tools=_pop_first(fields, TOOLS, parse_tools),
+            template_kwargs=_pop_first(
+                fields, TEMPLATE_KWARGS, partial(parse_object, allowed="an object")
+            )
+            or {},
+        )
+        spec.parse(fields, key, conversation)
+        if all(message["role"] in SYSTEM for message in conversation.messages):
+            raise MalformedRowError(key, "only a system message", "at least one user message")
+        if any(PLACEHOLDER in message["content"] for message in conversation.messages):
+            problem = "a placeholder of SPEED-Bench in place of the prompt"
+            allowed = "rows that its own script has fetched (NeMo-Skills, speed-bench/prepare.py)"
+            raise MalformedRowError(key, problem, allowed)
+        record = replace(
+            record,
+            messages=conversation.messages,
+            unlearnt_messages=frozenset(conversation.unlearnt),
+            truncated_messages=_pop_cut_off_messages(fields, conversation.messages),
+            written_ids=conversation.written,
+        )
+    elif form is Form.text:
+        record = replace(record, text=parse_text(fields.pop("text"), "text"))
+        if detected:
+            refuse_dialogue(find_turn_marker(str(record.text)))
+    else:
+        record = replace(record, tokens=_parse_tokens(fields))
+    unread = [name for name, value in fields.items() if not is_empty(value)]
+    return replace(record, unread_fields=(*unread, *hidden, *conversation.unread))
+
+
+def _pop_cut_off_messages(fields: Fields, messages: Messages) -> frozenset[int]:
+    """Remove the field that lists unfinished answers; return their indices among the messages."""
+    if is_empty(parse_if_json(fields.get(TRUNCATED_TURNS))):
+        return frozenset()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    numbers = parse_list(fields.pop(TRUNCATED_TURNS), TRUNCATED_TURNS, "numbers of answers")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < len(answers):
+            allowed = f"numbers of the {len(answers)} answers, counted from 0"
+            raise MalformedRowError(TRUNCATED_TURNS, format_found_value(number), allowed)
+    return frozenset(answers[number] for number in numbers)
+
+
+def _rename_fields(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
+    """Rename the fields of a row, and list the fields that renamed ones hide."""
+    if not isinstance(value, dict):
+        return {}, []
+    if not columns:
+        return dict(value), []
+    sources = set(columns.values())
+    fields = {name: v for name, v in value.items() if name not in sources and name not in columns}
+    fields |= {name: value.get(source) for name, source in columns.items()}
+    return fields, [
+        name for name in columns if name not in sources and not is_empty(value.get(name))
+    ]
+
+
+def _find_form(fields: Fields) -> Form | None:
+    # Parquet and Hub datasets fill absent columns with None.
+    known = (spec.form for spec in FORMS if any(fields.get(key) is not None for key in spec.keys))
+    return next(known, None)
+
+
+def _pop_first(fields: Fields, names: Sequence[str], read: Callable[[Any, str], Any]) -> Any:
+    """Parse the first field with a value among some names; remove those with the same value."""
+    for name in names:
+        value = fields.get(name)
+        if is_empty(value):
+            continue
+        for other in names:
+            if fields.get(other) == value:
+                del fields[other]
+        return read(value, name)
+    return None
+
+
+def _parse_system_prompt(value: object, name: str) -> str | None:
+    return parse_text(value, name) if not isinstance(value, str) or value.strip() else None
+
+
+def _add_conversation(fields: Fields, key: str, conversation: Conversation) -> None:
+    conversation.add_messages(parse_list(fields.pop(key), key, "objects"), key)
+
+
+def _add_turns(fields: Fields, key: str, conversation: Conversation) -> None:
+    turns = parse_if_json(fields.pop(key))
+    if isinstance(turns, str):  # one question, as speculators splits SPEED-Bench
+        _add_role_text(turns, key, "user", conversation)
+        return
+    for index, turn in enumerate(parse_list(turns, key, "strings")):
+        conversation.add_text("user", turn, f"{key}[{index}]")
+
+
+def _add_preference(fields: Fields, key: str, conversation: Conversation) -> None:
+    prompt_key = next((name for name in PROMPTS if not is_empty(fields.get(name))), None)
+    prompt = fields.pop(prompt_key) if prompt_key else None
+    chosen = fields.pop(key)
+    start = Conversation()
+    if isinstance(chosen, list):
+        start.add_messages(chosen[:1], key)
+    begins_with_answer = any(message["role"] == "assistant" for message in start.messages)
+    # A list that does not begin with the answer repeats the prompt, if there is one.
+    if isinstance(chosen, list) and (prompt_key is None or not begins_with_answer):
+        conversation.add_messages(parse_list(chosen, key, "objects"), key)
+        if prompt_key and not _starts_with_prompt(prompt, prompt_key, conversation.messages):
+            raise MalformedRowError(
+                prompt_key, format_found_value(prompt), f"what '{key}' begins with"
+            )
+        return
+    if prompt_key is None:
+        raise MalformedRowError(
+            key, format_found_value(chosen), "with a 'prompt' beside, or a list of messages"
+        )
+    _add_role_text(prompt, prompt_key, "user", conversation)
+    _add_role_text(chosen, key, "assistant", conversation)
+
+
+def _starts_with_prompt(prompt: object, name: str, messages: Messages) -> bool:
+    start = Conversation()
+    _add_role_text(prompt, name, "user", start)
+    expected = start.messages
+    if all(message["role"] not in SYSTEM for message in expected):
+        messages = [message for message in messages if message["role"] not in SYSTEM]
+    return messages[: len(expected)] == expected
+
+
+def _add_alpaca(fields: Fields, key: str, conversation: Conversation) -> None:
+    history = parse_if_json(fields.get("history"))
+    if not is_empty(history):
+        for index, pair in enumerate(parse_list(fields.pop("history"), "history", "pairs")):
+            if not isinstance(pair, list) or len(pair) != 2:
+                allowed = "a pair of the user's text and the answer"
+                raise MalformedRowError(f"history[{index}]", format_found_value(pair), allowed)
+            conversation.add_text("user", pair[0], f"history[{index}][0]")
+            conversation.add_text("assistant", pair[1], f"history[{index}][1]")
+    prompt = parse_text(fields.pop(key), key)
+    more = next((name for name in ("input", "context") if not is_empty(fields.get(name))), None)
+    if more:
+        prompt += "\n\n" + parse_text(fields.pop(more), more)
+    conversation.add_text("user", prompt, key)
+    _add_reply(fields, ("output", *REPLIES), conversation)
+
+
+def _add_pair(fields: Fields, key: str, conversation: Conversation) -> None:
+    _add_role_text(fields.pop(key), key, "user", conversation)
+    _add_reply(fields, REPLIES, conversation)
+
+
+def _add_reply(fields: Fields, names: Sequence[str], conversation: Conversation) -> None:
+    key = next((name for name in names if fields.get(name) is not None), None)
+    if key is None:
+        return
+    value = fields.pop(key)
+    if key in RESULTS and type(value) is int:
+        value = str(value)
+    _add_role_text(value, key, "assistant", conversation)
+    if (
+        not is_empty(fields.get("reasoning_content"))
+        and conversation.messages[-1]["role"] == "assistant"
+    ):
+        reasoning = fields.pop("reasoning_content")
+        conversation.messages[-1]["reasoning_content"] = parse_text(reasoning, "reasoning_content")
+
+
+def _add_role_text(value: object, key: str, role: str, conversation: Conversation) -> None:
+    """Add a field's value to a conversation.
+
+    The value is a text of a role, a list of messages, or a list of the user's questions.
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        conversation.add_messages(value, key)
+    elif isinstance(value, list) and value and role == "user":  # MT-bench's questions on the Hub
+        for index, text in enumerate(value):
+            conversation.add_text(role, text, f"{key}[{index}]")
+    else:
+        text = parse_text(value, key, "a string or a list of messages")
+        marker = find_rendered_start(text)
+        if marker:
+            problem = f"a rendered prompt (it begins with {marker!r})"
+            raise MalformedRowError(key, problem, "messages or a bare question, to render")
+        conversation.messages.append({"role": role, "content": text})
+
+
+# Order decides for rows with keys of several forms. Published datasets often have a rendered `text`
+# or a bare `prompt` beside the structured conversation, and each of these may stand beside the
+# `question` it came from.
+FORMS = (
+    FormSpec(Form.messages, ("messages",), _add_conversation),
+    FormSpec(Form.conversations, DIALOGUES, _add_conversation),
+    FormSpec(Form.turns, ("turns",), _add_turns),
+    FormSpec(Form.preference, ("chosen",), _add_preference),
+    FormSpec(Form.alpaca, ("instruction",), _add_alpaca),
+    FormSpec(Form.prompt, ("prompt",), _add_pair),
+    FormSpec(Form.tokens, ("input_ids",), None),
+    FormSpec(Form.text, ("text",), None),
+    FormSpec(
+        Form.question, ("question", "query", "problem", "input", "Question", "Problem"), _add_pair
+    ),
 )
 
 
-BEGIN = re.compile(rf"\s*(<[^<>\s]+>\s*)?({ROLE_TOKEN.pattern}|\[INST\])", re.IGNORECASE)
-"""Start of a rendered prompt, perhaps after a token that begins any text."""
+def _parse_tokens(fields: Fields) -> tuple[list[int], list[bool]]:
+    ids = parse_token_ids(
+        parse_list(fields.pop("input_ids"), "input_ids", "token ids"), "input_ids"
+    )
+    key = next((name for name in (*MASKS, "labels") if not is_empty(fields.get(name))), None)
+    if key is None:
+        allowed = f"one of the fields {', '.join((*MASKS, 'labels'))} beside"
+        raise MalformedRowError("input_ids", "ids without a loss mask", allowed)
+    mask = _parse_mask(fields, key, ids)
+    if is_empty(fields.get("attention_mask")):
+        return ids, mask
+    attended = _parse_mask(fields, "attention_mask", ids)
+    return (
+        [token for token, keep in zip(ids, attended, strict=True) if keep],
+        [learnt for learnt, keep in zip(mask, attended, strict=True) if keep],
+    )
 
 
-WORDS = (
-    ("[INST]", "[/INST]"),
-    ("### Assistant",),
-    ("### Instruction", "### Response"),
-    ("Human:", "\nAssistant:"),
-    ("User:", "\nAssistant:"),
-    ("USER:", "ASSISTANT:"),
-)
-"""Lines of strings that occur together in dialogues of common templates without such tokens."""
+def _parse_mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
+    mask = parse_list(fields.pop(key), key, "numbers")
+    if len(mask) != len(ids):
+        raise MalformedRowError(key, f"{len(mask)} values", f"one for each of {len(ids)} input_ids")
+    for index, (value, token) in enumerate(zip(mask, ids, strict=True)):
+        allowed = (-100, token) if key == "labels" else (0, 1)
+        if value not in allowed:
+            raise MalformedRowError(
+                f"{key}[{index}]", format_found_value(value), " or ".join(map(str, allowed))
+            )
+    return [value != -100 if key == "labels" else bool(value) for value in mask]
 
 
 def find_turn_marker(text: str) -> str:
-    """Turn marker of a text that is a rendered dialogue of any model; empty for other texts."""
+    """Find the turn marker in a rendered dialogue of any model; return "" for other texts."""
     token = ROLE_TOKEN.search(text)
     if token:
         return token.group()
-    return next((words[-1].strip() for words in WORDS if all(w in text for w in words)), "")
+    groups = (group for group in MARKER_TEXTS if all(marker in text for marker in group))
+    return next((group[-1].strip() for group in groups), "")
 
 
 def refuse_dialogue(marker: str) -> None:
@@ -538,6 +541,6 @@ def refuse_dialogue(marker: str) -> None:
 
 
 def find_rendered_start(prompt: str) -> str:
-    """Start of a prompt that is a rendered turn; empty for other prompts."""
-    begin = BEGIN.match(prompt)
-    return begin.group().strip() if begin else ""
+    """Find the start of a prompt that is a rendered turn; return "" for other prompts."""
+    start = RENDERED_START.match(prompt)
+    return start.group().strip() if start else ""

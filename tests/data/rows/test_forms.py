@@ -13,7 +13,6 @@ from data.rows.data_files import Row
 from data.rows.field_checks import MalformedRowError, format_found_value
 from data.rows.messages import REASONING, ROLES
 from data.rows.records import (
-    CUT_OFF,
     FORMS,
     MASKS,
     PROMPTS,
@@ -21,6 +20,7 @@ from data.rows.records import (
     SYSTEM_TEXTS,
     TEMPLATE_KWARGS,
     TOOLS,
+    TRUNCATED_TURNS,
     Record,
     detect_form,
     parse_record,
@@ -416,7 +416,15 @@ def test_every_column_is_read_by_some_form():
 def test_the_page_names_every_field():
     page = (Path(__file__).parents[3] / "data/README.md").read_text()
     names = {name for spec in FORMS for name in (spec.form.value, *spec.keys)}
-    names |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, CUT_OFF, *REASONING, *REPLIES, *MASKS}
+    names |= {
+        *TOOLS,
+        *SYSTEM_TEXTS,
+        *TEMPLATE_KWARGS,
+        TRUNCATED_TURNS,
+        *REASONING,
+        *REPLIES,
+        *MASKS,
+    }
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
