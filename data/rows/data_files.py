@@ -114,9 +114,10 @@ def _find_folder_source(folder: Path, path: str, subset: str | None, split: str)
         raise InputError(f"{path}: no file in this folder ends in {ALLOWED}")
     of_subset = [f for f in files if subset is None or subset in _list_split_names(inside[f])]
     if not of_subset:
-        names = ", ".join(str(inside[file]) for file in files)
+        all_names = ", ".join(str(inside[file]) for file in files)
         raise InputError(
-            f"data.subset={subset}: no file and no folder of {path} has this name; it holds {names}"
+            f"data.subset={subset}: no file and no folder of {path} has this name; "
+            f"it holds {all_names}"
         )
     chosen = _select_split(of_subset, inside, path, split)
     why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"

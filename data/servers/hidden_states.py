@@ -1,7 +1,8 @@
 """Hidden states of a frozen target from a vLLM server, for targets beyond one GPU.
 
 The server runs with the speculative method `extract_hidden_states`: it writes the hidden states of
-a prompt to a file on shared storage and names the file in its reply.
+a prompt to a file on shared storage and names the file in its reply. The format of the file depends
+on vLLM's version.
 
 Letters: S tokens of a document, T tokens of a packed sequence, L layers in a file, D hidden.
 """
@@ -31,13 +32,21 @@ from data.servers.http_client import (
 )
 from data.servers.state_files import HiddenStatesError, SharedFolder, StateFiles
 
-FIRST = (0, 18)
+FIRST_VERSION = (0, 18)
+"""First vLLM that writes hidden states, as (major, minor)."""
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--no-enable-prefix-caching")
+KEPT_FREE = 2
+"""Free bytes of the storage, as a multiple of all requested bytes, above which another file is
+requested."""
+TRANSFER = "kv_transfer_params"
+INCLUDE_OUTPUTS = {"include_output_tokens": True}
+RequestSettings = Mapping[str, Any]
+"""Request settings of OpenAI's protocol or of vLLM's additions."""
 
 
 @dataclass(frozen=True)
-class Writing:
-    """How a range of versions writes hidden states.
+class WritingFormat:
+    """Format in which a range of vLLM versions writes hidden states.
 
     Attributes:
         since: first version, as (major, minor).
@@ -55,50 +64,20 @@ class Writing:
     hybrids: bool = True
 
 
-WRITINGS = (
-    Writing(FIRST, locks=False, outputs=False, hybrids=False),
-    Writing((0, 22), WHOLE_PROMPTS, outputs=False, hybrids=False),
-    Writing((0, 24), hybrids=False),
-    Writing((0, 26)),
+WRITING_FORMATS = (
+    WritingFormat(FIRST_VERSION, locks=False, outputs=False, hybrids=False),
+    WritingFormat((0, 22), WHOLE_PROMPTS, outputs=False, hybrids=False),
+    WritingFormat((0, 24), hybrids=False),
+    WritingFormat((0, 26)),
 )
-"""Formats from the oldest on."""
+"""Formats from the oldest on.
 
-
-def writing_of(version: str, who: str) -> Writing:
-    """Choose the format of a vLLM version.
-
-    Args:
-        version: version as the server gives it; without numbers it is a build of the newest source.
-        who: server, for the message.
-
-    Raises:
-        InputError: the version is too old.
-    """
-    match = re.match(r"v?(\d+)\.(\d+)", version)
-    numbers = (int(match[1]), int(match[2])) if match else WRITINGS[-1].since
-    if numbers[0] == 0 and numbers[1] < 2 and match and "dev" in version:
-        numbers = WRITINGS[-1].since  # 0.1.dev1, the version of a build without tags
-    if numbers < FIRST:
-        raise InputError(
-            f"{who}: vLLM {version} writes no hidden states; serve with 0.26 or newer (allowed: "
-            "0.18 and newer)"
-        )
-    return [each for each in WRITINGS if each.since <= numbers][-1]
-
-
-ROOM = 2
-"""Free space to keep, in files of the requested size."""
-
-TRANSFER = "kv_transfer_params"
-OUTPUTS = {"include_output_tokens": True}
+Source: vLLM's `example_hidden_states_connector.py`, pull requests #33736 (0.18), #37374 (0.22),
+#43805 (0.24) and #46301 (0.26)."""
 
 
 class ServerUnavailableError(HiddenStatesError):
     """A server does not answer, or cannot answer now."""
-
-
-RequestSettings = Mapping[str, Any]
-"""Request settings of OpenAI's protocol or of vLLM's additions."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +85,15 @@ class ServerFeatureLayers:
     """Hidden states that a server writes, and their names here.
 
     Layers are numbered as in vLLM: 0 is the embedding, i the output of decoder layer i - 1 before
-        the final norm, so `num_layers` is the last one. The server does not give the state after
-        the final norm, which is computed here, as in speculators' trainers.
+    the final norm, so `num_layers` is the last one. The server does not give the state after the
+    final norm, which is computed here, as in speculators' trainers.
 
     Attributes:
         layers: indices of `output_hidden_states` to return as `layers.{i}`.
         num_layers: decoder layers of the target.
         hidden_size: D.
-        final_norm: the target's norm on the CPU, for `hidden_states`; None to omit these.
+        final_norm: the target's final norm on the CPU, which gives `hidden_states`; None omits
+            `hidden_states`.
         recurrent: whether the target has recurrent layers.
         target: Hub id or folder that the server is started with.
     """
@@ -143,11 +123,13 @@ class ServerFeatureLayers:
 
     @property
     def folder_name(self) -> str:
-        """Name of the folder of the files, which tells readers the layers."""
+        """Name of the folder of the files. The name tells readers the layers."""
         return "-".join(["layers", *map(str, self.written_layers)])
 
-    def serve_options(self, storage: str | Path, writing: Writing = WRITINGS[-1]) -> list[str]:
-        """Arguments of `vllm serve` to write these hidden states.
+    def serve_options(
+        self, storage: str | Path, writing: WritingFormat = WRITING_FORMATS[-1]
+    ) -> list[str]:
+        """Build the arguments of `vllm serve` that make it write these hidden states.
 
         Args:
             storage: folder that server and reader see under one name.
@@ -173,15 +155,15 @@ class ServerFeatureLayers:
     @torch.no_grad()
     def split_layers(self, written: Tensor) -> dict[str, Tensor]:
         """Split a file's states [S, L, D] into `layers.{i}` and `hidden_states`, [S, D] each."""
-        at = dict(zip(self.written_layers, written.unbind(1), strict=True))
-        states = {f"layers.{index}": at[index] for index in self.layers}
+        by_layer = dict(zip(self.written_layers, written.unbind(1), strict=True))
+        states = {f"layers.{index}": by_layer[index] for index in self.layers}
         if self.final_norm is not None:
-            states["hidden_states"] = self.final_norm(at[self.num_layers]).to(written.dtype)
+            states["hidden_states"] = self.final_norm(by_layer[self.num_layers]).to(written.dtype)
         return states
 
 
 class HiddenStatesClient(SyncEndpointClient):
-    """Server of documents' hidden states, as a context manager that tries the server first.
+    """Client of a server of hidden states, as a context manager that tries the server first.
 
     `eval.measure.engine_answers` checks that the server has this target's weights.
 
@@ -200,7 +182,7 @@ class HiddenStatesClient(SyncEndpointClient):
         """Keep the settings; connect later.
 
         Args:
-            endpoint: server; without a model name, the first listed model is used.
+            endpoint: server and model. Without a model, the first listed one is used.
             taps: hidden states that the server was started to write.
             concurrency: number of documents in flight.
             files: access to the server's files. Unset: a folder shared with this machine.
@@ -211,7 +193,7 @@ class HiddenStatesClient(SyncEndpointClient):
         self.concurrency = concurrency
         self.model = endpoint.model
         self.max_model_len: int | None = None
-        self.writing = WRITINGS[-1]
+        self.writing = WRITING_FORMATS[-1]
         self._room = threading.Condition()
         self._num_bytes = 0  # requested but not read yet
 
@@ -220,23 +202,28 @@ class HiddenStatesClient(SyncEndpointClient):
         self.files.close()
 
     def connect(self) -> None:
-        """Raise an InputError unless a first document can be read."""
+        """Request the states of a first document.
+
+        Raises:
+            InputError: the server does not serve the model or its states; the message says what to
+                change.
+        """
         try:
             listed = self.portal.call(self.client.request_models)
         except InputError as error:
-            raise InputError(f"{error}; {self._how_to_serve()}") from error
+            raise InputError(f"{error}; {self._format_serve_hint()}") from error
         models = {str(model["id"]): model for model in listed}
         self.model = self.model or next(iter(models))
         if self.model not in models:
             raise self._make_input_error(
                 f"serves no model {self.model}; it lists {sorted(models)}: name one of these"
             )
-        own = models[self.model]
-        base = models.get(str(own.get("parent")), {})  # of an adapter
-        self.max_model_len = own.get("max_model_len") or base.get("max_model_len")
+        served = models[self.model]
+        base = models.get(str(served.get("parent")), {})  # of an adapter
+        self.max_model_len = served.get("max_model_len") or base.get("max_model_len")
         version = self.portal.call(self.client.request_version)
         if version is not None:
-            self.writing = writing_of(version, str(self.endpoint))
+            self.writing = choose_writing_format(version, str(self.endpoint))
         if self.taps.recurrent and not self.writing.hybrids:
             raise self._make_input_error(
                 f"vLLM {version} writes zeros for a target with recurrent layers; serve with 0.26 "
@@ -257,75 +244,88 @@ class HiddenStatesClient(SyncEndpointClient):
             InputError: the server does not answer, or with other hidden states; the message says
                 what to change.
         """
-        with self._room_for(len(token_ids)):
+        with self._reserve_storage(len(token_ids)):
             return self.portal.call(self._request_tokens, token_ids, 1)[1]
 
     def log_probs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of each token but the first, given the tokens before it.
+        """Request the log-probability of each token but the first, given the tokens before it.
 
         Raises:
-            InputError: see `read`.
+            InputError: as `request_states`.
         """
-        asked = {"prompt_logprobs": 1}
-        with self._room_for(len(token_ids)):
-            choice, _ = self.portal.call(self._request_tokens, token_ids, 1, asked)
-        told = (choice.get("prompt_logprobs") or [])[1:]
+        with self._reserve_storage(len(token_ids)):
+            choice, _ = self.portal.call(self._request_tokens, token_ids, 1, {"prompt_logprobs": 1})
+        entries = (choice.get("prompt_logprobs") or [])[1:]
         try:
-            return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], told, strict=True)]
+            return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], entries, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             raise self._make_input_error(
                 "returns no prompt_logprobs; serve with vLLM 0.18 or newer"
             ) from error
 
-    def save(self, prompt: list[int], max_new_tokens: int, told: RequestSettings) -> list[int]:
-        """Request the target's answer to a prompt; token ids, including the ending one.
+    def request_answer(
+        self, prompt: list[int], max_new_tokens: int, request_settings: RequestSettings
+    ) -> list[int]:
+        """Request the target's answer to a prompt.
 
         Args:
             prompt: token ids.
             max_new_tokens: largest number of tokens of the answer.
-            told: further settings of the request, e.g. `temperature` and `seed`.
+            request_settings: further settings of the request, e.g. `temperature` and `seed`.
+
+        Returns:
+            Token ids of the answer, including the ending one.
 
         Raises:
-            InputError: see `read`.
+            InputError: as `request_states`.
         """
-        asked = {**WHOLE_DISTRIBUTION, **told, "return_token_ids": True}
-        with self._room_for(len(prompt)):
-            choice, _ = self.portal.call(self._request_tokens, prompt, max_new_tokens, asked)
+        settings = {**WHOLE_DISTRIBUTION, **request_settings, "return_token_ids": True}
+        with self._reserve_storage(len(prompt)):
+            choice, _ = self.portal.call(self._request_tokens, prompt, max_new_tokens, settings)
         return choice["token_ids"]
 
     def request_answer_with_states(
-        self, prompt: list[int], max_new_tokens: int, told: RequestSettings
+        self, prompt: list[int], max_new_tokens: int, request_settings: RequestSettings
     ) -> tuple[list[int], dict[str, Tensor]]:
-        """Request an answer with hidden states of all tokens but its last. Raises as `read` does.
+        """Request an answer with the hidden states of all tokens but its last.
 
-        Newer vLLM versions return both from one request.
+        Newer vLLM versions return both from one request. Arguments are those of `request_answer`.
+
+        Returns:
+            Token ids of the answer, and states as from `request_states`.
 
         Raises:
-            InputError: see `read`.
+            InputError: as `request_states`.
         """
         if not self.writing.outputs:
-            ids = self.save(prompt, max_new_tokens, told)
+            ids = self.request_answer(prompt, max_new_tokens, request_settings)
             return ids, self.request_states(prompt + ids[:-1])
-        asked = {**WHOLE_DISTRIBUTION, **told, "return_token_ids": True, TRANSFER: OUTPUTS}
-        with self._room_for(len(prompt) + max_new_tokens):
-            choice, states = self.portal.call(self._request_tokens, prompt, max_new_tokens, asked)
+        settings = {**WHOLE_DISTRIBUTION, **request_settings, "return_token_ids": True}
+        settings[TRANSFER] = INCLUDE_OUTPUTS
+        with self._reserve_storage(len(prompt) + max_new_tokens):
+            choice, states = self.portal.call(
+                self._request_tokens, prompt, max_new_tokens, settings
+            )
         return choice["token_ids"], states
 
     @contextmanager
-    def _room_for(self, num_tokens: int) -> Iterator[None]:
+    def _reserve_storage(self, num_tokens: int) -> Iterator[None]:
         """Wait until the storage has room for another file beside the requested ones.
 
         On a full disk the server gives no error, only a short file.
 
+        Args:
+            num_tokens: largest number of tokens in the file.
+
         Raises:
-            NotReadError: other files fill the storage.
+            HiddenStatesError: other files fill the storage.
         """
         itemsize = 4  # float32, the widest dtype of a server
         num_bytes = num_tokens * len(self.taps.written_layers) * self.taps.hidden_size * itemsize
         until = time.monotonic() + self.endpoint.timeout_s
         with self._room:
             while self._num_bytes and (free := self.files.free_bytes()) is not None:
-                if free > ROOM * (self._num_bytes + num_bytes):
+                if free > KEPT_FREE * (self._num_bytes + num_bytes):
                     break
                 if not self._room.wait(until - time.monotonic()):
                     raise self._make_states_error(f"only {free} bytes are free where it writes")
@@ -338,9 +338,14 @@ class HiddenStatesClient(SyncEndpointClient):
                 self._room.notify_all()
 
     async def _request_tokens(
-        self, token_ids: list[int], num_new: int, asked: Mapping[str, Any] | None = None
+        self, token_ids: list[int], num_new: int, settings: RequestSettings | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Request up to `num_new` tokens, with the hidden states of all tokens read."""
+        """Request up to `num_new` tokens, with the hidden states of all tokens that were read.
+
+        Returns:
+            The reply's first choice, and states as from `request_states`.
+        """
+        settings = settings or {}
         num_tokens = len(token_ids)
         if self.max_model_len is not None and num_tokens + num_new > self.max_model_len:
             raise self._make_input_error(
@@ -349,7 +354,7 @@ class HiddenStatesClient(SyncEndpointClient):
                 f"{num_tokens + num_new}, or set data.max_length lower"
             )
         body = {"model": self.model, "prompt": token_ids, "max_tokens": num_new, "temperature": 0}
-        body |= asked or {}
+        body |= settings
         try:
             reply = await self.client.request_json("POST", "completions", body)
         except (RequestFailedError, RequestRefusedError) as error:
@@ -363,32 +368,32 @@ class HiddenStatesClient(SyncEndpointClient):
             ) from error
         path = (reply.get(TRANSFER) or {}).get("hidden_states_path")
         if path is None:
-            raise self._make_input_error(f"returns no hidden states; {self._how_to_serve()}")
+            raise self._make_input_error(f"returns no hidden states; {self._format_serve_hint()}")
         if Path(path).parent.name != self.taps.folder_name:
             raise self._make_input_error(
                 f"writes {path}, outside of {self.taps.folder_name}, so perhaps other layers; "
-                f"{self._how_to_serve()}"
+                f"{self._format_serve_hint()}"
             )
         choice = (reply.get("choices") or [{}])[0]
-        asked = asked or {}
-        if "return_token_ids" in asked and not choice.get("token_ids"):
+        if "return_token_ids" in settings and not choice.get("token_ids"):
             raise self._make_input_error(
                 "returns no token ids of its answers; serve with a newer vLLM"
             )
-        ids = token_ids + (choice["token_ids"][:-1] if TRANSFER in asked else [])
+        ids = token_ids + (choice["token_ids"][:-1] if TRANSFER in settings else [])
         return choice, await anyio.to_thread.run_sync(self._load_states, Path(path), ids)
 
     def _load_states(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
-        """Read and check the hidden states in a file that the server named."""
+        """Load and check the hidden states in a file that the server named."""
         try:
             written = self.files.load_and_delete(path, token_ids, self.writing.locks)
         except InputError as error:
             raise type(error)(f"{self.endpoint}: {error}") from error
-        wanted = [len(token_ids), len(self.taps.written_layers), self.taps.hidden_size]
-        if list(written.shape) != wanted:
+        shape = [len(token_ids), len(self.taps.written_layers), self.taps.hidden_size]
+        if list(written.shape) != shape:
             raise self._make_input_error(
-                f"hidden states have shape {list(written.shape)}, not {wanted} (tokens, layers, "
-                f"hidden size), so it serves another target or other layers; {self._how_to_serve()}"
+                f"hidden states have shape {list(written.shape)}, not {shape} (tokens, layers, "
+                "hidden size), so it serves another target or other layers; "
+                f"{self._format_serve_hint()}"
             )
         norms = torch.linalg.vector_norm(written, dim=-1)  # one pass; narrow dtypes may overflow
         if not norms.isfinite().all() and not written.isfinite().all():
@@ -402,7 +407,7 @@ class HiddenStatesClient(SyncEndpointClient):
             )
         return self.taps.split_layers(written)
 
-    def _how_to_serve(self) -> str:
+    def _format_serve_hint(self) -> str:
         options = self.taps.serve_options("/dev/shm", self.writing)
         return f"serve with: {shlex.join(['vllm', 'serve', self.taps.target, *options])}"
 
@@ -411,3 +416,26 @@ class HiddenStatesClient(SyncEndpointClient):
 
     def _make_input_error(self, text: str) -> InputError:
         return InputError(f"{self.endpoint}: {text}")
+
+
+def choose_writing_format(version: str, who: str) -> WritingFormat:
+    """Choose the format in which a vLLM version writes hidden states.
+
+    Args:
+        version: version as the server gives it. A version without numbers is a build of the newest
+            source.
+        who: name of the server, for the message.
+
+    Raises:
+        InputError: the version is too old.
+    """
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    numbers = (int(match[1]), int(match[2])) if match else WRITING_FORMATS[-1].since
+    if numbers[0] == 0 and numbers[1] < 2 and match and "dev" in version:
+        numbers = WRITING_FORMATS[-1].since  # 0.1.dev1, the version of a build without tags
+    if numbers < FIRST_VERSION:
+        raise InputError(
+            f"{who}: vLLM {version} writes no hidden states; serve with 0.26 or newer (allowed: "
+            "0.18 and newer)"
+        )
+    return [each for each in WRITING_FORMATS if each.since <= numbers][-1]

@@ -1,4 +1,7 @@
-"""Answers from an OpenAI-compatible server, with many requests in flight and retries."""
+"""Client of an OpenAI-compatible server, with many requests in flight and retries.
+
+This module needs no torch.
+"""
 
 import asyncio
 import contextlib
@@ -21,15 +24,16 @@ from data.rows.messages import format_call_arguments, parse_call_arguments
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 REFUSED = frozenset({400, 413, 422})
 WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Settings that stop a server from applying the target's generation_config.json."""
-ENDED = frozenset({None, "stop", "eos", "eos_token", "tool_calls", "function_call"})
-"""`finish_reason` of complete answers; `length` and `abort` are not among them."""
+"""Request settings that keep a server from applying the target's generation_config.json."""
+COMPLETE_REASONS = frozenset({None, "stop", "eos", "eos_token", "tool_calls", "function_call"})
+"""Values of `finish_reason` of complete answers. `length` and `abort` are not among them."""
+RELAY_TOKEN_VARIABLE = "HEADSMITH_RELAY_TOKEN"
+"""Environment variable of the token that a relay of hidden states and its readers share."""
 
 
 class RequestRefusedError(Exception):
@@ -115,11 +119,19 @@ class EndpointClient:
         await self._http.aclose()
 
     async def first_model(self) -> str:
-        """Name of the first model that the server lists."""
+        """Return the name of the first model that the server lists.
+
+        Raises:
+            InputError: as `request_models`.
+        """
         return str((await self.request_models())[0]["id"])
 
     async def request_models(self) -> list[dict]:
-        """Models that the server lists, at least one, each with an `id`."""
+        """Request the models that the server lists, at least one, each with an `id`.
+
+        Raises:
+            InputError: the server does not answer, or lists no model.
+        """
         try:
             listed = (await self.request_json("GET", "models"))["data"]
             named = [m for m in listed if isinstance(m, dict) and "id" in m]
@@ -132,14 +144,14 @@ class EndpointClient:
         return named
 
     async def request_version(self) -> str | None:
-        """Version of the server, as vLLM gives it beside its base URL; None if unknown."""
+        """Request the server's version, which vLLM gives beside its base URL; None if unknown."""
         root = self.endpoint.url.rstrip("/").removesuffix("/v1")
         try:
             response = await self._http.get(f"{root}/version")
-            told = response.json() if response.is_success else {}
+            reply = response.json() if response.is_success else {}
         except (httpx.RequestError, ValueError):
             return None
-        return str(told["version"]) if isinstance(told, dict) and "version" in told else None
+        return str(reply["version"]) if isinstance(reply, dict) and "version" in reply else None
 
     async def request_answer(self, messages: list[dict], settings: dict[str, object]) -> Answer:
         """Request the next assistant message.
@@ -149,8 +161,8 @@ class EndpointClient:
             settings: sampling fields of the request.
 
         Raises:
-            RowRefused: the server refuses these messages.
-            RowFailed: all attempts failed.
+            RequestRefusedError: the server refuses these messages.
+            RequestFailedError: all attempts failed.
             InputError: the server refuses every request, as address, key or model is wrong.
         """
         body = {
@@ -162,12 +174,11 @@ class EndpointClient:
         reply = await self.request_json("POST", "chat/completions", body)
         try:
             choice = reply["choices"][0]
-            said = choice["message"]
-            message = _parse_message(said)
+            message = _parse_message(choice["message"])
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailedError("the reply has no choices[0].message.content") from error
-        ended = choice.get("finish_reason") in ENDED
-        return Answer(message, not ended, choice.get("token_ids"))
+        is_complete = choice.get("finish_reason") in COMPLETE_REASONS
+        return Answer(message, not is_complete, choice.get("token_ids"))
 
     async def tells_token_ids(self) -> bool:
         """Tell whether the server returns token ids on request, as vLLM does."""
@@ -185,26 +196,26 @@ class EndpointClient:
             The reply's JSON.
 
         Raises:
-            RowRefused: the server refuses this request.
-            RowFailed: all attempts failed.
+            RequestRefusedError: the server refuses this request.
+            RequestFailedError: all attempts failed.
             InputError: the server refuses every request.
         """
         return await self._send_request(method, path, body, httpx.Response.json)
 
     async def request_text(self, path: str) -> str:
-        """Get the text at a path below the base URL. Raises as `request` does."""
+        """Request the text at a path below the base URL. Raises as `request_json` does."""
         return await self._send_request("GET", path, None, lambda response: response.text)
 
     async def stream_events(self, path: str, body: dict) -> AsyncGenerator[dict, None]:
-        """Stream the pieces of a reply as they come; a request that fails is not sent again.
+        """Yield the pieces of a streamed reply as they come. A failed request is not sent again.
 
         Args:
-            path: behind the base URL.
-            body: sent as JSON; it asks for a stream.
+            path: path below the base URL.
+            body: JSON body, which asks for a stream.
 
         Raises:
-            RowRefused: the server refuses this body.
-            RowFailed: the connection failed, or a piece is not JSON.
+            RequestRefusedError: the server refuses this body.
+            RequestFailedError: the connection failed, or a piece is not JSON.
             InputError: the server refuses every request.
         """
         url = f"{self.endpoint.url.rstrip('/')}/{path}"
@@ -212,7 +223,9 @@ class EndpointClient:
             async with self._http.stream("POST", url, json=body) as response:
                 if not response.is_success:
                     await response.aread()
-                    raise _final_error(response.status_code, url, self._format_problem(response))
+                    raise _make_final_error(
+                        response.status_code, url, self._format_problem(response)
+                    )
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data:").strip()
                     if line.startswith("data:") and data != "[DONE]":
@@ -229,18 +242,19 @@ class EndpointClient:
         return f"HTTP {response.status_code}: {text[:300]}"
 
     async def _send_request(
-        self, method: str, path: str, body: dict | None, read: Callable[[httpx.Response], Result]
+        self, method: str, path: str, body: dict | None, parse: Callable[[httpx.Response], Result]
     ) -> Result:
+        """Send a request until it succeeds, and parse the reply. Raises as `request_json` does."""
         url = f"{self.endpoint.url.rstrip('/')}/{path}"
         for attempt in itertools.count():
             wait_s = min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
             try:
                 response = await self._http.request(method, url, json=body)
                 if response.is_success:
-                    return read(response)
+                    return parse(response)
                 problem = self._format_problem(response)
                 if response.status_code not in RETRIED:
-                    raise _final_error(response.status_code, url, problem)
+                    raise _make_final_error(response.status_code, url, problem)
                 wait_s = max(wait_s, retry_after_s(response.headers.get("Retry-After")))
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -259,6 +273,59 @@ class EndpointClient:
         raise AssertionError
 
 
+def _parse_message(reply: dict) -> dict:
+    """Parse content, reasoning and tool calls of an assistant's message in a reply."""
+    content, calls = reply["content"], reply.get("tool_calls")
+    reasoning = reply.get("reasoning_content") or reply.get("reasoning")
+    if not isinstance(content, str) and (content is not None or not (reasoning or calls)):
+        raise RequestFailedError(f"the reply's content is {type(content).__name__}, not text")
+    message: dict = {"role": "assistant", "content": content or ""}
+    if reasoning:
+        message["reasoning_content"] = str(reasoning)
+    if calls:
+        message["tool_calls"] = [_parse_call(call) for call in calls]
+    try:
+        "".join((message["content"], message.get("reasoning_content", ""))).encode()
+    except UnicodeEncodeError as error:
+        raise RequestFailedError("the reply holds half of a surrogate pair") from error
+    return message
+
+
+def _parse_call(call: dict) -> dict:
+    function = call["function"]
+    try:
+        arguments = parse_call_arguments(function.get("arguments"), "arguments")
+    except MalformedRowError as error:
+        raise RequestFailedError(f"a call of {function['name']}: {error}") from error
+    function = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _make_final_error(status: int, url: str, problem: str) -> Exception:
+    if status in REFUSED:
+        return RequestRefusedError(problem)
+    hint = {
+        401: "set the key in the environment variable named by api_key_env",
+        403: "the key may not use this model",
+        404: "check endpoint (it usually ends in /v1) and model",
+    }.get(status, "check endpoint and model")
+    return InputError(f"{url}: {problem}: {hint}")
+
+
+def retry_after_s(value: str | None) -> float:
+    """Parse the seconds of a Retry-After header, a number or HTTP date; 0 if it gives none."""
+    if not value:
+        return 0.0
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
 class SyncEndpointClient:
     """Client for synchronous code, as a context manager.
 
@@ -268,7 +335,7 @@ class SyncEndpointClient:
     """
 
     def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
-        """Keep the endpoint; connect later. See `Client`."""
+        """Keep the endpoint; connect later. See `EndpointClient`."""
         self.endpoint = endpoint
         self.client = EndpointClient(endpoint, concurrency)
         self._stack = ExitStack()
@@ -276,12 +343,12 @@ class SyncEndpointClient:
 
     @property
     def portal(self) -> BlockingPortal:
-        """Thread of the client, inside the context."""
+        """Thread of the asynchronous client. It exists inside the context."""
         assert self._portal is not None
         return self._portal
 
     def connect(self) -> None:
-        """Try the server. An error closes the connection."""
+        """Try the server, as a subclass needs. An error closes the connection."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -295,24 +362,15 @@ class SyncEndpointClient:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
 
-def retry_after_s(value: str | None) -> float:
-    """Seconds of a Retry-After header (number or HTTP date); 0 if absent or unreadable."""
-    if not value:
-        return 0.0
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
-
-
 async def iter_completed(
     jobs: Iterable[Job], work: Callable[[Job], Awaitable[Result]], concurrency: int
 ) -> AsyncGenerator[list[Result], None]:
-    """Run `work` on every job, in order, at most `concurrency` at a time.
+    """Run `work` on every job, at most `concurrency` at a time, and yield results as they come.
+
+    Args:
+        jobs: arguments of `work`, started in this order.
+        work: asynchronous function of one job.
+        concurrency: largest number of jobs that run at a time.
 
     Yields:
         Results of the jobs that ended since the last list. If a job raises, the results of jobs
@@ -341,103 +399,67 @@ def request_continuations(
     endpoint: Endpoint,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
-    told: Sequence[Mapping[str, Any]],
+    request_settings: Sequence[Mapping[str, Any]],
     concurrency: int,
 ) -> list[list[int]]:
-    """Request answers to rendered prompts, including stop tokens, from vLLM (0.32).
+    """Request answers to rendered prompts from vLLM (0.32).
 
     Args:
         endpoint: server; its first listed model answers.
-        prompts: token ids.
+        prompts: token ids of each prompt.
         max_new_tokens: largest number of tokens per answer.
-        told: further settings per request, e.g. `temperature`.
-        concurrency: requests in flight.
+        request_settings: further settings of each request, e.g. `temperature`.
+        concurrency: number of requests in flight.
+
+    Returns:
+        Token ids of each answer, including its stop token.
 
     Raises:
         InputError: a prompt got no answer, or an answer without token ids.
     """
-    asked = {**WHOLE_DISTRIBUTION, "max_tokens": max_new_tokens, "return_token_ids": True}
-    bodies = [{**asked, **own, "prompt": ids} for ids, own in zip(prompts, told, strict=True)]
+    shared = {**WHOLE_DISTRIBUTION, "max_tokens": max_new_tokens, "return_token_ids": True}
+    bodies = [
+        {**shared, **settings, "prompt": ids}
+        for ids, settings in zip(prompts, request_settings, strict=True)
+    ]
     answers: dict[int, list[int]] = {}
 
-    async def ask_all() -> None:
+    async def request_all() -> None:
         async with EndpointClient(endpoint, concurrency) as client:
             model = await client.first_model()
 
-            async def ask(place: int) -> tuple[int, list[int]]:
-                body = bodies[place] | {"model": model}
+            async def request_one(index: int) -> tuple[int, list[int]]:
+                body = bodies[index] | {"model": model}
                 reply = await client.request_json("POST", "completions", body)
                 try:
-                    return place, list(reply["choices"][0]["token_ids"])
+                    return index, list(reply["choices"][0]["token_ids"])
                 except (KeyError, IndexError, TypeError) as error:
                     raise RequestFailedError(
                         "the reply has no choices[0].token_ids: the server must be a recent vLLM"
                     ) from error
 
-            ended = iter_completed(range(len(bodies)), ask, concurrency)
-            async with contextlib.aclosing(ended):
-                async for some in ended:
-                    answers.update(some)
+            completed = iter_completed(range(len(bodies)), request_one, concurrency)
+            async with contextlib.aclosing(completed):
+                async for results in completed:
+                    answers.update(results)
 
     try:
-        asyncio.run(ask_all())
+        asyncio.run(request_all())
     except (RequestFailedError, RequestRefusedError) as error:
         raise InputError(f"{endpoint}: {error}") from error
-    return [answers[place] for place in range(len(bodies))]
-
-
-def _final_error(status: int, url: str, problem: str) -> Exception:
-    if status in REFUSED:
-        return RequestRefusedError(problem)
-    hint = {
-        401: "set the key in the environment variable named by api_key_env",
-        403: "the key may not use this model",
-        404: "check endpoint (it usually ends in /v1) and model",
-    }.get(status, "check endpoint and model")
-    return InputError(f"{url}: {problem}: {hint}")
-
-
-def _parse_message(said: dict) -> dict:
-    """Take content, reasoning and tool calls from an assistant's message."""
-    content, calls = said["content"], said.get("tool_calls")
-    reasoning = said.get("reasoning_content") or said.get("reasoning")
-    if not isinstance(content, str) and (content is not None or not (reasoning or calls)):
-        raise RequestFailedError(f"the reply's content is {type(content).__name__}, not text")
-    message: dict = {"role": "assistant", "content": content or ""}
-    if reasoning:
-        message["reasoning_content"] = str(reasoning)
-    if calls:
-        message["tool_calls"] = [_parse_call(call) for call in calls]
-    try:
-        "".join((message["content"], message.get("reasoning_content", ""))).encode()
-    except UnicodeEncodeError as error:
-        raise RequestFailedError("the reply holds half of a surrogate pair") from error
-    return message
-
-
-def _parse_call(call: dict) -> dict:
-    function = call["function"]
-    try:
-        arguments = parse_call_arguments(function.get("arguments"), "arguments")
-    except MalformedRowError as error:
-        raise RequestFailedError(f"a call of {function['name']}: {error}") from error
-    function = {"name": function["name"], "arguments": arguments}
-    return {"id": call.get("id"), "type": "function", "function": function}
-
-
-RELAY_TOKEN_VARIABLE = "HEADSMITH_RELAY_TOKEN"
+    return [answers[index] for index in range(len(bodies))]
 
 
 def find_relay_token() -> str | None:
-    """Token in this machine's environment; None if unset.
+    """Find the relay's token in the environment of this machine; None if unset.
 
     Raises:
         InputError: the token cannot be sent.
     """
-    found = os.environ.get(RELAY_TOKEN_VARIABLE)
-    if found and not (found.isascii() and found.isprintable() and " " not in found):
+    token = os.environ.get(RELAY_TOKEN_VARIABLE)
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise InputError(
             f"{RELAY_TOKEN_VARIABLE}: cannot be sent; allowed are ASCII letters, digits and "
             "signs, without spaces"
         )
-    return found or None
+    return token or None

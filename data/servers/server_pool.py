@@ -54,7 +54,7 @@ class HiddenStatesPool:
         self.server_lines: list[str] = []
         self._failed_at: dict[int, float] = {}
         self._checking = threading.Lock()
-        self._in_a_row = 0
+        self._num_failures_in_a_row = 0
         self._busy: Counter[int] = Counter()
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._stack = ExitStack()
@@ -80,65 +80,84 @@ class HiddenStatesPool:
 
     @property
     def hidden_size(self) -> int:
-        """D."""
+        """D, width of the hidden states."""
         return self.servers[0].taps.hidden_size
 
     def submit(self, token_ids: list[int]) -> "Future[dict[str, Tensor]]":
-        """Request the hidden states of a document, as `HiddenStatesServer.read` returns them."""
+        """Start a request for the hidden states of a document, as `request_states` returns them."""
         return self._threads.submit(self.request_states, token_ids)
 
     def request_states(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Request the hidden states of a document, as `HiddenStatesServer.read` returns them.
+        """Request the hidden states of a document.
+
+        Args:
+            token_ids: S tokens.
+
+        Returns:
+            Tensors [S, D], as from `HiddenStatesClient.request_states`.
 
         Raises:
-            NotReadError: all attempts failed.
+            HiddenStatesError: all attempts failed.
             InputError: a server serves something else, or too many attempts failed in a row.
         """
         return self._try_servers(lambda server: server.request_states(token_ids))
 
     def request_answers_with_states(
-        self, prompts: Iterable[list[int]], max_new_tokens: int, told: RequestSettings
+        self, prompts: Iterable[list[int]], max_new_tokens: int, request_settings: RequestSettings
     ) -> list[tuple[list[int], dict[str, Tensor]]]:
-        """Request answers as `HiddenStatesServer.answer` does. Raises as `read` does."""
+        """Request answers to prompts, each with its hidden states, in the order of the prompts.
 
-        def ask(prompt: list[int]) -> Future[tuple[list[int], dict[str, Tensor]]]:
-            return self._threads.submit(
-                self._try_servers,
-                lambda server: server.request_answer_with_states(prompt, max_new_tokens, told),
-            )
-
-        return [future.result() for future in list(map(ask, prompts))]
-
-    def stream_answers(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, told: Sequence[RequestSettings]
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Yield the index of each prompt with its answer, as they end. Raises as `read` does.
-
-        Args:
-            prompts: token ids.
-            max_new_tokens: largest number of tokens per answer.
-            told: settings per prompt, see `HiddenStatesServer.write`.
+        Answers are as from `HiddenStatesClient.request_answer_with_states`. Raises as
+        `request_states` does.
         """
 
-        def write(number: int, server: HiddenStatesClient) -> tuple[int, list[int]]:
-            return number, server.save(prompts[number], max_new_tokens, told[number])
+        def submit(prompt: list[int]) -> Future[tuple[list[int], dict[str, Tensor]]]:
+            return self._threads.submit(
+                self._try_servers,
+                lambda server: server.request_answer_with_states(
+                    prompt, max_new_tokens, request_settings
+                ),
+            )
 
-        asked = [
-            self._threads.submit(self._try_servers, partial(write, number))
+        return [future.result() for future in list(map(submit, prompts))]
+
+    def stream_answers(
+        self,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        request_settings: Sequence[RequestSettings],
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield the index of each prompt with its answer, as the answers end.
+
+        Raises as `request_states` does.
+
+        Args:
+            prompts: token ids of each prompt.
+            max_new_tokens: largest number of tokens per answer.
+            request_settings: settings of each request, see `HiddenStatesClient.request_answer`.
+        """
+
+        def answer(number: int, server: HiddenStatesClient) -> tuple[int, list[int]]:
+            return number, server.request_answer(
+                prompts[number], max_new_tokens, request_settings[number]
+            )
+
+        futures = [
+            self._threads.submit(self._try_servers, partial(answer, number))
             for number in range(len(prompts))
         ]
-        for future in as_completed(asked):
+        for future in as_completed(futures):
             yield future.result()
 
-    def _try_servers(self, ask: Callable[[HiddenStatesClient], Result]) -> Result:
-        """Try servers in turn; if none answers, try all again for a while."""
+    def _try_servers(self, request: Callable[[HiddenStatesClient], Result]) -> Result:
+        """Send a request to one server after another; if none answers, to all again for a while."""
         tried: set[int] = set()
         failures, waits_s = 0, iter(WAITS_S)
         while True:
-            number = self._least_busy(tried)
+            number = self._choose_least_busy(tried)
             tried.add(number)
             try:
-                return self._try_server(number, ask)
+                return self._try_server(number, request)
             except ServerUnavailableError as error:
                 if len(tried) < len(self.servers):
                     continue
@@ -153,17 +172,17 @@ class HiddenStatesPool:
                 if failures == NUM_ATTEMPTS:
                     raise
 
-    def _try_server(self, number: int, ask: Callable[[HiddenStatesClient], Result]) -> Result:
+    def _try_server(self, number: int, request: Callable[[HiddenStatesClient], Result]) -> Result:
         try:
             self._check_again(number)
-            found = ask(self.servers[number])
+            result = request(self.servers[number])
         except HiddenStatesError:
             with self._lock:
                 self._failed_at[number] = time.monotonic()
             raise
         else:
-            self._in_a_row = 0
-            return found
+            self._num_failures_in_a_row = 0
+            return result
         finally:
             with self._lock:
                 self._busy[number] -= 1
@@ -171,10 +190,10 @@ class HiddenStatesPool:
     def _count_failure(self, error: HiddenStatesError) -> None:
         """Count a failure; raise an InputError after too many in a row."""
         with self._lock:
-            self._in_a_row += 1
-            if self._in_a_row >= MOST_FAILURES:
+            self._num_failures_in_a_row += 1
+            if self._num_failures_in_a_row >= MOST_FAILURES:
                 raise InputError(
-                    f"{error} ({self._in_a_row} attempts in a row have failed)"
+                    f"{error} ({self._num_failures_in_a_row} attempts in a row have failed)"
                 ) from error
 
     def _check_again(self, number: int) -> None:
@@ -185,11 +204,15 @@ class HiddenStatesPool:
                 with self._lock:
                     self._failed_at.pop(number, None)
 
-    def _least_busy(self, tried: set[int]) -> int:
-        """Index of the least busy server among those that have not failed."""
+    def _choose_least_busy(self, tried: set[int]) -> int:
+        """Choose the index of a server for a request, and count the request.
+
+        Servers that were not tried come first, then those that have not failed lately, then the
+        least busy one.
+        """
         with self._lock:
-            rested = time.monotonic() - REST_S
-            failed = {each for each, when in self._failed_at.items() if when > rested}
+            recent = time.monotonic() - REST_S
+            failed = {each for each, time_s in self._failed_at.items() if time_s > recent}
             number = min(
                 range(len(self.servers)),
                 key=lambda each: (each in tried, each in failed, self._busy[each]),
@@ -217,13 +240,14 @@ class HiddenStatesPool:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the hidden states of packed sequences, with later documents in flight.
 
-        One sequence often has fewer documents than keep the servers busy.
+        One sequence often has too few documents to keep the servers busy.
 
         Args:
             rows: items of `data.prepared.packing.PackedDataset`, of T tokens.
 
         Yields:
-            Tensors as from `read`, each [T, D], with zeros on padding; in order.
+            For each sequence in order, tensors as from `request_states`, but [T, D], with zeros on
+            padding.
         """
         rows, ahead = itertools.tee(rows)
         states = self.stream_states(document for row in ahead for document in split_documents(row))
@@ -233,16 +257,16 @@ class HiddenStatesPool:
 
 
 def split_documents(row: dict[str, Tensor]) -> list[list[int]]:
-    """Token ids of each document of a packed sequence, in order."""
-    real = row["document_ids"] >= 0
-    lengths = torch.unique_consecutive(row["document_ids"][real], return_counts=True)[1]
-    return [part.tolist() for part in row["input_ids"][real].split(lengths.tolist())]
+    """Split a packed sequence into the token ids of each document, in order."""
+    is_token = row["document_ids"] >= 0
+    lengths = torch.unique_consecutive(row["document_ids"][is_token], return_counts=True)[1]
+    return [part.tolist() for part in row["input_ids"][is_token].split(lengths.tolist())]
 
 
 def join_documents(row: dict[str, Tensor], documents: list[Tensor]) -> Tensor:
-    """[T, D] of concatenated documents [S, D], with padding at the end."""
-    placed = documents[0].new_empty(len(row["document_ids"]), documents[0].shape[1])
+    """Join the states [S, D] of a packed sequence's documents to [T, D], with zeros on padding."""
+    states = documents[0].new_empty(len(row["document_ids"]), documents[0].shape[1])
     num_tokens = sum(map(len, documents))
-    torch.cat(documents, out=placed[:num_tokens])
-    placed[num_tokens:] = 0
-    return placed
+    torch.cat(documents, out=states[:num_tokens])
+    states[num_tokens:] = 0
+    return states

@@ -1,4 +1,15 @@
-"""A serving engine that is measured: its texts, its counts of draft tokens, and its waits."""
+"""Serving engine that is measured: its texts, their times, and its counts of draft tokens.
+
+`ServingEngine` is the client; an `EngineProtocol` holds what differs between engines. vLLM and
+llama.cpp count draft tokens in `/metrics`, over all requests; SGLang counts in the reply to each
+request. All engines start to draft after the first token of a text. vLLM and SGLang also count
+tokens that the last pass accepts beyond the text's end; llama.cpp's drafts end with the text.
+
+Sources: vLLM 0.32 `v1/spec_decode/metrics.py`, `v1/core/sched/scheduler.py` and
+`entrypoints/openai/completion/protocol.py`; SGLang `srt/managers/schedule_batch.py`,
+`update_spec_correct_drafts_histogram`, and `srt/managers/tokenizer_manager.py`; llama.cpp b11434
+`tools/server/server-context.cpp`.
+"""
 
 import re
 from abc import ABC, abstractmethod
@@ -20,32 +31,28 @@ from data.servers.http_client import (
 COUNTER = re.compile(
     r"^(?:vllm|llamacpp):spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE
 )
-
-
 POSITION = re.compile(r'position="(\d+)"')
-
-
-# Room for a draft of one token, between the prompt's token and a bonus token.
 FIRST_TOKENS = 3
-
-
+"""Tokens of a text with room for a draft of one token, between the first and a bonus token."""
 NO_HEAD = "drafts nothing: start it with a draft head (the README of an export has the command)"
+START_HINT = "start a server there with the line that scripts/export.py prints, or name its address"
 
 
 class ReplyError(Exception):
-    """An answer that cannot be used."""
+    """A reply of the server cannot be used."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """How a text is to be written.
+    """Settings of a request for a text.
 
     Attributes:
-        max_new_tokens: of the text at most.
-        sampling: `temperature`, `top_p`, `top_k`, `min_p` and `seed`, of those that are set.
-        ignore_eos: go on behind stop tokens.
-        salt: vLLM shares cached beginnings only among requests of one salt. llama.cpp is told not
-            to cache, and the cache of SGLang is emptied before each pass.
+        max_new_tokens: largest number of tokens of the text.
+        sampling: `temperature`, `top_p`, `top_k`, `min_p` and `seed`, as far as they are set; None
+            is greedy.
+        ignore_eos: whether the text goes on after stop tokens.
+        salt: name of a cache of prompts in vLLM, which requests with other salts do not use.
+            llama.cpp is asked not to cache, and SGLang's cache is emptied before each measurement.
     """
 
     max_new_tokens: int
@@ -55,16 +62,16 @@ class TextRequest:
 
     @property
     def chosen_sampling(self) -> dict[str, float | int]:
-        """The sampling, greedy where none is set."""
+        """Sampling settings of the request; greedy if none are set."""
         return self.sampling or {"temperature": 0}
 
 
 @dataclass(frozen=True)
 class StreamedText:
-    """When a text came.
+    """Times at which a streamed text came.
 
     Attributes:
-        num_tokens: of the text.
+        num_tokens: number of tokens of the text.
         arrivals_s: seconds from the request to each piece that held tokens.
         lengths: draft tokens that each pass accepted, if the engine returns them with the text.
     """
@@ -76,13 +83,13 @@ class StreamedText:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """A text and the counts of its drafts.
+    """Text and the counts of its draft tokens.
 
     Attributes:
         text: token ids, including a stop token.
-        drafts: passes that verified draft tokens.
-        proposed: draft tokens that they verified.
-        accepted: number of passes that accepted a token, per depth.
+        drafts: number of passes that verified draft tokens.
+        proposed: number of draft tokens that these passes verified.
+        accepted: for each depth, number of passes that accepted a draft token there.
     """
 
     text: list[int]
@@ -92,50 +99,77 @@ class DraftCounts:
 
     @classmethod
     def from_passes(cls, text: list[int], lengths: list[int], depth: int) -> "DraftCounts":
-        """Make counts from the tokens that each pass accepted, also beyond the text's end."""
-        accepted = [sum(length > place for length in lengths) for place in range(depth)]
+        """Count drafts from the accepted tokens of each pass, also beyond the text's end.
+
+        Args:
+            text: token ids.
+            lengths: number of draft tokens that each pass accepted.
+            depth: number of draft tokens of a pass.
+        """
+        accepted = [sum(length > index for length in lengths) for index in range(depth)]
         return cls(text, len(lengths), depth * len(lengths), accepted)
 
     @classmethod
     def from_texts(cls, texts: "Iterable[DraftCounts]", depth: int) -> "DraftCounts":
-        """Sum over texts."""
-        counted = list(texts)
+        """Sum the counts of texts; the sum has no text of its own."""
+        counts = list(texts)
         return cls(
             [],
-            sum(text.drafts for text in counted),
-            sum(text.proposed for text in counted),
-            [sum(text.accepted[place] for text in counted) for place in range(depth)],
+            sum(text.drafts for text in counts),
+            sum(text.proposed for text in counts),
+            [sum(text.accepted[index] for text in counts) for index in range(depth)],
         )
 
     @classmethod
     def from_passes_within_text(
         cls, text: list[int], lengths: list[int], depth: int, room: int, stop_ids: list[int]
     ) -> "DraftCounts":
-        """Make the counts of an engine whose drafts end with the text at the latest.
+        """Count drafts as llama.cpp does, which never drafts beyond the end of a text.
 
-        A pass also emits a bonus token, so a pass with room for one token makes no draft. An
-        accepted stop token counts as the bonus token, unless it was the draft's last.
+        A pass drafts at most as many tokens as the text has room for, less one for the bonus token.
+        An accepted stop token counts as the bonus token, unless it is the last token of the draft.
 
         Args:
             text: token ids.
-            lengths: tokens that each pass accepted, also beyond the text's end.
-            depth: most draft tokens of a pass.
-            room: most tokens of the text.
+            lengths: number of draft tokens that each pass accepted, also beyond the text's end.
+            depth: largest number of draft tokens of a pass.
+            room: largest number of tokens of the text.
             stop_ids: token ids that end a text.
         """
-        proposed, kept, emitted = 0, list[int](), 1
+        proposed, within, emitted = 0, list[int](), 1
         for length in lengths:
             size, left = min(depth, room - emitted - 1), len(text) - emitted
             if size > 0:
                 proposed += size
                 stopped = text[-1] in stop_ids and left <= length
-                kept.append(left - (left != size) if stopped else min(length, size))
+                within.append(left - (left != size) if stopped else min(length, size))
             emitted += length + 1
-        return replace(cls.from_passes(text, kept, depth), proposed=proposed)
+        return replace(cls.from_passes(text, within, depth), proposed=proposed)
+
+
+@dataclass(frozen=True)
+class LoadMeasurement:
+    """Measurement of texts that were requested many at a time.
+
+    Attributes:
+        texts: times of each text, in the order of the requests.
+        seconds: seconds from the first request to the end of the last text.
+        counts: counts of the draft tokens of all texts.
+    """
+
+    texts: list[StreamedText]
+    seconds: float
+    counts: DraftCounts
 
 
 class EngineProtocol(ABC):
-    """The requests to one serving engine; each may raise what `Client.request` does."""
+    """Requests to one kind of serving engine. Each may raise as `EndpointClient.request_json` does.
+
+    Attributes:
+        drafts_end_with_text: whether the engine never drafts beyond the end of a text.
+        path: path of requests for a text, below the server's address.
+        depth: number of draft tokens of a pass; 0 without a draft head.
+    """
 
     drafts_end_with_text = False
     path: str
@@ -146,36 +180,58 @@ class EngineProtocol(ABC):
 
     @abstractmethod
     async def find_draft_depth(self, drafts: bool) -> None:
-        """Find the depth, the draft tokens of a pass, of an engine that drafts."""
+        """Find and set `depth`, the number of draft tokens of a pass.
+
+        Args:
+            drafts: whether the engine must have a draft head.
+
+        Raises:
+            ReplyError: the engine must draft but does not, or drafts trees.
+        """
 
     @abstractmethod
-    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
-        """The request."""
+    def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
+        """Build the JSON body of a request for a text."""
 
     @abstractmethod
     def parse_token_ids(self, reply: dict) -> list[int]:
-        """Tokens of a reply, or of a piece of it that is streamed."""
+        """Parse the token ids of a reply, or of one piece of a streamed reply.
+
+        Raises:
+            ReplyError: the reply has no token ids.
+        """
 
     @abstractmethod
-    async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
-        """One text and its counts."""
+    async def request_answer(self, prompt_ids: list[int], request: TextRequest) -> DraftCounts:
+        """Request one text with the counts of its draft tokens."""
 
     @abstractmethod
     async def request_draft_counters(self) -> list[int]:
-        """Drafts, their tokens, and those accepted at each position, since the server's start."""
+        """Request the counters since the server's start; empty if the engine has none.
+
+        Returns:
+            Number of drafts, of draft tokens, and of accepted tokens at each position.
+        """
 
     @abstractmethod
     def subtract_counters(self, before: list[int], after: list[int]) -> DraftCounts | None:
-        """What two counts are apart; None where counts come with the texts."""
+        """Subtract an earlier reading of the server's counters from a later one.
+
+        Returns None for an engine that reports counts with every reply (SGLang).
+        """
 
     @abstractmethod
     async def empty_prefix_cache(self) -> None:
-        """Empty the engine's memory of beginnings, where requests cannot be kept apart."""
+        """Empty the engine's cache of prompts, if requests cannot be kept from sharing it."""
 
-    async def stream_text(self, prompt_ids: list[int], asked: TextRequest) -> StreamedText:
-        """One text as it comes."""
+    async def stream_text(self, prompt_ids: list[int], request: TextRequest) -> StreamedText:
+        """Request one text as a stream and note when its tokens come.
+
+        Raises:
+            ReplyError: the engine breaks the text off, or streams no token.
+        """
         num_tokens, arrivals, event = 0, list[float](), dict[str, Any]()
-        body, watch = self.build_request(prompt_ids, asked) | {"stream": True}, Stopwatch()
+        body, watch = self.build_request(prompt_ids, request) | {"stream": True}, Stopwatch()
         async for event in self.client.stream_events(self.path, body):
             arrived = watch.seconds()
             if "error" in event:
@@ -189,24 +245,211 @@ class EngineProtocol(ABC):
         return StreamedText(num_tokens, arrivals, self.parse_accepted_lengths(event))
 
     def count_streamed_tokens(self, event: dict, before: int) -> int:
-        """Tokens of a text up to a streamed piece, behind so many."""
+        """Count the tokens of a text up to this streamed piece.
+
+        Args:
+            event: the piece.
+            before: number of tokens up to the previous piece.
+        """
         return before + len(self.parse_token_ids(event))
 
     @abstractmethod
     def parse_accepted_lengths(self, reply: dict) -> list[int]:
-        """Draft tokens that each pass accepted, where a reply tells."""
+        """Parse the number of draft tokens that each pass accepted; empty if a reply has none."""
 
 
-class _Metered(EngineProtocol):
-    """Counters before a request, and after."""
+class ServingEngine(SyncEndpointClient):
+    """Client of a vLLM, SGLang or llama.cpp server, as a context manager.
 
-    async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
+    Nobody else may send requests meanwhile, as vLLM and llama.cpp count over all requests.
+
+    Attributes:
+        name: `vllm`, `sglang` or `llamacpp`.
+        model: name of the served model.
+        adapters: names of the adapters of this model that the server lists.
+        version: version of the server; None if the server gives none.
+        depth: number of draft tokens of a pass; 0 without a draft head.
+        within: whether drafts end with the text (see `DraftCounts.from_passes_within_text`).
+        max_model_len: limit of prompt and answer in tokens; None if the server gives none.
+    """
+
+    def __init__(self, endpoint: Endpoint, concurrency: int = 1, drafts: bool = True) -> None:
+        """Keep the settings; connect later.
+
+        Args:
+            endpoint: server, with or without `/v1` at the end, and model. Without a model, the
+                first listed one is used.
+            concurrency: largest number of requests in flight.
+            drafts: whether the server must have a draft head, or must have none.
+        """
+        root = endpoint.url.rstrip("/").removesuffix("/v1")
+        # A request that is sent again is counted again.
+        super().__init__(replace(endpoint, url=root, max_retries=0), concurrency)
+        self.drafts = drafts
+        self.name, self.model, self.depth, self.within = "", "", 0, False
+        self.version: str | None = None
+        self.adapters: list[str] = []
+        self.max_model_len: int | None = None
+        self._protocol: EngineProtocol | None = None
+
+    def connect(self) -> None:
+        """Identify the engine; refuse an unknown one, and one that drafts or not against `drafts`.
+
+        Raises:
+            InputError: the message names what the server lacks.
+        """
+        self._run_on_portal(self._identify_engine)
+
+    def request_answer(
+        self, prompt_ids: list[int], max_new_tokens: int, ignore_eos: bool = False
+    ) -> DraftCounts:
+        """Request the greedy text after a prompt, ended by the server's own stop tokens.
+
+        Args:
+            prompt_ids: token ids of the rendered prompt.
+            max_new_tokens: largest number of tokens of the text.
+            ignore_eos: whether the text goes on after stop tokens.
+
+        Raises:
+            InputError: no answer, or an answer without token ids and counts.
+        """
+        request = TextRequest(max_new_tokens, ignore_eos=ignore_eos)
+        return self._run_on_portal(self.protocol.request_answer, prompt_ids, request)
+
+    def render_prompt(
+        self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]
+    ) -> list[int] | int:
+        """Request the rendering of a conversation by the server's own chat template.
+
+        Args:
+            messages: conversation up to a message of the user.
+            tools: function schemas for the template.
+            kwargs: further arguments of the template.
+
+        Returns:
+            Token ids of the prompt, or their number if the server gives no ids.
+        """
+        body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+        body |= {"tools": tools} if tools else {}
+        body |= {"chat_template_kwargs": kwargs} if kwargs else {}
+        return self._run_on_portal(self._request_rendering, body | {"model": self.model})
+
+    def stream_texts(
+        self,
+        jobs: Sequence[tuple[list[int], TextRequest]],
+        concurrency: int,
+        tell: Callable[[int], object] = lambda _: None,
+    ) -> LoadMeasurement:
+        """Request texts, `concurrency` at a time, and note when their tokens come.
+
+        Args:
+            jobs: token ids of each prompt and settings of its text, requested in this order.
+            concurrency: number of requests in flight.
+            tell: function called with the number of texts that have ended since its last call.
+
+        Raises:
+            InputError: a prompt got no answer.
+        """
+        return self._run_on_portal(self._stream_texts, jobs, concurrency, tell)
+
+    @property
+    def protocol(self) -> EngineProtocol:
+        """Requests to this engine. They exist inside the context."""
+        assert self._protocol is not None
+        return self._protocol
+
+    def _run_on_portal(self, work: Any, *arguments: Any) -> Any:
+        try:
+            return self.portal.call(work, *arguments)
+        except (RequestFailedError, RequestRefusedError, ReplyError) as error:
+            start = "" if self.name else f"; {START_HINT}"
+            raise InputError(f"{self.endpoint}: {error}{start}") from error
+
+    async def _identify_engine(self) -> None:
+        reply = await self.client.request_json("GET", "v1/models")
+        try:
+            served = _choose_model(reply["data"], self.endpoint.model)
+            self.name, self.model = str(served["owned_by"]), str(served["id"])
+            adapters = [each for each in reply["data"] if each.get("parent") == self.model]
+            self.adapters = [str(each["id"]) for each in adapters]
+            self.max_model_len = served.get("max_model_len")
+            if self.max_model_len is None:  # llama.cpp names no `meta` while it loads
+                self.max_model_len = (served.get("meta") or {}).get("n_ctx")
+            self._protocol = PROTOCOLS[self.name](self.client, self.model)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ReplyError(
+                f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
+            ) from error
+        self.version = await self.client.request_version()
+        await self._protocol.find_draft_depth(self.drafts)
+        self.depth, self.within = self._protocol.depth, self._protocol.drafts_end_with_text
+        if self.depth and not self.drafts:
+            raise ReplyError(
+                f"drafts {self.depth} tokens; the baseline is the same server without a draft head"
+            )
+
+    async def _request_rendering(self, body: dict[str, Any]) -> list[int] | int:
+        reply = await self.client.request_json("POST", "v1/chat/completions", body)
+        try:
+            ids = reply.get("prompt_token_ids")
+            rendered = list(ids) if ids else int(reply["usage"]["prompt_tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ReplyError("a chat's reply has no usage.prompt_tokens") from error
+        if not rendered:  # llama.cpp with a file that holds no tokenizer
+            raise ReplyError("renders a chat as nothing")
+        return rendered
+
+    async def _stream_texts(
+        self,
+        jobs: Sequence[tuple[list[int], TextRequest]],
+        concurrency: int,
+        tell: Callable[[int], object],
+    ) -> LoadMeasurement:
+        protocol = self.protocol
+        await protocol.empty_prefix_cache()
+        texts: dict[int, StreamedText] = {}
+
+        async def stream_one(index: int) -> tuple[int, StreamedText]:
+            return index, await protocol.stream_text(*jobs[index])
+
+        before, watch = await protocol.request_draft_counters(), Stopwatch()
+        async for ended in iter_completed(range(len(jobs)), stream_one, concurrency):
+            texts |= ended
+            tell(len(ended))
+        seconds = watch.seconds()
+        ordered = [texts[index] for index in range(len(jobs))]
+        counts = protocol.subtract_counters(before, await protocol.request_draft_counters())
+        if counts is None:
+            lengths = [length for text in ordered for length in text.lengths]
+            counts = DraftCounts.from_passes([], lengths, self.depth)
+        return LoadMeasurement(ordered, seconds, counts)
+
+
+def _choose_model(listed: list[dict], model: str | None) -> dict:
+    """Choose the listed model of a name, or the first one if the name is None.
+
+    Raises:
+        ReplyError: the server does not list the model.
+    """
+    if model is None:
+        return listed[0]
+    for each in listed:
+        if each["id"] == model:
+            return each
+    names = ", ".join(str(each["id"]) for each in listed)
+    raise ReplyError(f"model={model}: not served; allowed: {names}")
+
+
+class _MeteredProtocol(EngineProtocol):
+    """Protocol of an engine that counts over all requests: counters are read before and after."""
+
+    async def request_answer(self, prompt_ids: list[int], request: TextRequest) -> DraftCounts:
         before = await self.request_draft_counters()
         reply = await self.client.request_json(
-            "POST", self.path, self.build_request(prompt_ids, asked)
+            "POST", self.path, self.build_request(prompt_ids, request)
         )
-        found = self.subtract_counters(before, await self.request_draft_counters())
-        return replace(found, text=self.parse_token_ids(reply))
+        counts = self.subtract_counters(before, await self.request_draft_counters())
+        return replace(counts, text=self.parse_token_ids(reply))
 
     async def request_draft_counters(self) -> list[int]:
         if not self.depth:
@@ -237,7 +480,7 @@ class _Metered(EngineProtocol):
         return []
 
 
-class _Vllm(_Metered):
+class _VllmProtocol(_MeteredProtocol):
     path = "v1/completions"
 
     async def find_draft_depth(self, drafts: bool) -> None:
@@ -245,17 +488,17 @@ class _Vllm(_Metered):
         if drafts and not self.depth:
             raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
 
-    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
+    def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         return {
             "model": self.model,
             "prompt": prompt_ids,
-            "max_tokens": asked.max_new_tokens,
+            "max_tokens": request.max_new_tokens,
             "return_token_ids": True,
             # A model's generation_config.json can ask for a penalty, which servers take over.
             "repetition_penalty": 1.0,
-            **asked.chosen_sampling,
-            **({"ignore_eos": True} if asked.ignore_eos else {}),
-            **({"cache_salt": asked.salt} if asked.salt else {}),
+            **request.chosen_sampling,
+            **({"ignore_eos": True} if request.ignore_eos else {}),
+            **({"cache_salt": request.salt} if request.salt else {}),
         }
 
     def parse_token_ids(self, reply: dict) -> list[int]:
@@ -265,12 +508,12 @@ class _Vllm(_Metered):
             raise ReplyError("the reply has no choices[0].token_ids: vLLM is too old") from error
 
 
-class _LlamaCpp(_Metered):
+class _LlamaCppProtocol(_MeteredProtocol):
     drafts_end_with_text = True
     path = "completion"
 
     async def find_draft_depth(self, drafts: bool) -> None:
-        """Have something drafted: before that no position is counted."""
+        """See `EngineProtocol`. A first text is drafted, as no position is counted before one."""
         first = self.build_request([0], TextRequest(FIRST_TOKENS, ignore_eos=True))
         self.parse_token_ids(await self.client.request_json("POST", self.path, first))
         try:
@@ -281,16 +524,16 @@ class _LlamaCpp(_Metered):
         if drafts and not self.depth:
             raise ReplyError(f"{NO_HEAD}, and without --spec-draft-p-min")
 
-    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
+    def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         return {
             "prompt": prompt_ids,
-            "n_predict": asked.max_new_tokens,
+            "n_predict": request.max_new_tokens,
             "repeat_penalty": 1.0,
             "return_tokens": True,
-            # Behind a prompt that it has read before, a head misses a feature.
+            # After a cached prompt, the draft head lacks the features of the prompt.
             "cache_prompt": False,
-            **asked.chosen_sampling,
-            **({"ignore_eos": True} if asked.ignore_eos else {}),
+            **request.chosen_sampling,
+            **({"ignore_eos": True} if request.ignore_eos else {}),
         }
 
     def parse_token_ids(self, reply: dict) -> list[int]:
@@ -300,8 +543,8 @@ class _LlamaCpp(_Metered):
             raise ReplyError("the reply has no tokens: llama.cpp is too old") from error
 
 
-class _Sglang(EngineProtocol):
-    """Count that come with the text."""
+class _SglangProtocol(EngineProtocol):
+    """Protocol of an engine that returns counts with each text."""
 
     path = "generate"
 
@@ -319,10 +562,10 @@ class _Sglang(EngineProtocol):
             )
         self.depth = int(settings["speculative_num_steps"])
 
-    def build_request(self, prompt_ids: list[int], asked: TextRequest) -> dict[str, Any]:
-        sampling = {"max_new_tokens": asked.max_new_tokens, "repetition_penalty": 1.0}
-        sampling |= {key: value for key, value in asked.chosen_sampling.items() if key != "seed"}
-        sampling |= {"ignore_eos": True} if asked.ignore_eos else {}
+    def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
+        sampling = {"max_new_tokens": request.max_new_tokens, "repetition_penalty": 1.0}
+        sampling |= {key: value for key, value in request.chosen_sampling.items() if key != "seed"}
+        sampling |= {"ignore_eos": True} if request.ignore_eos else {}
         return {"input_ids": prompt_ids, "sampling_params": sampling}
 
     def parse_token_ids(self, reply: dict) -> list[int]:
@@ -331,9 +574,9 @@ class _Sglang(EngineProtocol):
         except (KeyError, TypeError) as error:
             raise ReplyError("the reply has no output_ids: SGLang is too old") from error
 
-    async def request_answer(self, prompt_ids: list[int], asked: TextRequest) -> DraftCounts:
+    async def request_answer(self, prompt_ids: list[int], request: TextRequest) -> DraftCounts:
         reply = await self.client.request_json(
-            "POST", self.path, self.build_request(prompt_ids, asked)
+            "POST", self.path, self.build_request(prompt_ids, request)
         )
         return DraftCounts.from_passes(
             self.parse_token_ids(reply), self.parse_accepted_lengths(reply), self.depth
@@ -352,7 +595,7 @@ class _Sglang(EngineProtocol):
         return int(event["meta_info"]["completion_tokens"])
 
     def parse_accepted_lengths(self, reply: dict) -> list[int]:
-        # The second is its older name. A text of one token has had no pass.
+        # The second name is the older one. A text of one token has had no pass.
         names = ("spec_correct_drafts_histogram", "spec_accept_histogram")
         meta = reply.get("meta_info") or {}
         histogram = next((meta[name] for name in names if name in meta), None)
@@ -362,207 +605,7 @@ class _Sglang(EngineProtocol):
 
 
 PROTOCOLS: dict[str, type[EngineProtocol]] = {
-    "vllm": _Vllm,
-    "sglang": _Sglang,
-    "llamacpp": _LlamaCpp,
+    "vllm": _VllmProtocol,
+    "sglang": _SglangProtocol,
+    "llamacpp": _LlamaCppProtocol,
 }
-
-
-START = "start a server there with the line that scripts/export.py prints, or name its address"
-
-
-@dataclass(frozen=True)
-class LoadMeasurement:
-    """Texts that were asked for with so many in flight.
-
-    Attributes:
-        texts: in the order of the requests.
-        seconds: from the first request to the last answer.
-        counts: of all their drafts.
-    """
-
-    texts: list[StreamedText]
-    seconds: float
-    counts: DraftCounts
-
-
-class ServingEngine(SyncEndpointClient):
-    """A vLLM, SGLang or llama.cpp server; a context manager.
-
-    Nobody else may ask it anything meanwhile: vLLM and llama.cpp count over all requests.
-
-    Attributes:
-        name: `vllm`, `sglang` or `llamacpp`.
-        model: name of the served model.
-        adapters: names of the adapters of this model that the server lists.
-        version: the server's version, if the server says it.
-        depth: draft tokens of a pass; 0 without a draft head.
-        within: drafts end with the text at the latest (see `DraftCounts.within`).
-        max_model_len: limit of prompt and answer in tokens; None if the server does not say.
-    """
-
-    def __init__(self, endpoint: Endpoint, concurrency: int = 1, drafts: bool = True) -> None:
-        """Open no connection yet.
-
-        Args:
-            endpoint: the server, with or without `/v1` at the end, and the model; None takes the
-                first model that the server lists.
-            concurrency: requests in flight at most.
-            drafts: the server must have a draft head, or must have none.
-        """
-        root = endpoint.url.rstrip("/").removesuffix("/v1")
-        # A request that is sent again is counted again.
-        super().__init__(replace(endpoint, url=root, max_retries=0), concurrency)
-        self.drafts = drafts
-        self.name, self.model, self.depth, self.within = "", "", 0, False
-        self.version: str | None = None
-        self.adapters: list[str] = []
-        self.max_model_len: int | None = None
-        self._protocol: EngineProtocol | None = None
-
-    def connect(self) -> None:
-        """Refuse an unknown engine, or one that drafts against what was said.
-
-        Raises:
-            InputError: with what the server lacks.
-        """
-        self._run_on_portal(self._identify_engine)
-
-    def request_answer(
-        self, prompt_ids: list[int], max_new_tokens: int, ignore_eos: bool = False
-    ) -> DraftCounts:
-        """Ask for the greedy text after a prompt, ended by the server's own stop tokens.
-
-        Args:
-            prompt_ids: the rendered prompt.
-            max_new_tokens: tokens of the text at most.
-            ignore_eos: go on behind stop tokens.
-
-        Raises:
-            InputError: no answer, or one without token ids and counts.
-        """
-        asked = TextRequest(max_new_tokens, ignore_eos=ignore_eos)
-        return self._run_on_portal(self.protocol.request_answer, prompt_ids, asked)
-
-    def render_prompt(
-        self, messages: list[dict], tools: list[dict] | None, kwargs: dict[str, Any]
-    ) -> list[int] | int:
-        """Render a conversation by the server's own chat template.
-
-        Args:
-            messages: up to the user's.
-            tools: that the template is given.
-            kwargs: further arguments of the template.
-
-        Returns:
-            Token ids of the prompt, or their number where the server tells no more.
-        """
-        body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
-        body |= {"tools": tools} if tools else {}
-        body |= {"chat_template_kwargs": kwargs} if kwargs else {}
-        return self._run_on_portal(self._request_rendering, body | {"model": self.model})
-
-    def stream_texts(
-        self,
-        jobs: Sequence[tuple[list[int], TextRequest]],
-        concurrency: int,
-        tell: Callable[[int], object] = lambda _: None,
-    ) -> LoadMeasurement:
-        """Ask for texts, so many at a time, and notes when their tokens come.
-
-        Args:
-            jobs: prompts of token ids, and how each is answered; asked for in this order.
-            concurrency: requests in flight.
-            tell: called with how many more texts have ended.
-
-        Raises:
-            InputError: a prompt got no answer.
-        """
-        return self._run_on_portal(self._stream_texts, jobs, concurrency, tell)
-
-    @property
-    def protocol(self) -> EngineProtocol:
-        """The engine's requests, once this is entered."""
-        assert self._protocol is not None
-        return self._protocol
-
-    def _run_on_portal(self, work: Any, *arguments: Any) -> Any:
-        try:
-            return self.portal.call(work, *arguments)
-        except (RequestFailedError, RequestRefusedError, ReplyError) as error:
-            start = "" if self.name else f"; {START}"
-            raise InputError(f"{self.endpoint}: {error}{start}") from error
-
-    async def _identify_engine(self) -> None:
-        reply = await self.client.request_json("GET", "v1/models")
-        try:
-            served = _choose_model(reply["data"], self.endpoint.model)
-            self.name, self.model = str(served["owned_by"]), str(served["id"])
-            others = [each for each in reply["data"] if each.get("parent") == self.model]
-            self.adapters = [str(each["id"]) for each in others]
-            self.max_model_len = served.get("max_model_len")
-            if self.max_model_len is None:  # llama.cpp names no `meta` while it loads
-                self.max_model_len = (served.get("meta") or {}).get("n_ctx")
-            self._protocol = PROTOCOLS[self.name](self.client, self.model)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ReplyError(
-                f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
-            ) from error
-        self.version = await self.client.request_version()
-        await self._protocol.find_draft_depth(self.drafts)
-        self.depth, self.within = self._protocol.depth, self._protocol.drafts_end_with_text
-        if self.depth and not self.drafts:
-            raise ReplyError(
-                f"drafts {self.depth} tokens; the baseline is the same server without a draft head"
-            )
-
-    async def _request_rendering(self, body: dict[str, Any]) -> list[int] | int:
-        reply = await self.client.request_json("POST", "v1/chat/completions", body)
-        try:
-            told = reply.get("prompt_token_ids")
-            rendered = list(told) if told else int(reply["usage"]["prompt_tokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReplyError("a chat's reply has no usage.prompt_tokens") from error
-        if not rendered:  # llama.cpp with a file that holds no tokenizer
-            raise ReplyError("renders a chat as nothing")
-        return rendered
-
-    async def _stream_texts(
-        self,
-        jobs: Sequence[tuple[list[int], TextRequest]],
-        concurrency: int,
-        tell: Callable[[int], object],
-    ) -> LoadMeasurement:
-        protocol = self.protocol
-        await protocol.empty_prefix_cache()
-        texts: dict[int, StreamedText] = {}
-
-        async def ask(place: int) -> tuple[int, StreamedText]:
-            return place, await protocol.stream_text(*jobs[place])
-
-        before, watch = await protocol.request_draft_counters(), Stopwatch()
-        async for ended in iter_completed(range(len(jobs)), ask, concurrency):
-            texts |= ended
-            tell(len(ended))
-        seconds = watch.seconds()
-        ordered = [texts[place] for place in range(len(jobs))]
-        counts = protocol.subtract_counters(before, await protocol.request_draft_counters())
-        if counts is None:
-            lengths = [length for text in ordered for length in text.lengths]
-            counts = DraftCounts.from_passes([], lengths, self.depth)
-        return LoadMeasurement(ordered, seconds, counts)
-
-
-def _choose_model(listed: list[dict], model: str | None) -> dict:
-    """Return the model of this name, or the first.
-
-    Raises:
-        ReplyError: the server does not list the model.
-    """
-    if model is None:
-        return listed[0]
-    for each in listed:
-        if each["id"] == model:
-            return each
-    names = ", ".join(str(each["id"]) for each in listed)
-    raise ReplyError(f"model={model}: not served; allowed: {names}")

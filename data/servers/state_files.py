@@ -1,4 +1,8 @@
-"""Files of hidden states that a server writes to a folder shared with this machine.
+"""Files of hidden states that a server writes: two ways to read them.
+
+The server writes to a folder that is shared with this machine (`SharedFolder`), or to one beside
+which `scripts/relay.py` runs, which sends the files over HTTP (`RelayFiles`). Files are read into
+memory that is reused once no tensor needs it (`BufferPool`).
 
 Letters: S tokens, L layers in a file, D hidden.
 """
@@ -28,69 +32,37 @@ from tqdm import tqdm
 from conf.errors import InputError
 from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
 
-SMALL = 1 << 20
-"""Bytes below which memory is not kept."""
-STEPS = 4
-"""Sizes of kept memory between two powers of two."""
-
-
-class BufferPool:
-    """Memory of a process that reads much and holds little.
-
-    The kernel clears new pages, which takes several times as long as reading into old ones. Keeps
-    as much memory as was in use at once.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []  # threads take and return memory; each operation is atomic
-
-    def allocate_bytes(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Uninitialised memory; returned once the array and all views of it are gone.
-
-        Args:
-            num_bytes: size of the array.
-        """
-        if num_bytes < SMALL:
-            return np.empty(num_bytes, np.uint8)
-        step = (1 << num_bytes.bit_length() - 1) // STEPS
-        size = -(-num_bytes // step) * step
-        block = self._take_free_block(size) or self._make_block(size)
-        array = np.frombuffer(block, np.uint8, num_bytes)
-        weakref.finalize(array, self._free.append, block).atexit = False
-        return array
-
-    def _take_free_block(self, size: int) -> mmap.mmap | None:
-        for block in [*self._free]:
-            if size <= len(block) <= size + size // STEPS:
-                with suppress(ValueError):  # another thread took it first
-                    self._free.remove(block)
-                    return block
-        return None
-
-    def _make_block(self, size: int) -> mmap.mmap:
-        """New memory, instead of kept memory of the same size that does not fit."""
-        dropped = 0
-        while self._free and dropped < size:
-            with suppress(IndexError):
-                dropped += len(self._free.pop(0))
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
 VISIBLE_S = 10.0
 """Seconds in which a file named by the server may stay invisible on a network file system."""
 LOOK_EVERY_S = 0.01
+"""Seconds between looks for a file."""
 SWEEP_EVERY_S = 600.0
+"""Seconds between deletions of files that no reader waits for."""
 LOST_AFTER = 3
 """Age, in request timeouts, of files that no reader waits for."""
 CANNOT_LOCK = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+"""Errors of file systems without locks."""
 HEADER_BYTES = 100_000_000
-"""Longest header in bytes that safetensors accepts."""
+"""Longest header that safetensors accepts."""
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-
-BUFFERS = BufferPool()
+NUM_ATTEMPTS = 4
+"""Attempts per request to a relay."""
+FIRST_DELAY_S = 0.5
+"""Seconds before the third attempt. The second follows at once, as a relay closes idle
+connections."""
+CONNECT_S = 30.0
+FREE_FOR_S = 1.0
+"""Seconds for which the free space told by a relay is trusted."""
+MAX_REASON_BYTES = 500
+"""Bytes that are read of a relay's reason for a refusal."""
+SMALL = 1 << 20
+"""Size in bytes below which the pool keeps no block."""
+STEPS = 4
+"""Number of block sizes between two powers of two."""
+Result = TypeVar("Result")
 
 
 class HiddenStatesError(InputError):
@@ -112,21 +84,21 @@ class StateFiles(Protocol):
             `hidden_states` as written; [S, L, D] from a correctly started server.
 
         Raises:
-            NotReadError: the file is missing, incomplete or of other tokens.
+            HiddenStatesError: the file is missing, incomplete or of other tokens.
             InputError: no file of this server can be read.
         """
 
     def free_bytes(self) -> int | None:
-        """Free bytes where the server writes; None if unknown."""
+        """Return the free bytes where the server writes; None if unknown."""
 
     def close(self) -> None:
         """Close open connections."""
 
 
 class SharedFolder:
-    """Files in a folder that has the same name here and on the server.
+    """Access to files in a folder that has the same name here and on the server.
 
-    Now and then deletes files of requests that were given up.
+    Files of requests that were given up are deleted every `SWEEP_EVERY_S`.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -140,7 +112,7 @@ class SharedFolder:
         self._swept_at = -SWEEP_EVERY_S
 
     def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
-        """See `Files`."""
+        """See `StateFiles`."""
         wait_until_whole(path, locks, self.timeout_s)
         try:
             with path.open("rb", buffering=0) as file:
@@ -168,18 +140,18 @@ class SharedFolder:
         return states
 
     def free_bytes(self) -> int | None:
-        """See `Files`."""
+        """See `StateFiles`."""
         return None if self._folder is None else shutil.disk_usage(self._folder).free
 
     def close(self) -> None:
-        """See `Files`."""
+        """See `StateFiles`."""
 
 
 def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
     """Wait until the writer is done and the whole file is visible.
 
-    If a lock exists, it decides. On network file systems without visible locks, the file must be
-    whole twice.
+    If a lock file exists, the lock decides. On network file systems without visible locks, the file
+    must be whole in two looks.
 
     Args:
         path: path of a safetensors file.
@@ -187,31 +159,31 @@ def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
         timeout_s: seconds that the lock may be held.
 
     Raises:
-        NotReadError: the writer takes too long, or the file is incomplete afterwards, as after a
-            failed write.
+        HiddenStatesError: the writer takes too long, or the file is incomplete afterwards, as after
+            a failed write.
         InputError: no permission to read the file.
     """
-    begin = released = time.monotonic()
+    start = released = time.monotonic()
     was_whole = False
     while True:
-        held, now = (_is_held(path) if locks else False), time.monotonic()
-        if held:
+        locked, now = (_is_lock_held(path) if locks else False), time.monotonic()
+        if locked:
             released = now
-            if now - begin > timeout_s:
+            if now - start > timeout_s:
                 raise HiddenStatesError(
-                    f"{path}: not written after {now - begin:.0f} s; see the server's log"
+                    f"{path}: not written after {now - start:.0f} s; see the server's log"
                 )
-        elif _is_whole(path):
-            if held is False or was_whole:
+        elif _is_file_whole(path):
+            if locked is False or was_whole:
                 return
             was_whole = True
         elif now - released > VISIBLE_S:
-            raise HiddenStatesError(_why_not_whole(path))
+            raise HiddenStatesError(_explain_incomplete_file(path))
         time.sleep(LOOK_EVERY_S)
 
 
-def _is_held(path: Path) -> bool | None:
-    """Tell whether a writer holds the lock; None without a lock."""
+def _is_lock_held(path: Path) -> bool | None:
+    """Tell whether a writer holds the lock of a file; None without a lock."""
     try:
         with make_lock_path(path).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -228,7 +200,7 @@ def _is_held(path: Path) -> bool | None:
     return False
 
 
-def _is_whole(path: Path) -> bool:
+def _is_file_whole(path: Path) -> bool:
     try:
         with path.open("rb", buffering=0) as file:
             _parse_header(file, os.fstat(file.fileno()).st_size)
@@ -239,102 +211,33 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _why_not_whole(path: Path) -> str:
+def _explain_incomplete_file(path: Path) -> str:
     if not path.exists() and not make_lock_path(path).exists():
         return (
             f"{path}: cannot be seen from this machine; mount the server's shared_storage_path "
             "here under the same name, or start scripts/relay.py beside the server and set "
             "target.relay"
         )
-    found = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
-    return f"{path}: incomplete ({found}); the disk may be full, see the server's log"
-
-
-class Readable(Protocol):
-    """File or HTTP body."""
-
-    def read(self, size: int, /) -> bytes | None:
-        """Read up to `size` bytes."""
-
-    def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the start of a buffer and return the number of bytes; 0 at the end."""
-
-
-def load_safetensors(file: Readable, size: int) -> dict[str, Tensor]:
-    """Read a safetensors file into one buffer, which its tensors share.
-
-    Raises:
-        ValueError: no safetensors file, or incomplete.
-        OSError: reading fails.
-    """
-    num_bytes, places = _parse_header(file, size)
-    data = BUFFERS.allocate_bytes(num_bytes)
-    filled, view = 0, data.data
-    while filled < num_bytes:
-        count = file.readinto(view[filled:num_bytes])
-        if not count:
-            raise ValueError(f"it ends {num_bytes - filled} bytes early")
-        filled += count
-    return {
-        name: torch.frombuffer(data, dtype=dtype, offset=first, count=shape.numel()).view(shape)
-        for name, (dtype, shape, first) in places.items()
-        if shape.numel()
-    }
-
-
-def _parse_header(
-    file: Readable, size: int
-) -> tuple[int, dict[str, tuple[torch.dtype, torch.Size, int]]]:
-    """Size of the header, and dtype, shape and offset of each tensor.
-
-    Raises:
-        ValueError: the header is missing or does not fit `size` bytes.
-    """
-    length = int.from_bytes(file.read(8) or b"", "little")
-    if not 0 < length <= min(size - 8, HEADER_BYTES):
-        raise ValueError(f"no header of a safetensors file in {size} bytes")
-    try:
-        entries = dict(json.loads(file.read(length) or b""))
-        entries.pop("__metadata__", None)
-        places, end = {}, 0
-        for name, entry in entries.items():
-            dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-            first, last = entry["data_offsets"]
-            if last - first != shape.numel() * dtype.itemsize or min(first, *shape) < 0:
-                raise ValueError(f"{name} of {last - first} bytes")
-            places[name], end = (dtype, shape, first), max(end, last)
-    except (KeyError, TypeError, RuntimeError, UnicodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"no header of a safetensors file: {error!r}") from error
-    if end != size - 8 - length:
-        raise ValueError(f"{size} bytes, not {end + 8 + length}")
-    return end, places
-
-
-def extract_states(tensors: dict[str, Tensor], token_ids: list[int], path: Path) -> Tensor:
-    """Return the hidden states of a file with these tokens; raise a NotReadError for others."""
-    if "hidden_states" not in tensors or tensors.get("token_ids", torch.empty(0)).tolist() != (
-        token_ids
-    ):
-        raise HiddenStatesError(f"{path}: holds other tokens than were sent")
-    return tensors["hidden_states"]
+    state = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
+    return f"{path}: incomplete ({state}); the disk may be full, see the server's log"
 
 
 def make_lock_path(path: Path) -> Path:
-    """Path of the lock file of a file."""
+    """Make the path of a file's lock file."""
     return path.with_name(path.name + ".lock")
 
 
 def delete_states_file(path: Path) -> None:
-    """Delete a file and its lock, if present."""
+    """Delete a file of hidden states and its lock file, if present."""
     path.unlink(missing_ok=True)
     make_lock_path(path).unlink(missing_ok=True)
 
 
 def delete_old_files(folder: Path, age_s: float) -> int:
-    """Delete files of hidden states, and their locks, that are older than an age.
+    """Delete files of hidden states, and their lock files, that are older than `age_s` seconds.
 
     Returns:
-        Number of deleted files, without locks.
+        Number of deleted files, without lock files.
     """
     num_files, before = 0, time.time() - age_s
     for path in folder.iterdir():
@@ -348,23 +251,10 @@ def delete_old_files(folder: Path, age_s: float) -> int:
     return num_files
 
 
-NUM_ATTEMPTS = 4
-FIRST_DELAY_S = 0.5
-"""Seconds before the third attempt. The second follows at once, as a relay closes idle
-connections."""
-CONNECT_S = 30.0
-FREE_FOR_S = 1.0
-"""Seconds for which the free space told by a relay is trusted."""
-MOST_WORDS = 500
-"""Largest number of bytes read of a reason."""
-
-Result = TypeVar("Result")
-
-
 class RelayFiles:
-    """Files of one relay. See `data.servers.state_files.Files`.
+    """Access to the files of one relay. See `StateFiles`.
 
-    Each reading thread has its own connection, and leaves it to the next thread.
+    Each thread reads through a connection of its own and leaves the connection to the next thread.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -391,7 +281,7 @@ class RelayFiles:
         self._free_at = -FREE_FOR_S
 
     def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:  # noqa: ARG002  the relay sees
-        """See `Files`."""
+        """See `StateFiles`."""
         tensors = self._send_request(
             "GET", path.name, lambda body: load_safetensors(body, body.length or 0), self.timeout_s
         )
@@ -400,13 +290,13 @@ class RelayFiles:
         return states
 
     def free_bytes(self) -> int | None:
-        """See `Files`."""
+        """See `StateFiles`."""
         if time.monotonic() - self._free_at >= FREE_FOR_S:
             try:
-                told = self._send_request(
+                reply = self._send_request(
                     "GET", "health", HTTPResponse.read, CONNECT_S, num_attempts=1
                 )
-                self._free = int(json.loads(told)["free_bytes"])
+                self._free = int(json.loads(reply)["free_bytes"])
             except (InputError, ValueError, KeyError, TypeError):
                 self._free = None  # reading a file will report the problem
             self._free_at = time.monotonic()
@@ -425,7 +315,19 @@ class RelayFiles:
         timeout_s: float,
         num_attempts: int = NUM_ATTEMPTS,
     ) -> Result:
-        """Send a request, again if its connection breaks, and `read` the answer."""
+        """Send a request, again if its connection breaks, and `read` the reply.
+
+        Args:
+            method: HTTP method.
+            name: name of the file below the relay's URL.
+            read: function that reads the body of a successful reply.
+            timeout_s: seconds to wait for the reply.
+            num_attempts: largest number of attempts.
+
+        Raises:
+            HiddenStatesError: all attempts failed, or the file is missing or incomplete.
+            InputError: the relay refuses this token.
+        """
         target, problem, attempt = f"{self._root}/{quote(name, safe='')}", "", 0
         for attempt in range(num_attempts):
             time.sleep(FIRST_DELAY_S * 2 ** (attempt - 2) if attempt > 1 else 0)
@@ -435,9 +337,9 @@ class RelayFiles:
                 connection.sock.settimeout(timeout_s)
                 response = connection.getresponse()
                 if response.status == 200:
-                    found = read(response)
+                    result = read(response)
                     self._idle.append(connection)
-                    return found
+                    return result
                 problem = self._format_refusal(response, name)
                 connection.close()
             except InputError:
@@ -457,13 +359,13 @@ class RelayFiles:
         return self._kind(self._host, self._port, timeout=CONNECT_S)
 
     def _format_refusal(self, response: HTTPResponse, name: str) -> str:
-        """Describe a failed answer that another attempt may mend.
+        """Format a refusal that another attempt may mend; raise an error for any other refusal.
 
         Raises:
-            NotReadError: the file is missing or incomplete.
+            HiddenStatesError: the file is missing or incomplete.
             InputError: the relay refuses this token.
         """
-        words = response.read(MOST_WORDS).decode(errors="replace").strip()
+        reason = response.read(MAX_REASON_BYTES).decode(errors="replace").strip()
         who = f"target.relay={self.url}"
         if response.status in (401, 403):
             raise InputError(
@@ -476,5 +378,135 @@ class RelayFiles:
                 "writes to, and list relays in the order of target.engine"
             )
         if response.status == 409:
-            raise HiddenStatesError(f"{who}: {words}")
-        return f"HTTP {response.status}: {words}"
+            raise HiddenStatesError(f"{who}: {reason}")
+        return f"HTTP {response.status}: {reason}"
+
+
+def extract_states(tensors: dict[str, Tensor], token_ids: list[int], path: Path) -> Tensor:
+    """Return the hidden states among a file's tensors.
+
+    Args:
+        tensors: tensors of the file by name.
+        token_ids: [S] ids that the file must hold.
+        path: path of the file, for the message.
+
+    Raises:
+        HiddenStatesError: the file holds no hidden states, or those of other tokens.
+    """
+    if "hidden_states" not in tensors or tensors.get("token_ids", torch.empty(0)).tolist() != (
+        token_ids
+    ):
+        raise HiddenStatesError(f"{path}: holds other tokens than were sent")
+    return tensors["hidden_states"]
+
+
+class Readable(Protocol):
+    """File or HTTP body to read from."""
+
+    def read(self, size: int, /) -> bytes | None:
+        """Read up to `size` bytes."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Fill the start of a buffer and return the number of bytes; 0 at the end."""
+
+
+def load_safetensors(file: Readable, size: int) -> dict[str, Tensor]:
+    """Read a safetensors file into one buffer, which its tensors share.
+
+    Args:
+        file: file or HTTP body at its start.
+        size: bytes of the file.
+
+    Raises:
+        ValueError: no safetensors file, or incomplete.
+        OSError: reading fails.
+    """
+    num_bytes, layouts = _parse_header(file, size)
+    data = BUFFERS.allocate_bytes(num_bytes)
+    filled, view = 0, data.data
+    while filled < num_bytes:
+        count = file.readinto(view[filled:num_bytes])
+        if not count:
+            raise ValueError(f"it ends {num_bytes - filled} bytes early")
+        filled += count
+    return {
+        name: torch.frombuffer(data, dtype=dtype, offset=first, count=shape.numel()).view(shape)
+        for name, (dtype, shape, first) in layouts.items()
+        if shape.numel()
+    }
+
+
+def _parse_header(
+    file: Readable, size: int
+) -> tuple[int, dict[str, tuple[torch.dtype, torch.Size, int]]]:
+    """Parse the header of a safetensors file.
+
+    Returns:
+        Bytes of all tensors, and dtype, shape and byte offset of each.
+
+    Raises:
+        ValueError: the header is missing or does not fit `size` bytes.
+    """
+    length = int.from_bytes(file.read(8) or b"", "little")
+    if not 0 < length <= min(size - 8, HEADER_BYTES):
+        raise ValueError(f"no header of a safetensors file in {size} bytes")
+    try:
+        entries = dict(json.loads(file.read(length) or b""))
+        entries.pop("__metadata__", None)
+        layouts, end = {}, 0
+        for name, entry in entries.items():
+            dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+            first, last = entry["data_offsets"]
+            if last - first != shape.numel() * dtype.itemsize or min(first, *shape) < 0:
+                raise ValueError(f"{name} of {last - first} bytes")
+            layouts[name], end = (dtype, shape, first), max(end, last)
+    except (KeyError, TypeError, RuntimeError, UnicodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"no header of a safetensors file: {error!r}") from error
+    if end != size - 8 - length:
+        raise ValueError(f"{size} bytes, not {end + 8 + length}")
+    return end, layouts
+
+
+class BufferPool:
+    """Pool of memory blocks for files of hidden states.
+
+    The kernel clears new pages, which takes several times as long as reading a file into old ones.
+    The pool therefore keeps blocks whose tensors are gone, at most as many bytes as were ever in
+    use at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []  # threads take and return memory; each operation is atomic
+
+    def allocate_bytes(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Allocate an uninitialised array of bytes.
+
+        Its block returns to the pool once the array and all views of it are gone.
+        """
+        if num_bytes < SMALL:
+            return np.empty(num_bytes, np.uint8)
+        step = (1 << num_bytes.bit_length() - 1) // STEPS
+        size = -(-num_bytes // step) * step
+        block = self._take_free_block(size) or self._make_block(size)
+        array = np.frombuffer(block, np.uint8, num_bytes)
+        weakref.finalize(array, self._free.append, block).atexit = False
+        return array
+
+    def _take_free_block(self, size: int) -> mmap.mmap | None:
+        for block in [*self._free]:
+            if size <= len(block) <= size + size // STEPS:
+                with suppress(ValueError):  # another thread took it first
+                    self._free.remove(block)
+                    return block
+        return None
+
+    def _make_block(self, size: int) -> mmap.mmap:
+        """Make a new block, and drop kept blocks of other sizes with as many bytes."""
+        dropped = 0
+        while self._free and dropped < size:
+            with suppress(IndexError):
+                dropped += len(self._free.pop(0))
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+BUFFERS = BufferPool()

@@ -1,8 +1,8 @@
-"""Renders with a target's chat template and finds how it closes a turn.
+"""Chat template of a target: renders conversations, and finds how the template closes a turn.
 
 Templates differ in their input (contents as parts, arguments as text) and do not tell where a turn
-ends: some add text after the last turn (a newline, an eos of the whole conversation). Both are
-found once per template by rendering messages of known text.
+ends: some add text after the last turn (a newline, an eos of the whole conversation). Notation and
+ending are found once per template, by rendering messages of known text.
 """
 
 import re
@@ -47,8 +47,8 @@ class TurnEnding:
     """End of the last turn.
 
     Attributes:
-        closing: text that the model writes there: the end-of-turn token.
-        rendered: text that the template renders there, which may differ.
+        closing: text that the model writes at the end, which is the end-of-turn token.
+        rendered: text that the template renders at the end, which may differ.
     """
 
     closing: str
@@ -56,7 +56,7 @@ class TurnEnding:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, with settings."""
+    """Chat template of a tokenizer, with template variables."""
 
     def __init__(
         self,
@@ -131,20 +131,20 @@ class ChatTemplate:
         self, message: dict, *, parts: bool, thinking_parts: bool, text_arguments: bool
     ) -> dict:
         """Rename and rewrite the fields of a message as this template reads them."""
-        shown = dict(message)
+        rewritten = dict(message)
         reasoning = message.get("reasoning_content")
         if reasoning:
-            shown |= dict.fromkeys(REASONING, reasoning)
+            rewritten |= dict.fromkeys(REASONING, reasoning)
         if message["role"] == "developer" and "developer" not in self.source:
-            shown["role"] = "system"
+            rewritten["role"] = "system"
         thinks = bool(reasoning) and thinking_parts
         if parts or thinks:
-            shown["content"] = [{"type": "text", "text": message["content"]}]
+            rewritten["content"] = [{"type": "text", "text": message["content"]}]
         if thinks:
-            shown["content"].insert(0, {"type": "thinking", "thinking": reasoning})
+            rewritten["content"].insert(0, {"type": "thinking", "thinking": reasoning})
         if text_arguments:
-            shown = format_call_arguments(shown)
-        return shown
+            rewritten = format_call_arguments(rewritten)
+        return rewritten
 
     @cached_property
     def _message_notation(self) -> dict[str, bool]:
@@ -161,7 +161,7 @@ class ChatTemplate:
             ("thinking_parts", [question, thought], THOUGHT),
         ):
             other = notation | {name: True}
-            if self._is_shown(text, messages, other) and not self._is_shown(
+            if self._renders_text(text, messages, other) and not self._renders_text(
                 text, messages, notation
             ):
                 notation = other
@@ -174,7 +174,7 @@ class ChatTemplate:
         except InputError:
             return None
 
-    def _is_shown(self, text: str, messages: Messages, notation: dict[str, bool]) -> bool:
+    def _renders_text(self, text: str, messages: Messages, notation: dict[str, bool]) -> bool:
         """Tell whether a text is rendered, not as Python or JSON notation of its part."""
         rendered = self._try_render(messages, notation) or ""
         return text in rendered and not re.search(rf"""['"]{text}['"]""", rendered)
@@ -183,9 +183,9 @@ class ChatTemplate:
     def find_turn_ending(self, calls: bool) -> TurnEnding:
         """Find the end of the last turn.
 
-        The text shared by the renderings of a turn as last and as followed turn is the model's, up
-        to the opening of the next turn. gpt-oss closes the last turn differently; GLM closes none
-        and stops at the token that opens the next.
+        The turn is rendered as the last one and as one that is followed. The text that both
+        renderings share is the model's, up to the opening of the next turn. gpt-oss closes the last
+        turn differently; GLM closes no turn and stops at the token that opens the next.
 
         Args:
             calls: whether the turn calls tools.
@@ -194,21 +194,19 @@ class ChatTemplate:
             InputError: the template does not render turns of this kind.
         """
         messages, tools = build_probe_messages(calls=calls), self._probe_tools
-        last, followed = (
-            self.render_conversation(messages[:2], tools),
-            self.render_conversation(messages, tools),
-        )
+        last = self.render_conversation(messages[:2], tools)
+        followed = self.render_conversation(messages, tools)
         if ANSWER not in last:
-            what = "tool calls" if calls else "an assistant's text"
-            raise InputError(f"the target's chat template does not render {what}")
+            kind = "tool calls" if calls else "an assistant's text"
+            raise InputError(f"the target's chat template does not render {kind}")
         tail, more = last.rpartition(ANSWER)[2], followed.rpartition(ANSWER)[2]
         shared = self.whole_tokens(find_common_prefix(tail, more), tail)
         shared = shared.partition(self._opening_token)[0] if self._opening_token else shared
         shared = shared.rstrip()
         # Text before the stop token belongs to the turn: an id, a bracket after an argument.
-        at = re.search(rf"({self.stop_pattern})$", shared)
-        if at:
-            return TurnEnding(at.group(), tail[at.start() :])
+        last_stop = re.search(rf"({self.stop_pattern})$", shared)
+        if last_stop:
+            return TurnEnding(last_stop.group(), tail[last_stop.start() :])
         stop = re.compile(rf"\s*({self.stop_pattern})")
         stopped = stop.match(tail, len(shared)) or stop.match(more, len(shared))
         return TurnEnding(stopped.group() if stopped else "", tail[len(shared) :])
@@ -228,41 +226,46 @@ class ChatTemplate:
         return next((token for token in tokens if token != self.tokenizer.bos_token), "")
 
     def whole_tokens(self, common: str, text: str) -> str:
-        """Shorten the common start of two texts so that it cuts no special token."""
+        """Shorten the common start of two texts so that no special token is cut.
+
+        Args:
+            common: common start.
+            text: one of the texts.
+        """
         for token in re.finditer(self.special_pattern, text):
             if token.start() < len(common) < token.end():
                 return common[: token.start()]
         return common
 
     def last_special(self, text: str) -> str:
-        """Special token at the end of a text; empty if none."""
+        """Find the special token at the end of a text; return "" without one."""
         token = re.search(rf"({self.special_pattern})$", text)
         return token.group() if token else ""
 
     @cached_property
     def special_pattern(self) -> str:
         """Regular expression of all tokens that are never split."""
-        return _any_of(t.content for t in self.tokenizer.added_tokens_decoder.values())
+        return _build_any_pattern(t.content for t in self.tokenizer.added_tokens_decoder.values())
 
     @cached_property
     def stop_pattern(self) -> str:
         """Regular expression of tokens that may end a turn, without `</think>` and such."""
         added = self.tokenizer.added_tokens_decoder.values()
-        return _any_of(token.content for token in added if token.special)
+        return _build_any_pattern(token.content for token in added if token.special)
 
 
 def find_common_prefix(one: str, other: str) -> str:
-    """Common start of two texts."""
+    """Find the common start of two texts."""
     pairs = zip(one, other, strict=False)
     return one[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
 
-def _any_of(contents: Iterable[str]) -> str:
+def _build_any_pattern(contents: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(set(contents), key=len, reverse=True))) or "(?!)"
 
 
 def _choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, tools: Tools) -> str:
-    """Choose a tokenizer's template by name, or its default; or take a template given as text."""
+    """Choose a tokenizer's template: by name, its default, or the given one if it is a template."""
     if wanted is not None and "{" in wanted:
         return wanted
     given = tokenizer.chat_template
@@ -282,7 +285,7 @@ def _get_tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def build_probe_messages(*, calls: bool) -> Messages:
-    """A question, a turn whose text (or last argument) is `ANSWER`, and a following turn."""
+    """Build a question, a turn whose text (or last argument) is `ANSWER`, and a following turn."""
     question = {"role": "user", "content": QUESTION}
     if not calls:
         return [question, {"role": "assistant", "content": ANSWER}, question]

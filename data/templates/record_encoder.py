@@ -1,8 +1,8 @@
-r"""Renders records with the target's chat template and marks the tokens to learn.
+r"""Encoder of records: renders with the target's chat template, marks the tokens to learn.
 
-Learnt is what the model writes after its generation prompt in each assistant turn: the text with
-its end-of-turn token, and channel headers and thinking if the template renders them
-(`template.py`). Turns share a sample if the text that the model had read before the later turn
+The learnt tokens are those that the model writes after its generation prompt in each assistant
+turn: the text with its end-of-turn token, and channel headers and thinking if the template renders
+them (`turns.py`). Turns share a sample if the text that the model had read before the later turn
 begins with the earlier turn. A template that drops earlier thinking gives one sample per turn.
 
 Worked example, ChatML, span in characters, mask in tokens:
@@ -46,11 +46,11 @@ class Sample:
     loss_mask: list[bool]
     """True for the tokens to learn."""
     unrendered_parts: tuple[str, ...] = ()
-    """Names of record parts that the template does not render, one entry each time."""
+    """Names of record parts that the template does not render, one entry for each such part."""
 
 
 class RecordEncoder:
-    """Makes samples of records for one tokenizer."""
+    """Encoder of records as samples, for one tokenizer."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
@@ -59,14 +59,18 @@ class RecordEncoder:
 
         Args:
             tokenizer: the target's tokenizer.
-            template_kwargs: `data.chat_template_kwargs`. A record's own take precedence.
+            template_kwargs: `data.chat_template_kwargs`. The kwargs of a record take precedence.
         """
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._template = cache(self._make_template)
 
     def build_template(self, record_kwargs: Mapping[str, Any], tools: Tools) -> ChatTemplate:
-        """Chat template for the settings and a record's own variables.
+        """Build the chat template for the settings and a record's own variables; builds are cached.
+
+        Args:
+            record_kwargs: a record's own template variables.
+            tools: function schemas of the record.
 
         Raises:
             InputError: the tokenizer has no template, or no character offsets.
@@ -94,8 +98,8 @@ class RecordEncoder:
         """Tokenise a record and mark the tokens to learn.
 
         Returns:
-            One sample, or several if some turns were written after another text than the last
-            rendering shows.
+            One sample, or several if the model had read another text before some turn than the
+            rendering of the whole conversation shows.
 
         Raises:
             InputError: the tokenizer has no template or no offsets, or the template refuses the
@@ -104,7 +108,7 @@ class RecordEncoder:
         if record.tokens is not None:
             return [Sample(*record.tokens)]
         if record.messages is None:
-            ids = self._text_ids(record.text)
+            ids = self._encode_text_ids(record.text)
             return [Sample(ids, [True] * len(ids))]
         try:
             return self._encode_chat(record, record.messages)
@@ -119,7 +123,7 @@ class RecordEncoder:
         except InputError:
             return TurnMarkers()
 
-    def _text_ids(self, text: str | None) -> list[int]:
+    def _encode_text_ids(self, text: str | None) -> list[int]:
         """Tokenise a plain text, with the tokenizer's begin and end tokens only once."""
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
         begin, end = self._added_ids
@@ -128,7 +132,7 @@ class RecordEncoder:
 
     @cached_property
     def _added_ids(self) -> tuple[list[int], list[int]]:
-        """Ids that the tokenizer puts before and after any text, at most one each."""
+        """Ids that the tokenizer puts before and after any text, at most one on each side."""
         ids: list[int] = self.tokenizer("")["input_ids"]
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return [first for first in ids[:1] if first == begin], [
@@ -184,7 +188,7 @@ class RecordEncoder:
         return [replace(samples[0], unrendered_parts=tuple(left_out)), *samples[1:]]
 
     def _build_sample(self, text: str, spans: list[Span]) -> Sample:
-        """Tokenise a rendering; tokens inside the character spans are learnt."""
+        """Tokenise a rendering; mark the tokens inside the character spans as learnt."""
         cuts = sorted({edge for span in spans for edge in span})
         tokens = encode_text(text, cuts, self.tokenizer)
         mask = [False] * len(tokens.ids)
@@ -198,7 +202,7 @@ class RecordEncoder:
         return Sample(tokens.ids, mask)
 
     def _join_ids(self, turns: list[Turn], written: list[list[int] | None]) -> list[Sample]:
-        """Join turns as token ids, as the model wrote them if the record has them."""
+        """Join turns as token ids; use the ids that the model wrote if the record has them."""
         samples: list[Sample] = []
         for turn, given in zip(reversed(turns), reversed(written), strict=True):
             sample = self._build_sample(turn.text, [(len(turn.prompt), len(turn.text))])
@@ -217,10 +221,10 @@ class RecordEncoder:
         return samples[::-1] or [self._build_sample("", [])]
 
     def _check_written(self, message: dict, ids: list[int], index: int) -> None:
-        said = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if not is_rendered(message["content"].rpartition("</think>")[2], said):
+        text = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if not is_rendered(message["content"].rpartition("</think>")[2], text):
             raise InputError(
-                f"messages[{index}].token_ids: give {said[:80]!r} in this target's tokenizer, but "
+                f"messages[{index}].token_ids: give {text[:80]!r} in this target's tokenizer, but "
                 f"'content' is {message['content'][:80]!r}, so they are of another tokenizer, or "
                 "their server hides special tokens; remove them, or regenerate the data with this "
                 "target"
@@ -228,28 +232,31 @@ class RecordEncoder:
 
 
 def _list_unshown_parts(record: Record, messages: Messages, prompt: str) -> list[str]:
-    """Names of conversation parts that the template does not show to the model."""
+    """List the parts of a conversation that the template does not show to the model."""
     if not prompt:
         return []
-    lost = []
+    unshown = []
     tools = (tool.get("function", tool) for tool in record.tools or ())
     if any(str(tool.get("name")) not in prompt for tool in tools):
-        lost.append("tools")
+        unshown.append("tools")
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     for message in messages[:last]:
-        said = message["role"] in ("system", "developer", "user")
-        if said and not is_rendered(message["content"], prompt):
-            lost.append(f"a {message['role']} message")
-    greeted = messages[0]["role"] == "assistant"
-    return [*lost, *(["a greeting"] if greeted else [])]
+        is_prompt = message["role"] in ("system", "developer", "user")
+        if is_prompt and not is_rendered(message["content"], prompt):
+            unshown.append(f"a {message['role']} message")
+    has_greeting = messages[0]["role"] == "assistant"
+    return [*unshown, *(["a greeting"] if has_greeting else [])]
 
 
 def _join_turns(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
-    """Group turns into texts. A turn joins the next one if that turn's text begins with it.
+    """Group turns into texts. A turn joins the next turn if the next one's text begins with it.
 
     Args:
         turns: turns in order.
         whole: rendering of the whole conversation, which the last turns join.
+
+    Returns:
+        Texts, each with the character spans that the model wrote.
     """
     texts: list[tuple[str, list[Span]]] = [(whole, [])]
     for turn in reversed(turns):
@@ -262,7 +269,7 @@ def _join_turns(turns: list[Turn], whole: str) -> list[tuple[str, list[Span]]]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of a text, with the characters that each covers, without gaps."""
+    """Token ids of a text, with the first and the end character of each token, without gaps."""
 
     ids: list[int]
     starts: list[int]
@@ -270,7 +277,9 @@ class Tokens:
 
 
 def encode_text(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenise a text without tokens across the borders of the model's own text.
+    """Tokenise a text so that no token crosses a border of the model's own text.
+
+    A token that crosses a border is split, unless the split tokens decode to another text.
 
     Args:
         text: rendered text.
@@ -288,21 +297,21 @@ def encode_text(text: str, cuts: list[int], tokenizer: PreTrainedTokenizerBase) 
         covered = max(covered, high)
     tokens = Tokens(encoding["input_ids"], starts, ends)
     for cut in cuts:
-        at = bisect_right(tokens.ends, cut)
-        within = at < len(tokens.ids) and tokens.starts[at] < cut
-        if not within or tokens.ids[at] in tokenizer.added_tokens_decoder:
+        index = bisect_right(tokens.ends, cut)
+        crosses = index < len(tokens.ids) and tokens.starts[index] < cut
+        if not crosses or tokens.ids[index] in tokenizer.added_tokens_decoder:
             continue
         # A space before a word belongs to the word, so a trailing space is ignored.
-        before, after = text[tokens.starts[at] : cut], text[cut : tokens.ends[at]]
+        before, after = text[tokens.starts[index] : cut], text[cut : tokens.ends[index]]
         if before.strip(" ") or not after.strip():
-            left = encode_text(text[:cut], [place for place in cuts if place < cut], tokenizer)
-            later = [place - cut for place in cuts if place > cut]
+            left = encode_text(text[:cut], [other for other in cuts if other < cut], tokenizer)
+            later = [other - cut for other in cuts if other > cut]
             right = encode_text(text[cut:], later, tokenizer)
-            apart = Tokens(
+            split = Tokens(
                 left.ids + right.ids,
                 left.starts + [cut + start for start in right.starts],
                 left.ends + [cut + end for end in right.ends],
             )
-            same = tokenizer.decode(apart.ids) == tokenizer.decode(tokens.ids)
-            return apart if same else tokens
+            same = tokenizer.decode(split.ids) == tokenizer.decode(tokens.ids)
+            return split if same else tokens
     return tokens

@@ -1,8 +1,8 @@
-"""Parses a model's text into a message: thinking, text and tool calls.
+"""Parser of a model's text into a message: thinking, text and tool calls.
 
-Notations differ by model (`<think>`, `[THINK]`, channels). They are found by rendering known
-messages with the target's chat template and are then searched in the reply. A parsed reply is
-rendered again and must give the model's text; otherwise it stays one text.
+Notations differ by model (`<think>`, `[THINK]`, channels). A model's notation is found by rendering
+known messages with the target's chat template, and is then searched in the reply. A parsed reply is
+rendered again and must give the model's text; otherwise the reply stays one text.
 """
 
 import json
@@ -30,11 +30,11 @@ class Notation:
 
     Attributes:
         text: text before an answer without thinking.
-        thinking: texts before thinking, and between thinking and answer or call, in several
-            variants.
+        thinking: pairs of texts before thinking, and between thinking and answer or call. There
+            are several variants.
         closing: text after an answer.
-        call: texts before a tool's name, between name and JSON arguments, and after them; None if
-            the template does not render calls in JSON.
+        call: texts before a tool's name, between name and JSON arguments, and after the arguments;
+            None if the template does not render calls in JSON.
     """
 
     text: str
@@ -73,7 +73,7 @@ def parse_reply(
 
 
 def thinking_tags(template: ChatTemplate, tools: Tools = None) -> tuple[tuple[str, str], ...]:
-    """Tags before and after thinking, the template's own first."""
+    """List pairs of tags before and after thinking, the template's own first."""
     thinking = _detect_notation(template, with_tools=tools is not None).thinking
     pairs = ((before.strip(), between.strip()) for before, between in thinking)
     return tuple((before, between) for before, between in pairs if before and between)
@@ -87,10 +87,10 @@ def _cut_turn_end(written: str, closing: str, template: ChatTemplate) -> str:
 
 
 def _iter_parses(body: str, notation: Notation) -> Iterator[dict]:
-    """Parse a reply in every notation that its template knows, the likeliest first."""
+    """Yield the message of a reply in every notation that the template knows, likeliest first."""
     divided = []
     for before, between in notation.thinking:
-        # Where the prompt opens the thinking, a reply begins inside it.
+        # If the prompt opens the thinking, the reply begins inside the thinking.
         opened = body.lstrip().removeprefix(before.strip())
         thought, tag, rest = opened.partition(between.strip() or "\0")
         if tag:
@@ -110,16 +110,16 @@ def _split_calls(text: str, notation: Notation) -> tuple[str, list[dict]]:
     before, between, after = (around.strip() for around in notation.call)
     pattern = re.compile(rf"{re.escape(before)}\s*([\w.-]+)\s*{re.escape(between)}\s*")
     calls: list[dict] = []
-    content, at = "", 0
-    while call := pattern.search(text, at):
+    content, end = "", 0
+    while call := pattern.search(text, end):
         content = content if calls else text[: call.start()]
         try:
-            arguments, at = json.JSONDecoder().raw_decode(text, call.end())
+            arguments, end = json.JSONDecoder().raw_decode(text, call.end())
         except ValueError:
             return text, []
         if not isinstance(arguments, dict):
             return text, []
-        at += len(text[at:]) - len(text[at:].lstrip().removeprefix(after))
+        end += len(text[end:]) - len(text[end:].lstrip().removeprefix(after))
         function = {"name": call.group(1), "arguments": arguments}
         calls.append({"type": "function", "id": f"call{len(calls):05}", "function": function})
     return content.strip(), calls
@@ -136,17 +136,19 @@ def _detect_notation(template: ChatTemplate, *, with_tools: bool) -> Notation:
     called = _find_probe_turn([question, called_answer], template, tools)
     thought_called = _find_probe_turn([question, called_answer | thinks], template, tools)
     lead, _, closing = text.written.partition(ANSWER) if text else ("", "", "")
-    call = _call_parts(called.written, closing, template) if called else None
+    call = _find_call_texts(called.written, closing, template) if called else None
     thinking = list(THINKING_TAGS.items())
     for turn, follows in ((thought_called, call[0] if call else ""), (thought, ANSWER)):
-        before, shown, rest = turn.written.partition(THOUGHT) if turn else ("", "", "")
-        if shown and follows and follows in rest:
+        before, thought_text, rest = turn.written.partition(THOUGHT) if turn else ("", "", "")
+        if thought_text and follows and follows in rest:
             thinking.insert(0, (before, rest.partition(follows)[0]))
     return Notation(lead, tuple(thinking), closing, call)
 
 
-def _call_parts(written: str, closing: str, template: ChatTemplate) -> tuple[str, str, str] | None:
-    """Find a call of `look` in the model's text; None if its arguments are not JSON."""
+def _find_call_texts(
+    written: str, closing: str, template: ChatTemplate
+) -> tuple[str, str, str] | None:
+    """Find the texts around a call of `look` (`Notation.call`); None if arguments are not JSON."""
     arguments = re.search(rf'{{\s*"at":\s*"{ANSWER}"\s*}}', written)
     if arguments is None:
         return None

@@ -1,10 +1,12 @@
-"""Finds the prompt and the written text of each of the model's turns.
+"""Turns of a rendered conversation: the prompt and the text that the model wrote in each.
 
 The model wrote everything after the generation prompt up to its stop token, including thinking and
 channel headers, but not an empty thinking block that the template adds. Text that the template does
 not render is not learnt: missing thinking is counted, other missing text is an error. Each turn is
-taken from its own rendering, because templates change earlier turns (Qwen3 drops their thinking,
-gpt-oss closes them differently).
+taken from a rendering that ends with it, because templates change earlier turns (Qwen3 drops their
+thinking, gpt-oss closes them differently).
+
+`TurnMarkers` recognises rendered dialogues among plain texts, whose questions must not be learnt.
 """
 
 import re
@@ -35,7 +37,7 @@ EMPTY_THINKING = re.compile(
 )
 OPENED_THINKING = re.compile(rf"({'|'.join(map(re.escape, THINKING_TAGS))})\s*$")
 MIN_ALIGNED = 8
-"""Number of turns from which one rendering for all is faster than one per turn."""
+"""Number of turns from which one rendering of all turns is tried before one per turn."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Turn:
     """Assistant turn as the model wrote it.
 
     Attributes:
-        prompt: text that the model had read.
-        written: text of the model, including its end-of-turn token.
+        prompt: text that the model had read before the turn.
+        written: text that the model wrote, including its end-of-turn token.
         conversation_text: rendering of the conversation up to the end of the turn.
         unrendered_parts: names of the turn's parts that the template does not render.
     """
@@ -56,7 +58,7 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """Prompt and text of the turn."""
+        """Prompt and written text of the turn."""
         return self.prompt + self.written
 
 
@@ -107,13 +109,23 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
     ):
         if not _find_lost_part(last, written):
             break
-    return Turn(prompt, written, through, _left_out(last, written))
+    return Turn(prompt, written, through, _list_unrendered_parts(last, written))
 
 
 def _split_prompt(
     messages: Messages, through: str, template: ChatTemplate, tools: Tools
 ) -> tuple[str, str]:
-    """Prompt before the last message, and the rest."""
+    """Split a rendering into the prompt before the last message, and the rest.
+
+    Args:
+        messages: conversation that ends with the turn.
+        through: rendering of the conversation.
+        template: the target's template.
+        tools: function schemas that the prompt shows.
+
+    Raises:
+        InputError: the template does not render the turn after its generation prompt.
+    """
     before, last = messages[:-1], messages[-1]
     prompt = template.render_prompt(before, tools)
     if through.startswith(prompt):
@@ -125,9 +137,9 @@ def _split_prompt(
     header = prompt.removeprefix(
         template.render_conversation(before, tools)
     ) or template.last_special(prompt)
-    at = probe.rfind(header, 0, answer)
-    start = at + len(header)
-    if header and at >= history and through.startswith(probe[:start]):
+    header_start = probe.rfind(header, 0, answer)
+    start = header_start + len(header)
+    if header and header_start >= history and through.startswith(probe[:start]):
         return prompt, through[start:]
     # The generation prompt opens (or skips) thinking, but the rendered turn does not.
     start = len(template.whole_tokens(probe[:history], probe))
@@ -155,7 +167,16 @@ def _split_prompt(
 
 
 def _iter_closed_turns(rest: str, ending: TurnEnding, template: ChatTemplate) -> Iterator[str]:
-    """Yield the turn cut after its end, or closed: at its first stop token, the second, ..."""
+    """Yield the model's text up to its first stop token, the second, ..., and the whole text.
+
+    Args:
+        rest: rendering of the turn, without the prompt.
+        ending: end of turns of this kind.
+        template: the target's template.
+
+    Raises:
+        InputError: the rendering ends in another way.
+    """
     if not rest.endswith(ending.rendered):
         raise InputError(
             f"the target's chat template closes the turn with {rest[-60:]!r}, others with "
@@ -163,33 +184,33 @@ def _iter_closed_turns(rest: str, ending: TurnEnding, template: ChatTemplate) ->
         )
     written = rest.removesuffix(ending.rendered) + ending.closing
     stop = re.search(rf"({template.stop_pattern})$", ending.closing)
-    for place in re.finditer(re.escape(stop.group()), written) if stop else ():
-        yield written[: place.end()]
+    for match in re.finditer(re.escape(stop.group()), written) if stop else ():
+        yield written[: match.end()]
     yield written
 
 
 def _find_lost_part(message: dict, written: str) -> str:
-    """Name a part of a turn, except thinking, that the text lacks; empty if complete."""
+    """Find a part of a turn, except thinking, that the written text lacks; "" if complete."""
     if not is_rendered(_strip_thinking(message), written):
         return f"the text {message['content'][:80]!r}"
     names = (call["function"]["name"] for call in message.get("tool_calls", ()))
     return next((f"the call of {name}" for name in names if name not in written), "")
 
 
-def _left_out(message: dict, written: str) -> tuple[str, ...]:
-    """`("thinking",)` if the turn has thinking that the template does not render.
+def _list_unrendered_parts(message: dict, written: str) -> tuple[str, ...]:
+    """List the unrendered parts of a turn: `("thinking",)`, or () if all is rendered.
 
     Raises:
-        InputError: the template leaves out more than that.
+        InputError: the template leaves out other parts than thinking.
     """
-    unsaid = _find_lost_part(message, written)
-    if unsaid:
+    lost_part = _find_lost_part(message, written)
+    if lost_part:
         raise InputError(
-            f"the target's chat template does not render {unsaid} of the assistant; it renders "
+            f"the target's chat template does not render {lost_part} of the assistant; it renders "
             f"{written[:80]!r}"
         )
-    shown = all(is_rendered(thought, written) for thought in _split_thoughts(message))
-    return () if shown else ("thinking",)
+    all_rendered = all(is_rendered(thought, written) for thought in _split_thoughts(message))
+    return () if all_rendered else ("thinking",)
 
 
 def _strip_thinking(message: dict) -> str:
@@ -197,13 +218,13 @@ def _strip_thinking(message: dict) -> str:
 
 
 def _split_thoughts(message: dict) -> tuple[str, str]:
-    """Thinking beside a turn's text, and thinking inside it, where a prompt may open it."""
+    """Split off the thinking beside a turn's text, and the thinking inside the text."""
     inline = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")
     return message.get("reasoning_content") or "", inline
 
 
 def is_left_out(message: dict, turn: Turn) -> bool:
-    """Tell whether the template leaves out the whole turn, yet closes it."""
+    """Tell whether the template renders nothing of a turn but its end."""
     return bool(turn.unrendered_parts) and not (
         _strip_thinking(message).strip() or message.get("tool_calls")
     )
@@ -219,10 +240,10 @@ def remove_turn_ending(turn: Turn, message: dict, template: ChatTemplate) -> Tur
     """
     calls = bool(message.get("tool_calls"))
     thought, inline = _split_thoughts(message)
-    said = "" if calls else (_strip_thinking(message).strip() or inline.strip() or thought.strip())
-    at = turn.written.rfind(said) if said else -1
-    if at >= 0:
-        return replace(turn, written=turn.written[: at + len(said)])
+    text = "" if calls else (_strip_thinking(message).strip() or inline.strip() or thought.strip())
+    start = turn.written.rfind(text) if text else -1
+    if start >= 0:
+        return replace(turn, written=turn.written[: start + len(text)])
     closing = template.find_turn_ending(calls).closing
     return replace(turn, written=turn.written.removesuffix(closing).rstrip())
 
@@ -235,10 +256,10 @@ def is_rendered(text: str, rendered: str) -> bool:
 def _find_aligned_turns(
     messages: Messages, indices: Sequence[int], template: ChatTemplate, tools: Tools
 ) -> list[Turn] | None:
-    """Find the turns of a long conversation in one rendering, if they are distinct there.
+    """Find the turns of a long conversation in one rendering; None if that is not possible.
 
-    They are if every assistant turn follows the same header, which occurs nowhere else, and the
-    first and the last turn equal their own renderings.
+    It is possible if every assistant turn follows the same header, which occurs nowhere else, and
+    if the first and the last turn equal their own renderings.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     more = ("reasoning_content", "tool_calls")
@@ -247,21 +268,22 @@ def _find_aligned_turns(
     ):
         return None
     outer = indices[0], indices[-1]
-    own = [find_turn(messages[: i + 1], template, tools) for i in outer]
+    outer_turns = [find_turn(messages[: i + 1], template, tools) for i in outer]
     whole = template.render_conversation(messages, tools)
-    header = own[0].prompt.removeprefix(template.render_conversation(messages[: outer[0]], tools))
-    starts = [place.end() for place in re.finditer(re.escape(header), whole)] if header else []
+    before = template.render_conversation(messages[: outer[0]], tools)
+    header = outer_turns[0].prompt.removeprefix(before)
+    starts = [match.end() for match in re.finditer(re.escape(header), whole)] if header else []
     if len(starts) != len(answers):
         return None
     closing = template.find_turn_ending(calls=False).closing
     turns = {}
     for i, start in zip(answers, starts, strict=True):
-        said = messages[i]["content"].strip()
-        end = whole.find(closing, start + len(said)) + len(closing)
+        text = messages[i]["content"].strip()
+        end = whole.find(closing, start + len(text)) + len(closing)
         turns[i] = Turn(whole[:start], whole[start:end], whole)
-        if remove_white_space(turns[i].written) != remove_white_space(said + closing):
+        if remove_white_space(turns[i].written) != remove_white_space(text + closing):
             return None
-    if [turns[i].text for i in outer] != [turn.text for turn in own]:
+    if [turns[i].text for i in outer] != [turn.text for turn in outer_turns]:
         return None
     return [turns[i] for i in indices]
 
@@ -277,8 +299,8 @@ class TurnMarkers:
 
     Attributes:
         tokens: special tokens between turns, without those that begin and end any text.
-        asks: text before a question.
-        answers: text before an answer.
+        asks: text that stands before a question.
+        answers: text that stands before an answer.
     """
 
     tokens: tuple[str, ...] = ()
@@ -287,7 +309,7 @@ class TurnMarkers:
 
     @classmethod
     def from_template(cls, template: ChatTemplate) -> "TurnMarkers":
-        """Markers in a rendering of known texts; empty if the template refuses them."""
+        """Find the markers in a rendering of known texts; empty if the template refuses these."""
         question, answer, _ = build_probe_messages(calls=False)
         try:
             text = template.render_conversation([question, answer, question, answer])
@@ -308,10 +330,10 @@ class TurnMarkers:
         )
 
     def find_marker(self, text: str) -> str:
-        """Marker in a text that is rendered like the target's dialogues; empty for other texts."""
+        """Find a marker in a text rendered like the target's dialogues; "" for other texts."""
         token = next((token for token in self.tokens if token in text), "")
         # Some templates end a question with a single sign, which occurs in any text.
         if token or not re.search(r"\w\w", self.answers):
             return token
-        at = text.find(self.asks)
-        return self.answers if at >= 0 and text.find(self.answers, at) >= 0 else ""
+        start = text.find(self.asks)
+        return self.answers if start >= 0 and text.find(self.answers, start) >= 0 else ""

@@ -227,7 +227,7 @@ def measured_seconds() -> FunctionTimers:
         seconds.time_function(module, "load_safetensors", "copies")
     for way in (SharedFolder, RelayFiles):
         seconds.time_function(way, "load_and_delete", "taking")
-    seconds.time_function(HiddenStatesClient, "_collect", "collecting")
+    seconds.time_function(HiddenStatesClient, "_load_states", "collecting")
     return seconds
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import InputError
-from data.servers.hidden_states import WHOLE_PROMPTS, ServerFeatureLayers, writing_of
+from data.servers.hidden_states import WHOLE_PROMPTS, ServerFeatureLayers, choose_writing_format
 from tests.data.servers.test_hidden_states import WRITTEN, engine, expected, taps
 from tests.servers import EngineServer
 
@@ -29,7 +29,7 @@ from tests.servers import EngineServer
 def test_versions(
     version: str, options: tuple[str, ...], locks: bool, outputs: bool, hybrids: bool
 ) -> None:
-    found = writing_of(version, "here")
+    found = choose_writing_format(version, "here")
     assert (found.options, found.locks, found.outputs) == (options, locks, outputs)
     assert found.hybrids is hybrids
     assert taps().serve_options("/s", found)[4:] == [*options]
