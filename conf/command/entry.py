@@ -174,9 +174,9 @@ class Command(Generic[Config]):
         except HydraException as error:
             raise convert_hydra_error(error, self.schema, self.recipes) from error
         settings = list_settings(self.schema, composed)
-        asked = [word for word in given if "=" not in word]
-        if asked:
-            text = "\n\n".join(format_setting_help(settings, name) for name in asked)
+        names = [word for word in given if "=" not in word]
+        if names:
+            text = "\n\n".join(format_setting_help(settings, name) for name in names)
         else:
             text = format_help_page(self.doc or "", settings, self.recipes)
         try:

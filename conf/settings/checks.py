@@ -1,4 +1,4 @@
-"""Checks of single settings."""
+"""Checks of single settings, which name the setting, its value and what is allowed."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,37 +12,57 @@ ABSENT: Any = None
 
 
 def check_positive(prefix: str, config: object, *names: str) -> None:
-    """Refuse numbers of 0 and below. None passes.
+    """Refuse numbers of 0 and below in some fields of settings. None passes.
+
+    Args:
+        prefix: section of the settings, for the message.
+        config: settings, a dataclass.
+        names: fields to check.
 
     Raises:
-        InputError: with the key, the value and what is allowed.
+        InputError: the message has the key, the value and what is allowed.
     """
     _check_values(prefix, config, names, lambda value: value <= 0, "above 0")
 
 
 def check_not_negative(prefix: str, config: object, *names: str) -> None:
-    """Refuse numbers below 0. None passes.
+    """Refuse numbers below 0 in some fields of settings. None passes.
+
+    Args:
+        prefix: section of the settings, for the message.
+        config: settings, a dataclass.
+        names: fields to check.
 
     Raises:
-        InputError: with the key, the value and what is allowed.
+        InputError: the message has the key, the value and what is allowed.
     """
     _check_values(prefix, config, names, lambda value: value < 0, "at least 0")
 
 
 def check_below_one(prefix: str, config: object, name: str) -> None:
-    """Refuse a number outside [0, 1). None passes.
+    """Refuse a number outside [0, 1) in a field of settings. None passes.
+
+    Args:
+        prefix: section of the settings, for the message.
+        config: settings, a dataclass.
+        name: field to check.
 
     Raises:
-        InputError: with the key, the value and what is allowed.
+        InputError: the message has the key, the value and what is allowed.
     """
     _check_values(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
 
 
 def check_fraction(prefix: str, config: object, *names: str) -> None:
-    """Refuse numbers outside [0, 1]. None passes.
+    """Refuse numbers outside [0, 1] in some fields of settings. None passes.
+
+    Args:
+        prefix: section of the settings, for the message.
+        config: settings, a dataclass.
+        names: fields to check.
 
     Raises:
-        InputError: with the key, the value and what is allowed.
+        InputError: the message has the key, the value and what is allowed.
     """
     _check_values(prefix, config, names, lambda value: not 0 <= value <= 1, "from 0 to 1")
 

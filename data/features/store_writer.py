@@ -216,7 +216,7 @@ class HostCopy:
 
 
 class HostCopier:
-    """Copies tensors to host memory on a stream beside the computation.
+    """Copier of tensors to host memory, on a stream beside the computation.
 
     At most `NUM_BATCHES_COPIED` batches are in flight, as a program that runs ahead of its GPU
     would fill the memory.

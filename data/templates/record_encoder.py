@@ -151,9 +151,11 @@ class RecordEncoder:
     def _encode_chat(self, record: Record, messages: Messages) -> list[Sample]:
         template = self.build_template(record.template_kwargs, record.tools)
         # Assistant messages are learnt if they answer something.
-        asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0)
+        first_question = next(
+            (i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0
+        )
         answers = (i for i, message in enumerate(messages) if message["role"] == "assistant")
-        indices = [i for i in answers if i > asked and i not in record.unlearnt_messages]
+        indices = [i for i in answers if i > first_question and i not in record.unlearnt_messages]
         turns = dict(
             zip(indices, find_turns(messages, indices, template, record.tools), strict=True)
         )
