@@ -115,6 +115,25 @@ def make_processor(
     return Processor(name, vectors, frozenset(products), packs)
 
 
+def _get_capabilities() -> dict[str, Any]:
+    """Instructions of the chip; older versions of torch give only some."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return dict(torch.cpu.get_capabilities())
+    if platform.machine() in ("aarch64", "arm64"):
+        return {"bf16": _is_supported(torch.bfloat16)}  # there, support means native instructions
+    return {
+        "avx512_bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(),
+        "amx_bf16": getattr(torch.cpu, "_is_amx_tile_supported", bool)(),
+    }
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    """Tell whether oneDNN supports a dtype here."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", bool)
+    return torch.backends.mkldnn.is_available() and ask()
+
+
 def choose_fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Dtype for internal products: float32 instead of an emulated dtype."""
     is_fast = device.type != "cpu" or this_processor().is_fast(dtype)
@@ -133,25 +152,6 @@ def warn_if_slow(setting: str, dtype: torch.dtype, device: torch.device) -> None
             f"emulates them; set {setting}=float32",
             file=sys.stderr,
         )
-
-
-def _is_supported(dtype: torch.dtype) -> bool:
-    """Tell whether oneDNN supports a dtype here."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", bool)
-    return torch.backends.mkldnn.is_available() and ask()
-
-
-def _get_capabilities() -> dict[str, Any]:
-    """Instructions of the chip; older versions of torch give only some."""
-    if hasattr(torch.cpu, "get_capabilities"):
-        return dict(torch.cpu.get_capabilities())
-    if platform.machine() in ("aarch64", "arm64"):
-        return {"bf16": _is_supported(torch.bfloat16)}  # there, support means native instructions
-    return {
-        "avx512_bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(),
-        "amx_bf16": getattr(torch.cpu, "_is_amx_tile_supported", bool)(),
-    }
 
 
 def to_device(values: list[Any] | Tensor, device: torch.device | str) -> Tensor:

@@ -26,6 +26,14 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
 
+FUSED = ("fc.weight", "input_norm.weight", "mask_hidden")
+"""Tensors whose last dimension concatenates the hidden states."""
+USUAL_THETAS = (1e4, 1e6)
+"""Values of theta that readers assume if files name none."""
+ALL_ORDERS = 3
+"""Largest number of hidden states of which every order is tried."""
+ConfigVariants = Iterator[tuple[str, Any]]
+
 
 class FeatureHead(DraftHead):
     """Head over hidden states, with an embedding and an output head of its own or the target's.
@@ -116,15 +124,6 @@ class FeatureHead(DraftHead):
             return self.lm_head(outputs)
         weight = self.target.output_head.weight
         return self.target.compute_logits(outputs.to(weight.dtype)).to(outputs.dtype)
-
-
-FUSED = ("fc.weight", "input_norm.weight", "mask_hidden")
-"""Tensors whose last dimension concatenates the hidden states."""
-USUAL_THETAS = (1e4, 1e6)
-"""Values of theta that readers assume if files name none."""
-ALL_ORDERS = 3
-"""Largest number of hidden states of which every order is tried."""
-ConfigVariants = Iterator[tuple[str, Any]]
 
 
 def make_config_variant(
@@ -235,6 +234,21 @@ def iter_vocab_variants(head: Any) -> ConfigVariants:
         )
 
 
+def iter_mask_token_variants(head: Any) -> ConfigVariants:
+    """Other mask tokens: the default of a new head, the tokenizer's own, first and last ids."""
+    target: EmbeddingsAndOutputHead = head.target
+    tokenizer, size = target.tokenizer, len(target.embedding.weight)
+    names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id", "bos_token_id")
+    own = [getattr(tokenizer, name, None) for name in names]
+    try:
+        free = choose_mask_token(target, None)
+    except InputError:
+        free = None
+    for token in dict.fromkeys((free, *own, 0, size - 1)):
+        if token not in (None, head.config.mask_token_id):
+            yield f"mask token {token}", make_config_variant(head, mask_token_id=token)
+
+
 def _format_rope(rope: dict[str, Any]) -> str:
     return f"{rope['rope_type']}, theta {rope['rope_theta']:g}"
 
@@ -276,17 +290,6 @@ def choose_mask_token(target: EmbeddingsAndOutputHead, asked: int | None) -> int
     return found
 
 
-def _suggest_mask_token(target: EmbeddingsAndOutputHead) -> str:
-    """Suggest a special token that chats do not use; empty if all may be used."""
-    tokenizer = target.tokenizer
-    used = (str(tokenizer.chat_template), *map(str, tokenizer.special_tokens_map.values()))
-    for index, token in sorted(tokenizer.added_tokens_decoder.items()):
-        name = str(token.content)
-        if token.special and not any(name in text for text in used):
-            return f", such as head.mask_token_id={index} ({name})"
-    return ""
-
-
 def _free_token(target: EmbeddingsAndOutputHead, size: int) -> int | None:
     tokenizer = target.tokenizer
     if len(tokenizer) < size:
@@ -301,16 +304,12 @@ def _free_token(target: EmbeddingsAndOutputHead, size: int) -> int | None:
     return None
 
 
-def iter_mask_token_variants(head: Any) -> ConfigVariants:
-    """Other mask tokens: the default of a new head, the tokenizer's own, first and last ids."""
-    target: EmbeddingsAndOutputHead = head.target
-    tokenizer, size = target.tokenizer, len(target.embedding.weight)
-    names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id", "bos_token_id")
-    own = [getattr(tokenizer, name, None) for name in names]
-    try:
-        free = choose_mask_token(target, None)
-    except InputError:
-        free = None
-    for token in dict.fromkeys((free, *own, 0, size - 1)):
-        if token not in (None, head.config.mask_token_id):
-            yield f"mask token {token}", make_config_variant(head, mask_token_id=token)
+def _suggest_mask_token(target: EmbeddingsAndOutputHead) -> str:
+    """Suggest a special token that chats do not use; empty if all may be used."""
+    tokenizer = target.tokenizer
+    used = (str(tokenizer.chat_template), *map(str, tokenizer.special_tokens_map.values()))
+    for index, token in sorted(tokenizer.added_tokens_decoder.items()):
+        name = str(token.content)
+        if token.special and not any(name in text for text in used):
+            return f", such as head.mask_token_id={index} ({name})"
+    return ""

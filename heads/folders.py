@@ -99,42 +99,6 @@ def format_size_mismatch(name: str, mine: object, told: str, path: str, theirs: 
     )
 
 
-def find_head_gguf(place: Path) -> Path | None:
-    """GGUF file of a head: the path itself, or the file in a folder without `config.json`.
-
-    Raises:
-        InputError: the folder has several GGUF files.
-    """
-    if place.suffix == GGUF and place.is_file():
-        return place
-    if (place / "config.json").is_file():
-        return None
-    files = sorted(place.glob(f"*{GGUF}"))
-    if len(files) > 1:
-        raise InputError(
-            f"head.path={place}: has several GGUF files; name one of "
-            f"{[file.name for file in files]}"
-        )
-    return files[0] if files else None
-
-
-def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
-    """Folder that holds files of these names.
-
-    Raises:
-        InputError: it is a file, or a file is missing.
-    """
-    if not folder.is_dir():
-        raise InputError(f"{key}={path}: is a file; name its folder")
-    for name in names:
-        if not (folder / name).is_file():
-            there = sorted(file.name for file in folder.iterdir())
-            raise InputError(
-                f"{key}={path}: no {name} there; found {there}; name the folder that has it"
-            )
-    return folder
-
-
 def _load_local_config(
     key: str, path: str, revision: str | None, name: str
 ) -> dict[str, Any] | None:
@@ -252,6 +216,52 @@ def _download_snapshot(path: str, revision: str | None, *names: str) -> Path:
         ) from error
 
 
+def find_head_gguf(place: Path) -> Path | None:
+    """GGUF file of a head: the path itself, or the file in a folder without `config.json`.
+
+    Raises:
+        InputError: the folder has several GGUF files.
+    """
+    if place.suffix == GGUF and place.is_file():
+        return place
+    if (place / "config.json").is_file():
+        return None
+    files = sorted(place.glob(f"*{GGUF}"))
+    if len(files) > 1:
+        raise InputError(
+            f"head.path={place}: has several GGUF files; name one of "
+            f"{[file.name for file in files]}"
+        )
+    return files[0] if files else None
+
+
+def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
+    """Folder that holds files of these names.
+
+    Raises:
+        InputError: it is a file, or a file is missing.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{key}={path}: is a file; name its folder")
+    for name in names:
+        if not (folder / name).is_file():
+            there = sorted(file.name for file in folder.iterdir())
+            raise InputError(
+                f"{key}={path}: no {name} there; found {there}; name the folder that has it"
+            )
+    return folder
+
+
+def has_architecture(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
+    """Tell whether `config.json` names a kind, in an engine's or speculators' words."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except ValueError:
+        return False  # a later reader reports the damage
+    named = set(settings.get("architectures", ())) & set(architectures)
+    return settings.get("speculators_model_type") == model_type or bool(named)
+
+
 def load_tensors(file: Path) -> dict[str, Tensor]:
     """Load all tensors of a safetensors file to the CPU.
 
@@ -264,6 +274,31 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         raise InputError(
             f"{file}: corrupt or truncated safetensors file: {error}; download or save it again"
         ) from error
+
+
+def write_head_folder(
+    folder: Path, weights: str, tensors: dict[str, Tensor], documents: dict[str, object]
+) -> None:
+    """Write a head folder atomically.
+
+    Args:
+        folder: folder, replaced if it exists.
+        weights: name of the safetensors file.
+        tensors: saved as float32; integers and booleans stay.
+        documents: JSON content by file name.
+
+    Raises:
+        InputError: the disk is full or not writable. Earlier content stays untouched.
+    """
+
+    def fill(staging: Path) -> None:
+        for name, content in documents.items():
+            (staging / name).write_text(json.dumps(content, indent=2) + "\n")
+        stored = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        stored = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
+        save_file(stored, staging / weights, metadata={"format": "pt"})
+
+    write_folder(folder, fill)
 
 
 def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
@@ -303,15 +338,6 @@ def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _sync_to_disk(path: Path) -> None:
-    """Sync a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _swap_folder(temporary: Path, final: Path) -> None:
     """Rename a folder. An existing full folder must be moved away first."""
     old = final.parent / f".old-{final.name}"
@@ -328,36 +354,10 @@ def _swap_folder(temporary: Path, final: Path) -> None:
     _sync_to_disk(final.parent)
 
 
-def write_head_folder(
-    folder: Path, weights: str, tensors: dict[str, Tensor], documents: dict[str, object]
-) -> None:
-    """Write a head folder atomically.
-
-    Args:
-        folder: folder, replaced if it exists.
-        weights: name of the safetensors file.
-        tensors: saved as float32; integers and booleans stay.
-        documents: JSON content by file name.
-
-    Raises:
-        InputError: the disk is full or not writable. Earlier content stays untouched.
-    """
-
-    def fill(staging: Path) -> None:
-        for name, content in documents.items():
-            (staging / name).write_text(json.dumps(content, indent=2) + "\n")
-        stored = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        stored = {n: t.float() if t.is_floating_point() else t for n, t in stored.items()}
-        save_file(stored, staging / weights, metadata={"format": "pt"})
-
-    write_folder(folder, fill)
-
-
-def has_architecture(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
-    """Tell whether `config.json` names a kind, in an engine's or speculators' words."""
+def _sync_to_disk(path: Path) -> None:
+    """Sync a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        settings = json.loads((folder / "config.json").read_text())
-    except ValueError:
-        return False  # a later reader reports the damage
-    named = set(settings.get("architectures", ())) & set(architectures)
-    return settings.get("speculators_model_type") == model_type or bool(named)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

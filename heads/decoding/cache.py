@@ -21,45 +21,253 @@ from heads.devices import to_device
 
 CONV, RECURRENT = "conv_states", "recurrent_states"  # transformers' names
 State = dict[tuple[str, int], Tensor]  # of one mixer, [b, ...] by kind and number
+ROUND_TO = 64  # slots
 
 
-@dataclass(frozen=True)
-class DepthNodes:
-    """New tokens of one depth. Texts with fewer tokens repeat one, which changes nothing.
+class SlotBuffer:
+    """Keys and values [B, K, S, d] of one layer, by slot; None before the first write.
+
+    With a capacity, the buffer has that many slots and never grows.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def write(
+        self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int, needed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Store [B, K, n, d] at slots [B, n], or from one slot on; return all slots up to `width`.
+
+        `needed` announces slots needed later.
+        """
+        buffers = self._grow_buffers((keys, values), max(width, needed), len(keys))
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            if isinstance(slots, int):
+                buffer.narrow(2, slots, new.shape[2]).copy_(new)
+            else:
+                texts, places = _build_slot_index(slots, buffer)
+                buffer[texts, :, places] = new.transpose(1, 2)
+        return buffers[0].narrow(2, 0, width), buffers[1].narrow(2, 0, width)
+
+    def reserve_slots(self, width: int) -> None:
+        """Grow to at least `width` slots, after the first write."""
+        self._grow_buffers(self._get_keys_values(), width, len(self._get_keys_values()[0]))
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep some rows only."""
+        self.keys, self.values = (
+            _select_buffer_rows(buffer, rows) for buffer in self._get_keys_values()
+        )
+
+    def insert_row(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
+        """Replace the first slots of a row by those of a buffer of one row."""
+        if num_slots:
+            buffers = self._grow_buffers(other._get_keys_values(), num_slots, num_texts)
+            for buffer, new in zip(buffers, other._get_keys_values(), strict=True):
+                buffer[row, :, :num_slots] = new[0, :, :num_slots]
+
+    def copy_slots(self, source: Tensor, to: Tensor) -> None:
+        """Copy slots [B, A] to slots [B, A]."""
+        for buffer in self._get_keys_values():
+            texts, from_slots = _build_slot_index(source, buffer)
+            buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
+
+    def _get_keys_values(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _grow_buffers(
+        self, like: tuple[Tensor, Tensor], width: int, num_texts: int
+    ) -> tuple[Tensor, Tensor]:
+        if width > (0 if self.keys is None else self.keys.shape[2]):
+            size = self.capacity or compute_capacity(width)
+            if width > size:
+                raise RuntimeError(f"{width} slots needed in a cache of {size}")
+            self.keys = _enlarge_buffer(self.keys, like[0], size, num_texts)
+            self.values = _enlarge_buffer(self.values, like[1], size, num_texts)
+        return self._get_keys_values()
+
+
+def _enlarge_buffer(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
+    # Zeros, because a masked slot enters a product with weight 0, and 0 times NaN is NaN.
+    new = like.new_zeros(num_texts, like.shape[1], size, like.shape[3])
+    if old is not None:
+        new[:, :, : old.shape[2]] = old
+    return new
+
+
+def _select_buffer_rows(buffer: Tensor, rows: list[int]) -> Tensor:
+    moved = [(to, row) for to, row in enumerate(rows) if to != row]
+    if any(row < len(rows) for _, row in moved):
+        return buffer[rows]
+    # Rows from the end fill the gaps; the others stay in place.
+    for to, row in moved:
+        buffer[to].copy_(buffer[row])
+    return buffer[: len(rows)]
+
+
+def _build_slot_index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [B, 1] and slots [B, n] of a buffer, to move whole vectors, unlike `scatter`."""
+    return _make_row_index(len(slots), buffer.device), slots.to(buffer.device)
+
+
+@functools.cache
+def _make_row_index(num_texts: int, device: torch.device) -> Tensor:
+    # Cached, as captured graphs read it at its address.
+    return torch.arange(num_texts, device=device).unsqueeze(1)
+
+
+def move_slots(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
+    """Copy slots [B, A] to slots [B, A] of every buffer."""
+    for buffer in buffers:
+        buffer.copy_slots(source, to)
+
+
+def round_up_slots(num_slots: int) -> int:
+    """Round up to one of the few slot counts that drafters read; every buffer has as many.
+
+    Texts grow with each step, and oneDNN recompiles a bfloat16 product for each new length.
+    """
+    return -(-num_slots // ROUND_TO) * ROUND_TO
+
+
+def compute_capacity(num_slots: int) -> int:
+    """Slots to allocate for a needed number: an eighth more."""
+    return round_up_slots(num_slots + num_slots // 8)
+
+
+class KeptNodes(NamedTuple):
+    """Part of a draft to keep, on the device.
 
     Attributes:
-        nodes: [B or 1, w] int64, of the n new tokens.
-        parents: [B or 1, w] int64 tokens that each continues: 0 is the committed text, 1 + j
-            pending token j.
+        nodes: [B, A] int64 pending tokens; shorter rows are padded with any node.
+        counts: [B] int64 number of kept tokens.
     """
 
     nodes: Tensor
-    parents: Tensor
+    counts: Tensor
 
 
-def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
-    """Order draft tokens by depth for running. Waits for the device once.
+class CacheSlots:
+    """Slots of the tokens of a batch, and which tokens see which.
 
-    Args:
-        mask: [B or 1, n, P] bool, pending tokens that each of the last n tokens sees, including
-            itself.
-        depths: [B or 1, P] int64; a token sees at most one token of each depth.
+    Attributes:
+        lengths: committed tokens per text.
+        committed: committed tokens per text on the device, [B, 1] int64.
+        fixed_width: slots that every pass reads when the host does not know the texts' lengths;
+            None when it does.
     """
-    num_new, num_pending = mask.shape[1:]
-    own = torch.eye(num_pending, dtype=torch.bool, device=mask.device)[-num_new:]
-    deepest, parents = ((mask & ~own) * (1 + depths).unsqueeze(1)).max(-1)
-    num_texts = max(len(mask), len(depths))
-    both = torch.where(deepest > 0, 1 + parents, 0), depths[:, -num_new:]
-    above, below = torch.stack([rows.expand(num_texts, -1) for rows in both]).tolist()
-    by_depth = []
-    for depth in sorted({node_depth for row in below for node_depth in row}):
-        # The first token runs before the others, so it can be repeated at any depth.
-        rows = [[node for node, own in enumerate(row) if own == depth] or [0] for row in below]
-        width = max(map(len, rows))
-        nodes = [row + row[:1] * (width - len(row)) for row in rows]
-        before = [[own[node] for node in row] for row, own in zip(nodes, above, strict=True)]
-        by_depth.append(DepthNodes(*to_device([nodes, before], mask.device)))
-    return by_depth
+
+    def __init__(self, num_texts: int, device: torch.device) -> None:
+        self.device = device
+        self.fixed_width: int | None = None
+        self._longest = 0
+        self.lengths = [0] * num_texts
+        self.committed = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
+
+    def rewind_texts(self, lengths: list[int]) -> None:
+        """Forget committed tokens after `lengths`; new tokens will overwrite them."""
+        self.lengths = lengths
+        self.committed = to_device(lengths, self.device).unsqueeze(1)
+
+    def fix_width(self, width: int, num_pending: int) -> None:
+        """Make every pass read `width` slots, of which the last are for pending tokens."""
+        self.fixed_width, self._longest = width, width - num_pending
+
+    def copy_fixed_width(self, other: "CacheSlots") -> None:
+        """Read as many slots as another object."""
+        self.fixed_width, self._longest = other.fixed_width, other._longest
+
+    def compute_pending_slots(self, num_new: int, num_pending: int) -> Tensor:
+        """[B, n] int64 slots of the last `num_new` of `num_pending` pending tokens."""
+        return self.committed + torch.arange(num_pending - num_new, num_pending, device=self.device)
+
+    def count_used_slots(self, num_pending: int) -> int:
+        """Slots in use with a number of pending tokens."""
+        return max(self.lengths) + num_pending if self.fixed_width is None else self.fixed_width
+
+    def attention_mask(self, mask: Tensor, width: int) -> Tensor:
+        """[B, n, S] bool: committed tokens of the own text, and pending ones by the mask.
+
+        The mask is [B or 1, n, P] bool; S is the width.
+        """
+        committed, (num_new, num_pending) = self.committed, mask.shape[1:]
+        slots = torch.arange(width, device=self.device)
+        seen = (slots < committed).unsqueeze(1).repeat(1, num_new, 1)
+        to = (
+            self.compute_pending_slots(num_pending, num_pending)
+            .unsqueeze(1)
+            .expand(-1, num_new, -1)
+        )
+        return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
+
+    def compute_positions(self, depths: Tensor, width: int) -> Tensor:
+        """[B, S] int64 positions of the tokens in all slots; pending ones by depth [B or 1, P]."""
+        pending = self.committed + depths
+        everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
+        num_pending = pending.shape[1]
+        return everything.scatter_(1, self.compute_pending_slots(num_pending, num_pending), pending)
+
+    def commit(
+        self,
+        kept: list[list[int]],
+        buffers: Sequence[SlotBuffer] = (),
+        on_device: KeptNodes | None = None,
+        mover: Callable[..., None] = move_slots,
+    ) -> None:
+        """Add pending tokens to the texts and forget the others.
+
+        Args:
+            kept: pending tokens to keep per text, in order; not read with `held`.
+            buffers: buffers whose entries move too.
+            on_device: the same on the device, if available.
+            mover: `move`, optionally compiled.
+        """
+        moved = any(nodes != list(range(len(nodes))) for nodes in kept)
+        if buffers and (moved or self.fixed_width is not None):
+            longest = max(map(len, kept), default=None)
+            if on_device is None:
+                # Shorter rows are padded with slots that are forgotten anyway.
+                rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
+                source = self.committed + to_device(rows, self.device)
+            else:
+                source = self.committed + on_device.nodes[:, :longest]
+            num_kept = source.shape[1]
+            mover(buffers, source, self.compute_pending_slots(num_kept, num_kept))
+        if on_device is None:
+            self.rewind_texts(self._compute_lengths(kept))
+        else:
+            self.advance(on_device.counts, kept)
+
+    def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
+        """Add the first pending tokens to the texts, in place.
+
+        `counts` [B] int64 is their number; `kept` lists them per text and is not read with `held`.
+        """
+        if self.fixed_width is None:
+            self.lengths = self._compute_lengths(kept)
+            self.committed = self.committed + counts.unsqueeze(1)
+        else:
+            # A finished text continues until another takes its row, but never beyond the buffer.
+            self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._longest)
+
+    def _compute_lengths(self, kept: Sequence[Sequence[int]]) -> list[int]:
+        return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
+
+    def insert_row(self, row: int, length: int) -> None:
+        """Start another text in a row, with `length` committed tokens."""
+        self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
+        self.committed[row] = length
+
+    def select_rows(self, rows: list[int], *buffers: SlotBuffer) -> None:
+        """Keep some texts only."""
+        for buffer in buffers:
+            buffer.select_rows(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.committed = self.committed[to_device(rows, self.device)]
 
 
 class RecurrentStates:
@@ -202,290 +410,43 @@ class RecurrentStates:
         }
 
 
-ROUND_TO = 64  # slots
-
-
-def round_up_slots(num_slots: int) -> int:
-    """Round up to one of the few slot counts that drafters read; every buffer has as many.
-
-    Texts grow with each step, and oneDNN recompiles a bfloat16 product for each new length.
-    """
-    return -(-num_slots // ROUND_TO) * ROUND_TO
-
-
-def compute_capacity(num_slots: int) -> int:
-    """Slots to allocate for a needed number: an eighth more."""
-    return round_up_slots(num_slots + num_slots // 8)
-
-
-class SlotBuffer:
-    """Keys and values [B, K, S, d] of one layer, by slot; None before the first write.
-
-    With a capacity, the buffer has that many slots and never grows.
-    """
-
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def write(
-        self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int, needed: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Store [B, K, n, d] at slots [B, n], or from one slot on; return all slots up to `width`.
-
-        `needed` announces slots needed later.
-        """
-        buffers = self._grow_buffers((keys, values), max(width, needed), len(keys))
-        for buffer, new in zip(buffers, (keys, values), strict=True):
-            if isinstance(slots, int):
-                buffer.narrow(2, slots, new.shape[2]).copy_(new)
-            else:
-                texts, places = _build_slot_index(slots, buffer)
-                buffer[texts, :, places] = new.transpose(1, 2)
-        return buffers[0].narrow(2, 0, width), buffers[1].narrow(2, 0, width)
-
-    def reserve_slots(self, width: int) -> None:
-        """Grow to at least `width` slots, after the first write."""
-        self._grow_buffers(self._get_keys_values(), width, len(self._get_keys_values()[0]))
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some rows only."""
-        self.keys, self.values = (
-            _select_buffer_rows(buffer, rows) for buffer in self._get_keys_values()
-        )
-
-    def insert_row(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
-        """Replace the first slots of a row by those of a buffer of one row."""
-        if num_slots:
-            buffers = self._grow_buffers(other._get_keys_values(), num_slots, num_texts)
-            for buffer, new in zip(buffers, other._get_keys_values(), strict=True):
-                buffer[row, :, :num_slots] = new[0, :, :num_slots]
-
-    def copy_slots(self, source: Tensor, to: Tensor) -> None:
-        """Copy slots [B, A] to slots [B, A]."""
-        for buffer in self._get_keys_values():
-            texts, from_slots = _build_slot_index(source, buffer)
-            buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
-
-    def _get_keys_values(self) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
-
-    def _grow_buffers(
-        self, like: tuple[Tensor, Tensor], width: int, num_texts: int
-    ) -> tuple[Tensor, Tensor]:
-        if width > (0 if self.keys is None else self.keys.shape[2]):
-            size = self.capacity or compute_capacity(width)
-            if width > size:
-                raise RuntimeError(f"{width} slots needed in a cache of {size}")
-            self.keys = _enlarge_buffer(self.keys, like[0], size, num_texts)
-            self.values = _enlarge_buffer(self.values, like[1], size, num_texts)
-        return self._get_keys_values()
-
-
-def _enlarge_buffer(old: Tensor | None, like: Tensor, size: int, num_texts: int) -> Tensor:
-    # Zeros, because a masked slot enters a product with weight 0, and 0 times NaN is NaN.
-    new = like.new_zeros(num_texts, like.shape[1], size, like.shape[3])
-    if old is not None:
-        new[:, :, : old.shape[2]] = old
-    return new
-
-
-def _select_buffer_rows(buffer: Tensor, rows: list[int]) -> Tensor:
-    moved = [(to, row) for to, row in enumerate(rows) if to != row]
-    if any(row < len(rows) for _, row in moved):
-        return buffer[rows]
-    # Rows from the end fill the gaps; the others stay in place.
-    for to, row in moved:
-        buffer[to].copy_(buffer[row])
-    return buffer[: len(rows)]
-
-
-def _build_slot_index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B, 1] and slots [B, n] of a buffer, to move whole vectors, unlike `scatter`."""
-    return _make_row_index(len(slots), buffer.device), slots.to(buffer.device)
-
-
-@functools.cache
-def _make_row_index(num_texts: int, device: torch.device) -> Tensor:
-    # Cached, as captured graphs read it at its address.
-    return torch.arange(num_texts, device=device).unsqueeze(1)
-
-
-def move_slots(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
-    """Copy slots [B, A] to slots [B, A] of every buffer."""
-    for buffer in buffers:
-        buffer.copy_slots(source, to)
-
-
-class KeptNodes(NamedTuple):
-    """Part of a draft to keep, on the device.
+@dataclass(frozen=True)
+class DepthNodes:
+    """New tokens of one depth. Texts with fewer tokens repeat one, which changes nothing.
 
     Attributes:
-        nodes: [B, A] int64 pending tokens; shorter rows are padded with any node.
-        counts: [B] int64 number of kept tokens.
+        nodes: [B or 1, w] int64, of the n new tokens.
+        parents: [B or 1, w] int64 tokens that each continues: 0 is the committed text, 1 + j
+            pending token j.
     """
 
     nodes: Tensor
-    counts: Tensor
+    parents: Tensor
 
 
-class CacheSlots:
-    """Slots of the tokens of a batch, and which tokens see which.
+def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
+    """Order draft tokens by depth for running. Waits for the device once.
 
-    Attributes:
-        lengths: committed tokens per text.
-        committed: committed tokens per text on the device, [B, 1] int64.
-        fixed_width: slots that every pass reads when the host does not know the texts' lengths;
-            None when it does.
+    Args:
+        mask: [B or 1, n, P] bool, pending tokens that each of the last n tokens sees, including
+            itself.
+        depths: [B or 1, P] int64; a token sees at most one token of each depth.
     """
-
-    def __init__(self, num_texts: int, device: torch.device) -> None:
-        self.device = device
-        self.fixed_width: int | None = None
-        self._longest = 0
-        self.lengths = [0] * num_texts
-        self.committed = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
-
-    def rewind_texts(self, lengths: list[int]) -> None:
-        """Forget committed tokens after `lengths`; new tokens will overwrite them."""
-        self.lengths = lengths
-        self.committed = to_device(lengths, self.device).unsqueeze(1)
-
-    def fix_width(self, width: int, num_pending: int) -> None:
-        """Make every pass read `width` slots, of which the last are for pending tokens."""
-        self.fixed_width, self._longest = width, width - num_pending
-
-    def copy_fixed_width(self, other: "CacheSlots") -> None:
-        """Read as many slots as another object."""
-        self.fixed_width, self._longest = other.fixed_width, other._longest
-
-    def compute_pending_slots(self, num_new: int, num_pending: int) -> Tensor:
-        """[B, n] int64 slots of the last `num_new` of `num_pending` pending tokens."""
-        return self.committed + torch.arange(num_pending - num_new, num_pending, device=self.device)
-
-    def count_used_slots(self, num_pending: int) -> int:
-        """Slots in use with a number of pending tokens."""
-        return max(self.lengths) + num_pending if self.fixed_width is None else self.fixed_width
-
-    def attention_mask(self, mask: Tensor, width: int) -> Tensor:
-        """[B, n, S] bool: committed tokens of the own text, and pending ones by the mask.
-
-        The mask is [B or 1, n, P] bool; S is the width.
-        """
-        committed, (num_new, num_pending) = self.committed, mask.shape[1:]
-        slots = torch.arange(width, device=self.device)
-        seen = (slots < committed).unsqueeze(1).repeat(1, num_new, 1)
-        to = (
-            self.compute_pending_slots(num_pending, num_pending)
-            .unsqueeze(1)
-            .expand(-1, num_new, -1)
-        )
-        return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
-
-    def compute_positions(self, depths: Tensor, width: int) -> Tensor:
-        """[B, S] int64 positions of the tokens in all slots; pending ones by depth [B or 1, P]."""
-        pending = self.committed + depths
-        everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
-        num_pending = pending.shape[1]
-        return everything.scatter_(1, self.compute_pending_slots(num_pending, num_pending), pending)
-
-    def commit(
-        self,
-        kept: list[list[int]],
-        buffers: Sequence[SlotBuffer] = (),
-        on_device: KeptNodes | None = None,
-        mover: Callable[..., None] = move_slots,
-    ) -> None:
-        """Add pending tokens to the texts and forget the others.
-
-        Args:
-            kept: pending tokens to keep per text, in order; not read with `held`.
-            buffers: buffers whose entries move too.
-            on_device: the same on the device, if available.
-            mover: `move`, optionally compiled.
-        """
-        moved = any(nodes != list(range(len(nodes))) for nodes in kept)
-        if buffers and (moved or self.fixed_width is not None):
-            longest = max(map(len, kept), default=None)
-            if on_device is None:
-                # Shorter rows are padded with slots that are forgotten anyway.
-                rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
-                source = self.committed + to_device(rows, self.device)
-            else:
-                source = self.committed + on_device.nodes[:, :longest]
-            num_kept = source.shape[1]
-            mover(buffers, source, self.compute_pending_slots(num_kept, num_kept))
-        if on_device is None:
-            self.rewind_texts(self._compute_lengths(kept))
-        else:
-            self.advance(on_device.counts, kept)
-
-    def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Add the first pending tokens to the texts, in place.
-
-        `counts` [B] int64 is their number; `kept` lists them per text and is not read with `held`.
-        """
-        if self.fixed_width is None:
-            self.lengths = self._compute_lengths(kept)
-            self.committed = self.committed + counts.unsqueeze(1)
-        else:
-            # A finished text continues until another takes its row, but never beyond the buffer.
-            self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._longest)
-
-    def _compute_lengths(self, kept: Sequence[Sequence[int]]) -> list[int]:
-        return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
-
-    def insert_row(self, row: int, length: int) -> None:
-        """Start another text in a row, with `length` committed tokens."""
-        self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
-        self.committed[row] = length
-
-    def select_rows(self, rows: list[int], *buffers: SlotBuffer) -> None:
-        """Keep some texts only."""
-        for buffer in buffers:
-            buffer.select_rows(rows)
-        self.lengths = [self.lengths[row] for row in rows]
-        self.committed = self.committed[to_device(rows, self.device)]
-
-
-class _AttentionLayer(CacheLayerMixin):
-    """Cache of one attention layer, with transformers' interface."""
-
-    is_sliding = False
-
-    def __init__(self, cache: "TreeCache") -> None:
-        super().__init__()
-        self.cache = cache
-        self.buffer = SlotBuffer(cache.capacity)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, K, n, d] of new tokens; return those of all slots."""
-        cache = self.cache
-        return self.buffer.write(
-            key_states, value_states, cache.write_slots, cache.read_width, cache.num_needed_slots
-        )
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first write allocates the buffers."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        """Number of slots that a mask covers, from slot 0."""
-        return self.cache.read_width, 0
-
-    def get_seq_length(self) -> int:
-        """Number of slots in use."""
-        return max(self.cache.slots.lengths)
-
-    def get_max_length(self) -> int:
-        """Capacity; -1 without a limit."""
-        return self.cache.capacity or -1
-
-    get_max_cache_shape = get_max_length  # the name until transformers 5.17
+    num_new, num_pending = mask.shape[1:]
+    own = torch.eye(num_pending, dtype=torch.bool, device=mask.device)[-num_new:]
+    deepest, parents = ((mask & ~own) * (1 + depths).unsqueeze(1)).max(-1)
+    num_texts = max(len(mask), len(depths))
+    both = torch.where(deepest > 0, 1 + parents, 0), depths[:, -num_new:]
+    above, below = torch.stack([rows.expand(num_texts, -1) for rows in both]).tolist()
+    by_depth = []
+    for depth in sorted({node_depth for row in below for node_depth in row}):
+        # The first token runs before the others, so it can be repeated at any depth.
+        rows = [[node for node, own in enumerate(row) if own == depth] or [0] for row in below]
+        width = max(map(len, rows))
+        nodes = [row + row[:1] * (width - len(row)) for row in rows]
+        before = [[own[node] for node in row] for row, own in zip(nodes, above, strict=True)]
+        by_depth.append(DepthNodes(*to_device([nodes, before], mask.device)))
+    return by_depth
 
 
 class TreeCache(Cache):
@@ -599,3 +560,40 @@ class TreeCache(Cache):
 
     def _collect_buffers(self) -> list[SlotBuffer]:
         return [layer.buffer for layer in self._attention if layer.buffer.keys is not None]
+
+
+class _AttentionLayer(CacheLayerMixin):
+    """Cache of one attention layer, with transformers' interface."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "TreeCache") -> None:
+        super().__init__()
+        self.cache = cache
+        self.buffer = SlotBuffer(cache.capacity)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [B, K, n, d] of new tokens; return those of all slots."""
+        cache = self.cache
+        return self.buffer.write(
+            key_states, value_states, cache.write_slots, cache.read_width, cache.num_needed_slots
+        )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first write allocates the buffers."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        """Number of slots that a mask covers, from slot 0."""
+        return self.cache.read_width, 0
+
+    def get_seq_length(self) -> int:
+        """Number of slots in use."""
+        return max(self.cache.slots.lengths)
+
+    def get_max_length(self) -> int:
+        """Capacity; -1 without a limit."""
+        return self.cache.capacity or -1
+
+    get_max_cache_shape = get_max_length  # the name until transformers 5.17

@@ -18,102 +18,99 @@ from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.devices import to_device
 from heads.vocab import DraftVocab
 
-
-class ExpandedTree(NamedTuple):
-    """All expanded nodes, depth by depth.
-
-    Attributes:
-        tokens, scores: [B, M].
-        parents: [B, M] numbers of the parents in this order from 1; 0 is the root.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    parents: Tensor
-
-
-class Frontier(NamedTuple):
-    """Nodes of one depth to expand.
-
-    Attributes:
-        depth: depth of the nodes, from 1.
-        rows: [B * w] int64 rows of the previous depth that they came from.
-        tokens: [B * w] int64 target ids.
-    """
-
-    depth: int
-    rows: Tensor
-    tokens: Tensor
-
-
-class DynamicDrafter(Drafter, Protocol):
-    """Drafter whose trees have another shape for every text.
-
-    Attributes:
-        has_nested_trees: whether a tree begins with the tree of a smaller depth.
-    """
-
-    has_nested_trees: bool
-
-    def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand all nodes below the roots."""
-
-
-def expand_tree(
-    shape: DynamicShape,
-    vocab: DraftVocab,
-    first: Tensor,
-    after: Callable[[Frontier], Tensor],
-    known: Callable[[Tensor, int], Tensor],
-) -> ExpandedTree:
-    """Expand trees below roots.
-
-    Args:
-        shape: limits of the trees.
-        vocab: draft vocabulary of the logits.
-        first: [B, W] logits of the roots' children.
-        after: function that gives logits [B * w, W] of the children of nodes.
-        known: function that replaces tokens [B, n] of a depth that cannot be drafted by PAD.
-    """
-    num_texts, device = len(first), first.device
-    width = min(shape.top_k, first.shape[1])
-    texts = torch.arange(num_texts, device=device).unsqueeze(1)
-    scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
-    nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
-    drawn: list[ExpandedTree] = []
-    logits, num_nodes = first, 1
-    for level in range(shape.depth):
-        best = logits.float().log_softmax(-1).topk(width)
-        tokens = vocab.to_target_ids(best.indices).view(num_texts, -1)
-        all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
-        drafted = known(tokens, level)
-        known_scores = all_scores.masked_fill(drafted == PAD, -torch.inf)
-        drawn.append(ExpandedTree(drafted, known_scores, nodes.repeat_interleave(width, 1)))
-        if level + 1 == shape.depth:
-            break
-        num_rows = nodes.shape[1]
-        scores, chosen = all_scores.topk(min(shape.top_k, all_scores.shape[1]))
-        rows = (texts * num_rows + chosen // width).flatten()
-        logits = after(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
-        nodes = num_nodes + chosen
-        num_nodes += all_scores.shape[1]
-    return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
-
-
-def rerank_nodes(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
-    """Keep the likeliest nodes, at most `num_tokens`, as trees."""
-    tokens, scores, parents = expanded
-    kept = min(shape.num_tokens, tokens.shape[1])
-    # A stable sort puts parents before equal children; the sort by number restores the order.
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
-    number = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=order.device)
-    new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
-    number.scatter_(1, order + 1, new)
-    return Draft(number.gather(1, parents.gather(1, order)), tokens.gather(1, order), shape.depth)
-
-
 EPS = 1e-6
 """Distance of the largest chance from 1."""
+
+
+class HeadDrafter(ABC):
+    """Drafts with an attached head. Subclasses define `observe` and `propose`.
+
+    Args:
+        head: head that drafts.
+        shape: shape of the drafts.
+        calibration: cuts chains; None leaves them whole.
+
+    Attributes:
+        row_attributes: names of the attributes with one entry per text: tensors [B, ...],
+            `Committed`, or
+            objects with `rows` and `take` like `Generators`; None before the first tokens.
+        taps, num_static_nodes: see `heads.decoding.drafting.Drafter`.
+    """
+
+    row_attributes: tuple[str, ...] = ()
+    num_static_nodes: int | None = None
+
+    def __init__(
+        self, head: Any, shape: DraftShape | None = None, calibration: "Calibration | None" = None
+    ) -> None:
+        self.head, self.taps = head, head.taps
+        self.shape: Any = shape
+        self.calibration = calibration
+
+    @abstractmethod
+    def observe(self, seen: CommittedTokens) -> None:
+        """See `heads.decoding.drafting.Drafter`."""
+
+    @abstractmethod
+    def propose(self, roots: Roots) -> Draft:
+        """See `heads.decoding.drafting.Drafter`."""
+
+    @final
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep some texts only, as others have ended; may precede the first `observe`."""
+        for name in self.row_attributes:
+            held = getattr(self, name)
+            if isinstance(held, Tensor):
+                setattr(self, name, held[to_device(rows, held.device)])
+            elif held is not None:
+                setattr(self, name, held.select_rows(rows))
+
+    @final
+    def insert_row(self, row: int, other: Self) -> None:
+        """Start the single text of another drafter, which has only seen its prompt, in a row."""
+        self._prepare_insert(other)
+        for name in self.row_attributes:
+            held, new = getattr(self, name), getattr(other, name)
+            if isinstance(held, Tensor):
+                held[row] = new[0]
+            elif isinstance(held, CommittedTokens):
+                setattr(self, name, held.insert_row(row, new))
+            else:
+                held.insert_row(row, new)
+
+    def _prepare_insert(self, other: Self) -> None:
+        """Prepare both drafters for moving a text."""
+        assert type(other) is type(self)
+
+
+class ChainDrafter(HeadDrafter):
+    """Drafts chains of the best tokens, or of drawn tokens when sampling.
+
+    Args:
+        head: head that drafts.
+        depth: draft tokens per chain.
+        sampling: the target's sampling, also used for draft tokens.
+        seeds: seeds of the draws, one per text, other than the target's.
+        calibration: cuts the chains; None leaves them whole.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        depth: int,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] = (1,),
+        calibration: "Calibration | None" = None,
+    ) -> None:
+        self.tree, self.sampling = Tree.make_chain(depth), sampling
+        super().__init__(head, self.tree, calibration)
+        self.num_static_nodes = 1 + depth if calibration is None else None
+        self.generators = Generators.from_seeds(seeds, next(head.parameters()).device)
+        self.row_attributes = (*self.row_attributes, "generators")
+
+    def make_sampler(self) -> "ChainSampler":
+        """Make the sampler for one draft."""
+        return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ class ChainSampler:
     vocab: DraftVocab
     sampling: Sampling = GREEDY
     generators: Generators = NO_DRAWS
-    calibration: Calibration | None = None
+    calibration: "Calibration | None" = None
     probs: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
     chance: Tensor | float = 1.0
@@ -246,95 +243,30 @@ class ChainSampler:
         return Draft(tree.down_to(depth), tokens[:, :depth], depth, probs, confidence)
 
 
-class HeadDrafter(ABC):
-    """Drafts with an attached head. Subclasses define `observe` and `propose`.
-
-    Args:
-        head: head that drafts.
-        shape: shape of the drafts.
-        calibration: cuts chains; None leaves them whole.
+class ExpandedTree(NamedTuple):
+    """All expanded nodes, depth by depth.
 
     Attributes:
-        row_attributes: names of the attributes with one entry per text: tensors [B, ...],
-            `Committed`, or
-            objects with `rows` and `take` like `Generators`; None before the first tokens.
-        taps, num_static_nodes: see `heads.decoding.drafting.Drafter`.
+        tokens, scores: [B, M].
+        parents: [B, M] numbers of the parents in this order from 1; 0 is the root.
     """
 
-    row_attributes: tuple[str, ...] = ()
-    num_static_nodes: int | None = None
-
-    def __init__(
-        self, head: Any, shape: DraftShape | None = None, calibration: Calibration | None = None
-    ) -> None:
-        self.head, self.taps = head, head.taps
-        self.shape: Any = shape
-        self.calibration = calibration
-
-    @abstractmethod
-    def observe(self, seen: CommittedTokens) -> None:
-        """See `heads.decoding.drafting.Drafter`."""
-
-    @abstractmethod
-    def propose(self, roots: Roots) -> Draft:
-        """See `heads.decoding.drafting.Drafter`."""
-
-    @final
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only, as others have ended; may precede the first `observe`."""
-        for name in self.row_attributes:
-            held = getattr(self, name)
-            if isinstance(held, Tensor):
-                setattr(self, name, held[to_device(rows, held.device)])
-            elif held is not None:
-                setattr(self, name, held.select_rows(rows))
-
-    @final
-    def insert_row(self, row: int, other: Self) -> None:
-        """Start the single text of another drafter, which has only seen its prompt, in a row."""
-        self._prepare_insert(other)
-        for name in self.row_attributes:
-            held, new = getattr(self, name), getattr(other, name)
-            if isinstance(held, Tensor):
-                held[row] = new[0]
-            elif isinstance(held, CommittedTokens):
-                setattr(self, name, held.insert_row(row, new))
-            else:
-                held.insert_row(row, new)
-
-    def _prepare_insert(self, other: Self) -> None:
-        """Prepare both drafters for moving a text."""
-        assert type(other) is type(self)
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
 
 
-class ChainDrafter(HeadDrafter):
-    """Drafts chains of the best tokens, or of drawn tokens when sampling.
+class DynamicDrafter(Drafter, Protocol):
+    """Drafter whose trees have another shape for every text.
 
-    Args:
-        head: head that drafts.
-        depth: draft tokens per chain.
-        sampling: the target's sampling, also used for draft tokens.
-        seeds: seeds of the draws, one per text, other than the target's.
-        calibration: cuts the chains; None leaves them whole.
+    Attributes:
+        has_nested_trees: whether a tree begins with the tree of a smaller depth.
     """
 
-    def __init__(
-        self,
-        head: Any,
-        depth: int,
-        sampling: Sampling = GREEDY,
-        seeds: Sequence[int] = (1,),
-        calibration: Calibration | None = None,
-    ) -> None:
-        self.tree, self.sampling = Tree.make_chain(depth), sampling
-        super().__init__(head, self.tree, calibration)
-        self.num_static_nodes = 1 + depth if calibration is None else None
-        self.generators = Generators.from_seeds(seeds, next(head.parameters()).device)
-        self.row_attributes = (*self.row_attributes, "generators")
+    has_nested_trees: bool
 
-    def make_sampler(self) -> ChainSampler:
-        """Make the sampler for one draft."""
-        return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
+        """Expand all nodes below the roots."""
 
 
 class DynamicTreeDrafter(HeadDrafter):
@@ -357,6 +289,73 @@ class DynamicTreeDrafter(HeadDrafter):
     def propose(self, roots: Roots) -> Draft:
         """Draft trees of at most `num_tokens` nodes below the roots."""
         return rerank_nodes(self.expand_trees(roots), self.shape)
+
+
+class Frontier(NamedTuple):
+    """Nodes of one depth to expand.
+
+    Attributes:
+        depth: depth of the nodes, from 1.
+        rows: [B * w] int64 rows of the previous depth that they came from.
+        tokens: [B * w] int64 target ids.
+    """
+
+    depth: int
+    rows: Tensor
+    tokens: Tensor
+
+
+def expand_tree(
+    shape: DynamicShape,
+    vocab: DraftVocab,
+    first: Tensor,
+    after: Callable[[Frontier], Tensor],
+    known: Callable[[Tensor, int], Tensor],
+) -> ExpandedTree:
+    """Expand trees below roots.
+
+    Args:
+        shape: limits of the trees.
+        vocab: draft vocabulary of the logits.
+        first: [B, W] logits of the roots' children.
+        after: function that gives logits [B * w, W] of the children of nodes.
+        known: function that replaces tokens [B, n] of a depth that cannot be drafted by PAD.
+    """
+    num_texts, device = len(first), first.device
+    width = min(shape.top_k, first.shape[1])
+    texts = torch.arange(num_texts, device=device).unsqueeze(1)
+    scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
+    nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
+    drawn: list[ExpandedTree] = []
+    logits, num_nodes = first, 1
+    for level in range(shape.depth):
+        best = logits.float().log_softmax(-1).topk(width)
+        tokens = vocab.to_target_ids(best.indices).view(num_texts, -1)
+        all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
+        drafted = known(tokens, level)
+        known_scores = all_scores.masked_fill(drafted == PAD, -torch.inf)
+        drawn.append(ExpandedTree(drafted, known_scores, nodes.repeat_interleave(width, 1)))
+        if level + 1 == shape.depth:
+            break
+        num_rows = nodes.shape[1]
+        scores, chosen = all_scores.topk(min(shape.top_k, all_scores.shape[1]))
+        rows = (texts * num_rows + chosen // width).flatten()
+        logits = after(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
+        nodes = num_nodes + chosen
+        num_nodes += all_scores.shape[1]
+    return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
+
+
+def rerank_nodes(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
+    """Keep the likeliest nodes, at most `num_tokens`, as trees."""
+    tokens, scores, parents = expanded
+    kept = min(shape.num_tokens, tokens.shape[1])
+    # A stable sort puts parents before equal children; the sort by number restores the order.
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+    number = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=order.device)
+    new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
+    number.scatter_(1, order + 1, new)
+    return Draft(number.gather(1, parents.gather(1, order)), tokens.gather(1, order), shape.depth)
 
 
 class HeadCache:

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from heads.devices import to_device
 
+GOLDEN, *FACTORS = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+"""Constants of splitmix64, as signed numbers."""
+
 
 @dataclass(frozen=True)
 class Typical:
@@ -78,33 +83,6 @@ class Sampling:
 
 
 GREEDY = Sampling()
-
-
-GOLDEN, *FACTORS = (
-    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-"""Constants of splitmix64, as signed numbers."""
-
-
-def hash_numbers(numbers: Tensor) -> Tensor:
-    """Hash int64 of any shape in place, one to one, so that close numbers have nothing in common.
-
-    Products wrap around.
-
-    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014; the factors
-        are Stafford's variant 13, as in Vigna's `splitmix64.c`.
-    """
-    # For all shifts, as fresh memory costs a CPU more than the arithmetic.
-    shifted = torch.empty_like(numbers)
-    numbers.bitwise_xor_(_shift_right(numbers, 30, shifted)).mul_(FACTORS[0])
-    numbers.bitwise_xor_(_shift_right(numbers, 27, shifted)).mul_(FACTORS[1])
-    return numbers.bitwise_xor_(_shift_right(numbers, 31, shifted))
-
-
-def _shift_right(numbers: Tensor, num_bits: int, out: Tensor) -> Tensor:
-    # Shifts of int64 repeat the sign, which the mask removes.
-    shifted = torch.bitwise_right_shift(numbers, num_bits, out=out)
-    return shifted.bitwise_and_((1 << (64 - num_bits)) - 1)
 
 
 @dataclass(frozen=True)
@@ -196,3 +174,24 @@ def sample_tokens(logits: Tensor, sampling: Sampling, generators: Generators) ->
 def drafter_seeds(seeds: Sequence[int]) -> list[int]:
     """Seeds of a drafter's own draws, independent of the target's."""
     return [seed + (1 << 32) for seed in seeds]
+
+
+def hash_numbers(numbers: Tensor) -> Tensor:
+    """Hash int64 of any shape in place, one to one, so that close numbers have nothing in common.
+
+    Products wrap around.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014; the factors
+        are Stafford's variant 13, as in Vigna's `splitmix64.c`.
+    """
+    # For all shifts, as fresh memory costs a CPU more than the arithmetic.
+    shifted = torch.empty_like(numbers)
+    numbers.bitwise_xor_(_shift_right(numbers, 30, shifted)).mul_(FACTORS[0])
+    numbers.bitwise_xor_(_shift_right(numbers, 27, shifted)).mul_(FACTORS[1])
+    return numbers.bitwise_xor_(_shift_right(numbers, 31, shifted))
+
+
+def _shift_right(numbers: Tensor, num_bits: int, out: Tensor) -> Tensor:
+    # Shifts of int64 repeat the sign, which the mask removes.
+    shifted = torch.bitwise_right_shift(numbers, num_bits, out=out)
+    return shifted.bitwise_and_((1 << (64 - num_bits)) - 1)

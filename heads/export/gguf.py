@@ -25,6 +25,52 @@ from heads.vocab import DraftVocab
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 ARRAY = 9
+DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
+"""Types of tensors that are read and written; others are quantised or unused here."""
+DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+FILE_TYPES = {torch.float32: (0, "F32"), torch.float16: (1, "F16"), torch.bfloat16: (32, "BF16")}
+"""`general.file_type` and its name, by the dtype of matrices."""
+LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "hidden_norm.weight": "attn_norm_2.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+"""Names of a layer's tensors: transformers', and llama.cpp's after `blk.N.`."""
+SIZES = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+}
+"""Names of sizes: transformers', and llama.cpp's after the architecture."""
+ROPE_FREQS = "rope_freqs.weight"
+USUAL_YARN = {
+    **{"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+    **{"beta_fast": 32, "beta_slow": 1, "truncate": True},
+}
+"""YaRN settings that llama.cpp assumes."""
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Settings of every Llama 3, needed to recover the others from the divisors of frequencies."""
+BASE = "general.base_model.0.name"
+LAYER_INPUTS = (
+    *("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("gemma4", "gpt_oss", "lfm2", "minimax", "minimax_m2", "nemotron_h", "hunyuan_vl"),
+    *("deepseek_v4", "mimo_v2_flash", "nanbeige", "muse_glimmer", "qwen4_exp"),
+)
+"""Model types whose llama.cpp architecture gives the inputs of its layers to draft heads."""
 
 
 class Kind(IntEnum):
@@ -46,9 +92,6 @@ class Kind(IntEnum):
 
 LETTERS = dict(zip(Kind, "BbHhIif? Qqd", strict=True))
 """`struct` letter of each type, except strings."""
-DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
-"""Types of tensors that are read and written; others are quantised or unused here."""
-DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -218,68 +261,6 @@ class GgufFile:
         return torch.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-FILE_TYPES = {torch.float32: (0, "F32"), torch.float16: (1, "F16"), torch.bfloat16: (32, "BF16")}
-"""`general.file_type` and its name, by the dtype of matrices."""
-LAYER = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "hidden_norm.weight": "attn_norm_2.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-"""Names of a layer's tensors: transformers', and llama.cpp's after `blk.N.`."""
-SIZES = {
-    "num_hidden_layers": "block_count",
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "vocab_size": "vocab_size",
-}
-"""Names of sizes: transformers', and llama.cpp's after the architecture."""
-ROPE_FREQS = "rope_freqs.weight"
-USUAL_YARN = {
-    **{"attention_factor": None, "mscale": None, "mscale_all_dim": None},
-    **{"beta_fast": 32, "beta_slow": 1, "truncate": True},
-}
-"""YaRN settings that llama.cpp assumes."""
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Settings of every Llama 3, needed to recover the others from the divisors of frequencies."""
-BASE = "general.base_model.0.name"
-LAYER_INPUTS = (
-    *("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("gemma4", "gpt_oss", "lfm2", "minimax", "minimax_m2", "nemotron_h", "hunyuan_vl"),
-    *("deepseek_v4", "mimo_v2_flash", "nanbeige", "muse_glimmer", "qwen4_exp"),
-)
-"""Model types whose llama.cpp architecture gives the inputs of its layers to draft heads."""
-
-
-def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
-    """Metadata of a Llama's sizes and RoPE.
-
-    Args:
-        config: config of a target, or of a head's layers.
-        arch: architecture, with which the keys begin.
-    """
-    found = {key: Value.from_content(getattr(config, name)) for name, key in SIZES.items()}
-    found |= {
-        "attention.value_length": Value.from_content(config.head_dim),
-        "rope.dimension_count": Value.from_content(config.head_dim),
-        "attention.layer_norm_rms_epsilon": Value(Kind.f32, config.rms_norm_eps),
-    }
-    keyed = {f"{arch}.{key}": value for key, value in found.items()}
-    return keyed | rope_metadata(config.rope_parameters, arch)
-
-
 def build_head_metadata(
     config: LlamaConfig, arch: str, dtype: torch.dtype, title: str, target: str
 ) -> dict[str, Value]:
@@ -304,9 +285,57 @@ def build_head_metadata(
     return found | build_size_metadata(config, arch)
 
 
-def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
-    """Name of a head's file, with the prefix by which llama.cpp finds it in a repository."""
-    return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
+def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
+    """Metadata of a Llama's sizes and RoPE.
+
+    Args:
+        config: config of a target, or of a head's layers.
+        arch: architecture, with which the keys begin.
+    """
+    found = {key: Value.from_content(getattr(config, name)) for name, key in SIZES.items()}
+    found |= {
+        "attention.value_length": Value.from_content(config.head_dim),
+        "rope.dimension_count": Value.from_content(config.head_dim),
+        "attention.layer_norm_rms_epsilon": Value(Kind.f32, config.rms_norm_eps),
+    }
+    keyed = {f"{arch}.{key}": value for key, value in found.items()}
+    return keyed | rope_metadata(config.rope_parameters, arch)
+
+
+def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
+    """Metadata of a vocabulary.
+
+    Args:
+        size: rows of the target's embedding.
+        source: GGUF file of the target, whose vocabulary is copied. Without it, tokens are `<0>`,
+            `<1>`, ..., which suffices to exchange token ids.
+        more: ids by their names, such as `eos_token_id` and `mask_token_id`. Without an
+            `eos_token_id`, placeholders end texts at id 11.
+
+    Raises:
+        InputError: `source` is no GGUF file, or has a vocabulary of another size.
+    """
+    if source is None:
+        found = {
+            "tokenizer.ggml.model": Value.from_content("gpt2"),
+            "tokenizer.ggml.pre": Value.from_content("default"),
+            "tokenizer.ggml.tokens": Value.from_content([f"<{index}>" for index in range(size)]),
+            "tokenizer.ggml.token_type": Value.from_content([1] * size),
+            # A merge that never applies, as the list must not be empty.
+            "tokenizer.ggml.merges": Value.from_content(["a b"]),
+        }
+    else:
+        metadata = GgufFile(source, "tokenizer_gguf").metadata
+        found = {key: each for key, each in metadata.items() if key.startswith("tokenizer.")}
+        tokens = found.get("tokenizer.ggml.tokens")
+        if tokens is None or len(tokens.content) != size:
+            raise InputError(
+                f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
+                f"but the target has {size}; name the target's own file"
+            )
+    return found | {
+        f"tokenizer.ggml.{name}": Value.from_content(index) for name, index in more.items()
+    }
 
 
 def make_file_tensors(
@@ -331,6 +360,26 @@ def make_file_tensors(
         else tensor.float()
         for name, tensor in sorted({**tensors, **more}.items())
     }
+
+
+def interleave_rows(weight: Tensor, num_heads: int) -> Tensor:
+    """Reorder rows of queries or keys for architectures that rotate neighbours: `llama`, `eagle3`.
+
+    Args:
+        weight: [heads * d, ...], whose rows rotate in pairs d / 2 apart.
+        num_heads: number of heads in the weight.
+    """
+    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def deinterleave_rows(weight: Tensor, num_heads: int) -> Tensor:
+    """Invert `interleaved`."""
+    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
+    """Name of a head's file, with the prefix by which llama.cpp finds it in a repository."""
+    return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
 
 
 def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
@@ -370,42 +419,6 @@ def target_hint(model_type: str) -> str:
         "ends with an assertion. Newer versions may support more: `grep -l t_layer_inp "
         "src/models/*.cpp`."
     )
-
-
-def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
-    """Metadata of a vocabulary.
-
-    Args:
-        size: rows of the target's embedding.
-        source: GGUF file of the target, whose vocabulary is copied. Without it, tokens are `<0>`,
-            `<1>`, ..., which suffices to exchange token ids.
-        more: ids by their names, such as `eos_token_id` and `mask_token_id`. Without an
-            `eos_token_id`, placeholders end texts at id 11.
-
-    Raises:
-        InputError: `source` is no GGUF file, or has a vocabulary of another size.
-    """
-    if source is None:
-        found = {
-            "tokenizer.ggml.model": Value.from_content("gpt2"),
-            "tokenizer.ggml.pre": Value.from_content("default"),
-            "tokenizer.ggml.tokens": Value.from_content([f"<{index}>" for index in range(size)]),
-            "tokenizer.ggml.token_type": Value.from_content([1] * size),
-            # A merge that never applies, as the list must not be empty.
-            "tokenizer.ggml.merges": Value.from_content(["a b"]),
-        }
-    else:
-        metadata = GgufFile(source, "tokenizer_gguf").metadata
-        found = {key: each for key, each in metadata.items() if key.startswith("tokenizer.")}
-        tokens = found.get("tokenizer.ggml.tokens")
-        if tokens is None or len(tokens.content) != size:
-            raise InputError(
-                f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
-                f"but the target has {size}; name the target's own file"
-            )
-    return found | {
-        f"tokenizer.ggml.{name}": Value.from_content(index) for name, index in more.items()
-    }
 
 
 def rope_problem(rope: Any) -> str | None:
@@ -454,21 +467,6 @@ def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
     turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** powers)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - kept) / rope["factor"] + kept)).float()
-
-
-def interleave_rows(weight: Tensor, num_heads: int) -> Tensor:
-    """Reorder rows of queries or keys for architectures that rotate neighbours: `llama`, `eagle3`.
-
-    Args:
-        weight: [heads * d, ...], whose rows rotate in pairs d / 2 apart.
-        num_heads: number of heads in the weight.
-    """
-    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def deinterleave_rows(weight: Tensor, num_heads: int) -> Tensor:
-    """Invert `interleaved`."""
-    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def parse_metadata(

@@ -42,8 +42,6 @@ LOADER_VERSIONS = {
     ExportFormat.llamacpp: "llama.cpp b11434",
 }
 """Engine versions whose loaders were read."""
-
-
 SERVED_HEADS = {
     ExportFormat.llamacpp: (
         "it serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "
@@ -51,39 +49,11 @@ SERVED_HEADS = {
     )
 }
 """Heads that an engine serves, if few, for the message to owners of others."""
-
-
-def format_vllm_command(
-    method: str, num_tokens: int, target: str, folder: str, **more: bool
-) -> str:
-    """Command that starts vLLM with a head in a folder; `more` are further speculation settings."""
-    speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
-    return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
-
-
-def format_template_note(provenance: dict[str, Any]) -> str:
-    """Advice to serve with the template settings of a head's training; empty without such settings.
-
-    Args:
-        provenance: content of `headsmith.json`.
-    """
-    data = (provenance.get("config") or {}).get("data") or {}
-    kwargs = data.get("chat_template_kwargs")
-    if not kwargs:
-        return ""
-    written = json.dumps(kwargs)
-    return (
-        f"It was trained on chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
-        f"same: in each request, or vLLM with `--default-chat-template-kwargs '{written}'`."
-    )
-
-
-def format_dtype(head: nn.Module) -> str:
-    """`float32`, `float16` or `bfloat16`."""
-    return str(next(head.parameters()).dtype).removeprefix("torch.")
-
-
 PARITY = Path("parity") / "parity.safetensors"
+MOST_IDS = 8192
+"""Largest vocabulary of which all ids are kept."""
+LIKELIEST, SPREAD = 16, 1024
+"""Ids kept of larger vocabularies: the likeliest per row and depth, and evenly spaced ones."""
 
 
 def check_format(head: DraftHead, engine: ExportFormat) -> None:
@@ -193,10 +163,34 @@ def format_readme(
     )
 
 
-MOST_IDS = 8192
-"""Largest vocabulary of which all ids are kept."""
-LIKELIEST, SPREAD = 16, 1024
-"""Ids kept of larger vocabularies: the likeliest per row and depth, and evenly spaced ones."""
+def format_template_note(provenance: dict[str, Any]) -> str:
+    """Advice to serve with the template settings of a head's training; empty without such settings.
+
+    Args:
+        provenance: content of `headsmith.json`.
+    """
+    data = (provenance.get("config") or {}).get("data") or {}
+    kwargs = data.get("chat_template_kwargs")
+    if not kwargs:
+        return ""
+    written = json.dumps(kwargs)
+    return (
+        f"It was trained on chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
+        f"same: in each request, or vLLM with `--default-chat-template-kwargs '{written}'`."
+    )
+
+
+def format_dtype(head: nn.Module) -> str:
+    """`float32`, `float16` or `bfloat16`."""
+    return str(next(head.parameters()).dtype).removeprefix("torch.")
+
+
+def format_vllm_command(
+    method: str, num_tokens: int, target: str, folder: str, **more: bool
+) -> str:
+    """Command that starts vLLM with a head in a folder; `more` are further speculation settings."""
+    speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
+    return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
 
 
 @torch.no_grad()

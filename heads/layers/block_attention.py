@@ -24,100 +24,6 @@ HIDDEN_BIAS = -3e4
 ALIGNED_BYTES = 16
 LOG_NORM_MULTIPLE = 32
 EFFICIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Output [B, H, M, d] with contiguous queries, and logsumexp [B, H, M].
-
-    Args:
-        query: [B, H, M, d].
-        keys: [B, H, N, d]; if expanded, N must not be 1 above a multiple of 32, for which CUDA's
-            kernel gives wrong numbers (pytorch#191937).
-        values: as the keys.
-        bias: [M, N] of `bias_like`.
-    """
-    bias = _expand_bias(bias, query)
-    if _fits_efficient(query):
-        found, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, keys, values, bias, True
-        )
-        return found, log_norm[..., : query.shape[2]]
-    if is_on_cpu(query):
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, keys, values, attn_mask=bias)
-    scores = _compute_scores(query, keys, bias)
-    log_norm = scores.logsumexp(-1)
-    return (scores - log_norm.unsqueeze(-1)).exp().to(values) @ values, log_norm
-
-
-def attend_backward(
-    grad: Tensor, text: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, found: Tensor,
-    log_norm: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of query, keys and values, [B, H, ., d].
-
-    Args:
-        grad: [B, H, M, d], gradient of the output.
-        text: query, keys and values as given to `attend`.
-        bias: bias as given to `attend`.
-        found: output [B, H, M, d], with query m + 1 at H d numbers after query m, as CUDA's kernel
-            assumes.
-        log_norm: [B, H, M] float32.
-    """
-    query, bias = text[0], _expand_bias(bias, text[0])
-    if _fits_efficient(query):
-        # Random state for dropout, which is not used.
-        unused = torch.empty((), dtype=torch.int64, device=query.device)
-        wanted = [True, True, True, False]
-        kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        return kernel(
-            grad, *text, bias, found, _whole_tiles(log_norm), unused, unused, 0.0, wanted
-        )[:3]
-    if is_on_cpu(query):
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad, *text, found, log_norm, 0.0, False, attn_mask=bias)
-    query, keys, values = (each.to(log_norm) for each in text)
-    weights = (_compute_scores(query, keys, bias) - log_norm.unsqueeze(-1)).exp()
-    inner = (grad * found).sum(-1, keepdim=True, dtype=log_norm.dtype)
-    d_scores = weights * (grad.to(log_norm) @ values.mT - inner) * query.shape[-1] ** -0.5
-    parts = d_scores @ keys, d_scores.mT @ query, weights.mT @ grad.to(log_norm)
-    return tuple(each.to(grad.dtype) for each in parts)
-
-
-def is_on_cpu(states: Tensor) -> bool:
-    """Tell whether a tensor lies on a CPU, which has its own kernels."""
-    return states.device.type == "cpu"
-
-
-def make_aligned_bias(query: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """[M, N] zeros, with rows aligned for CUDA's kernel."""
-    width = num_keys + -num_keys % ALIGNED_BYTES
-    return query.new_zeros(num_queries, width)[:, :num_keys]
-
-
-def _expand_bias(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    return None if bias is None else bias.expand(*query.shape[:2], -1, -1)
-
-
-def _fits_efficient(query: Tensor) -> bool:
-    """Tell whether CUDA's memory-efficient kernel accepts the queries."""
-    aligned = query.shape[-1] * query.element_size() % ALIGNED_BYTES == 0
-    return query.is_cuda and aligned and query.dtype in EFFICIENT_DTYPES
-
-
-def _whole_tiles(log_norm: Tensor) -> Tensor:
-    """[B, H, .] padded to the tile of queries that the kernel reads."""
-    padding = -log_norm.shape[2] % LOG_NORM_MULTIPLE
-    return functional.pad(log_norm, (0, padding), value=torch.inf) if padding else log_norm
-
-
-def _compute_scores(query: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
-    """[B, H, M, N] scores, at least in float32."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide) @ keys.to(wide).mT * query.shape[-1] ** -0.5
-    return scores if bias is None else scores + bias
-
-
 ROWS_PER_CHUNK = 128
 """Rows per chunk on a CPU, where a chunk costs little and may skip tokens."""
 ROWS_PER_LAUNCH = 1024
@@ -125,20 +31,6 @@ ROWS_PER_LAUNCH = 1024
 SHORT_LENGTH_STEP, LENGTH_STEP = 128, 512
 """Units of the chunk lengths on other devices, which keep the lengths few: multiples of the second,
 from 8 times that on 4 lengths per octave; for short texts, multiples of the first."""
-
-
-class Chunk(NamedTuple):
-    """Rows that attend to the same stretch of a text.
-
-    Attributes:
-        rows: the n rows; padding may follow the last.
-        tokens: the s tokens; padding may follow the last.
-        bias: [n, s] to add to the scores.
-    """
-
-    rows: slice
-    tokens: slice
-    bias: Tensor
 
 
 @dataclass(frozen=True)
@@ -204,78 +96,6 @@ class BlockRange:
         distance = rows.unsqueeze(1) - rows
         seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return seen if self.window is None else seen & (distance.abs() < self.window)
-
-
-class ChunkPlan:
-    """Chunks of the rows of blocks over one text, with their masks.
-
-    The biases take N times the tokens of a document: 38 MB in bfloat16 for 512 blocks of 16 rows in
-    4,096 tokens. All layers and their backward passes share them.
-
-    Args:
-        sight: sight of the blocks.
-        query: tensor that gives dtype and device.
-        num_tokens: number S of text tokens.
-        group: number G of heads per group.
-
-    Attributes:
-        chunks: in the order of the rows.
-        block_bias: [G * R, R] to add to the scores inside a block; None for nothing.
-        num_rows, num_tokens: sizes padded to the end of the last possible chunk.
-    """
-
-    def __init__(self, sight: BlockRange, query: Tensor, num_tokens: int, group: int) -> None:
-        self.sight, self.exact = sight, is_on_cpu(query)
-        self.num_tokens = num_tokens if self.exact else _round_up(num_tokens, SHORT_LENGTH_STEP)
-        number, size = len(sight.end), sight.num_rows
-        most = max(1, (ROWS_PER_CHUNK if self.exact else ROWS_PER_LAUNCH) // size)
-        if not self.exact:
-            # Powers of two: whole tiles of rows, and few shapes.
-            most = 1 << min(most.bit_length() - 1, (number - 1).bit_length())
-        self.num_rows = (number if self.exact else _round_up(number, most)) * size
-        self.chunks = [self._build_chunk(start, most, query) for start in range(0, number, most)]
-        self.block_bias: Tensor | None = None
-        if sight.causal or sight.window is not None:
-            self.block_bias = make_aligned_bias(query, group * size, size)
-            self.block_bias.masked_fill_(~sight.build_block_mask().repeat(group, 1), HIDDEN_BIAS)
-
-    def _build_chunk(self, start: int, number: int, query: Tensor) -> Chunk:
-        """Chunk of `number` blocks from `start` on, with the tokens that any of them sees."""
-        size, blocks = self.sight.num_rows, slice(start, start + number)
-        rows = slice(start * size, min((start + number) * size, self.num_rows))
-        tokens = self._find_visible_tokens(blocks)
-        bias = make_aligned_bias(query, rows.stop - rows.start, tokens.stop - tokens.start)
-        hidden = ~self.sight.build_context_mask(blocks, tokens)
-        bias[: len(hidden) * size].unflatten(0, (-1, size)).masked_fill_(hidden, HIDDEN_BIAS)
-        return Chunk(rows, tokens, bias)
-
-    def _find_visible_tokens(self, blocks: slice) -> slice:
-        assert self.sight.bounds_on_cpu is not None
-        (first, end), window = (
-            (each[blocks] for each in self.sight.bounds_on_cpu),
-            self.sight.window,
-        )
-        stop = int(end.max())
-        # A row without text tokens sees only its block.
-        start = int(first.min() if window is None else first.maximum(end + 1 - window).min())
-        start = min(start, stop - 1)
-        if self.exact:
-            return slice(start, stop)
-        length = min(_round_up_length(stop - start), self.num_tokens)
-        start = min(start, self.num_tokens - length)
-        return slice(start, start + length)
-
-    def arrange_rows(self, states: Tensor, num_kv_heads: int) -> Tensor:
-        """[G, K, N, d] view of [A, R, Q, d], padded to `num_rows`.
-
-        Groups thus share keys without a copy.
-        """
-        rows = _pad_length(states.flatten(0, 1), self.num_rows)
-        return rows.unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
-
-    def arrange_context(self, states: Tensor, group: int) -> Tensor:
-        """[G, K, S, d] view of a text's keys or values [S, K, d], padded to `num_tokens`."""
-        return _pad_length(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
 
 
 def block_attention(
@@ -399,6 +219,92 @@ def _heads_first(both: Sequence[Tensor]) -> list[Tensor]:
     return [each.transpose(1, 2) for each in both]
 
 
+class Chunk(NamedTuple):
+    """Rows that attend to the same stretch of a text.
+
+    Attributes:
+        rows: the n rows; padding may follow the last.
+        tokens: the s tokens; padding may follow the last.
+        bias: [n, s] to add to the scores.
+    """
+
+    rows: slice
+    tokens: slice
+    bias: Tensor
+
+
+class ChunkPlan:
+    """Chunks of the rows of blocks over one text, with their masks.
+
+    The biases take N times the tokens of a document: 38 MB in bfloat16 for 512 blocks of 16 rows in
+    4,096 tokens. All layers and their backward passes share them.
+
+    Args:
+        sight: sight of the blocks.
+        query: tensor that gives dtype and device.
+        num_tokens: number S of text tokens.
+        group: number G of heads per group.
+
+    Attributes:
+        chunks: in the order of the rows.
+        block_bias: [G * R, R] to add to the scores inside a block; None for nothing.
+        num_rows, num_tokens: sizes padded to the end of the last possible chunk.
+    """
+
+    def __init__(self, sight: BlockRange, query: Tensor, num_tokens: int, group: int) -> None:
+        self.sight, self.exact = sight, is_on_cpu(query)
+        self.num_tokens = num_tokens if self.exact else _round_up(num_tokens, SHORT_LENGTH_STEP)
+        number, size = len(sight.end), sight.num_rows
+        most = max(1, (ROWS_PER_CHUNK if self.exact else ROWS_PER_LAUNCH) // size)
+        if not self.exact:
+            # Powers of two: whole tiles of rows, and few shapes.
+            most = 1 << min(most.bit_length() - 1, (number - 1).bit_length())
+        self.num_rows = (number if self.exact else _round_up(number, most)) * size
+        self.chunks = [self._build_chunk(start, most, query) for start in range(0, number, most)]
+        self.block_bias: Tensor | None = None
+        if sight.causal or sight.window is not None:
+            self.block_bias = make_aligned_bias(query, group * size, size)
+            self.block_bias.masked_fill_(~sight.build_block_mask().repeat(group, 1), HIDDEN_BIAS)
+
+    def _build_chunk(self, start: int, number: int, query: Tensor) -> Chunk:
+        """Chunk of `number` blocks from `start` on, with the tokens that any of them sees."""
+        size, blocks = self.sight.num_rows, slice(start, start + number)
+        rows = slice(start * size, min((start + number) * size, self.num_rows))
+        tokens = self._find_visible_tokens(blocks)
+        bias = make_aligned_bias(query, rows.stop - rows.start, tokens.stop - tokens.start)
+        hidden = ~self.sight.build_context_mask(blocks, tokens)
+        bias[: len(hidden) * size].unflatten(0, (-1, size)).masked_fill_(hidden, HIDDEN_BIAS)
+        return Chunk(rows, tokens, bias)
+
+    def _find_visible_tokens(self, blocks: slice) -> slice:
+        assert self.sight.bounds_on_cpu is not None
+        (first, end), window = (
+            (each[blocks] for each in self.sight.bounds_on_cpu),
+            self.sight.window,
+        )
+        stop = int(end.max())
+        # A row without text tokens sees only its block.
+        start = int(first.min() if window is None else first.maximum(end + 1 - window).min())
+        start = min(start, stop - 1)
+        if self.exact:
+            return slice(start, stop)
+        length = min(_round_up_length(stop - start), self.num_tokens)
+        start = min(start, self.num_tokens - length)
+        return slice(start, start + length)
+
+    def arrange_rows(self, states: Tensor, num_kv_heads: int) -> Tensor:
+        """[G, K, N, d] view of [A, R, Q, d], padded to `num_rows`.
+
+        Groups thus share keys without a copy.
+        """
+        rows = _pad_length(states.flatten(0, 1), self.num_rows)
+        return rows.unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
+
+    def arrange_context(self, states: Tensor, group: int) -> Tensor:
+        """[G, K, S, d] view of a text's keys or values [S, K, d], padded to `num_tokens`."""
+        return _pad_length(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
+
+
 def _pad_length(states: Tensor, length: int) -> Tensor:
     """[length, ., d] with zeros behind [., ., d]."""
     missing = length - len(states)
@@ -412,3 +318,95 @@ def _round_up(number: int, multiple: int) -> int:
 def _round_up_length(num_tokens: int) -> int:
     """Smallest allowed length for a number of tokens."""
     return _round_up(num_tokens, max(LENGTH_STEP, 1 << max(0, (num_tokens - 1).bit_length() - 3)))
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Output [B, H, M, d] with contiguous queries, and logsumexp [B, H, M].
+
+    Args:
+        query: [B, H, M, d].
+        keys: [B, H, N, d]; if expanded, N must not be 1 above a multiple of 32, for which CUDA's
+            kernel gives wrong numbers (pytorch#191937).
+        values: as the keys.
+        bias: [M, N] of `bias_like`.
+    """
+    bias = _expand_bias(bias, query)
+    if _fits_efficient(query):
+        found, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, keys, values, bias, True
+        )
+        return found, log_norm[..., : query.shape[2]]
+    if is_on_cpu(query):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, keys, values, attn_mask=bias)
+    scores = _compute_scores(query, keys, bias)
+    log_norm = scores.logsumexp(-1)
+    return (scores - log_norm.unsqueeze(-1)).exp().to(values) @ values, log_norm
+
+
+def attend_backward(
+    grad: Tensor, text: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, found: Tensor,
+    log_norm: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of query, keys and values, [B, H, ., d].
+
+    Args:
+        grad: [B, H, M, d], gradient of the output.
+        text: query, keys and values as given to `attend`.
+        bias: bias as given to `attend`.
+        found: output [B, H, M, d], with query m + 1 at H d numbers after query m, as CUDA's kernel
+            assumes.
+        log_norm: [B, H, M] float32.
+    """
+    query, bias = text[0], _expand_bias(bias, text[0])
+    if _fits_efficient(query):
+        # Random state for dropout, which is not used.
+        unused = torch.empty((), dtype=torch.int64, device=query.device)
+        wanted = [True, True, True, False]
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        return kernel(
+            grad, *text, bias, found, _whole_tiles(log_norm), unused, unused, 0.0, wanted
+        )[:3]
+    if is_on_cpu(query):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, *text, found, log_norm, 0.0, False, attn_mask=bias)
+    query, keys, values = (each.to(log_norm) for each in text)
+    weights = (_compute_scores(query, keys, bias) - log_norm.unsqueeze(-1)).exp()
+    inner = (grad * found).sum(-1, keepdim=True, dtype=log_norm.dtype)
+    d_scores = weights * (grad.to(log_norm) @ values.mT - inner) * query.shape[-1] ** -0.5
+    parts = d_scores @ keys, d_scores.mT @ query, weights.mT @ grad.to(log_norm)
+    return tuple(each.to(grad.dtype) for each in parts)
+
+
+def is_on_cpu(states: Tensor) -> bool:
+    """Tell whether a tensor lies on a CPU, which has its own kernels."""
+    return states.device.type == "cpu"
+
+
+def make_aligned_bias(query: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """[M, N] zeros, with rows aligned for CUDA's kernel."""
+    width = num_keys + -num_keys % ALIGNED_BYTES
+    return query.new_zeros(num_queries, width)[:, :num_keys]
+
+
+def _expand_bias(bias: Tensor | None, query: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(*query.shape[:2], -1, -1)
+
+
+def _fits_efficient(query: Tensor) -> bool:
+    """Tell whether CUDA's memory-efficient kernel accepts the queries."""
+    aligned = query.shape[-1] * query.element_size() % ALIGNED_BYTES == 0
+    return query.is_cuda and aligned and query.dtype in EFFICIENT_DTYPES
+
+
+def _whole_tiles(log_norm: Tensor) -> Tensor:
+    """[B, H, .] padded to the tile of queries that the kernel reads."""
+    padding = -log_norm.shape[2] % LOG_NORM_MULTIPLE
+    return functional.pad(log_norm, (0, padding), value=torch.inf) if padding else log_norm
+
+
+def _compute_scores(query: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
+    """[B, H, M, N] scores, at least in float32."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ keys.to(wide).mT * query.shape[-1] ** -0.5
+    return scores if bias is None else scores + bias

@@ -25,6 +25,17 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 NUM_CANDIDATES = 32
 """Number of ids with exact logits. For a chat model of 8M parameters at a quarter of the
 directions, 8 ids lost 2% of the drafts' length and 32 ids nothing."""
+NUM_ROWS = 16
+"""Rows of the products that weights are packed for; packings for 5 to 512 rows are equally fast."""
+FEWEST_ROWS = 4
+"""Least rows of a product with a large matrix: 1 to 3 rows take longer."""
+SMALL = 1 << 19
+"""Numbers of a small matrix, for which torch's float32 product of one row is as fast."""
+LARGEST_SHARE = 0.25
+"""Share of the machine's memory for packed models, whose weights take memory twice."""
+_packed: dict[int, tuple[int, Tensor]] = {}
+"""Address of the packed weights and the weights, by the key of a layer."""
+_keys = count()
 
 
 class LowRankOutputHead(nn.Module):
@@ -68,18 +79,6 @@ class LowRankOutputHead(nn.Module):
         if self.bias is not None:
             exact += self.bias[ids]
         return rough.scatter(-1, ids, exact)
-
-
-def check_rank(key: str, rank: int, target: EmbeddingsAndOutputHead) -> None:
-    """Refuse ranks that are not below the width of a target's hidden states.
-
-    Raises:
-        InputError: naming the hidden size.
-    """
-    if rank >= target.hidden_size:
-        raise InputError(
-            f"{key}={rank}: must be below {target.hidden_size}, the hidden size of {target.name}"
-        )
 
 
 def make_low_rank_target(target: EmbeddingsAndOutputHead, rank: int) -> EmbeddingsAndOutputHead:
@@ -132,63 +131,16 @@ def reduce_rank(
     return made
 
 
-NUM_ROWS = 16
-"""Rows of the products that weights are packed for; packings for 5 to 512 rows are equally fast."""
-FEWEST_ROWS = 4
-"""Least rows of a product with a large matrix: 1 to 3 rows take longer."""
-SMALL = 1 << 19
-"""Numbers of a small matrix, for which torch's float32 product of one row is as fast."""
-LARGEST_SHARE = 0.25
-"""Share of the machine's memory for packed models, whose weights take memory twice."""
+def check_rank(key: str, rank: int, target: EmbeddingsAndOutputHead) -> None:
+    """Refuse ranks that are not below the width of a target's hidden states.
 
-_packed: dict[int, tuple[int, Tensor]] = {}
-"""Address of the packed weights and the weights, by the key of a layer."""
-_keys = count()
-# An operator, so that compiled regions call it unchanged.
-_library = torch.library.Library("headsmith", "DEF")
-_library.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias, int key) -> Tensor")
-
-
-def _multiply_packed(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:
-    place, packed = _packed.get(key, (None, weight))
-    if place != weight.data_ptr():  # the layer was copied or cast
-        return linear(rows, weight, bias)
-    product, width = torch.ops.mkldnn._linear_pointwise.default, rows.shape[-1]
-    number = rows.numel() // width
-    if number >= FEWEST_ROWS or weight.numel() <= SMALL:
-        return product(rows, packed, bias, "none", [], "")
-    filled = pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - number))
-    output = product(filled, packed, bias, "none", [], "")
-    return output[:number].view(*rows.shape[:-1], len(weight))
-
-
-def _make_empty_output(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001
-    return rows.new_empty((*rows.shape[:-1], len(weight)))
-
-
-_library.impl("packed_linear", _multiply_packed, "CPU")
-_library.impl("packed_linear", _make_empty_output, "Meta")
-
-
-class PackedLinear(nn.Linear):
-    """Linear layer whose weights exist twice, once packed for oneDNN.
-
-    Attributes:
-        key: key of the packed weights.
-        leaves_one: whether torch computes products of one row.
+    Raises:
+        InputError: naming the hidden size.
     """
-
-    key: int
-    leaves_one: bool
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """[..., N] of rows [..., D]; computed by torch if gradients or a cast are needed."""
-        weight = self.weight
-        trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        cast = input.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
-        if trained or cast or (self.leaves_one and input.numel() == self.in_features):
-            return linear(input, weight, self.bias)
-        return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
+    if rank >= target.hidden_size:
+        raise InputError(
+            f"{key}={rank}: must be below {target.hidden_size}, the hidden size of {target.name}"
+        )
 
 
 def pack_weights(*modules: nn.Module) -> None:
@@ -222,3 +174,50 @@ def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class PackedLinear(nn.Linear):
+    """Linear layer whose weights exist twice, once packed for oneDNN.
+
+    Attributes:
+        key: key of the packed weights.
+        leaves_one: whether torch computes products of one row.
+    """
+
+    key: int
+    leaves_one: bool
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """[..., N] of rows [..., D]; computed by torch if gradients or a cast are needed."""
+        weight = self.weight
+        trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        cast = input.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
+        if trained or cast or (self.leaves_one and input.numel() == self.in_features):
+            return linear(input, weight, self.bias)
+        return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
+
+
+# An operator, so that compiled regions call it unchanged.
+_library = torch.library.Library("headsmith", "DEF")
+_library.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias, int key) -> Tensor")
+
+
+def _multiply_packed(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:
+    place, packed = _packed.get(key, (None, weight))
+    if place != weight.data_ptr():  # the layer was copied or cast
+        return linear(rows, weight, bias)
+    product, width = torch.ops.mkldnn._linear_pointwise.default, rows.shape[-1]
+    number = rows.numel() // width
+    if number >= FEWEST_ROWS or weight.numel() <= SMALL:
+        return product(rows, packed, bias, "none", [], "")
+    filled = pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - number))
+    output = product(filled, packed, bias, "none", [], "")
+    return output[:number].view(*rows.shape[:-1], len(weight))
+
+
+def _make_empty_output(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001
+    return rows.new_empty((*rows.shape[:-1], len(weight)))
+
+
+_library.impl("packed_linear", _multiply_packed, "CPU")
+_library.impl("packed_linear", _make_empty_output, "Meta")

@@ -54,14 +54,24 @@ STATE_HEAD = 64
 WIDEST = 4
 """Largest width of queries in hidden sizes; wider queries come from a latent (DeepSeek-V4's heads
 of 512)."""
-
-
-class AttentionHeads(NamedTuple):
-    """Attention heads of a layer."""
-
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
+# transformers' names for types of layers.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ATTENTION = {"attention": FULL, "hybrid": FULL, "hybrid_sliding": SLIDING}
+RECURRENT = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
+NEITHER = {"moe", "mlp", "dummy"}
+REFUSED = {
+    "indexed_attention": "chooses the keys of each query by an index",
+    "compressed_sparse_attention": "attends to compressed keys of several tokens",
+    "heavily_compressed_attention": "attends to compressed keys of several tokens",
+    "minimax_m3_sparse": "chooses the blocks of keys that a query sees",
+}
+REFUSED_WITH = {
+    "alibi": "ALiBi uses cache slots as positions, but drafts lie there in another order",
+    "keep_window_size": "drops keys by scores, which drafts change",
+    "lru_width": "keeps states in its layers, outside the cache",
+}
+"""Reasons to refuse a target, by keys of its config."""
+Masks = Tensor | dict[str, Tensor | None]
 
 
 def find_hidden_size(config: Any) -> int:
@@ -99,6 +109,14 @@ def compute_mlp_size(config: Any) -> int:
     if experts and dense < 2 * hidden:
         return _find_size(config, "moe_intermediate_size", dense) * experts or 4 * hidden
     return dense or 4 * hidden
+
+
+class AttentionHeads(NamedTuple):
+    """Attention heads of a layer."""
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
 
 
 def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
@@ -191,26 +209,6 @@ def _first_value(config: Any, key: str) -> Any:
         if value not in (None, 0, -1):  # XLNet's -1 means no limit
             return value
     return None
-
-
-# transformers' names for types of layers.
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-ATTENTION = {"attention": FULL, "hybrid": FULL, "hybrid_sliding": SLIDING}
-RECURRENT = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}
-NEITHER = {"moe", "mlp", "dummy"}
-REFUSED = {
-    "indexed_attention": "chooses the keys of each query by an index",
-    "compressed_sparse_attention": "attends to compressed keys of several tokens",
-    "heavily_compressed_attention": "attends to compressed keys of several tokens",
-    "minimax_m3_sparse": "chooses the blocks of keys that a query sees",
-}
-REFUSED_WITH = {
-    "alibi": "ALiBi uses cache slots as positions, but drafts lie there in another order",
-    "keep_window_size": "drops keys by scores, which drafts change",
-    "lru_width": "keeps states in its layers, outside the cache",
-}
-"""Reasons to refuse a target, by keys of its config."""
-Masks = Tensor | dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)

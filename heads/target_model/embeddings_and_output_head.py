@@ -27,6 +27,9 @@ MULTIPLIED = "hyperclovax"
 """Model type that multiplies by `logits_scaling`; others divide by it."""
 UNSCALED = ("mpt", "aya_vision", "cohere2_vision")
 """Model types whose `logit_scale` transformers does not apply."""
+WEIGHTS = "ends.safetensors"
+EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
+ROWS_PER_CHUNK = 8192
 
 
 class Projection(NamedTuple):
@@ -59,23 +62,6 @@ class Projection(NamedTuple):
         if self.cap is not None:
             grad = grad * (1 - (logits.to(grad.dtype) / self.cap).square())
         return grad if self.scale == 1.0 else grad * self.scale
-
-
-def scaling_of(model_config: Any) -> tuple[float, float | None]:
-    """`scale` and `cap` of a target's `Projection`, from the config of the whole model."""
-    config, scale = model_config.get_text_config(), 1.0
-    if model_config.model_type not in UNSCALED:
-        for name in MULTIPLIERS:
-            scale *= getattr(config, name, None) or 1.0
-    for name in DIVISORS:
-        divisor = getattr(config, name, None) or 1.0
-        scale = scale * divisor if config.model_type == MULTIPLIED else scale / divisor
-    caps = [getattr(config, name, None) for name in CAPS]
-    return scale, next((cap for cap in caps if cap), None)
-
-
-WEIGHTS = "ends.safetensors"
-EMBEDDING, HEAD, BIAS = "embedding.weight", "output_head.weight", "output_head.bias"
 
 
 class EmbeddingsAndOutputHead:
@@ -279,6 +265,19 @@ class EmbeddingsAndOutputHead:
         return cls(config, embedding, output_head, generation, tokenizer, name)
 
 
+def scaling_of(model_config: Any) -> tuple[float, float | None]:
+    """`scale` and `cap` of a target's `Projection`, from the config of the whole model."""
+    config, scale = model_config.get_text_config(), 1.0
+    if model_config.model_type not in UNSCALED:
+        for name in MULTIPLIERS:
+            scale *= getattr(config, name, None) or 1.0
+    for name in DIVISORS:
+        divisor = getattr(config, name, None) or 1.0
+        scale = scale * divisor if config.model_type == MULTIPLIED else scale / divisor
+    caps = [getattr(config, name, None) for name in CAPS]
+    return scale, next((cap for cap in caps if cap), None)
+
+
 def on_embedding_device(embedding: Any, output_head: Any) -> Any:
     """Move an output head to the embedding's device: itself, or a frozen copy.
 
@@ -308,9 +307,6 @@ def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         head.bias = nn.Parameter(bias, requires_grad=False)
     return head
-
-
-ROWS_PER_CHUNK = 8192
 
 
 def select_embedding_rows(weight: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,48 +29,6 @@ from heads.target_model.weight_files import (
 
 INDEX = "model.safetensors.index.json"
 BESIDE = ("config.json", "generation_config.json")
-
-
-@contextmanager
-def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the folder or Hub id from which to load some tensors of a target.
-
-    Downloads no other weight files of a Hub repository; the largest take a terabyte.
-
-    Args:
-        config: target settings.
-        wanted: function that tells whether a tensor is needed, by its name.
-    """
-    place = resolve_target_folder(config)
-    weight_map = (
-        {} if Path(place).is_dir() or config.trust_remote_code else _load_weight_map(config, place)
-    )
-    files = sorted({file for name, file in weight_map.items() if wanted(name)})
-    if len(files) == len({*weight_map.values()}):
-        yield place
-        return
-    with TemporaryDirectory(prefix="headsmith-") as temporary:
-        folder = Path(temporary)
-        for name in (*BESIDE, *files):
-            found = cached_file(
-                place, name, revision=config.revision,
-                _raise_exceptions_for_missing_entries=name in files,
-            )  # fmt: skip
-            if found is not None:
-                (folder / name).symlink_to(Path(str(found)).absolute())
-        kept = {name: file for name, file in weight_map.items() if file in files}
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
-        yield temporary
-
-
-def _load_weight_map(config: TargetConfig, place: str) -> dict[str, str]:
-    """Files of a Hub repository by the names of their tensors; empty for a single file."""
-    found = cached_file(
-        place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
-    )
-    return {} if found is None else json.loads(Path(str(found)).read_text())["weight_map"]
-
-
 FINAL_NORMS = (
     *("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f", "ln_out"),
     *("layer_norm", "layernorm", "out_norm"),
@@ -188,6 +146,70 @@ def _make_skeleton(bare: Any) -> nn.Module:
         return find_language_class(bare)(bare)
 
 
+def _truncate_layers(config: Any, num_layers: int) -> None:
+    """Remove all but the first layers from a config, with the quantisation of their weights.
+
+    Raises:
+        InputError: the other parts do not load without them.
+    """
+    text = config.get_text_config()
+    if getattr(text, "altup_num_inputs", None):
+        raise _needs_more(text.model_type, ["altup_unembed_projections"])
+    text.num_hidden_layers = num_layers
+    kinds = text.attribute_map.get("layer_types", "layer_types")
+    if vars(text).get(kinds) is not None:  # otherwise it follows from the number
+        setattr(text, kinds, getattr(text, kinds)[:num_layers])
+    if getattr(text, "hidden_size_per_layer_input", None) and not num_layers:
+        text.hidden_size_per_layer_input = 0  # Gemma 4's second embedding per layer
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+
+def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:
+    """Refuse parts of another size in the files, which transformers would initialise randomly."""
+    decoder = find_decoder(model)
+    norms = [getattr(decoder, name, None) for name in FINAL_NORMS]
+    read = [model.get_input_embeddings(), model.get_output_embeddings(), *norms]
+    for key, stored, expected in sorted(mismatched):
+        if model.get_submodule(key.rpartition(".")[0]) in read:
+            raise InputError(
+                f"target.path={config.path}: {key} has shape {list(stored)} in its files, but "
+                f"{list(expected)} by its config.json; name a model whose files and config belong "
+                "together"
+            )
+
+
+def _shorten_name(name: str) -> str:
+    """Module and parameter, without outer modules, which differ between classes."""
+    return ".".join(name.split(".")[-2:])
+
+
+def find_final_norm(model: Any) -> nn.Module:
+    """Norm after the last layer of a transformers model.
+
+    Raises:
+        InputError: no known name, or more than a norm.
+    """
+    decoder = find_decoder(model)
+    more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
+    if more:
+        raise _needs_more(type(model).__name__, more)
+    for name in FINAL_NORMS:
+        if getattr(decoder, name, None) is not None:
+            return getattr(decoder, name)
+    raise InputError(
+        f"target.path: {type(model).__name__} has no final norm, looked for {FINAL_NORMS}; leave "
+        "target.engine unset"
+    )
+
+
+def _needs_more(who: str, parts: list[str]) -> InputError:
+    return InputError(
+        f"target.path: {who} makes last hidden states with {parts} too; leave target.engine unset "
+        "to run the target itself"
+    )
+
+
 def load_early_layers(config: TargetConfig, index: int) -> Callable[[list[int]], Tensor] | None:
     """Compute a target's hidden state after a few layers, to compare with engines.
 
@@ -236,68 +258,44 @@ def _first_layers(
     return state
 
 
-def _shorten_name(name: str) -> str:
-    """Module and parameter, without outer modules, which differ between classes."""
-    return ".".join(name.split(".")[-2:])
+@contextmanager
+def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the folder or Hub id from which to load some tensors of a target.
 
+    Downloads no other weight files of a Hub repository; the largest take a terabyte.
 
-def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[Any, ...]]) -> None:
-    """Refuse parts of another size in the files, which transformers would initialise randomly."""
-    decoder = find_decoder(model)
-    norms = [getattr(decoder, name, None) for name in FINAL_NORMS]
-    read = [model.get_input_embeddings(), model.get_output_embeddings(), *norms]
-    for key, stored, expected in sorted(mismatched):
-        if model.get_submodule(key.rpartition(".")[0]) in read:
-            raise InputError(
-                f"target.path={config.path}: {key} has shape {list(stored)} in its files, but "
-                f"{list(expected)} by its config.json; name a model whose files and config belong "
-                "together"
-            )
-
-
-def find_final_norm(model: Any) -> nn.Module:
-    """Norm after the last layer of a transformers model.
-
-    Raises:
-        InputError: no known name, or more than a norm.
+    Args:
+        config: target settings.
+        wanted: function that tells whether a tensor is needed, by its name.
     """
-    decoder = find_decoder(model)
-    more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
-    if more:
-        raise _needs_more(type(model).__name__, more)
-    for name in FINAL_NORMS:
-        if getattr(decoder, name, None) is not None:
-            return getattr(decoder, name)
-    raise InputError(
-        f"target.path: {type(model).__name__} has no final norm, looked for {FINAL_NORMS}; leave "
-        "target.engine unset"
+    place = resolve_target_folder(config)
+    weight_map = (
+        {} if Path(place).is_dir() or config.trust_remote_code else _load_weight_map(config, place)
     )
+    files = sorted({file for name, file in weight_map.items() if wanted(name)})
+    if len(files) == len({*weight_map.values()}):
+        yield place
+        return
+    with TemporaryDirectory(prefix="headsmith-") as temporary:
+        folder = Path(temporary)
+        for name in (*BESIDE, *files):
+            found = cached_file(
+                place, name, revision=config.revision,
+                _raise_exceptions_for_missing_entries=name in files,
+            )  # fmt: skip
+            if found is not None:
+                (folder / name).symlink_to(Path(str(found)).absolute())
+        kept = {name: file for name, file in weight_map.items() if file in files}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+        yield temporary
 
 
-def _needs_more(who: str, parts: list[str]) -> InputError:
-    return InputError(
-        f"target.path: {who} makes last hidden states with {parts} too; leave target.engine unset "
-        "to run the target itself"
+def _load_weight_map(config: TargetConfig, place: str) -> dict[str, str]:
+    """Files of a Hub repository by the names of their tensors; empty for a single file."""
+    found = cached_file(
+        place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
     )
-
-
-def _truncate_layers(config: Any, num_layers: int) -> None:
-    """Remove all but the first layers from a config, with the quantisation of their weights.
-
-    Raises:
-        InputError: the other parts do not load without them.
-    """
-    text = config.get_text_config()
-    if getattr(text, "altup_num_inputs", None):
-        raise _needs_more(text.model_type, ["altup_unembed_projections"])
-    text.num_hidden_layers = num_layers
-    kinds = text.attribute_map.get("layer_types", "layer_types")
-    if vars(text).get(kinds) is not None:  # otherwise it follows from the number
-        setattr(text, kinds, getattr(text, kinds)[:num_layers])
-    if getattr(text, "hidden_size_per_layer_input", None) and not num_layers:
-        text.hidden_size_per_layer_input = 0  # Gemma 4's second embedding per layer
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    return {} if found is None else json.loads(Path(str(found)).read_text())["weight_map"]
 
 
 @contextmanager

@@ -33,6 +33,7 @@ CONSTANTS = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_id
 OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
 """Scales of quantised caches in serving engines, and states of layers trained in FP8, which no
 weight needs."""
+LONGEST_REASON = 300
 
 
 def find_weight_files(folder: Path, name: str) -> list[Path] | None:
@@ -193,9 +194,6 @@ def check_quantized_codes(config: TargetConfig, place: str, is_read: Callable[[s
                     f"target.path={config.path}: {name} holds codes of dtype {tensor['dtype']}, "
                     "of a quantisation that transformers does not read: name the model without"
                 )
-
-
-LONGEST_REASON = 300
 
 
 @contextmanager
