@@ -1,7 +1,7 @@
-"""CPU of this process, whose fast products decide on dtypes and kernels.
+"""Devices: dtypes and kernels that the CPU of this process multiplies fast, and copies to a GPU.
 
 Torch computes in bfloat16 and float16 on every CPU. Without native instructions it emulates the
-products, and those of many rows take several times as long as in float32.
+products, and products of many rows take several times as long as in float32.
 
 torch's `get_cpu_capability` follows ATEN_CPU_CAPABILITY, and oneDNN's support follows
 ONEDNN_MAX_CPU_ISA; `get_capabilities` names the chip's instructions regardless. With these
@@ -35,7 +35,7 @@ class Processor:
     Attributes:
         name: name of the chip.
         vectors: widest vectors in use: AVX512, AVX2, ...; DEFAULT for neither.
-        instructions: available instructions of `PRODUCTS`.
+        instructions: available instructions of `NATIVE_INSTRUCTIONS`.
         packs: whether oneDNN and MKL are available, as on x86 only.
     """
 
@@ -56,7 +56,10 @@ class Processor:
 
     @property
     def packs_for_one_row(self) -> bool:
-        """Tell whether this also holds for one float32 row: AVX2 takes up to twice as long."""
+        """Tell whether packed weights are also faster for a single float32 row.
+
+        With AVX2 alone they take up to twice as long as torch's own product.
+        """
         return self.vectors == "AVX512"
 
     def __str__(self) -> str:
@@ -67,13 +70,13 @@ class Processor:
             for dtype in NATIVE_INSTRUCTIONS
             if self.is_fast(dtype)
         ]
-        known = ", ".join(part for part in (self.name, vectors, "AMX" if amx else "") if part)
-        return f"{known} with {' and '.join(narrow)}" if narrow else known
+        described = ", ".join(part for part in (self.name, vectors, "AMX" if amx else "") if part)
+        return f"{described} with {' and '.join(narrow)}" if narrow else described
 
 
 @lru_cache(maxsize=1)
 def this_processor() -> Processor:
-    """CPU of this process, with the environment of the first call."""
+    """Describe the CPU of this process, with the environment of the first call."""
     return make_processor(
         _get_capabilities(),
         torch.backends.cpu.get_cpu_capability(),
@@ -116,7 +119,7 @@ def make_processor(
 
 
 def _get_capabilities() -> dict[str, Any]:
-    """Instructions of the chip; older versions of torch give only some."""
+    """Get the instructions of the chip; older versions of torch name only some."""
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())
     if platform.machine() in ("aarch64", "arm64"):
@@ -135,7 +138,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 def choose_fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Dtype for internal products: float32 instead of an emulated dtype."""
+    """Choose the dtype of internal products: float32 instead of an emulated dtype."""
     is_fast = device.type != "cpu" or this_processor().is_fast(dtype)
     return dtype if is_fast else torch.float32
 

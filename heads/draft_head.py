@@ -2,10 +2,11 @@
 
 Loading, drafting, pruning, export and publishing use nothing else.
 
-A kind of head is a folder in `heads/` and a line in `heads/kinds.py`; only that folder and its
-entry script know its name. A head must define `untrained`, `candidates`, `drafter`, `export`,
-`golden` and `card`. The defaults of `load`, `attach` and `files` suit small heads. Copy the toy
-head in `tests/toy_head/` to start.
+A kind of head is a file or folder in `heads/` and a line in `heads/kinds.py`; nothing but these and
+its entry script knows its name. A head must define `from_settings`, `compute_candidates`,
+`make_drafter`, `plan_export`, `compute_reference_logits` and `build_card_facts`. The defaults of
+`from_folder`, `attach` and `build_files` suit small heads. Copy the toy head in `tests/toy_head/`
+to start.
 
 Letters: S rows, D depths, F target hidden, V vocabulary.
 """
@@ -119,12 +120,12 @@ class HeadFacts:
         name: name of the head in the first sentence.
         method: name of its training method.
         paper: arXiv number of the method; empty without one.
-        description: its parts, then how it drafts; without the final full stop.
+        description: the head's parts, then how the head drafts; without the final full stop.
         num_draft_tokens: number of draft tokens to use in an engine.
         vllm_method: method name in vLLM; None if vLLM cannot load the head.
-        vllm_problem: reason for None, and which head loads.
+        vllm_problem: why vLLM cannot load the head, and which head it loads.
         vllm_settings: further speculation settings of vLLM.
-        copied: weights that it copies from the target, in words.
+        copied: weights that the head copies from the target, in words.
     """
 
     tag: str
@@ -144,26 +145,26 @@ class DraftHead(nn.Module, ABC):
 
     Attributes:
         config: architecture, from which the head can be rebuilt. `config.target` names its target;
-            `config.num_draft_tokens` is the longest path it can draft, None for any.
-        config_type: dataclass of the config, for the default `load` and `files`.
+            `config.num_draft_tokens` is the longest path that the head can draft, None for any.
+        config_type: dataclass of the config, for the default `from_folder` and `build_files`.
         vocab: draft vocabulary.
-        taps: hidden states of the target that it reads.
-        max_positions: number of positions that it knows, beyond which it does not draft; None for
-            all.
-        variant: name in its files, a key of `variants`.
+        taps: hidden states of the target that the head reads.
+        max_positions: number of positions that the head knows and drafts for; None for all.
+        variant: name in the head's files, a key of `variants`.
         variants: variants of this kind of head.
         name_with_article: name of this kind with an article, for messages.
-        has_static_tree: whether its trees have one shape for every text.
+        has_static_tree: whether the head's trees have one shape for every text.
         output_head_patterns: name patterns of parameters that turn states into logits, with one row
             per draft id. A head without them drafts with the target's output head.
         draft_id_patterns: patterns of other trained parameters with one row per draft id.
         target_id_patterns: patterns of trained parameters with one row per target id.
         compiled_modules: classes of modules that are faster compiled.
-        default_layers: function that gives the hidden states that a new head reads of a target with
-            this many layers, besides the last one, or refuses the named setting; None for none.
-        ambiguities: functions that yield what its files may have meant: a description and an
-            attached head of the same weights, the likeliest first.
-        pruning_hint: which heads of this kind can be pruned, for the message of those that cannot.
+        default_layers: function from a target's number of layers and a setting's name to the hidden
+            states that a new head reads besides the last one; it refuses too few layers under that
+            name. None for heads that read the last one alone.
+        ambiguities: generators over what the head's files may have meant. Each yields a description
+            and an attached head with the same weights under that setting, the likeliest first.
+        pruning_hint: which heads of this kind can be pruned, for the message of the others.
     """
 
     config: Any
@@ -192,7 +193,7 @@ class DraftHead(nn.Module, ABC):
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
         """Load the head of a folder in float32, not attached: trained, exported or published.
 
-        By default, reads what the default `files` writes.
+        By default, read what the default `build_files` writes.
 
         Args:
             folder: local folder with a `config.json`.
@@ -250,7 +251,7 @@ class DraftHead(nn.Module, ABC):
     def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64 best tokens of each depth along a text.
+        """Compute the best tokens of each depth along a text, [depth, n, width] int64.
 
         Args:
             output: the target's hidden states [1, S, .] of the first S tokens.
@@ -271,14 +272,14 @@ class DraftHead(nn.Module, ABC):
         """Make a drafter of the attached head.
 
         Args:
-            shape: a chain, or a shape like that of `usual_shape`.
+            shape: a chain, or a shape like that of `make_default_shape`.
             sampling: the target's sampling.
             seeds: one seed per text.
             calibration: cuts chains by the head's confidence.
         """
 
     def build_files(self) -> HeadFiles:
-        """Content of the folder that `save` writes: by default, config fields and parameters."""
+        """Build the content of the folder that `save` writes: by default, config and parameters."""
         # Not `state_dict`, which makes FSDP return shards.
         tensors = {name: each.detach() for name, each in self.named_parameters()}
         if not self.vocab.is_full:
@@ -288,7 +289,7 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
-        """Form of the head, attached or not, for a serving engine."""
+        """Plan the head's files for a serving engine; the head may be attached or not."""
 
     @abstractmethod
     def compute_reference_logits(
@@ -300,49 +301,53 @@ class DraftHead(nn.Module, ABC):
             target: frozen target, with the head attached in the dtype of the export.
             states: the target's hidden states [S, F], one more than it has layers.
             token_ids: [S + D + 1] int64 text.
-            places: [S] int64 positions of its first tokens.
+            places: [S] int64 positions of the text's first S tokens.
         """
 
     @abstractmethod
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
-        """Facts for the head's model card, from the records of training and measurement."""
+        """Build the facts of the head's model card from the records of training and measurement."""
 
     # The same for every head.
 
     @property
     def target(self) -> EmbeddingsAndOutputHead:
-        """Target that an attached head uses."""
+        """Return the target that an attached head uses."""
         return self._target[0]
 
     @property
     def target_name(self) -> str:
-        """Hub id or folder of the target; the attached target's current name takes precedence."""
+        """Return the target's Hub id or folder: the attached target's, or else the config's."""
         return self._target[0].name if self._target else self.config.target
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Draft tokens of the longest path that the head can draft; None for any."""
+        """Return the length of the longest path that the head can draft; None for any length."""
         return self.config.num_draft_tokens
 
     @property
     def default_depth(self) -> int:
-        """Default number of draft tokens of a chain."""
+        """Return the default number of draft tokens of a chain."""
         return self.max_draft_tokens or USUAL_DEPTH
 
     @property
     def max_chain_depth(self) -> int:
-        """Draft tokens of the longest useful chain."""
+        """Return the number of draft tokens of the longest useful chain."""
         return self.max_draft_tokens or LONGEST
 
     @final
     def make_default_shape(self, gpu: bool | None = None) -> DraftShape:
-        """Default shape of drafts, on a GPU or not; unset, by this machine."""
+        """Make the default shape of drafts, for a GPU or a CPU.
+
+        Args:
+            gpu: whether the target runs on a GPU; None asks this machine.
+        """
         if self.has_static_tree:
             return make_default_tree(self.max_chain_depth, gpu)
-        usual = make_dynamic_shape(gpu)
-        return replace(usual, depth=min(usual.depth, self.max_draft_tokens or usual.depth))
+        shape = make_dynamic_shape(gpu)
+        return replace(shape, depth=min(shape.depth, self.max_draft_tokens or shape.depth))
 
     @final
     def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
@@ -359,17 +364,17 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def collect_tensors(self) -> dict[str, Tensor]:
-        """Tensors that `save` writes, by their names in the file."""
+        """Collect the tensors that `save` writes, by their names in the file."""
         return self.build_files().tensors
 
     @final
     def find_output_heads(self) -> list[Tensor]:
-        """The head's own matrices from states to logits, with one row per draft id."""
+        """Find the head's own matrices from states to logits, with one row per draft id."""
         return self._select_parameters(self.output_head_patterns)
 
     @final
     def find_embeddings(self) -> list[Tensor]:
-        """The head's own trained matrices with one row per id, except output heads."""
+        """Find the head's own trained matrices with one row per id, except output heads."""
         return self._select_parameters((*self.draft_id_patterns, *self.target_id_patterns))
 
     def _select_parameters(self, patterns: tuple[str, ...]) -> list[Tensor]:
@@ -377,7 +382,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def pruning_problem(self) -> str | None:
-        """Reason why the draft vocabulary cannot shrink, or None."""
+        """Return why the draft vocabulary cannot shrink; None if it can."""
         if self.find_output_heads():
             return None
         return (
@@ -387,15 +392,15 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def prune_vocab(self, vocab: DraftVocab) -> Self:
-        """Float32 copy of the head, not attached, restricted to a draft vocabulary."""
-        small = type(self)(self.config, vocab)
+        """Copy the head in float32, not attached, with a smaller draft vocabulary."""
+        pruned = type(self)(self.config, vocab)
         rows = self.vocab.to_draft_ids(vocab.ids.to(self.vocab.ids.device))
         by_id = (*self.output_head_patterns, *self.draft_id_patterns)
         state = self.state_dict()
-        small.load_state_dict(
+        pruned.load_state_dict(
             {n: t[rows] if _is_matched(by_id, n) else t for n, t in state.items()}
         )
-        return small
+        return pruned
 
     @final
     def compile_layers(self) -> None:
@@ -407,9 +412,9 @@ class DraftHead(nn.Module, ABC):
 
     @final
     def iter_config_variants(self) -> Iterator[tuple[str, Self]]:
-        """Heads that the files of this head may have meant. See `doubts`."""
-        for doubt in self.ambiguities:
-            yield from doubt(self)
+        """Yield the heads that the files of this head may have meant. See `ambiguities`."""
+        for iter_variants in self.ambiguities:
+            yield from iter_variants(self)
 
 
 def _is_matched(patterns: Sequence[str], name: str) -> bool:
@@ -417,7 +422,7 @@ def _is_matched(patterns: Sequence[str], name: str) -> bool:
 
 
 def get_head_settings(provenance: dict[str, Any]) -> dict[str, Any]:
-    """Settings `head` of a head's training; empty if unknown."""
+    """Get the settings `head` of a head's training; empty if unknown."""
     return (provenance.get("config") or {}).get("head") or {}
 
 
@@ -436,11 +441,12 @@ def check_fits(
         InputError: naming both sizes.
     """
     needed = {which: size, "vocab_size": head.vocab.size}
-    for name, mine in needed.items():
-        theirs = getattr(target, name)
-        if mine != theirs:
-            told = head.config.target
-            raise InputError(format_size_mismatch(name, mine, told, target.name, theirs))
+    for name, head_size in needed.items():
+        target_size = getattr(target, name)
+        if head_size != target_size:
+            raise InputError(
+                format_size_mismatch(name, head_size, head.config.target, target.name, target_size)
+            )
 
 
 def check_depth(depth: int | None, most: int | None, key: str = "depth") -> None:

@@ -1,6 +1,10 @@
 """Shared part of EAGLE, P-EAGLE and block heads, which read the target's hidden states.
 
-Letters: F width of a hidden state, H hidden, W draft vocabulary.
+Variants of a head's config follow the head. Writers of heads count layers, order hidden states and
+rotate positions differently, and the files say so only in part. A variant is a head with the same
+weights (copied only if reordered) and one such setting changed.
+
+Letters: F width of a hidden state, H hidden, V target vocabulary, W draft vocabulary.
 """
 
 from abc import abstractmethod
@@ -21,7 +25,7 @@ from heads.decoding.head_drafter import Calibration, ChainDrafter, DynamicTreeDr
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DraftShape, DynamicShape
 from heads.draft_head import UNKNOWN, DraftHead
-from heads.target_model import architecture as sizes
+from heads.target_model.architecture import find_rope
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
@@ -39,7 +43,8 @@ class FeatureHead(DraftHead):
     """Head over hidden states, with an embedding and an output head of its own or the target's.
 
     Attributes:
-        chain_drafter, tree_drafter: classes of its drafters.
+        chain_drafter: class of the head's drafter of chains.
+        tree_drafter: class of the head's drafter of dynamic trees.
         fc: fusion layer; its weight has the head's dtype.
         lm_head: [W, H]; None drafts with the target's output head.
         embed_tokens: [V, H] frozen; None uses the target's embedding.
@@ -65,7 +70,10 @@ class FeatureHead(DraftHead):
         self.taps, self.max_positions = FeatureLayers(config.layers), llama.max_position_embeddings
 
     def attach(self, target: EmbeddingsAndOutputHead, dtype: torch.dtype | None = None) -> Self:
-        """See `DraftHead.attach`. Uses the target's ends unless the head has its own."""
+        """Attach the head to a target; see `DraftHead.attach`.
+
+        The head uses the target's embedding and output head where it has none of its own.
+        """
         config = self.complete_config(target)
         name = target.name if config.target == UNKNOWN else config.target
         self.config = replace(config, target=name)
@@ -91,35 +99,35 @@ class FeatureHead(DraftHead):
         seeds: Sequence[int],
         calibration: Calibration | None = None,
     ) -> Drafter:
-        """Make a drafter. Chains sample like the target; trees are ranked."""
+        """Make a drafter: chains sample like the target, and dynamic trees are ranked."""
         if isinstance(shape, DynamicShape):
             return self.tree_drafter(self, shape)
         return self.chain_drafter(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
+        """Return the dtype of the parameters."""
         return self.fc.weight.dtype
 
     def collect_features(self, output: TargetOutput) -> Tensor:
-        """[..., F] hidden states of a target pass, in the head's dtype."""
+        """Concatenate the hidden states [..., F] of a target pass, in the head's dtype."""
         layers = [output.layers[index] for index in self.config.layers]
         return torch.cat(layers, dim=-1).to(self.fc.weight)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[..., H] embeddings: the head's own, or the target's."""
+        """Embed tokens [...] as [..., H], by the head's own embedding or the target's."""
         if self.embed_tokens is not None:
             return self.embed_tokens(token_ids)
         return functional.embedding(token_ids, self.target.embedding.weight).to(self.dtype)
 
     def make_projection(self) -> Projection:
-        """Projection from normalised outputs to draft logits: the head's own, or the target's."""
+        """Make the projection from normalised outputs to logits: the head's own or the target's."""
         if self.lm_head is not None:
             return Projection(self.lm_head.weight)
         return self.target.projection
 
     def compute_logits(self, outputs: Tensor) -> Tensor:
-        """[..., W] draft logits of normalised outputs [..., H]."""
+        """Compute draft logits [..., W] of normalised outputs [..., H]."""
         if self.lm_head is not None:
             return self.lm_head(outputs)
         weight = self.target.output_head.weight
@@ -132,7 +140,7 @@ def make_config_variant(
     tensors: dict[str, Tensor] | None = None,
     **settings: Any,
 ) -> Any:
-    """Put the same weights under other settings.
+    """Make a head with the same weights under other settings, attached to the same target.
 
     Args:
         head: attached head.
@@ -145,16 +153,20 @@ def make_config_variant(
     return other.attach(head.target).eval()
 
 
-def iter_layer_variants(head: Any, usual: Callable[[int], Sequence[int]]) -> ConfigVariants:
-    """Other hidden states: all, or the last, off by one; or those of new heads.
+def iter_layer_variants(
+    head: Any, default_layers: Callable[[int], Sequence[int]]
+) -> ConfigVariants:
+    """Yield variants that read other hidden states.
+
+    These are all layers or the last one moved by one, and the layers that a new head reads.
 
     Args:
         head: attached head.
-        usual: function that gives a new head's hidden states by the number of layers; raises an
-            `InputError` for too few.
+        default_layers: function that gives a new head's hidden states by the number of layers;
+            raises an `InputError` for too few.
     """
     try:
-        fresh = tuple(usual(head.target.num_layers))
+        fresh = tuple(default_layers(head.target.num_layers))
     except InputError:
         fresh = ()
     stated, known = head.config.layers, range(head.target.num_layers)
@@ -172,18 +184,22 @@ def iter_layer_variants(head: Any, usual: Callable[[int], Sequence[int]]) -> Con
 
 
 def iter_order_variants(head: Any) -> ConfigVariants:
-    """Other orders of the hidden states; if many: rising, falling, or with an end moved."""
+    """Yield variants with another order of the hidden states.
+
+    Of more than `ALL_ORDERS` states, only rising and falling orders and those with an end moved are
+    tried.
+    """
     stated = head.config.layers
     rising = tuple(sorted(stated))
-    moved = (rising, rising[::-1], (*rising[1:], rising[0]), (rising[-1], *rising[:-1]))
-    every = permutations(rising) if len(rising) <= ALL_ORDERS else moved
-    for order in dict.fromkeys(every):
+    usual_orders = (rising, rising[::-1], (*rising[1:], rising[0]), (rising[-1], *rising[:-1]))
+    orders = permutations(rising) if len(rising) <= ALL_ORDERS else usual_orders
+    for order in dict.fromkeys(orders):
         if order != stated:
             yield f"features in the order {_format_layers(order)}", _reorder_features(head, order)
 
 
 def _reorder_features(head: Any, order: Sequence[int]) -> Any:
-    """Reorder so that fused part j is hidden state `order[j]`; parts end up in rising order."""
+    """Make a variant whose fused part j is hidden state `order[j]`, with layers in rising order."""
     places, state = sorted(range(len(order)), key=order.__getitem__), head.state_dict()
     tensors = {name: reorder_parts(state[name], places) for name in FUSED if name in state}
     for place, old in enumerate(places):
@@ -194,28 +210,28 @@ def _reorder_features(head: Any, order: Sequence[int]) -> Any:
 
 
 def reorder_parts(tensor: Tensor, places: Sequence[int]) -> Tensor:
-    """[..., n * size] with its n parts reordered."""
+    """Reorder the n parts of the last dimension of a tensor [..., n * size]."""
     chunks = tensor.chunk(len(places), dim=-1)
     return torch.cat([chunks[place] for place in places], dim=-1)
 
 
 def flip_setting(head: Any, name: str) -> tuple[str, Any]:
-    """Reading with the opposite of a boolean setting."""
+    """Make the variant with the opposite of a boolean setting, and describe it."""
     other: dict[str, Any] = {name: not getattr(head.config, name)}
     return f"{name}={str(other[name]).lower()}", make_config_variant(head, **other)
 
 
 def iter_rope_variants(head: Any) -> ConfigVariants:
-    """The target's RoPE, the head's without scaling, and usual values of theta."""
+    """Yield variants with the target's RoPE, without scaling, and with usual values of theta."""
     stated: dict[str, Any] = head.config.llama.rope_parameters
-    theirs, plain = sizes.find_rope(head.target.config), {"rope_type": "default"}
-    found = {
-        f"the target's RoPE ({_format_rope(theirs)})": theirs,
-        "RoPE without scaling": {**plain, "rope_theta": stated["rope_theta"]},
+    target_rope = find_rope(head.target.config)
+    candidates = {
+        f"the target's RoPE ({_format_rope(target_rope)})": target_rope,
+        "RoPE without scaling": {"rope_type": "default", "rope_theta": stated["rope_theta"]},
         **{f"RoPE with theta {theta:g}": {**stated, "rope_theta": theta} for theta in USUAL_THETAS},
     }
     tried = [stated]
-    for words, rope in found.items():
+    for words, rope in candidates.items():
         if rope not in tried:
             tried.append(rope)
             llama = deepcopy(head.config.llama)
@@ -224,7 +240,7 @@ def iter_rope_variants(head: Any) -> ConfigVariants:
 
 
 def iter_vocab_variants(head: Any) -> ConfigVariants:
-    """A map of draft ids as target ids, if it could be read as offsets."""
+    """Yield the variant that reads the map of draft ids as target ids, if offsets allow it."""
     vocab = head.vocab
     ids = vocab.compute_offsets()
     if not vocab.is_full and bool((ids.diff() > 0).all()):
@@ -235,16 +251,19 @@ def iter_vocab_variants(head: Any) -> ConfigVariants:
 
 
 def iter_mask_token_variants(head: Any) -> ConfigVariants:
-    """Other mask tokens: the default of a new head, the tokenizer's own, first and last ids."""
+    """Yield variants with other mask tokens.
+
+    These are the default of a new head, the tokenizer's special tokens, and the first and last ids.
+    """
     target: EmbeddingsAndOutputHead = head.target
     tokenizer, size = target.tokenizer, len(target.embedding.weight)
     names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id", "bos_token_id")
-    own = [getattr(tokenizer, name, None) for name in names]
+    special_ids = [getattr(tokenizer, name, None) for name in names]
     try:
         free = choose_mask_token(target, None)
     except InputError:
         free = None
-    for token in dict.fromkeys((free, *own, 0, size - 1)):
+    for token in dict.fromkeys((free, *special_ids, 0, size - 1)):
         if token not in (None, head.config.mask_token_id):
             yield f"mask token {token}", make_config_variant(head, mask_token_id=token)
 
@@ -258,10 +277,10 @@ def _format_layers(layers: Sequence[int]) -> str:
 
 
 def choose_mask_token(target: EmbeddingsAndOutputHead, asked: int | None) -> int:
-    """Choose the mask token: the one asked for, or one that no text uses.
+    """Choose the mask token of a head: the id asked for, or an id that no text uses.
 
-    Default: the first embedding row after the tokenizer's ids (the last row without a tokenizer),
-        or else a token named as mask, reserved, unused or padding.
+    By default this is the first embedding row after the tokenizer's ids (the last row without a
+    tokenizer), or else a token named as mask, reserved, unused or padding.
 
     Raises:
         InputError: the id is out of range, begins or ends texts, or no token is free.
@@ -280,17 +299,17 @@ def choose_mask_token(target: EmbeddingsAndOutputHead, asked: int | None) -> int
             )
         return asked
     # Without a tokenizer the texts are unknown too.
-    found = size - 1 if tokenizer is None else _free_token(target, size)
-    if found is None:
+    token = size - 1 if tokenizer is None else _find_free_token(target, size)
+    if token is None:
         raise InputError(
             f"head.mask_token_id is unset: target.path={target.name} has no spare token, as all "
             f"{size} rows of its embedding have a token and none is called mask, reserved, unused "
             f"or pad; set it to a token that its texts do not use{_suggest_mask_token(target)}"
         )
-    return found
+    return token
 
 
-def _free_token(target: EmbeddingsAndOutputHead, size: int) -> int | None:
+def _find_free_token(target: EmbeddingsAndOutputHead, size: int) -> int | None:
     tokenizer = target.tokenizer
     if len(tokenizer) < size:
         return len(tokenizer)

@@ -1,4 +1,7 @@
-"""Folders of targets and heads, checked by their configs before heavy imports."""
+"""Folders of targets and heads: checked before heavy imports, found, loaded and written.
+
+Refusals run before torch is imported, so torch is imported in the functions that need it.
+"""
 
 import json
 import os
@@ -8,18 +11,19 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from conf.errors import InputError
 from conf.files import find_local_path, retry_io, split_gguf_path
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROVENANCE = "headsmith.json"
 """File beside a head that records how it was made."""
@@ -71,38 +75,50 @@ def check_head_files(
     place = find_local_path(key, head.path)
     if place is not None and find_head_gguf(place) is not None:
         return
-    mine = _load_local_config(key, head.path, head.revision, "config.json")
+    head_config = _load_local_config(key, head.path, head.revision, "config.json")
     folder = find_local_path(key, head.path)
-    if mine is None or folder is None or target is None or target.path is None:
+    if head_config is None or folder is None or target is None or target.path is None:
         return
-    theirs = _load_local_config("target.path", target.path, target.revision, "config.json")
-    if (
-        theirs is None or not (folder / PROVENANCE).is_file()
-    ):  # other writers' configs have other keys
+    target_config = _load_local_config("target.path", target.path, target.revision, "config.json")
+    # Other writers' configs have other keys.
+    if target_config is None or not (folder / PROVENANCE).is_file():
         return
-    theirs = theirs.get("text_config") or theirs
+    target_config = target_config.get("text_config") or target_config
     for name in ("hidden_size", "vocab_size"):
-        read = mine.get("target_hidden_size", mine.get(name)) if name == "hidden_size" else None
-        sizes = {mine.get(name), read} - {None}
-        if sizes and theirs.get(name) and theirs[name] not in sizes:
-            told = str(mine.get("target", "another target"))
+        read_size = None
+        if name == "hidden_size":
+            read_size = head_config.get("target_hidden_size", head_config.get(name))
+        sizes = {head_config.get(name), read_size} - {None}
+        size = target_config.get(name)
+        if sizes and size and size not in sizes:
+            trained_for = str(head_config.get("target", "another target"))
             raise InputError(
-                format_size_mismatch(name, mine[name], told, target.path, theirs[name])
+                format_size_mismatch(name, head_config[name], trained_for, target.path, size)
             )
 
 
-def format_size_mismatch(name: str, mine: object, told: str, path: str, theirs: object) -> str:
-    """Message for a head of another size than the target's; `told` is the head's own target."""
+def format_size_mismatch(
+    name: str, size: object, trained_for: str, path: str, target_size: object
+) -> str:
+    """Format the message for a head of another size than the target's.
+
+    Args:
+        name: size that differs.
+        size: the head's size.
+        trained_for: target that the head names.
+        path: `target.path`.
+        target_size: the target's size.
+    """
     return (
-        f"head.path: this head has {name}={mine} (trained for {told}), but "
-        f"target.path={path} has {theirs}; use the head's own target"
+        f"head.path: this head has {name}={size} (trained for {trained_for}), but "
+        f"target.path={path} has {target_size}; use the head's own target"
     )
 
 
 def _load_local_config(
     key: str, path: str, revision: str | None, name: str
 ) -> dict[str, Any] | None:
-    """Config that can be read without asking the Hub; None if the Hub must be asked.
+    """Load a config without asking the Hub; None if the Hub must be asked.
 
     The header of a GGUF file counts as its config.
 
@@ -149,7 +165,7 @@ def _load_local_config(
 
 
 def _find_connection_error(url: str) -> OSError | None:
-    """Error of an unreachable server, found at once; libraries take half a minute.
+    """Find the error of an unreachable server at once; libraries take half a minute.
 
     Behind a proxy the server is not asked, as only the proxy can tell.
     """
@@ -176,7 +192,8 @@ def _check_weights(what: str, folder: Path) -> None:
         if missing:
             raise InputError(
                 f"{what}: {len(missing)} of {len(names)} files of weights are missing, e.g. "
-                f"{missing[0]}; download it again")  # fmt: skip
+                f"{missing[0]}; download it again"
+            )
 
 
 def locate_head(path: str, revision: str | None) -> Path:
@@ -196,7 +213,7 @@ def locate_head(path: str, revision: str | None) -> Path:
 
 
 def _download_snapshot(path: str, revision: str | None, *names: str) -> Path:
-    """Snapshot of a Hub repository, with the named files or those of a head."""
+    """Download the named files of a Hub repository, or else those of a head."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -217,7 +234,7 @@ def _download_snapshot(path: str, revision: str | None, *names: str) -> Path:
 
 
 def find_head_gguf(place: Path) -> Path | None:
-    """GGUF file of a head: the path itself, or the file in a folder without `config.json`.
+    """Find the GGUF file of a head: the path itself, or the file in a folder without a config.
 
     Raises:
         InputError: the folder has several GGUF files.
@@ -236,7 +253,7 @@ def find_head_gguf(place: Path) -> Path | None:
 
 
 def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
-    """Folder that holds files of these names.
+    """Return a folder if it holds files of these names.
 
     Raises:
         InputError: it is a file, or a file is missing.
@@ -253,7 +270,13 @@ def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
 
 
 def has_architecture(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
-    """Tell whether `config.json` names a kind, in an engine's or speculators' words."""
+    """Tell whether the `config.json` of a folder names a kind of head.
+
+    Args:
+        folder: folder of a head.
+        architectures: an engine's names of the kind.
+        model_type: speculators' name of the kind.
+    """
     try:
         settings = json.loads((folder / "config.json").read_text())
     except ValueError:
@@ -262,12 +285,14 @@ def has_architecture(folder: Path, architectures: Sequence[str], model_type: str
     return settings.get("speculators_model_type") == model_type or bool(named)
 
 
-def load_tensors(file: Path) -> dict[str, Tensor]:
+def load_tensors(file: Path) -> "dict[str, Tensor]":
     """Load all tensors of a safetensors file to the CPU.
 
     Raises:
         InputError: the file is corrupt or truncated.
     """
+    from safetensors.torch import load_file
+
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
@@ -277,7 +302,7 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def write_head_folder(
-    folder: Path, weights: str, tensors: dict[str, Tensor], documents: dict[str, object]
+    folder: Path, weights: str, tensors: "dict[str, Tensor]", documents: dict[str, object]
 ) -> None:
     """Write a head folder atomically.
 
@@ -290,6 +315,7 @@ def write_head_folder(
     Raises:
         InputError: the disk is full or not writable. Earlier content stays untouched.
     """
+    from safetensors.torch import save_file
 
     def fill(staging: Path) -> None:
         for name, content in documents.items():

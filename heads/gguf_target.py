@@ -30,7 +30,7 @@ class GgufTarget:
     """A target's GGUF file, of which at first only the header is read.
 
     Args:
-        key: setting that names it, for messages.
+        key: setting that names the file, for messages.
         path: path as the user typed it.
         folder: folder of the file.
         name: name of the file.
@@ -49,12 +49,12 @@ class GgufTarget:
         self._check_is_target(key)
 
     def get_metadata(self, key: str) -> Any:
-        """Metadata value; None if missing."""
+        """Get a metadata value by its key; None if missing."""
         value = self.content.metadata.get(key)
         return None if value is None else value.content
 
     def get_arch_metadata(self, key: str) -> Any:
-        """Metadata value of the architecture; None if missing."""
+        """Get a metadata value of the architecture by its key; None if missing."""
         return self.get_metadata(f"{self.architecture}.{key}")
 
     def _check_is_target(self, key: str) -> None:
@@ -82,10 +82,10 @@ class GgufTarget:
 
     @cached_property
     def tensor_table(self) -> dict[str, dict[str, Any]]:
-        """Tensors by name, as in `heads.target_model.weight_files.tensors`."""
+        """Return the tensors by name; entries as in `weight_files.load_tensor_table`."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        found = {}
+        table = {}
         for name, (number, shape, start) in self.content.table.items():
             try:
                 kind = GGMLQuantizationType(number)
@@ -98,17 +98,17 @@ class GgufTarget:
             values, size = GGML_QUANT_SIZES[kind]
             begin = self.content.start + start
             places = [begin, begin + math.prod(shape) // values * size]
-            found[name] = {"dtype": kind.name, "shape": list(shape), "data_offsets": places}
-        return found
+            table[name] = {"dtype": kind.name, "shape": list(shape), "data_offsets": places}
+        return table
 
     @property
     def num_values(self) -> int:
-        """Number of values in all tensors."""
+        """Return the number of values in all tensors."""
         return sum(math.prod(tensor["shape"]) for tensor in self.tensor_table.values())
 
     @cached_property
     def quantization(self) -> str:
-        """Type of the file in llama.cpp's words, e.g. `Q4_K_M`, or the type of most values."""
+        """Return llama.cpp's type of the file, e.g. `Q4_K_M`, or else the type of most values."""
         from gguf.constants import LlamaFileType
 
         stated = self.get_metadata("general.file_type")
@@ -121,13 +121,13 @@ class GgufTarget:
 
     @cached_property
     def header_checksum(self) -> str:
-        """Checksum of all metadata and of the table of tensors."""
+        """Compute the checksum of all metadata and of the table of tensors."""
         with self.file.open("rb") as opened:
             return hashlib.sha256(opened.read(self.content.start)).hexdigest()
 
     @cached_property
     def arch_metadata(self) -> dict[str, Any]:
-        """All metadata of the file's architecture."""
+        """Return all metadata of the file's architecture."""
         names = [name for name in self.content.metadata if name.startswith(f"{self.architecture}.")]
         return {"architecture": self.architecture} | {
             name: self.get_metadata(name) for name in names
@@ -135,13 +135,13 @@ class GgufTarget:
 
     @property
     def original_files(self) -> dict[str, Path]:
-        """Existing files of `BESIDE`, by name."""
+        """Return the existing files of `ORIGINAL_FILES` beside the GGUF file, by name."""
         files = {name: self.folder / name for name in ORIGINAL_FILES}
         return {name: file for name, file in files.items() if file.is_file()}
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes that a head must agree with, named as in `config.json`."""
+        """Return the sizes that a head must agree with, named as in `config.json`."""
         embedding = self.tensor_table.get("token_embd.weight")
         size = embedding["shape"][0] if embedding else None
         return {
@@ -154,7 +154,7 @@ class GgufTarget:
 def load_gguf_target(
     path: str, revision: str | None = None, key: str = "target.path"
 ) -> GgufTarget:
-    """Find the target in a GGUF file of a folder or of a Hub repository.
+    """Open the target in a GGUF file of a folder or of a Hub repository.
 
     Raises:
         InputError: the file is missing (with the names of others), or see `GgufTarget`.
@@ -180,13 +180,13 @@ def _open_target(
 
 
 def _format_gguf_files(names: Any) -> str:
-    there = sorted(Path(name).name for name in names)
-    return f"GGUF files there: {', '.join(there) or 'none'}"
+    files = sorted(Path(name).name for name in names)
+    return f"GGUF files there: {', '.join(files) or 'none'}"
 
 
 @cache
 def _download_snapshot(key: str, path: str, place: str, name: str, revision: str | None) -> Path:
-    """Snapshot of a Hub repository with the file and the files beside it."""
+    """Download a GGUF file of a Hub repository and the original files beside it."""
     from huggingface_hub import list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

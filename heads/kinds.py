@@ -1,17 +1,17 @@
-"""Table of draft heads and their loader. A new kind needs a folder and a line here."""
+"""Table of draft heads and their loader. A new kind needs a file or folder, and a line here."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import heads.blocks.layouts
+import heads.eagle.layouts
 from conf.errors import InputError
-from heads.blocks import layouts as blocks_gguf
 from heads.blocks.dflash import DFlashHead
 from heads.blocks.dflash2 import DFlash2Head
 from heads.blocks.dspark import DSparkHead
 from heads.draft_head import WEIGHTS, DraftHead
-from heads.eagle import layouts as eagle_gguf
 from heads.eagle.eagle import EagleHead
 from heads.eagle.peagle import PEagleHead
 from heads.export.gguf import GgufFile, Value
@@ -30,21 +30,21 @@ HEADS: dict[str, type[DraftHead]] = {
     "peagle": PEagleHead,
     "mtp": MtpHead,
 }
-"""Kinds of heads by name, which is also that of the folder and of `train/{name}.py`."""
+"""Kinds of heads by name; `train/{name}.py` trains a kind."""
 GGUF_READERS = {
-    eagle_gguf.ARCH: eagle_gguf.load_gguf_tensors,
-    blocks_gguf.ARCH: blocks_gguf.load_gguf_tensors,
+    heads.eagle.layouts.ARCH: heads.eagle.layouts.load_gguf_tensors,
+    heads.blocks.layouts.ARCH: heads.blocks.layouts.load_gguf_tensors,
 }
 """Readers of heads' GGUF files by llama.cpp's architecture."""
 
 
 def find_kind_name(head: DraftHead) -> str:
-    """Name of a head in the table."""
+    """Find the name of a head's kind in `HEADS`."""
     return next(name for name, kind in HEADS.items() if type(head) is kind)
 
 
 def build_variant_table() -> dict[str, type[DraftHead]]:
-    """Class of each variant, by its name in files and benchmarks: `medusa`, `eagle1`, `eagle3`."""
+    """Build the table of heads by variant: `medusa`, `eagle1`, `eagle3`, ..."""
     return {variant: head for head in HEADS.values() for variant in head.variants}
 
 
@@ -71,7 +71,7 @@ def load_head(
 
 
 def load_local_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> DraftHead:
-    """Load a head like `load_head` from a folder or file that `locate` found."""
+    """Load a head like `load_head` from a folder or file that `locate_head` found."""
     if (file := find_head_gguf(folder)) is not None:
         with TemporaryDirectory() as native:
             _unpack_gguf(file, folder, path, Path(native))
@@ -105,6 +105,12 @@ def _unpack_gguf(file: Path, folder: Path, path: str, native: Path) -> None:
 def make_untrained_head(
     variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVocab
 ) -> DraftHead:
-    """Make a new head with default settings, for benchmarks; `vocab` if it can restrict it."""
+    """Make a new head with default settings, for benchmarks.
+
+    Args:
+        variant: name of the variant.
+        target: the frozen target.
+        vocab: draft vocabulary, if the head can restrict it.
+    """
     kind = build_variant_table()[variant]
     return kind.from_settings(target, kind.variants[variant].settings(), vocab, seed=0)

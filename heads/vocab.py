@@ -82,26 +82,26 @@ class DraftVocab:
                 f"head.draft_vocab_size={size}: must be at least {len(kept)}, the number of "
                 "special and end tokens, which are always included"
             )
-        rank = counts.clone()
-        rank[kept] = counts.max() + 1
-        order = rank.argsort(descending=True, stable=True)
+        ranked = counts.clone()
+        ranked[kept] = counts.max() + 1
+        order = ranked.argsort(descending=True, stable=True)
         return cls(order[:size].sort().values, len(counts))
 
     def choose_subset(self, counts: Tensor, size: int, always: Iterable[int]) -> "DraftVocab":
-        """Choose among these ids like `choose`, on the CPU.
+        """Choose the most frequent of these ids, like `from_counts`, on the CPU.
 
         Args:
             counts: [V] int64, on the CPU.
             size: size Vd of the result, at most this one's.
-            always: as in `choose`; ids outside this vocabulary are skipped.
+            always: as in `from_counts`; ids outside this vocabulary are skipped.
         """
-        mine = self.to("cpu")
-        places = mine.to_draft_ids(torch.tensor(mine.filter_ids(always), dtype=torch.int64))
-        chosen = DraftVocab.from_counts(counts[mine.ids], size, places.tolist())
-        return DraftVocab(mine.ids[chosen.ids], self.size)
+        on_cpu = self.to("cpu")
+        places = on_cpu.to_draft_ids(torch.tensor(on_cpu.filter_ids(always), dtype=torch.int64))
+        chosen = DraftVocab.from_counts(counts[on_cpu.ids], size, places.tolist())
+        return DraftVocab(on_cpu.ids[chosen.ids], self.size)
 
     def filter_ids(self, target_ids: Iterable[int]) -> list[int]:
-        """Sorted target ids that are in this vocabulary."""
+        """Return the target ids that are in this vocabulary, sorted."""
         return sorted(set(target_ids) & set(self.ids.tolist()))
 
     @property
@@ -119,24 +119,27 @@ class DraftVocab:
 
     def to_draft_ids(self, target_ids: Tensor) -> Tensor:
         """Map target ids [...] int64 to draft ids, or -1 for ids outside the vocabulary."""
-        at = torch.searchsorted(self.ids, target_ids.contiguous()).clamp(max=len(self.ids) - 1)
-        return torch.where(self.ids[at] == target_ids, at, -1)
+        places = torch.searchsorted(self.ids, target_ids.contiguous()).clamp(max=len(self.ids) - 1)
+        return torch.where(self.ids[places] == target_ids, places, -1)
 
     def build_mask(self) -> Tensor:
-        """t2d [V] bool, marks the included target ids."""
+        """Build t2d [V] bool, which marks the included target ids."""
         mask = torch.zeros(self.size, dtype=torch.bool, device=self.ids.device)
         mask[self.ids] = True
         return mask
 
     def compute_offsets(self) -> Tensor:
-        """d2t [Vd] int64, target id minus draft id."""
+        """Compute d2t [Vd] int64, the target id minus the draft id of each draft id."""
         return self.ids - torch.arange(len(self.ids), device=self.ids.device)
 
 
 def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -> list[str]:
-    """Lines about the coverage of `chosen`, and of V/16, V/8, V/4, V/2 and V ids.
+    """Format lines about the tokens that `chosen` covers, and V/16, V/8, V/4, V/2 and V ids.
 
-    Counts as in `share`; sizes too small for the ids of `always` are left out.
+    Args:
+        counts: [V] int64 on the CPU, count of each target id.
+        chosen: draft vocabulary on the CPU.
+        always: ids that every size includes; sizes too small for them are left out.
     """
     kept = _select_emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
@@ -160,12 +163,15 @@ def _select_emitted(always: Iterable[int], size: int) -> list[int]:
 
 
 def compute_covered_fraction(counts: Tensor, vocab: DraftVocab) -> float:
-    """Share of the counted tokens ([V] int64, not all 0) in a vocabulary, both on the CPU."""
+    """Compute the fraction of the counted tokens ([V] int64, not all 0) in a vocabulary.
+
+    Counts and vocabulary are on the CPU.
+    """
     return int(counts[vocab.ids].sum()) / int(counts.sum())
 
 
 def _find_problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
-    """Problem of target ids [Vd] int64 from d2t, or of t2d; None without one."""
+    """Find a problem of target ids [Vd] int64 from d2t, or of t2d; None without one."""
     outside = ((ids < 0) | (ids >= size)).nonzero()
     if len(outside):
         i = int(outside[0])

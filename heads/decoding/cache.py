@@ -1,10 +1,15 @@
-"""Keys and values of a batch of texts of different lengths that end in draft trees.
+"""Cache of a batch of texts of different lengths that end in draft trees.
 
-Each text has one row of every buffer. Slot i of a row holds the token at position i. After the
-committed tokens come pending ones, the nodes of a tree, until `commit` moves the accepted nodes to
-their positions. Nothing else is copied, and wrong tokens are simply overwritten.
+Each text has one row of every buffer of keys and values. Slot i of a row holds the token at
+position i. After the committed tokens come pending ones, the nodes of a tree, until `commit` moves
+the accepted nodes to their positions. Nothing else is copied, and wrong tokens are simply
+overwritten. A recurrent layer keeps its state after every token from which a text may continue.
 
-Letters: B texts, S slots, P pending tokens, n tokens added, A nodes kept, K heads, d head size.
+`TreeCache`, at the end, joins the parts: a `SlotBuffer` per attention layer, one `CacheSlots`, and
+the `RecurrentStates`.
+
+Letters: B texts, b or m some of them, S slots, P pending tokens, n tokens added, A nodes kept, w
+nodes of a depth, K heads, d head size.
 """
 
 import functools
@@ -38,9 +43,14 @@ class SlotBuffer:
     def write(
         self, keys: Tensor, values: Tensor, slots: Tensor | int, width: int, needed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Store [B, K, n, d] at slots [B, n], or from one slot on; return all slots up to `width`.
+        """Store keys and values at slots; return those of all slots up to `width`.
 
-        `needed` announces slots needed later.
+        Args:
+            keys: [B, K, n, d].
+            values: [B, K, n, d].
+            slots: [B, n] int64, or the first of n slots that all texts share.
+            width: slots to return.
+            needed: slots that later passes will need.
         """
         buffers = self._grow_buffers((keys, values), max(width, needed), len(keys))
         for buffer, new in zip(buffers, (keys, values), strict=True):
@@ -56,7 +66,7 @@ class SlotBuffer:
         self._grow_buffers(self._get_keys_values(), width, len(self._get_keys_values()[0]))
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep some rows only."""
+        """Select the rows that stay, in place."""
         self.keys, self.values = (
             _select_buffer_rows(buffer, rows) for buffer in self._get_keys_values()
         )
@@ -69,7 +79,7 @@ class SlotBuffer:
                 buffer[row, :, :num_slots] = new[0, :, :num_slots]
 
     def copy_slots(self, source: Tensor, to: Tensor) -> None:
-        """Copy slots [B, A] to slots [B, A]."""
+        """Copy slots `source` [B, A] to slots `to` [B, A]."""
         for buffer in self._get_keys_values():
             texts, from_slots = _build_slot_index(source, buffer)
             buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
@@ -110,7 +120,7 @@ def _select_buffer_rows(buffer: Tensor, rows: list[int]) -> Tensor:
 
 
 def _build_slot_index(slots: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B, 1] and slots [B, n] of a buffer, to move whole vectors, unlike `scatter`."""
+    """Build an index of rows [B, 1] and slots [B, n], to move whole vectors, unlike `scatter`."""
     return _make_row_index(len(slots), buffer.device), slots.to(buffer.device)
 
 
@@ -121,7 +131,7 @@ def _make_row_index(num_texts: int, device: torch.device) -> Tensor:
 
 
 def move_slots(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
-    """Copy slots [B, A] to slots [B, A] of every buffer."""
+    """Copy slots `source` [B, A] to slots `to` [B, A] of every buffer."""
     for buffer in buffers:
         buffer.copy_slots(source, to)
 
@@ -135,7 +145,7 @@ def round_up_slots(num_slots: int) -> int:
 
 
 def compute_capacity(num_slots: int) -> int:
-    """Slots to allocate for a needed number: an eighth more."""
+    """Compute the slots to allocate for a needed number: an eighth more."""
     return round_up_slots(num_slots + num_slots // 8)
 
 
@@ -157,8 +167,8 @@ class CacheSlots:
     Attributes:
         lengths: committed tokens per text.
         committed: committed tokens per text on the device, [B, 1] int64.
-        fixed_width: slots that every pass reads when the host does not know the texts' lengths;
-            None when it does.
+        fixed_width: number of slots that every pass reads. Set while passes are captured, when the
+            host does not know the lengths of the texts; otherwise None.
     """
 
     def __init__(self, num_texts: int, device: torch.device) -> None:
@@ -178,34 +188,41 @@ class CacheSlots:
         self.fixed_width, self._longest = width, width - num_pending
 
     def copy_fixed_width(self, other: "CacheSlots") -> None:
-        """Read as many slots as another object."""
+        """Copy the fixed width of another object."""
         self.fixed_width, self._longest = other.fixed_width, other._longest
 
     def compute_pending_slots(self, num_new: int, num_pending: int) -> Tensor:
-        """[B, n] int64 slots of the last `num_new` of `num_pending` pending tokens."""
+        """Compute the slots [B, n] int64 of the last `num_new` of `num_pending` pending tokens."""
         return self.committed + torch.arange(num_pending - num_new, num_pending, device=self.device)
 
     def count_used_slots(self, num_pending: int) -> int:
-        """Slots in use with a number of pending tokens."""
+        """Count the slots in use with a number of pending tokens."""
         return max(self.lengths) + num_pending if self.fixed_width is None else self.fixed_width
 
     def attention_mask(self, mask: Tensor, width: int) -> Tensor:
-        """[B, n, S] bool: committed tokens of the own text, and pending ones by the mask.
+        """Build the mask [B, n, S] bool of the slots that n tokens see.
 
-        The mask is [B or 1, n, P] bool; S is the width.
+        A token sees the committed tokens of its text, and pending ones by the mask.
+
+        Args:
+            mask: [B or 1, n, P] bool, pending tokens that each of n tokens sees.
+            width: number S of slots.
         """
         committed, (num_new, num_pending) = self.committed, mask.shape[1:]
         slots = torch.arange(width, device=self.device)
         seen = (slots < committed).unsqueeze(1).repeat(1, num_new, 1)
-        to = (
-            self.compute_pending_slots(num_pending, num_pending)
-            .unsqueeze(1)
-            .expand(-1, num_new, -1)
+        pending = self.compute_pending_slots(num_pending, num_pending).unsqueeze(1)
+        return seen.scatter_(
+            2, pending.expand(-1, num_new, -1), mask.expand(len(committed), -1, -1)
         )
-        return seen.scatter_(2, to, mask.expand(len(committed), -1, -1))
 
     def compute_positions(self, depths: Tensor, width: int) -> Tensor:
-        """[B, S] int64 positions of the tokens in all slots; pending ones by depth [B or 1, P]."""
+        """Compute the positions [B, S] int64 of the tokens in all slots.
+
+        Args:
+            depths: [B or 1, P] int64 depths of the pending tokens, from 0.
+            width: number S of slots.
+        """
         pending = self.committed + depths
         everything = torch.arange(width, device=self.device).repeat(len(pending), 1)
         num_pending = pending.shape[1]
@@ -221,10 +238,10 @@ class CacheSlots:
         """Add pending tokens to the texts and forget the others.
 
         Args:
-            kept: pending tokens to keep per text, in order; not read with `held`.
+            kept: pending tokens to keep per text, in order; not read with a fixed width.
             buffers: buffers whose entries move too.
-            on_device: the same on the device, if available.
-            mover: `move`, optionally compiled.
+            on_device: these tokens on the device, if available.
+            mover: `move_slots`, optionally compiled.
         """
         moved = any(nodes != list(range(len(nodes))) for nodes in kept)
         if buffers and (moved or self.fixed_width is not None):
@@ -245,7 +262,9 @@ class CacheSlots:
     def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Add the first pending tokens to the texts, in place.
 
-        `counts` [B] int64 is their number; `kept` lists them per text and is not read with `held`.
+        Args:
+            counts: [B] int64 number of these tokens.
+            kept: these tokens per text; not read with a fixed width.
         """
         if self.fixed_width is None:
             self.lengths = self._compute_lengths(kept)
@@ -263,7 +282,7 @@ class CacheSlots:
         self.committed[row] = length
 
     def select_rows(self, rows: list[int], *buffers: SlotBuffer) -> None:
-        """Keep some texts only."""
+        """Select the texts that stay, in place, and their rows of the buffers."""
         for buffer in buffers:
             buffer.select_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
@@ -279,40 +298,40 @@ class RecurrentStates:
 
     Attributes:
         by_depth: draft tokens of a pass, depth by depth.
-        sure: number of certain new tokens per text; empty for a draft.
+        num_certain: number of certain new tokens per text; empty for a draft.
         num_earlier: pending tokens before the new ones.
     """
 
     def __init__(self, config: Any, num_texts: int) -> None:
         self.by_depth: list[DepthNodes] = []
-        self.sure: list[int] = []
+        self.num_certain: list[int] = []
         self.num_earlier = 0
         self._num_texts, self._num_pending = num_texts, 0
         self._runs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         self._cache: Any = DynamicCache(config=config)
-        self._num_states = [getattr(held, "number_of_states", 0) for held in self._cache.layers]
+        self._num_states = [getattr(layer, "number_of_states", 0) for layer in self._cache.layers]
         self._tables: dict[int, State] = {}  # [B, 1 + P, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of all mixers that have run, per token of one text."""
+        """Return the bytes of all mixers that have run, per token of one text."""
         tables = (states for table in self._tables.values() for states in table.values())
         return sum(states[0, 0].nbytes for states in tables)
 
     def start_pass(
-        self, sure: list[int], draft: tuple[Tensor, Tensor] | None, in_order: bool = False
+        self, num_certain: list[int], draft: tuple[Tensor, Tensor] | None, in_order: bool = False
     ) -> None:
         """Set the tokens of the next pass.
 
         Args:
-            sure: number of certain tokens per text; empty for a draft.
-            draft: mask and depths for `nodes_by_depth`.
+            num_certain: number of certain tokens per text; empty for a draft.
+            draft: mask and depths for `group_nodes_by_depth`.
             in_order: whether each draft token follows the one before it.
         """
-        assert sure or draft
-        self.sure, self._runs = sure, {}
+        assert num_certain or draft
+        self.num_certain, self._runs = num_certain, {}
         self.by_depth, self._num_pending, self.num_earlier = [], 0, 0
-        if draft is not None and not sure:
+        if draft is not None and not num_certain:
             num_new, self._num_pending = draft[0].shape[1:]
             self.num_earlier = self._num_pending - num_new
             if in_order:  # does not wait
@@ -320,13 +339,13 @@ class RecurrentStates:
                 pairs = zip(tokens[:num_new], tokens[-num_new:], strict=True)
                 self.by_depth = [DepthNodes(*pair) for pair in pairs]
             else:
-                self.by_depth = nodes_by_depth(*draft)
+                self.by_depth = group_nodes_by_depth(*draft)
 
     def group_by_length(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Group texts [m, 1] by their number of certain tokens; return these tokens [m, n] too."""
+        """Group texts [m, 1] by their number n of certain tokens, with these tokens [m, n]."""
         if device not in self._runs:
-            by_length = {length: list[int]() for length in sorted(set(self.sure))}
-            for text, length in enumerate(self.sure):
+            by_length = {length: list[int]() for length in sorted(set(self.num_certain))}
+            for text, length in enumerate(self.num_certain):
                 by_length[length].append(text)
             texts = to_device([*chain.from_iterable(by_length.values())], device).unsqueeze(1)
             self._runs[device] = [
@@ -338,32 +357,35 @@ class RecurrentStates:
         return self._runs[device]
 
     def select_states(self, mixer: int, texts: Tensor, tokens: Tensor) -> State:
-        """States [m, ...] of a mixer after tokens; empty if it has not run.
+        """Select the states [m, ...] of a mixer after tokens; empty if the mixer has not run.
 
-        Texts and tokens are [m] int64. Token 0 is the committed text, 1 + j pending token j.
+        Args:
+            mixer: number of the mixer.
+            texts: [m] int64 texts.
+            tokens: [m] int64 tokens: 0 is the committed text, 1 + j pending token j.
         """
         table = self._tables.get(mixer, {})
         return {name: states[texts, tokens] for name, states in table.items()}
 
     def store_states(self, mixer: int, texts: Tensor, tokens: Tensor, state: State) -> None:
-        """Store the states [m, ...] of a mixer; arguments as in `after`."""
+        """Store the states [m, ...] of a mixer after tokens; arguments as in `select_states`."""
         table = self._tables.setdefault(mixer, {})
         for name, states in state.items():
-            held = table.get(name, states.new_zeros(self._num_texts, 1, *states.shape[1:]))
-            missing = 1 + self._num_pending - held.shape[1]
-            if missing > 0 and not self.sure:
-                more = held.new_zeros(self._num_texts, missing, *states.shape[1:])
-                held = torch.cat([held, more], dim=1)
-            held[texts, tokens] = states
-            table[name] = held
+            stored = table.get(name, states.new_zeros(self._num_texts, 1, *states.shape[1:]))
+            missing = 1 + self._num_pending - stored.shape[1]
+            if missing > 0 and not self.num_certain:
+                more = stored.new_zeros(self._num_texts, missing, *states.shape[1:])
+                stored = torch.cat([stored, more], dim=1)
+            stored[texts, tokens] = states
+            table[name] = stored
 
     def commit(self, kept: list[list[int]]) -> None:
         """Continue from the last accepted token of each text."""
-        last = [1 + nodes[-1] if nodes and not self.sure else 0 for nodes in kept]
+        last = [1 + nodes[-1] if nodes and not self.num_certain else 0 for nodes in kept]
         self._keep_states([*range(len(kept))], last)
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
+        """Select the texts that stay, in place."""
         self._num_texts = len(rows)
         self._keep_states(rows)
 
@@ -383,29 +405,29 @@ class RecurrentStates:
         for mixer, table in self._tables.items():
             for name, states in table.items():
                 # Both are committed. A draft model may not have read the other text yet.
-                theirs = other._tables.get(mixer, {}).get(name)
-                states[row] = 0 if theirs is None else theirs[0]
+                new = other._tables.get(mixer, {}).get(name)
+                states[row] = 0 if new is None else new[0]
 
     def make_layer_cache(self, layer: int, state: State) -> Cache:
-        """Cache of transformers' own class whose layer holds a state, or none."""
-        held: Any = LinearAttentionLayer(self._num_states[layer])
+        """Make a cache of transformers' own class whose layer holds a state, or none."""
+        layer_cache: Any = LinearAttentionLayer(self._num_states[layer])
         for (kind, number), states in state.items():
-            getattr(held, kind)[number] = states
-            getattr(held, f"is_{kind}_initialized")[number] = True
-            held.has_previous_state[number] = True
-            held.device, held.dtype = states.device, states.dtype
+            getattr(layer_cache, kind)[number] = states
+            getattr(layer_cache, f"is_{kind}_initialized")[number] = True
+            layer_cache.has_previous_state[number] = True
+            layer_cache.device, layer_cache.dtype = states.device, states.dtype
             if kind == CONV:
-                held.conv_kernel_size[number] = states.shape[-1]
-        self._cache.layers[layer] = held
+                layer_cache.conv_kernel_size[number] = states.shape[-1]
+        self._cache.layers[layer] = layer_cache
         return self._cache
 
     def collect_layer_states(self, layer: int) -> State:
-        """States that a module left in the cache of `cache_with`."""
-        held = self._cache.layers[layer]
+        """Collect the states that a module left in the cache of `make_layer_cache`."""
+        layer_cache = self._cache.layers[layer]
         return {
             (kind, number): states
             for kind in (CONV, RECURRENT)
-            for number, states in getattr(held, kind).items()
+            for number, states in getattr(layer_cache, kind).items()
             if states is not None
         }
 
@@ -415,8 +437,8 @@ class DepthNodes:
     """New tokens of one depth. Texts with fewer tokens repeat one, which changes nothing.
 
     Attributes:
-        nodes: [B or 1, w] int64, of the n new tokens.
-        parents: [B or 1, w] int64 tokens that each continues: 0 is the committed text, 1 + j
+        nodes: [B or 1, w] int64 indices among the n new tokens.
+        parents: [B or 1, w] int64 token that each node continues: 0 is the committed text, 1 + j
             pending token j.
     """
 
@@ -424,7 +446,7 @@ class DepthNodes:
     parents: Tensor
 
 
-def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
+def group_nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
     """Order draft tokens by depth for running. Waits for the device once.
 
     Args:
@@ -433,24 +455,27 @@ def nodes_by_depth(mask: Tensor, depths: Tensor) -> list[DepthNodes]:
         depths: [B or 1, P] int64; a token sees at most one token of each depth.
     """
     num_new, num_pending = mask.shape[1:]
-    own = torch.eye(num_pending, dtype=torch.bool, device=mask.device)[-num_new:]
-    deepest, parents = ((mask & ~own) * (1 + depths).unsqueeze(1)).max(-1)
+    itself = torch.eye(num_pending, dtype=torch.bool, device=mask.device)[-num_new:]
+    deepest, parents = ((mask & ~itself) * (1 + depths).unsqueeze(1)).max(-1)
     num_texts = max(len(mask), len(depths))
     both = torch.where(deepest > 0, 1 + parents, 0), depths[:, -num_new:]
     above, below = torch.stack([rows.expand(num_texts, -1) for rows in both]).tolist()
     by_depth = []
     for depth in sorted({node_depth for row in below for node_depth in row}):
         # The first token runs before the others, so it can be repeated at any depth.
-        rows = [[node for node, own in enumerate(row) if own == depth] or [0] for row in below]
+        rows = [
+            [node for node, node_depth in enumerate(row) if node_depth == depth] or [0]
+            for row in below
+        ]
         width = max(map(len, rows))
         nodes = [row + row[:1] * (width - len(row)) for row in rows]
-        before = [[own[node] for node in row] for row, own in zip(nodes, above, strict=True)]
+        before = [[up[node] for node in row] for row, up in zip(nodes, above, strict=True)]
         by_depth.append(DepthNodes(*to_device([nodes, before], mask.device)))
     return by_depth
 
 
 class TreeCache(Cache):
-    """Keys and values of a whole model.
+    """Cache of a whole model: keys and values, and states of recurrent layers.
 
     Args:
         num_texts: B.
@@ -458,15 +483,17 @@ class TreeCache(Cache):
         num_layers: layers of the model.
         capacity: see `SlotBuffer`.
         states: states of the model's recurrent layers, if any.
-        mover: see `Slots.commit`.
+        mover: see `CacheSlots.commit`.
 
     Attributes:
         slots: slots of the committed tokens.
-        num_certain: number of pending tokens per text that are certain; empty for a draft.
-        certain_lengths: certain tokens per text after the pass.
-        num_needed_slots: largest of `ends`.
-        has_shared_slots: whether new tokens have the same slots in every text that has any.
-        write_slots: slots [B, n] int64 that the next pass writes; the first of them if `even`.
+        num_certain: number of certain tokens per text in the next pass; empty for a draft.
+        certain_lengths: tokens per text after the certain tokens, committed ones included.
+        num_needed_slots: slots that the announced passes need in all.
+        has_shared_slots: True if every text that has new tokens writes them to the same slot
+            numbers, and no width is fixed.
+        write_slots: slots [B, n] int64 that the next pass writes; with shared slots one int, the
+            first of these slots.
         read_width: slots that the next pass reads.
     """
 
@@ -492,21 +519,19 @@ class TreeCache(Cache):
     def start_pass(self, num_new: int, num_pending: int) -> None:
         """Set where the next pass writes: the last `num_new` of `num_pending` pending slots."""
         lengths = self.slots.lengths
-        ends = {
-            n for n, new in zip(lengths, self.num_certain or [1] * len(lengths), strict=True) if new
-        }
-        self.has_shared_slots = len(ends) == 1 and self.slots.fixed_width is None
+        counts = self.num_certain or [1] * len(lengths)
+        starts = {length for length, count in zip(lengths, counts, strict=True) if count}
+        self.has_shared_slots = len(starts) == 1 and self.slots.fixed_width is None
         if self.has_shared_slots:
             # Padding of texts without new tokens is forgotten.
-            self.write_slots = ends.pop() + num_pending - num_new
+            self.write_slots = starts.pop() + num_pending - num_new
         else:
             self.write_slots = self.slots.compute_pending_slots(num_new, num_pending)
         self.read_width = self.slots.count_used_slots(num_pending)
         if self.slots.fixed_width is None and self.slots.device.type == "cuda":
             # Gives kernels few lengths; masks hide slots after the pending tokens.
-            self.read_width = min(
-                round_up_slots(self.read_width), self.capacity or round_up_slots(self.read_width)
-            )
+            rounded = round_up_slots(self.read_width)
+            self.read_width = min(rounded, self.capacity or rounded)
 
     def start_traced_pass(self, num_new: int, num_pending: int, width: int) -> None:
         """Begin inside compiled code, which would otherwise bake in the lengths of texts."""
@@ -519,33 +544,35 @@ class TreeCache(Cache):
             buffer.reserve_slots(width)
 
     def fix_width(self, width: int, num_pending: int, capacity: int) -> None:
-        """Hold as `Slots.hold` does, with a fixed capacity whose memory does not move."""
+        """Fix the width as `CacheSlots.fix_width` does, and a capacity whose memory stays."""
         self.slots.fix_width(width, num_pending)
         self.num_needed_slots = capacity
 
-    def set_certain_tokens(self, sure: list[int], ends: list[int]) -> None:
-        """Announce the certain tokens of the next pass; see the attributes."""
-        self.num_certain, self.certain_lengths, self.num_needed_slots = (
-            sure,
-            ends,
-            max(ends, default=0),
-        )
+    def set_certain_tokens(self, num_certain: list[int], ends: list[int]) -> None:
+        """Announce the certain tokens of the next pass.
+
+        Args:
+            num_certain: number of certain tokens per text.
+            ends: tokens per text after all certain tokens, committed ones included.
+        """
+        self.num_certain, self.certain_lengths = num_certain, ends
+        self.num_needed_slots = max(ends, default=0)
 
     def commit(self, kept: list[list[int]], on_device: KeptNodes | None = None) -> None:
-        """See `Slots.commit`."""
+        """Commit accepted tokens; see `CacheSlots.commit`."""
         self.num_certain = []
         self.slots.commit(kept, self._collect_buffers(), on_device, self.mover)
         if self.states is not None:
             self.states.commit(kept)
 
     def select_rows(self, rows: list[int]) -> None:
-        """See `Slots.keep`."""
+        """Select the texts that stay, in place."""
         self.slots.select_rows(rows, *self._collect_buffers())
         if self.states is not None:
             self.states.select_rows(rows)
 
     def overwrite_row(self, row: int, other: "TreeCache") -> None:
-        """Take the committed tokens of a text from a cache of that text, which may hold more."""
+        """Overwrite a row with the committed tokens of a text, from a cache that may hold more."""
         lengths = self.slots.lengths
         for own, new in zip(self._attention, other._attention, strict=True):
             if new.buffer.keys is not None:
@@ -585,15 +612,15 @@ class _AttentionLayer(CacheLayerMixin):
         """Do nothing: the first write allocates the buffers."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        """Number of slots that a mask covers, from slot 0."""
+        """Return the number of slots that a mask covers, from slot 0."""
         return self.cache.read_width, 0
 
     def get_seq_length(self) -> int:
-        """Number of slots in use."""
+        """Return the number of slots in use."""
         return max(self.cache.slots.lengths)
 
     def get_max_length(self) -> int:
-        """Capacity; -1 without a limit."""
+        """Return the capacity; -1 without a limit."""
         return self.cache.capacity or -1
 
     get_max_cache_shape = get_max_length  # the name until transformers 5.17

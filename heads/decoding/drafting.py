@@ -51,7 +51,7 @@ class Draft:
             nodes.
         depth: depth of the deepest node, or more.
         draft_probs: [B, P, V] float32; row n is the distribution from which the children of node n
-            were sampled, without replacement and with other randomness than the seed of `decode`.
+            were sampled, without replacement and independently of the target's own draws.
             No node beyond P has children. PAD must replace tokens of probability 0. None if tokens
             were not sampled but are the drafter's best or copied.
         confidence: [B, N - 1] float32 logits, the drafter's confidence in each node before drawing
@@ -84,7 +84,7 @@ class Draft:
         return isinstance(self.tree, Tree) and self.tree.width <= 1
 
     def build_layout(self) -> "TreeLayout":
-        """Shape of the trees as tensors."""
+        """Build the shape of the trees as tensors."""
         if isinstance(self.tree, Tree):
             return build_tree_layout(self.tree, self.tokens.device)
         return TreeLayout.from_parents(self.tree, self.depth)
@@ -119,7 +119,7 @@ class TreeLayout:
 @cache
 @torch.inference_mode(mode=False)
 def build_tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
-    """Make the layout [1, N] of a tree, cached because captured graphs read it at its address.
+    """Build the layout [1, N] of a tree, cached because captured graphs read it at its address.
 
     Made outside of inference mode, so that compiled passes always get the same kind of tensor and
     are not recompiled.
@@ -159,7 +159,7 @@ class CommittedTokens:
 
     @property
     def tokens(self) -> Tensor:
-        """[B, n] int64 `token_ids` on the device; shorter rows are padded."""
+        """Return `token_ids` on the device, [B, n] int64; shorter rows are padded."""
         if self.on_device is not None:
             return self.on_device[0]
         longest = max(map(len, self.token_ids))
@@ -168,14 +168,14 @@ class CommittedTokens:
 
     @property
     def counts(self) -> Tensor:
-        """[B] int64 number of tokens of each text."""
+        """Return the number of tokens of each text, [B] int64."""
         if self.on_device is not None:
             return self.on_device[1]
         return to_device(list(map(len, self.token_ids)), self.output.hidden_states.device)
 
     @property
     def last_output(self) -> TargetOutput:
-        """Hidden states [B, 1, D] at the last committed token."""
+        """Return the hidden states [B, 1, D] at the last committed token."""
         return self.output.select_tokens(self.counts.unsqueeze(1) - 1)
 
     def concat(self, later: "CommittedTokens") -> "CommittedTokens":
@@ -198,18 +198,19 @@ class CommittedTokens:
     def carry_last_tokens(
         self, later: "CommittedTokens"
     ) -> tuple["CommittedTokens", "CommittedTokens"]:
-        """Move the last token of texts that end in this part of the prompts to the next part.
+        """Move the last token of every text that ends in this part of the prompts to the next part.
 
-        The very last part then has the last token of every text.
+        After all parts, the very last part holds the last token of every text.
         """
-        mine, after, last = list(self.token_ids), list(later.token_ids), self.last_output
+        tokens_here, tokens_later = list(self.token_ids), list(later.token_ids)
+        last = self.last_output
         for row, tokens in enumerate(self.token_ids):
-            if tokens and not after[row]:
-                mine[row], after[row] = tokens[:-1], tokens[-1:]
+            if tokens and not tokens_later[row]:
+                tokens_here[row], tokens_later[row] = tokens[:-1], tokens[-1:]
                 later.output.insert_row(
                     row, last.select_rows(to_device([row], last.hidden_states.device))
                 )
-        return replace(self, token_ids=mine), replace(later, token_ids=after)
+        return replace(self, token_ids=tokens_here), replace(later, token_ids=tokens_later)
 
     def insert_row(self, row: int, other: "CommittedTokens") -> "CommittedTokens":
         """Replace a row by the last token of another text."""
@@ -231,7 +232,7 @@ class CommittedTokens:
             own.copy_(other)
 
     def select_rows(self, rows: list[int]) -> "CommittedTokens":
-        """Keep some texts only; the cache does not change."""
+        """Return the tokens of some texts only; the cache does not change."""
         index = to_device(rows, self.output.hidden_states.device)
         on_device = self.on_device
         return CommittedTokens(
@@ -256,7 +257,7 @@ class Drafter(Protocol):
 
     @property
     def num_static_nodes(self) -> int | None:
-        """Nodes of the drafter's largest tree, root included, if a step can be captured whole.
+        """Return the nodes of the largest tree, root included, if a step can be captured whole.
 
         Such drafts have one size and need nothing from the host. None for other drafters.
         """
@@ -271,7 +272,7 @@ class Drafter(Protocol):
         """Propose trees below `roots`, the tokens that the target has chosen but not read yet."""
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only, as others have ended; may precede the first `observe`."""
+        """Select the texts that stay, in place, as others have ended; may precede `observe`."""
 
     def insert_row(self, row: int, other: Self) -> None:
         """Start the single text of another drafter, which has only seen its prompt, in a row."""

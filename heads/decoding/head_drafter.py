@@ -1,6 +1,20 @@
-"""Base class of drafters with a head, in batches whose texts end and are replaced.
+"""Drafting with heads: base classes of drafters, chains, dynamic trees, and the cache of a head.
 
-Letters: B texts, V vocabulary.
+Texts of a batch end and are replaced, so every drafter can select and insert rows.
+
+Chains are chosen token by token, and may be cut where the head is unsure. The chance of a token is
+known before the token is drawn. It depends only on the previous tokens: on the largest probability
+there, or on the head's confidence. Whether a token is proposed therefore says nothing about which
+token it is, and proposed tokens keep the distribution q that p/q acceptance divides by. A chance
+that depended on the drawn token would favour likely tokens, and sampled texts would lose the
+target's distribution. Source: DSpark, arXiv 2607.05147.
+
+Dynamic trees are EAGLE-2's: expand the likeliest nodes, then keep the likeliest of all. A node's
+score is the log-probability of its path. A child never scores above its parent, so the kept nodes
+form a tree. Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE `model/cnets.py`,
+`topK_genrate`.
+
+Letters: B texts, D depth, w nodes of a depth, M expanded nodes, V vocabulary, W draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -32,9 +46,10 @@ class HeadDrafter(ABC):
 
     Attributes:
         row_attributes: names of the attributes with one entry per text: tensors [B, ...],
-            `Committed`, or
-            objects with `rows` and `take` like `Generators`; None before the first tokens.
-        taps, num_static_nodes: see `heads.decoding.drafting.Drafter`.
+            `CommittedTokens`, or objects with `select_rows` and `insert_row` like `Generators`;
+            None before the first tokens.
+        taps: hidden states of the target that the drafter needs.
+        num_static_nodes: see `heads.decoding.drafting.Drafter`.
     """
 
     row_attributes: tuple[str, ...] = ()
@@ -49,34 +64,34 @@ class HeadDrafter(ABC):
 
     @abstractmethod
     def observe(self, seen: CommittedTokens) -> None:
-        """See `heads.decoding.drafting.Drafter`."""
+        """Observe committed tokens. See `heads.decoding.drafting.Drafter`."""
 
     @abstractmethod
     def propose(self, roots: Roots) -> Draft:
-        """See `heads.decoding.drafting.Drafter`."""
+        """Propose drafts. See `heads.decoding.drafting.Drafter`."""
 
     @final
     def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only, as others have ended; may precede the first `observe`."""
+        """Select the texts that stay, in place, as others have ended; may precede `observe`."""
         for name in self.row_attributes:
-            held = getattr(self, name)
-            if isinstance(held, Tensor):
-                setattr(self, name, held[to_device(rows, held.device)])
-            elif held is not None:
-                setattr(self, name, held.select_rows(rows))
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                setattr(self, name, value[to_device(rows, value.device)])
+            elif value is not None:
+                setattr(self, name, value.select_rows(rows))
 
     @final
     def insert_row(self, row: int, other: Self) -> None:
         """Start the single text of another drafter, which has only seen its prompt, in a row."""
         self._prepare_insert(other)
         for name in self.row_attributes:
-            held, new = getattr(self, name), getattr(other, name)
-            if isinstance(held, Tensor):
-                held[row] = new[0]
-            elif isinstance(held, CommittedTokens):
-                setattr(self, name, held.insert_row(row, new))
+            value, new = getattr(self, name), getattr(other, name)
+            if isinstance(value, Tensor):
+                value[row] = new[0]
+            elif isinstance(value, CommittedTokens):
+                setattr(self, name, value.insert_row(row, new))
             else:
-                held.insert_row(row, new)
+                value.insert_row(row, new)
 
     def _prepare_insert(self, other: Self) -> None:
         """Prepare both drafters for moving a text."""
@@ -145,8 +160,8 @@ class Calibration:
                 tuple(map(float, stored[name])) for name in ("temperatures", "offsets")
             )
             calibration = cls(temperatures, offsets, float(stored["threshold"]))
-            whole = 0 < len(temperatures) == len(offsets) and min(temperatures) > 0
-            if whole and 0 <= calibration.threshold < 1:
+            is_valid = 0 < len(temperatures) == len(offsets) and min(temperatures) > 0
+            if is_valid and 0 <= calibration.threshold < 1:
                 return calibration
         except (KeyError, TypeError, ValueError):
             pass
@@ -157,7 +172,7 @@ class Calibration:
         )
 
     def compute_chance(self, logits: Tensor, depth: int) -> Tensor:
-        """[B] chance that the token at a depth (from 1) is accepted if the previous ones are.
+        """Compute the chance [B] that the token at a depth is accepted if the previous ones are.
 
         Args:
             logits: [B] float32, the head's confidence.
@@ -167,7 +182,7 @@ class Calibration:
 
 
 def compute_top_logits(logits: Tensor) -> Tensor:
-    """[B] float32 logits of the largest probability of distributions [B, W]."""
+    """Compute the logit [B] float32 of the largest probability of distributions [B, W]."""
     return logits.float().softmax(-1).amax(-1).logit(EPS)
 
 
@@ -189,7 +204,7 @@ class ChainSampler:
     vocab: DraftVocab
     sampling: Sampling = GREEDY
     generators: Generators = NO_DRAWS
-    calibration: "Calibration | None" = None
+    calibration: Calibration | None = None
     probs: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
     chance: Tensor | float = 1.0
@@ -247,7 +262,8 @@ class ExpandedTree(NamedTuple):
     """All expanded nodes, depth by depth.
 
     Attributes:
-        tokens, scores: [B, M].
+        tokens: [B, M] int64 target ids, PAD for nodes that cannot be drafted.
+        scores: [B, M] float32 log-probabilities of the nodes' paths.
         parents: [B, M] numbers of the parents in this order from 1; 0 is the root.
     """
 
@@ -260,7 +276,7 @@ class DynamicDrafter(Drafter, Protocol):
     """Drafter whose trees have another shape for every text.
 
     Attributes:
-        has_nested_trees: whether a tree begins with the tree of a smaller depth.
+        has_nested_trees: whether every tree begins with the tree of a smaller depth.
     """
 
     has_nested_trees: bool
@@ -284,7 +300,7 @@ class DynamicTreeDrafter(HeadDrafter):
 
     @abstractmethod
     def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """See `heads.decoding.drafting.DynamicDrafter`."""
+        """Expand all nodes below the roots. See `DynamicDrafter`."""
 
     def propose(self, roots: Roots) -> Draft:
         """Draft trees of at most `num_tokens` nodes below the roots."""
@@ -292,7 +308,7 @@ class DynamicTreeDrafter(HeadDrafter):
 
 
 class Frontier(NamedTuple):
-    """Nodes of one depth to expand.
+    """Nodes of one depth to expand, w of each text.
 
     Attributes:
         depth: depth of the nodes, from 1.
@@ -349,11 +365,11 @@ def expand_tree(
 def rerank_nodes(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
     """Keep the likeliest nodes, at most `num_tokens`, as trees."""
     tokens, scores, parents = expanded
-    kept = min(shape.num_tokens, tokens.shape[1])
+    num_kept = min(shape.num_tokens, tokens.shape[1])
     # A stable sort puts parents before equal children; the sort by number restores the order.
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_kept].sort(1).values
     number = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=order.device)
-    new = torch.arange(1, kept + 1, device=order.device).expand_as(order)
+    new = torch.arange(1, num_kept + 1, device=order.device).expand_as(order)
     number.scatter_(1, order + 1, new)
     return Draft(number.gather(1, parents.gather(1, order)), tokens.gather(1, order), shape.depth)
 
@@ -370,7 +386,7 @@ class HeadCache:
         self.slots: CacheSlots | None = None
 
     def prepare_slots(self, num_texts: int, device: torch.device, target: CacheSlots) -> CacheSlots:
-        """Slots of the texts, made if needed, which hold as the target's do."""
+        """Return the slots of the texts, made if needed, with the fixed width of the target's."""
         if self.slots is None:
             self.slots = CacheSlots(num_texts, device)
         self.slots.copy_fixed_width(target)
@@ -378,12 +394,12 @@ class HeadCache:
 
     @property
     def prepared_slots(self) -> CacheSlots:
-        """Slots of the texts, after `open`."""
+        """Return the slots of the texts, after `prepare_slots`."""
         assert self.slots is not None
         return self.slots
 
     def select_rows(self, rows: list[int]) -> Self:
-        """Keep some texts only."""
+        """Select the texts that stay, in place; return the cache."""
         if self.slots is not None:
             self.slots.select_rows(rows, *self.buffers)
         return self
@@ -392,5 +408,5 @@ class HeadCache:
         """Start the single text of another cache in a row."""
         length = 0 if other.slots is None else other.slots.lengths[0]
         self.prepared_slots.insert_row(row, length)
-        for own, new in zip(self.buffers, other.buffers, strict=True):
-            own.insert_row(row, new, length, len(self.prepared_slots.lengths))
+        for buffer, new in zip(self.buffers, other.buffers, strict=True):
+            buffer.insert_row(row, new, length, len(self.prepared_slots.lengths))

@@ -60,7 +60,9 @@ class Sampling:
         return self.typical is not None
 
     def compute_probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] float32 probabilities to sample from logits [..., V]; not for temperature 0.
+        """Compute probabilities [..., V] float32 to sample from logits [..., V].
+
+        The temperature must be above 0.
 
         Source: transformers `generation/logits_process.py`: the temperature, top-k, top-p and min-p
             warpers in the order of `generate`.
@@ -109,7 +111,7 @@ class Generators:
         return cls(keys, torch.zeros_like(keys))
 
     def select_rows(self, rows: list[int]) -> "Generators":
-        """Generators of some texts, in new memory."""
+        """Return the generators of some texts, in new memory."""
         index = to_device(rows, self.keys.device)
         return Generators(self.keys[index], self.counts[index])
 
@@ -125,12 +127,12 @@ class Generators:
         return Generators(self._next_keys(), torch.zeros_like(self.counts))
 
     def draw_uniform(self, num_nodes: int) -> Tensor:
-        """[B, N] float32 in [0, 1)."""
+        """Draw [B, N] float32 in [0, 1)."""
         bits = self._draw_bits(num_nodes)
         return _shift_right(bits, 40, bits).float().mul_(2.0**-24)
 
     def draw_exponential(self, like: Tensor) -> Tensor:
-        """Exponential float32 draws above 0 of the shape [B, ...] of `like`."""
+        """Draw exponential float32 numbers above 0, of the shape [B, ...] of `like`."""
         # The weight with the smallest draw in proportion wins, so an unlikely token wins by a tiny
         # draw alone. A draw from 24 bits, as in `uniform`, is 0 with a chance of 2^-24, and a token
         # of any weight would win by it. All 63 bits keep float32's relative precision down to
@@ -149,12 +151,12 @@ class Generators:
         return (probs / self.draw_exponential(probs)).argmax(-1)
 
     def _draw_bits(self, num: int) -> Tensor:
-        """[B, num] int64, all bits random."""
+        """Draw [B, num] int64, all bits random."""
         places = torch.arange(num, device=self.keys.device)
         return hash_numbers(torch.add(self._next_keys().unsqueeze(1), places, alpha=GOLDEN))
 
     def _next_keys(self) -> Tensor:
-        """[B] int64 keys of the next draw."""
+        """Compute the keys [B] int64 of the next draw, and count the draw."""
         keys = hash_numbers(torch.add(self.keys, self.counts, alpha=GOLDEN))
         self.counts.add_(1)
         return keys
@@ -172,12 +174,12 @@ def sample_tokens(logits: Tensor, sampling: Sampling, generators: Generators) ->
 
 
 def drafter_seeds(seeds: Sequence[int]) -> list[int]:
-    """Seeds of a drafter's own draws, independent of the target's."""
+    """Derive the seeds of a drafter's own draws, independent of the target's."""
     return [seed + (1 << 32) for seed in seeds]
 
 
 def hash_numbers(numbers: Tensor) -> Tensor:
-    """Hash int64 of any shape in place, one to one, so that close numbers have nothing in common.
+    """Hash int64 of any shape in place, one to one; close numbers get unrelated hashes.
 
     Products wrap around.
 

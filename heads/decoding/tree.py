@@ -79,18 +79,18 @@ class Tree:
         return cls.from_paths(paths)
 
     def down_to(self, depth: int) -> "Tree":
-        """Nodes of this tree up to `depth`."""
+        """Return the tree of the nodes up to `depth`."""
         num_nodes = sum(node_depth <= depth for node_depth in self.depths)
         return Tree(self.parents[:num_nodes], self.ranks[:num_nodes])
 
     @property
     def num_nodes(self) -> int:
-        """Number N of nodes, root included."""
+        """Return the number N of nodes, root included."""
         return len(self.parents)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each node from the root."""
+        """Return the distance of each node from the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -98,24 +98,24 @@ class Tree:
 
     @cached_property
     def depth(self) -> int:
-        """Depth of the deepest node."""
+        """Return the depth of the deepest node."""
         return max(self.depths)
 
     @property
     def width(self) -> int:
-        """Candidates needed per head: 1 + the largest rank."""
+        """Return the candidates needed per head: 1 + the largest rank."""
         return 1 + max(self.ranks, default=0)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Child indices of each node, best rank first."""
+        """Return the child indices of each node, best rank first."""
         children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], start=1):
             children[parent].append(node)
         return tuple(tuple(nodes) for nodes in children)
 
     def build_mask(self) -> Tensor:
-        """[N, N] bool on the CPU: a node sees itself and its ancestors."""
+        """Build a mask [N, N] bool on the CPU: a node sees itself and its ancestors."""
         # In torch every row would launch a kernel.
         mask = np.eye(self.num_nodes, dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -154,17 +154,24 @@ DraftShape = Tree | DynamicShape
 
 
 def make_default_tree(depth: int, gpu: bool | None = None) -> Tree:
-    """Default static tree. Nodes cost time on a CPU, but hardly any on CUDA.
+    """Make the default static tree, of 32 nodes on CUDA and 8 on a CPU.
 
-    `gpu` chooses the device; unset, this machine's.
+    Nodes cost time on a CPU, but hardly any on CUDA.
+
+    Args:
+        depth: draft tokens on the longest path.
+        gpu: whether the tree is for CUDA; None asks this machine.
     """
     return make_static_tree(depth, 32 if _is_gpu(gpu) else 8)
 
 
 def make_dynamic_shape(gpu: bool | None = None) -> DynamicShape:
-    """Default dynamic tree: EAGLE-2's on CUDA, a smaller one on a CPU; `gpu` as in `usual_tree`.
+    """Make the default shape of dynamic trees: EAGLE-2's on CUDA, a smaller one on a CPU.
 
     On a CPU depth costs more than width: most heads need one pass per depth.
+
+    Args:
+        gpu: whether the trees are for CUDA; None asks this machine.
     """
     return DynamicShape(8, 10, 59) if _is_gpu(gpu) else DynamicShape(2, 4, 5)
 

@@ -1,9 +1,13 @@
-"""GGUF files of llama.cpp: metadata and tensors in one file, version 3, little-endian.
+"""GGUF files of llama.cpp: the file format, and the metadata of targets and heads inside.
 
-Written here, because the `gguf` package (0.19) lacks the architectures `eagle3` and `dflash`.
+The format is metadata and tensors in one file, version 3, little-endian. A string is its length as
+u64 and UTF-8; shapes have the fastest dimension first, the reverse of torch's. It is written here,
+because the `gguf` package (0.19) lacks the architectures `eagle3` and `dflash`.
 
-Source: ggml `docs/gguf.md`. A string is its length as u64 and UTF-8; shapes have the fastest
-dimension first, the reverse of torch's.
+The second part names what the files hold: names of tensors, sizes, vocabulary and RoPE.
+
+Source: ggml `docs/gguf.md`; llama.cpp b11434 `src/llama-{arch,model,vocab}.cpp`,
+`src/models/{eagle3,dflash}.cpp`. Letters: d head size, W draft vocabulary.
 """
 
 import math
@@ -118,7 +122,7 @@ class Value:
 
 
 def write_gguf(file: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file atomically.
+    """Write metadata and tensors into a GGUF file, atomically.
 
     Args:
         file: path, replaced if it exists.
@@ -174,7 +178,7 @@ class GgufFile:
 
     Args:
         file: path of the file.
-        key: setting that names it, for messages.
+        key: setting that names the file, for messages.
 
     Raises:
         InputError: no GGUF file, another version, or cut off.
@@ -200,36 +204,36 @@ class GgufFile:
     def _read_header(self, opened: BinaryIO) -> None:
         num_bytes = self.file.stat().st_size
 
-        def take(size: int) -> bytes:
+        def read_bytes(size: int) -> bytes:
             if size > num_bytes:  # a damaged file may state more than memory holds
                 raise ValueError(f"it states {size} more bytes, but has {num_bytes}")
             return opened.read(size)
 
-        def read(form: str) -> tuple[Any, ...]:
-            return struct.unpack(f"<{form}", take(struct.calcsize(f"<{form}")))
+        def unpack(form: str) -> tuple[Any, ...]:
+            return struct.unpack(f"<{form}", read_bytes(struct.calcsize(f"<{form}")))
 
-        def string() -> str:
-            return take(read("Q")[0]).decode()
+        def read_string() -> str:
+            return read_bytes(unpack("Q")[0]).decode()
 
-        def scalars(kind: Kind, count: int) -> list[Any]:
+        def read_scalars(kind: Kind, count: int) -> list[Any]:
             if kind is Kind.string:
-                return [string() for _ in range(count)]
-            return list(read(f"{count}{LETTERS[kind]}"))
+                return [read_string() for _ in range(count)]
+            return list(unpack(f"{count}{LETTERS[kind]}"))
 
-        magic, (version,) = take(4), read("I")
+        magic, (version,) = read_bytes(4), unpack("I")
         if magic != MAGIC or version not in (2, VERSION):
             raise ValueError(f"it begins with {magic!r} and version {version}, not {MAGIC!r} and 3")
-        num_tensors, num_keys = read("QQ")
+        num_tensors, num_keys = unpack("QQ")
         for _ in range(num_keys):
-            key, (kind,) = string(), read("I")
+            key, (kind,) = read_string(), unpack("I")
             if kind == ARRAY:
-                kind, count = read("IQ")
-                self.metadata[key] = Value(Kind(kind), scalars(Kind(kind), count))
+                kind, count = unpack("IQ")
+                self.metadata[key] = Value(Kind(kind), read_scalars(Kind(kind), count))
             else:
-                self.metadata[key] = Value(Kind(kind), scalars(Kind(kind), 1)[0])
+                self.metadata[key] = Value(Kind(kind), read_scalars(Kind(kind), 1)[0])
         for _ in range(num_tensors):
-            name, (rank,) = string(), read("I")
-            *dims, number, start = read(f"{rank}QIQ")
+            name, (rank,) = read_string(), unpack("I")
+            *dims, number, start = unpack(f"{rank}QIQ")
             self.table[name] = number, tuple(reversed(dims)), start
         alignment = self.metadata.get("general.alignment", Value.from_content(ALIGNMENT)).content
         self.start = opened.tell() + -opened.tell() % alignment
@@ -264,46 +268,46 @@ class GgufFile:
 def build_head_metadata(
     config: LlamaConfig, arch: str, dtype: torch.dtype, title: str, target: str
 ) -> dict[str, Value]:
-    """Metadata of any head.
+    """Build the metadata of a head: names, sizes and RoPE.
 
     Args:
-        config: config of its layers.
+        config: config of the head's layers.
         arch: architecture.
-        dtype: dtype of its matrices.
+        dtype: dtype of the matrices.
         title: name of this kind of head.
-        target: Hub id or folder of its target.
+        target: Hub id or folder of the head's target.
     """
-    found = {
+    metadata = {
         "general.architecture": Value.from_content(arch),
         "general.type": Value.from_content("model"),
         "general.name": Value.from_content(f"{title} for {Path(target).name}"),
         "general.file_type": Value.from_content(FILE_TYPES[dtype][0]),
     }
     if HUB_ID.fullmatch(target) and not Path(target).exists():
-        found["general.base_model.count"] = Value.from_content(1)
-        found[BASE] = Value.from_content(target)
-    return found | build_size_metadata(config, arch)
+        metadata["general.base_model.count"] = Value.from_content(1)
+        metadata[BASE] = Value.from_content(target)
+    return metadata | build_size_metadata(config, arch)
 
 
 def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
-    """Metadata of a Llama's sizes and RoPE.
+    """Build the metadata of a Llama's sizes and RoPE.
 
     Args:
         config: config of a target, or of a head's layers.
         arch: architecture, with which the keys begin.
     """
-    found = {key: Value.from_content(getattr(config, name)) for name, key in SIZES.items()}
-    found |= {
+    metadata = {key: Value.from_content(getattr(config, name)) for name, key in SIZES.items()}
+    metadata |= {
         "attention.value_length": Value.from_content(config.head_dim),
         "rope.dimension_count": Value.from_content(config.head_dim),
         "attention.layer_norm_rms_epsilon": Value(Kind.f32, config.rms_norm_eps),
     }
-    keyed = {f"{arch}.{key}": value for key, value in found.items()}
+    keyed = {f"{arch}.{key}": value for key, value in metadata.items()}
     return keyed | rope_metadata(config.rope_parameters, arch)
 
 
 def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
-    """Metadata of a vocabulary.
+    """Build the metadata of a vocabulary.
 
     Args:
         size: rows of the target's embedding.
@@ -341,24 +345,24 @@ def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> 
 def make_file_tensors(
     tensors: Mapping[str, Tensor], vocab: DraftVocab, config: LlamaConfig
 ) -> dict[str, Tensor]:
-    """All tensors of a head's file, in llama.cpp's dtypes: vectors and kernels are float32.
+    """Make all tensors of a head's file, in llama.cpp's dtypes.
 
-    Vectors and kernels are float32.
+    Vectors and kernels are float32; matrices keep their dtype.
 
     Args:
         tensors: the head's tensors by llama.cpp's names.
         vocab: draft vocabulary; if reduced, `d2t` [W] int64 holds its ids.
-        config: config of its layers.
+        config: config of the head's layers.
     """
-    more = {} if vocab.is_full else {"d2t": vocab.ids}
+    added = {} if vocab.is_full else {"d2t": vocab.ids}
     divisors = rope_divisors(config.rope_parameters, config.head_dim)
     if divisors is not None:
-        more[ROPE_FREQS] = divisors
+        added[ROPE_FREQS] = divisors
     return {
         name: tensor
         if not tensor.is_floating_point() or (tensor.ndim > 1 and name.endswith(".weight"))
         else tensor.float()
-        for name, tensor in sorted({**tensors, **more}.items())
+        for name, tensor in sorted({**tensors, **added}.items())
     }
 
 
@@ -373,17 +377,17 @@ def interleave_rows(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def deinterleave_rows(weight: Tensor, num_heads: int) -> Tensor:
-    """Invert `interleaved`."""
+    """Undo `interleave_rows`."""
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def weights_name(prefix: str, target: str, dtype: torch.dtype) -> str:
-    """Name of a head's file, with the prefix by which llama.cpp finds it in a repository."""
+    """Format the name of a head's file; llama.cpp finds the file by the prefix."""
     return f"{prefix}-{Path(target).name.removesuffix('.gguf').lower()}-{FILE_TYPES[dtype][1]}.gguf"
 
 
 def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
-    """Commands that make the target's GGUF file, if needed, and serve it with a head.
+    """Format the commands that make the target's GGUF file, if needed, and serve it with a head.
 
     Args:
         target: Hub id, folder or file of the target.
@@ -410,7 +414,7 @@ def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
 
 
 def target_hint(model_type: str) -> str:
-    """Warning for a target that gives no inputs of its layers; empty for other targets."""
+    """Format a warning for a target that gives no inputs of its layers; else empty."""
     if model_type.removesuffix("_text") in LAYER_INPUTS:
         return ""
     return (
@@ -422,7 +426,7 @@ def target_hint(model_type: str) -> str:
 
 
 def rope_problem(rope: Any) -> str | None:
-    """Reason why a file cannot hold these RoPE settings, as the end of a sentence."""
+    """Find the reason why a file cannot hold RoPE settings, as the end of a sentence, or None."""
     kind = rope["rope_type"]
     if kind not in ("default", "linear", "yarn", "llama3"):
         return f"supports default, linear, yarn and llama3 RoPE, and this head has {kind}"
@@ -433,31 +437,31 @@ def rope_problem(rope: Any) -> str | None:
 
 
 def rope_metadata(rope: Any, arch: str) -> dict[str, Value]:
-    """Metadata of RoPE, except for llama3's, which is a tensor (see `rope_divisors`).
+    """Build the metadata of RoPE, except for llama3's, which is a tensor (`rope_divisors`).
 
     Args:
         rope: `rope_parameters` of a config, without a `rope_problem`.
         arch: architecture, with which the keys begin.
     """
-    found = {"freq_base": Value(Kind.f32, rope["rope_theta"])}
+    metadata = {"freq_base": Value(Kind.f32, rope["rope_theta"])}
     if rope["rope_type"] in ("linear", "yarn"):
-        found["scaling.type"] = Value.from_content(rope["rope_type"])
-        found["scaling.factor"] = Value(Kind.f32, rope["factor"])
+        metadata["scaling.type"] = Value.from_content(rope["rope_type"])
+        metadata["scaling.factor"] = Value(Kind.f32, rope["factor"])
     if rope["rope_type"] == "yarn":
         original = rope["original_max_position_embeddings"]
-        found["scaling.original_context_length"] = Value.from_content(original)
-    return {f"{arch}.rope.{key}": value for key, value in found.items()}
+        metadata["scaling.original_context_length"] = Value.from_content(original)
+    return {f"{arch}.rope.{key}": value for key, value in metadata.items()}
 
 
 def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
-    """[head_dim / 2] float32 `rope_freqs.weight`, divisors of the frequencies of llama3's RoPE.
+    """Compute `rope_freqs.weight`, the divisors of the frequencies of llama3's RoPE.
 
     Args:
         rope: `rope_parameters` of a config.
         head_dim: head size of queries and keys.
 
     Returns:
-        The divisors; None for other kinds of RoPE.
+        The divisors [head_dim / 2] float32; None for other kinds of RoPE.
     """
     if rope["rope_type"] != "llama3":
         return None
@@ -465,18 +469,18 @@ def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
     powers = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** powers)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - kept) / rope["factor"] + kept)).float()
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - share) / rope["factor"] + share)).float()
 
 
 def parse_metadata(
     metadata: Mapping[str, Value], divisors: Tensor | None, what: str
 ) -> dict[str, Any]:
-    """Sizes and RoPE of a head, under transformers' names.
+    """Parse the sizes and RoPE of a head, under transformers' names.
 
     Args:
         metadata: metadata of a GGUF file.
-        divisors: its `rope_freqs.weight`, if any.
+        divisors: the file's `rope_freqs.weight`, if any.
         what: name of the file in messages.
 
     Raises:
@@ -484,12 +488,12 @@ def parse_metadata(
     """
     arch = metadata["general.architecture"].content
     values = ArchMetadata(metadata, arch, what)
-    found = {
+    sizes = {
         name: values.require_content(key) for name, key in SIZES.items() if key != "vocab_size"
     }
     tokens = metadata.get("tokenizer.ggml.tokens")
-    found["vocab_size"] = len(tokens.content) if tokens else values.require_content("vocab_size")
-    found["rms_norm_eps"] = values.require_content("attention.layer_norm_rms_epsilon")
+    sizes["vocab_size"] = len(tokens.content) if tokens else values.require_content("vocab_size")
+    sizes["rms_norm_eps"] = values.require_content("attention.layer_norm_rms_epsilon")
     rope = {"rope_type": "default", "rope_theta": values.get_content("rope.freq_base", 10000.0)}
     if (kind := values.get_content("rope.scaling.type", "none")) != "none":
         rope |= {"rope_type": kind, "factor": values.require_content("rope.scaling.factor")}
@@ -500,7 +504,7 @@ def parse_metadata(
         rope |= _recover_llama3_rope(divisors, rope["rope_theta"], what)
     base = metadata.get(BASE)
     target = {"base_model_name_or_path": base.content} if base else {}
-    return found | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
+    return sizes | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
 
 
 def _recover_llama3_rope(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
@@ -531,7 +535,7 @@ class ArchMetadata:
         self._metadata, self._arch, self._what = metadata, arch, what
 
     def get_content(self, key: str, otherwise: Any = None) -> Any:
-        """Content of a key, or a default."""
+        """Get the content of a key, or a default."""
         value = self._metadata.get(f"{self._arch}.{key}")
         if value is None:
             return otherwise
@@ -541,14 +545,14 @@ class ArchMetadata:
         return value.content
 
     def require_content(self, key: str) -> Any:
-        """Content of a required key.
+        """Get the content of a required key.
 
         Raises:
             InputError: the key is missing.
         """
-        found = self.get_content(key)
-        if found is None:
+        content = self.get_content(key)
+        if content is None:
             raise InputError(
                 f"{self._what}: {self._arch}.{key} is missing in its metadata; convert it again"
             )
-        return found
+        return content

@@ -3,6 +3,17 @@
 A folder holds `config.json`, one safetensors file, `README.md`, `headsmith.json`, and
 `parity/parity.safetensors` with reference values, in a subfolder because engines load every
 safetensors file beside `config.json` as weights. A GGUF file holds config and weights.
+
+The reference values are hidden states, logits, and further inputs of a reader, which can compute
+the head from the exported files and compare. All arithmetic is float32 on the CPU, whatever the
+dtype of the head.
+
+Sources of the start commands: vLLM 0.32 `config/speculative.py`; SGLang `server_args.py`;
+TensorRT-LLM 1.3 `llm_args.py`, and `examples/medusa/README.md` up to 1.1; TGI 3.3 launcher;
+SafeAILab/EAGLE and FasterDecoding/Medusa.
+
+Letters: S rows, D depths (of Medusa: its heads), L target layers, F target hidden, H hidden, V
+vocabulary, R ids whose logits are kept.
 """
 
 import json
@@ -65,15 +76,15 @@ def check_format(head: DraftHead, engine: ExportFormat) -> None:
     problem = head.plan_export(engine).problem
     if problem is not None:
         more = SERVED_HEADS.get(engine, "")
-        able = [each.value for each in ExportFormat if head.plan_export(each).problem is None]
+        allowed = [each.value for each in ExportFormat if head.plan_export(each).problem is None]
         raise InputError(
             f"format={engine.value}: {ENGINE_NAMES[engine]} {problem}; allowed for this head: "
-            f"{', '.join(able) or 'none'}{more and f'; {more}'}"
+            f"{', '.join(allowed) or 'none'}{more and f'; {more}'}"
         )
 
 
 def check_export_target(head: DraftHead, engine: ExportFormat) -> None:
-    """Refuse, beside `check_format`, what the engine reads differently from an attached target.
+    """Refuse an attached target that the engine would read differently; see `check_format` too.
 
     Raises:
         InputError: naming what the engine reads.
@@ -85,7 +96,7 @@ def check_export_target(head: DraftHead, engine: ExportFormat) -> None:
 def export_head(
     head: DraftHead,
     engine: ExportFormat,
-    golden: tuple[dict[str, Tensor], dict[str, str]],
+    reference: tuple[dict[str, Tensor], dict[str, str]],
     out_dir: Path,
     provenance: dict[str, object],
     tokenizer_gguf: Path | None = None,
@@ -95,7 +106,7 @@ def export_head(
     Args:
         head: attached head in the dtype of the export.
         engine: format.
-        golden: result of `heads.export.writer.golden`.
+        reference: tensors and metadata of `compute_reference_tensors`.
         out_dir: folder, replaced if it exists.
         provenance: record of the training, for `headsmith.json`.
         tokenizer_gguf: GGUF file of the target, whose vocabulary a GGUF file of the head copies.
@@ -107,7 +118,7 @@ def export_head(
     check_format(head, engine)
     files = head.plan_export(engine).files()
     tensors = {name: each.detach().cpu().contiguous() for name, each in files.tensors.items()}
-    about = {
+    export_record = {
         "format": engine.value,
         "kind": head.variant,
         "layers": files.layers,
@@ -116,10 +127,10 @@ def export_head(
         # For readers of the export.
         "added": files.added,
     }
-    documents: dict[str, object] = {PROVENANCE: provenance | {"export": about}}
+    documents: dict[str, object] = {PROVENANCE: provenance | {"export": export_record}}
     gguf = files.weights.endswith(".gguf")
     if gguf:
-        words = build_vocab_metadata(head.vocab.size, tokenizer_gguf)
+        vocab_metadata = build_vocab_metadata(head.vocab.size, tokenizer_gguf)
     else:
         documents["config.json"] = files.config
 
@@ -129,11 +140,11 @@ def export_head(
         (staging / "README.md").write_text(format_readme(head, engine, files.layers, provenance))
         if gguf:
             # The head's mask token takes precedence over the target's.
-            write_gguf(staging / files.weights, words | files.config, tensors)
+            write_gguf(staging / files.weights, vocab_metadata | files.config, tensors)
         else:
             save_file(tensors, staging / files.weights, metadata={"format": "pt"})
         (staging / PARITY).parent.mkdir()
-        save_file(golden[0], staging / PARITY, metadata=golden[1])
+        save_file(reference[0], staging / PARITY, metadata=reference[1])
 
     write_folder(out_dir, fill)
 
@@ -141,7 +152,7 @@ def export_head(
 def format_readme(
     head: DraftHead, engine: ExportFormat, layers: Sequence[int], provenance: dict[str, Any]
 ) -> str:
-    """README of an export, with `DIR` for its folder."""
+    """Format the README of an export, with `DIR` for its folder."""
     export = head.plan_export(engine)
     notes = [export.hint, format_template_note(provenance)]
     if engine is ExportFormat.llamacpp:
@@ -164,7 +175,7 @@ def format_readme(
 
 
 def format_template_note(provenance: dict[str, Any]) -> str:
-    """Advice to serve with the template settings of a head's training; empty without such settings.
+    """Format advice to serve with the template settings of a training; empty without such settings.
 
     Args:
         provenance: content of `headsmith.json`.
@@ -173,22 +184,30 @@ def format_template_note(provenance: dict[str, Any]) -> str:
     kwargs = data.get("chat_template_kwargs")
     if not kwargs:
         return ""
-    written = json.dumps(kwargs)
+    encoded = json.dumps(kwargs)
     return (
-        f"It was trained on chats rendered with `chat_template_kwargs` `{written}`. Serve with the "
-        f"same: in each request, or vLLM with `--default-chat-template-kwargs '{written}'`."
+        f"It was trained on chats rendered with `chat_template_kwargs` `{encoded}`. Serve with the "
+        f"same: in each request, or vLLM with `--default-chat-template-kwargs '{encoded}'`."
     )
 
 
 def format_dtype(head: nn.Module) -> str:
-    """`float32`, `float16` or `bfloat16`."""
+    """Format the dtype of a head: `float32`, `float16` or `bfloat16`."""
     return str(next(head.parameters()).dtype).removeprefix("torch.")
 
 
 def format_vllm_command(
     method: str, num_tokens: int, target: str, folder: str, **more: bool
 ) -> str:
-    """Command that starts vLLM with a head in a folder; `more` are further speculation settings."""
+    """Format the command that starts vLLM with a head in a folder.
+
+    Args:
+        method: method name in vLLM.
+        num_tokens: draft tokens per pass.
+        target: Hub id or folder of the target.
+        folder: folder of the head.
+        more: further speculation settings.
+    """
     speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
 
@@ -218,48 +237,49 @@ def compute_reference_tensors(
         InputError: the head drafts with the target's output head, which is quantised or has a bias.
     """
     depth = head.max_draft_tokens or depth
-    longest = find_max_positions(target.config)
+    max_positions = find_max_positions(target.config)
     token_ids = _draw_tokens(target, num_rows + depth + 1)
-    states = _hidden_states(target, token_ids[:num_rows])
+    states = _collect_hidden_states(target, token_ids[:num_rows])
     # A block has one row more than draft tokens.
-    places = torch.linspace(0, longest - depth - 2, num_rows, dtype=torch.float64).long()
-    made = head.compute_reference_logits(target, states, token_ids, places)
-    ids = _choose_ids(made.logits)
+    places = torch.linspace(0, max_positions - depth - 2, num_rows, dtype=torch.float64).long()
+    reference = head.compute_reference_logits(target, states, token_ids, places)
+    ids = _choose_ids(reference.logits)
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
-    tensors |= _select_features(states, bool(head.taps.layers)) | made.beside
-    tensors["logits"] = made.logits[..., ids]
-    if made.output_head is not None:
-        tensors["output_head"] = made.output_head[ids]
+    tensors |= _select_features(states, bool(head.taps.layers)) | reference.beside
+    tensors["logits"] = reference.logits[..., ids]
+    if reference.output_head is not None:
+        tensors["output_head"] = reference.output_head[ids]
     metadata = {
         "headsmith_parity": "1",
         "kind": head.variant,
         "num_layers": str(target.num_layers),
-        "max_position_embeddings": str(longest),
+        "max_position_embeddings": str(max_positions),
         "vocab_size": str(target.vocab_size),
     }
     return {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata
 
 
 def _draw_tokens(target: Target, count: int) -> Tensor:
-    """[count] int64 tokens, always the same and independent of a tokenizer."""
+    """Draw tokens [count] int64, always the same and independent of a tokenizer."""
     size = min(target.vocab_size, len(target.embedding.weight))
     return torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
-    """L + 1 tensors [S, F]: the input of each layer, and the last hidden state.
+def _collect_hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
+    """Collect L + 1 hidden states [S, F]: the input of each layer, and the last hidden state.
 
-    Taken from inputs, not from the outputs that taps read, so that a tap off by one is noticed. A
+    The inputs are read, not the outputs that taps read, so that a tap off by one is noticed. A
     layer for images only has the input of the next layer.
     """
     active = getattr(target.config, "altup_active_idx", None)
-    found: dict[nn.Module, Tensor] = {}
+    inputs: dict[nn.Module, Tensor] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[module] = extract_hidden_state(args or kwargs["hidden_states"], active)
+    def record_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[module] = extract_hidden_state(args or kwargs["hidden_states"], active)
 
     handles = [
-        block.register_forward_pre_hook(note, with_kwargs=True) for block in target.decoder_layers
+        block.register_forward_pre_hook(record_input, with_kwargs=True)
+        for block in target.decoder_layers
     ]
     try:
         ids = token_ids.unsqueeze(0).to(target.device)
@@ -268,12 +288,12 @@ def _hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
         for handle in handles:
             handle.remove()
     for block in reversed(target.decoder_layers):
-        states.append(found[block] if block in found else states[-1].clone())
+        states.append(inputs[block] if block in inputs else states[-1].clone())
     return [each[0].cpu() for each in reversed(states)]
 
 
 def _select_features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
-    """All hidden states for a head that fuses some, so that a layer off by one is noticed."""
+    """Select all hidden states for a head that fuses some, so that a wrong layer is noticed."""
     first = 0 if fused else len(states) - 2
     return {
         f"hidden_states.{index}": each if each.dtype is torch.bfloat16 else each.float()
@@ -283,7 +303,7 @@ def _select_features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
 
 
 def _choose_ids(logits: Tensor) -> Tensor:
-    """[R] int64 rising ids of logits [D, S, V]: all, or the likeliest and evenly spaced ones."""
+    """Choose rising ids [R] int64 of logits [D, S, V]: all, or the likeliest and some others."""
     size = logits.shape[-1]
     if size <= MOST_IDS:
         return torch.arange(size)

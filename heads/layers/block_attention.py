@@ -6,8 +6,16 @@ kernels take some rows at a time over the text, and all blocks over themselves; 
 joined into one distribution by their logsumexp, as at the top of
 `heads/layers/branch_attention.py`.
 
+`attend` and `attend_backward` call the fused kernels, or do the same in plain products. A kernel
+returns an output and the logsumexp of the scores. Its backward pass takes both, possibly of more
+keys than its own: from recomputed scores S it takes P = exp(S - L) and dS = P (dO v - sum(dO O)).
+The kernels are called by name, because `scaled_dot_product_attention` hides the logsumexp and turns
+booleans into a bias at every call. FlexAttention would launch less and skip hidden tiles, but needs
+a compiler, recompiles for new sizes and runs on no emulated GPU.
+
 Letters: T texts, S tokens of a text, A blocks, R rows of a block, N = A * R rows, n rows and s
-tokens of a chunk, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
+tokens of a chunk, Q heads, K key-value heads, G = Q / K heads of a group, d head size. In the
+kernels: B texts, H heads, M queries, N keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +71,7 @@ class BlockRange:
         )
 
     def build_masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """[A, R, S] and [R, R] bool: what rows see of texts and blocks; one result for all layers.
+        """Build the masks of texts [A, R, S] and blocks [R, R] bool, once for all layers.
 
         Args:
             num_tokens: S.
@@ -81,7 +89,7 @@ class BlockRange:
         ), self.build_block_mask()
 
     def build_context_mask(self, blocks: slice, tokens: slice) -> Tensor:
-        """[c, R, s] bool, tokens that each row of c blocks sees."""
+        """Build a mask [c, R, s] bool of the tokens that each row of c blocks sees."""
         places = torch.arange(tokens.start, tokens.stop, device=self.end.device)
         first, end = (each[blocks, None, None] for each in (self.first, self.end))
         seen = (places >= first) & (places < end)
@@ -91,7 +99,7 @@ class BlockRange:
         return seen & (end + rows - places < self.window)
 
     def build_block_mask(self) -> Tensor:
-        """[R, R] bool, rows that each row sees."""
+        """Build a mask [R, R] bool of the rows that each row of a block sees."""
         rows = torch.arange(self.num_rows, device=self.end.device)
         distance = rows.unsqueeze(1) - rows
         seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -99,39 +107,39 @@ class BlockRange:
 
 
 def block_attention(
-    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: BlockRange
+    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], block_range: BlockRange
 ) -> Tensor:
-    """Softmax attention of each row over its text and its block, in one distribution.
+    """Attend from each row to its text and its block, with one softmax over both.
 
     Args:
         query: [A, R, Q, d], rotated.
         text: keys, rotated, and values [T, S, K, d].
         own: the blocks' keys and values [A, R, K, d].
-        sight: sight of the blocks.
+        block_range: stretch of the text that each block sees.
 
     Returns:
         [A, R, Q, d].
     """
     if len(text[0]) == 1:
         # Not `[0]`, whose gradient fills a tensor of zeros.
-        return _BlockAttention.apply(sight, query, *(each.squeeze(0) for each in text), *own)
-    return plain_block_attention(query, text, own, sight)
+        return _BlockAttention.apply(block_range, query, *(each.squeeze(0) for each in text), *own)
+    return plain_block_attention(query, text, own, block_range)
 
 
 def plain_block_attention(
-    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], sight: BlockRange
+    query: Tensor, text: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], block_range: BlockRange
 ) -> Tensor:
-    """`block_attention` by its definition, for any number of texts."""
+    """Compute `block_attention` by its definition, for any number of texts."""
     num_texts, num_tokens, num_kv_heads, size = text[0].shape
     blocks = query.unflatten(0, (num_texts, -1)).unflatten(-2, (num_kv_heads, -1)) * size**-0.5
     scores = torch.einsum("tarkgd,tskd->takgrs", blocks, text[0]).flatten(0, 1)
     within = torch.einsum("arkgd,aukd->akgru", blocks.flatten(0, 1), own[0])
-    seen, seen_within = sight.build_masks(num_tokens)
+    seen, seen_within = block_range.build_masks(num_tokens)
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     within = within.masked_fill(~seen_within, -torch.inf)
     joined = torch.cat([scores, within], -1)
     weights = joined.to(torch.promote_types(joined.dtype, torch.float32)).softmax(-1).to(query)
-    of_text, of_block = weights.split([num_tokens, sight.num_rows], -1)
+    of_text, of_block = weights.split([num_tokens, block_range.num_rows], -1)
     found = torch.einsum("takgrs,tskd->tarkgd", of_text.unflatten(0, (num_texts, -1)), text[1])
     more = torch.einsum("akgru,aukd->arkgd", of_block, own[1])
     return (found.flatten(0, 1) + more).flatten(2, 3)
@@ -141,11 +149,11 @@ class _BlockAttention(torch.autograd.Function):
     """Attention over one text, a chunk of rows at a time, and over blocks."""
 
     @staticmethod
-    def forward(ctx: Any, sight: BlockRange, query: Tensor, *both: Tensor) -> Tensor:
-        """[A, R, Q, d] for query [A, R, Q, d]; `both` has keys and values of text and blocks."""
+    def forward(ctx: Any, block_range: BlockRange, query: Tensor, *both: Tensor) -> Tensor:
+        """Attend from query [A, R, Q, d] to `both`: keys and values of text, then of blocks."""
         num_kv_heads, group = both[0].shape[1], query.shape[2] // both[0].shape[1]
-        plan = sight.make_chunk_plan(query, len(both[0]), group)
-        rows, own = plan.arrange_rows(query, num_kv_heads), _heads_first(both[2:])
+        plan = block_range.make_chunk_plan(query, len(both[0]), group)
+        rows, own = plan.arrange_rows(query, num_kv_heads), _put_heads_first(both[2:])
         keys, values = (plan.arrange_context(each, group) for each in both[:2])
         parts = [
             attend(rows[:, :, c.rows], keys[:, :, c.tokens], values[:, :, c.tokens], c.bias)
@@ -153,9 +161,9 @@ class _BlockAttention(torch.autograd.Function):
         ]
         found = torch.cat([output.transpose(1, 2) for output, _ in parts], 1).transpose(1, 2)
         norms = torch.cat([log_norm for _, log_norm in parts], 2)
-        mine, own_norms = attend(_in_blocks(query, group), own[0], own[1], plan.block_bias)
-        of_text, of_own = _of_rows(found, query), _of_blocks(mine, group)
-        norm, own_norm = _of_rows(norms, query), _of_blocks(own_norms, group)
+        mine, own_norms = attend(_gather_blocks(query, group), own[0], own[1], plan.block_bias)
+        of_text, of_own = _view_rows(found, query), _view_blocks(mine, group)
+        norm, own_norm = _view_rows(norms, query), _view_blocks(own_norms, group)
         share = (own_norm - norm).sigmoid_().unsqueeze(-1).to(query.dtype)
         output = torch.lerp(of_text, of_own, share, out=query.new_empty(of_text.shape))
         torch.logaddexp(norm, own_norm, out=norm)
@@ -167,7 +175,7 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs of `forward`."""
+        """Compute the gradients of the inputs of `forward`."""
         plan, (query, keys, values, *own, output, norms) = ctx.plan, ctx.saved_tensors
         num_kv_heads, group = keys.shape[1], query.shape[2] // keys.shape[1]
         rows, grads, found = (
@@ -186,36 +194,36 @@ class _BlockAttention(torch.autograd.Function):
             parts.append(part.transpose(1, 2))
             for whole, each in zip(d_text, both, strict=True):
                 whole[:, c.tokens].add_(each.sum(0, dtype=wide))
-        d_rows = _of_rows(torch.cat(parts, 1).transpose(1, 2), query)
-        blocks, grads, found = (_in_blocks(each, group) for each in (query, grad, output))
-        norms = _of_rows(norms, query).permute(0, 2, 3, 1).flatten(2, 3)
-        here = blocks, *_heads_first(own)
+        d_rows = _view_rows(torch.cat(parts, 1).transpose(1, 2), query)
+        blocks, grads, found = (_gather_blocks(each, group) for each in (query, grad, output))
+        norms = _view_rows(norms, query).permute(0, 2, 3, 1).flatten(2, 3)
+        here = blocks, *_put_heads_first(own)
         part, *d_own = attend_backward(grads, here, plan.block_bias, found, norms)
-        of_own = _of_blocks(part, group)
+        of_own = _view_blocks(part, group)
         d_query = torch.add(d_rows, of_own, out=query.new_empty(of_own.shape)).flatten(2, 3)
         d_text = [each[:, : len(keys)].transpose(0, 1).to(query.dtype) for each in d_text]
-        return None, d_query, *d_text, *_heads_first(d_own)
+        return None, d_query, *d_text, *_put_heads_first(d_own)
 
 
-def _in_blocks(states: Tensor, group: int) -> Tensor:
-    """[A, K, G * R, d] of [A, R, Q, d], with the rows of a block contiguous."""
+def _gather_blocks(states: Tensor, group: int) -> Tensor:
+    """Copy rows [A, R, Q, d] to [A, K, G * R, d], with the rows of a block contiguous."""
     heads = states.unflatten(2, (-1, group)).permute(0, 3, 1, 2, 4)
     return heads.reshape(len(states), -1, *heads.shape[3:]).transpose(1, 2)
 
 
-def _of_blocks(found: Tensor, group: int) -> Tensor:
-    """[A, R, K, G, ...] view of [A, K, G * R, ...]."""
+def _view_blocks(found: Tensor, group: int) -> Tensor:
+    """View results of blocks [A, K, G * R, ...] as [A, R, K, G, ...]."""
     return found.unflatten(2, (group, -1)).movedim(3, 1)
 
 
-def _of_rows(found: Tensor, query: Tensor) -> Tensor:
-    """[A, R, K, G, ...] view of [G, K, N, ...], for a query [A, R, Q, d]."""
+def _view_rows(found: Tensor, query: Tensor) -> Tensor:
+    """View results of rows [G, K, N, ...] as [A, R, K, G, ...], for a query [A, R, Q, d]."""
     num_blocks, size = query.shape[:2]
     rows = found[:, :, : num_blocks * size].unflatten(2, (num_blocks, size))
     return rows.movedim((2, 3), (0, 1)).transpose(2, 3)
 
 
-def _heads_first(both: Sequence[Tensor]) -> list[Tensor]:
+def _put_heads_first(both: Sequence[Tensor]) -> list[Tensor]:
     return [each.transpose(1, 2) for each in both]
 
 
@@ -240,21 +248,22 @@ class ChunkPlan:
     4,096 tokens. All layers and their backward passes share them.
 
     Args:
-        sight: sight of the blocks.
+        block_range: stretch of the text that each block sees.
         query: tensor that gives dtype and device.
         num_tokens: number S of text tokens.
         group: number G of heads per group.
 
     Attributes:
-        chunks: in the order of the rows.
+        chunks: chunks in the order of the rows.
         block_bias: [G * R, R] to add to the scores inside a block; None for nothing.
-        num_rows, num_tokens: sizes padded to the end of the last possible chunk.
+        num_rows: number N of rows, padded to the end of the last possible chunk.
+        num_tokens: number S of tokens, padded likewise.
     """
 
-    def __init__(self, sight: BlockRange, query: Tensor, num_tokens: int, group: int) -> None:
-        self.sight, self.exact = sight, is_on_cpu(query)
+    def __init__(self, block_range: BlockRange, query: Tensor, num_tokens: int, group: int) -> None:
+        self.block_range, self.exact = block_range, is_on_cpu(query)
         self.num_tokens = num_tokens if self.exact else _round_up(num_tokens, SHORT_LENGTH_STEP)
-        number, size = len(sight.end), sight.num_rows
+        number, size = len(block_range.end), block_range.num_rows
         most = max(1, (ROWS_PER_CHUNK if self.exact else ROWS_PER_LAUNCH) // size)
         if not self.exact:
             # Powers of two: whole tiles of rows, and few shapes.
@@ -262,26 +271,26 @@ class ChunkPlan:
         self.num_rows = (number if self.exact else _round_up(number, most)) * size
         self.chunks = [self._build_chunk(start, most, query) for start in range(0, number, most)]
         self.block_bias: Tensor | None = None
-        if sight.causal or sight.window is not None:
+        if block_range.causal or block_range.window is not None:
             self.block_bias = make_aligned_bias(query, group * size, size)
-            self.block_bias.masked_fill_(~sight.build_block_mask().repeat(group, 1), HIDDEN_BIAS)
+            self.block_bias.masked_fill_(
+                ~block_range.build_block_mask().repeat(group, 1), HIDDEN_BIAS
+            )
 
-    def _build_chunk(self, start: int, number: int, query: Tensor) -> Chunk:
-        """Chunk of `number` blocks from `start` on, with the tokens that any of them sees."""
-        size, blocks = self.sight.num_rows, slice(start, start + number)
-        rows = slice(start * size, min((start + number) * size, self.num_rows))
+    def _build_chunk(self, start: int, num_blocks: int, query: Tensor) -> Chunk:
+        """Build the chunk of `num_blocks` blocks from `start` on, with the tokens that they see."""
+        size, blocks = self.block_range.num_rows, slice(start, start + num_blocks)
+        rows = slice(start * size, min((start + num_blocks) * size, self.num_rows))
         tokens = self._find_visible_tokens(blocks)
         bias = make_aligned_bias(query, rows.stop - rows.start, tokens.stop - tokens.start)
-        hidden = ~self.sight.build_context_mask(blocks, tokens)
+        hidden = ~self.block_range.build_context_mask(blocks, tokens)
         bias[: len(hidden) * size].unflatten(0, (-1, size)).masked_fill_(hidden, HIDDEN_BIAS)
         return Chunk(rows, tokens, bias)
 
     def _find_visible_tokens(self, blocks: slice) -> slice:
-        assert self.sight.bounds_on_cpu is not None
-        (first, end), window = (
-            (each[blocks] for each in self.sight.bounds_on_cpu),
-            self.sight.window,
-        )
+        assert self.block_range.bounds_on_cpu is not None
+        first, end = (each[blocks] for each in self.block_range.bounds_on_cpu)
+        window = self.block_range.window
         stop = int(end.max())
         # A row without text tokens sees only its block.
         start = int(first.min() if window is None else first.maximum(end + 1 - window).min())
@@ -293,7 +302,7 @@ class ChunkPlan:
         return slice(start, start + length)
 
     def arrange_rows(self, states: Tensor, num_kv_heads: int) -> Tensor:
-        """[G, K, N, d] view of [A, R, Q, d], padded to `num_rows`.
+        """Arrange rows [A, R, Q, d] as a view [G, K, N, d], padded to `num_rows`.
 
         Groups thus share keys without a copy.
         """
@@ -301,12 +310,12 @@ class ChunkPlan:
         return rows.unflatten(1, (num_kv_heads, -1)).permute(2, 1, 0, 3)
 
     def arrange_context(self, states: Tensor, group: int) -> Tensor:
-        """[G, K, S, d] view of a text's keys or values [S, K, d], padded to `num_tokens`."""
+        """View a text's keys or values [S, K, d] as [G, K, S, d], padded to `num_tokens`."""
         return _pad_length(states, self.num_tokens).transpose(0, 1).expand(group, -1, -1, -1)
 
 
 def _pad_length(states: Tensor, length: int) -> Tensor:
-    """[length, ., d] with zeros behind [., ., d]."""
+    """Append zeros to states [., ., d] up to a length."""
     missing = length - len(states)
     return functional.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states
 
@@ -316,26 +325,28 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _round_up_length(num_tokens: int) -> int:
-    """Smallest allowed length for a number of tokens."""
+    """Round up a number of tokens to an allowed length."""
     return _round_up(num_tokens, max(LENGTH_STEP, 1 << max(0, (num_tokens - 1).bit_length() - 3)))
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Output [B, H, M, d] with contiguous queries, and logsumexp [B, H, M].
+    """Attend from each query to all keys; return output [B, H, M, d] and logsumexp [B, H, M].
+
+    The output's queries are contiguous.
 
     Args:
         query: [B, H, M, d].
         keys: [B, H, N, d]; if expanded, N must not be 1 above a multiple of 32, for which CUDA's
             kernel gives wrong numbers (pytorch#191937).
         values: as the keys.
-        bias: [M, N] of `bias_like`.
+        bias: [M, N], made with `make_aligned_bias`; None for no bias.
     """
     bias = _expand_bias(bias, query)
     if _fits_efficient(query):
-        found, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        output, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, keys, values, bias, True
         )
-        return found, log_norm[..., : query.shape[2]]
+        return output, log_norm[..., : query.shape[2]]
     if is_on_cpu(query):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(query, keys, values, attn_mask=bias)
@@ -345,16 +356,16 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> 
 
 
 def attend_backward(
-    grad: Tensor, text: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, found: Tensor,
+    grad: Tensor, text: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, output: Tensor,
     log_norm: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of query, keys and values, [B, H, ., d].
+    """Compute the gradients of query, keys and values, [B, H, ., d], from those of the output.
 
     Args:
         grad: [B, H, M, d], gradient of the output.
         text: query, keys and values as given to `attend`.
         bias: bias as given to `attend`.
-        found: output [B, H, M, d], with query m + 1 at H d numbers after query m, as CUDA's kernel
+        output: output [B, H, M, d], with query m + 1 at H d numbers after query m, as CUDA's kernel
             assumes.
         log_norm: [B, H, M] float32.
     """
@@ -365,14 +376,14 @@ def attend_backward(
         wanted = [True, True, True, False]
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         return kernel(
-            grad, *text, bias, found, _whole_tiles(log_norm), unused, unused, 0.0, wanted
+            grad, *text, bias, output, _pad_to_tiles(log_norm), unused, unused, 0.0, wanted
         )[:3]
     if is_on_cpu(query):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad, *text, found, log_norm, 0.0, False, attn_mask=bias)
+        return kernel(grad, *text, output, log_norm, 0.0, False, attn_mask=bias)
     query, keys, values = (each.to(log_norm) for each in text)
     weights = (_compute_scores(query, keys, bias) - log_norm.unsqueeze(-1)).exp()
-    inner = (grad * found).sum(-1, keepdim=True, dtype=log_norm.dtype)
+    inner = (grad * output).sum(-1, keepdim=True, dtype=log_norm.dtype)
     d_scores = weights * (grad.to(log_norm) @ values.mT - inner) * query.shape[-1] ** -0.5
     parts = d_scores @ keys, d_scores.mT @ query, weights.mT @ grad.to(log_norm)
     return tuple(each.to(grad.dtype) for each in parts)
@@ -384,7 +395,7 @@ def is_on_cpu(states: Tensor) -> bool:
 
 
 def make_aligned_bias(query: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """[M, N] zeros, with rows aligned for CUDA's kernel."""
+    """Make a bias [M, N] of zeros, with rows aligned for CUDA's kernel."""
     width = num_keys + -num_keys % ALIGNED_BYTES
     return query.new_zeros(num_queries, width)[:, :num_keys]
 
@@ -399,14 +410,14 @@ def _fits_efficient(query: Tensor) -> bool:
     return query.is_cuda and aligned and query.dtype in EFFICIENT_DTYPES
 
 
-def _whole_tiles(log_norm: Tensor) -> Tensor:
-    """[B, H, .] padded to the tile of queries that the kernel reads."""
+def _pad_to_tiles(log_norm: Tensor) -> Tensor:
+    """Pad a logsumexp [B, H, M] to whole tiles of queries, which CUDA's kernel reads."""
     padding = -log_norm.shape[2] % LOG_NORM_MULTIPLE
     return functional.pad(log_norm, (0, padding), value=torch.inf) if padding else log_norm
 
 
 def _compute_scores(query: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
-    """[B, H, M, N] scores, at least in float32."""
+    """Compute the scores [B, H, M, N], at least in float32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ keys.to(wide).mT * query.shape[-1] ** -0.5
     return scores if bias is None else scores + bias

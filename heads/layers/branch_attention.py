@@ -7,8 +7,18 @@ EAGLE-3 (causal block plus diagonals), the alignment of HASS, a chain in decodin
 level of a dynamic tree (a row is a path). J steps cost J times N more scores, not a mask of [N, J *
 N].
 
-Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a span, J earlier draft
-tokens of a row, Q heads, K key-value heads, d head size.
+Training computes scores only inside a fused kernel: one call for all documents on CUDA, one per
+chunk of rows on a CPU. For the text, a kernel returns output o and the logsumexp l of its scores.
+These are joined with the few scores s_j of the row's own draft tokens into one distribution:
+
+    L = logsumexp(l, s_1, ..., s_J)    O = o exp(l - L) + sum_j v_j exp(s_j - L)
+
+The kernel's backward pass needs no more: from recomputed scores S it takes P = exp(S - L) and dS =
+P (dO v - sum(dO O)). With the joined O and L it therefore returns exactly the text's share of the
+gradients; the drafts' share follows from the same formula.
+
+Letters: T texts, S tokens of a text, N rows, n rows of a chunk, s tokens of a range, J earlier
+draft tokens of a row, Q heads, K key-value heads, G = Q / K heads of a group, d head size.
 """
 
 from collections.abc import Sequence
@@ -51,11 +61,11 @@ class CausalRange(NamedTuple):
 
     @classmethod
     def from_ends(cls, end: Tensor) -> "CausalRange":
-        """Everything before tokens [N] int64."""
+        """Let each row see everything before token `end` [N] int64."""
         return cls(torch.zeros_like(end), end)
 
     def build_mask(self, num_tokens: int) -> Tensor:
-        """[N, S] bool, tokens that a row sees."""
+        """Build a mask [N, S] bool of the tokens that a row sees."""
         places = torch.arange(num_tokens, device=self.end.device)
         return (places >= self.first.unsqueeze(1)) & (places < self.end.unsqueeze(1))
 
@@ -86,7 +96,7 @@ class BranchRange(NamedTuple):
     seen: CausalRange
 
     def build_bias(self, dtype: torch.dtype) -> Tensor:
-        """[n, s] on the CPU: 0 for tokens that a row sees, -inf elsewhere."""
+        """Build a bias [n, s] on the CPU: 0 for tokens that a row sees, -inf elsewhere."""
         first, end = (each.unsqueeze(1) for each in self.seen[:2])
         places = torch.arange(self.tokens.start, self.tokens.stop)
         hidden = (places < first) | (places >= end)
@@ -100,9 +110,11 @@ class BranchCache:
     Each text has N / T rows; rows are ordered by text.
 
     Attributes:
-        keys, values: [T, S, K, d] of the texts.
+        keys: [T, S, K, d] of the texts.
+        values: [T, S, K, d] of the texts.
         context_range: stretch of the text that each row sees.
-        draft_keys, draft_values: J tensors [N, K, d] of the row's draft tokens so far.
+        draft_keys: J tensors [N, K, d] of the rows' draft tokens so far.
+        draft_values: J tensors [N, K, d] of these tokens.
     """
 
     keys: Tensor
@@ -119,28 +131,30 @@ class BranchCache:
 
     @cached_property
     def row_ranges(self) -> list[BranchRange]:
-        """All rows in chunks, computed once for every step; only on a CPU, as it reads numbers.
+        """Return all rows in chunks, computed once for every step.
+
+        Only on a CPU, as numbers of the device are read.
 
         Rows in text order see little of the text together. This saves half of the work in one
         causal text, and most of it with packed documents.
         """
-        found, start = [], 0
+        ranges, start = [], 0
         chunks = zip(*(each.split(ROWS_PER_CHUNK) for each in self.context_range[:2]), strict=True)
         for first, end in chunks:
             rows = slice(start, start + len(first))
             tokens = slice(int(first.min()), int(end.max()))
-            found.append(BranchRange(rows, tokens, CausalRange(first, end)))
+            ranges.append(BranchRange(rows, tokens, CausalRange(first, end)))
             start = rows.stop
-        return found
+        return ranges
 
 
 def branch_attention(
     query: Tensor, branches: BranchCache, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention of each row over its text and its own draft tokens, in one distribution.
+    """Attend from each row to its text and its own draft tokens, with one softmax over both.
 
     With gradients and over one text, it uses a fused kernel if the kernel supports the dtype and
-    head size. Decoding (few rows, no gradients), windows and sinks use `plain_attention`.
+    head size. Decoding (few rows, no gradients), windows and sinks use `plain_branch_attention`.
 
     Args:
         query: [N, Q, d], rotated.
@@ -166,7 +180,7 @@ def branch_attention(
 def plain_branch_attention(
     query: Tensor, branches: BranchCache, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """`branch_attention` by its definition, for any dtype, device and number of texts.
+    """Compute `branch_attention` by its definition, for any dtype, device and number of texts.
 
     Keeps the scores of 256 rows of one text at a time, in the backward pass too, so memory beyond
     the inputs does not grow with N * S.
@@ -182,7 +196,7 @@ def plain_branch_attention(
         here = slice(start, start + rows_per_chunk)
         allowed = CausalRange(first[here], end[here]).build_mask(num_tokens)
         inputs = (query[here], branches.keys, branches.values, allowed, sinks)
-        own = [own[here] for own in (*drafts[0], *drafts[1])]
+        own = [each[here] for each in (*drafts[0], *drafts[1])]
         if torch.is_grad_enabled():
             chunks.append(
                 checkpoint(_attend, *inputs, *own, use_reentrant=False, preserve_rng_state=False)
@@ -195,13 +209,13 @@ def plain_branch_attention(
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, allowed: Tensor, sinks: Tensor | None, *own: Tensor
 ) -> Tensor:
-    """Attention whose `own` has J keys, then J values, each [N, K, d]."""
+    """Attend by plain products; `own` has J keys, then J values, each [N, K, d]."""
     num_rows, num_heads, size = query.shape
     num_texts, num_tokens, num_kv_heads, _ = keys.shape
     grouped = query.view(num_rows, num_kv_heads, -1, size) * size**-0.5
     # [T, K, N / T * Q / K, S]: one matrix product per text and key-value head
     flat = grouped.view(num_texts, -1, *grouped.shape[1:]).transpose(1, 2).flatten(2, 3)
-    scores = _by_row(flat @ keys.permute(0, 2, 3, 1), num_rows)
+    scores = _arrange_by_row(flat @ keys.permute(0, 2, 3, 1), num_rows)
     scores = scores.masked_fill(~allowed[:, None, None], float("-inf"))
     num_own = len(own) // 2
     if num_own:
@@ -214,14 +228,14 @@ def _attend(
     weights = scores.to(at_least_float32).softmax(-1).to(values.dtype)
     text, drafts, _ = weights.tensor_split([num_tokens, num_tokens + num_own], dim=-1)
     text = text.reshape(num_texts, -1, *text.shape[1:]).transpose(1, 2).flatten(2, 3)
-    found = _by_row(text @ values.transpose(1, 2), num_rows)
+    found = _arrange_by_row(text @ values.transpose(1, 2), num_rows)
     if num_own:
         found = found + drafts @ own_values
     return found.reshape(num_rows, num_heads, size)
 
 
-def _by_row(products: Tensor, num_rows: int) -> Tensor:
-    """[N, K, Q / K, .] of [T, K, N / T * Q / K, .]."""
+def _arrange_by_row(products: Tensor, num_rows: int) -> Tensor:
+    """Arrange products [T, K, N / T * Q / K, .] by row: [N, K, Q / K, .]."""
     num_texts, num_kv_heads, _, width = products.shape
     split = products.view(num_texts, num_kv_heads, num_rows // num_texts, -1, width)
     return split.transpose(1, 2).flatten(0, 1)
@@ -238,7 +252,7 @@ class FlashBranchAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, keys: Tensor, values: Tensor, seen: CausalRange, *own: Tensor
     ) -> Tensor:
-        """[N, Q, d] of query [N, Q, d], text [S, K, d] and J own keys, then values, [N, K, d]."""
+        """Attend from query [N, Q, d] to text [S, K, d] and J own keys, then values, [N, K, d]."""
         rows, documents = seen.anchors, seen.documents
         assert rows is not None
         assert documents is not None
@@ -246,10 +260,12 @@ class FlashBranchAttention(torch.autograd.Function):
         found, log_norm = flash_attention(every, keys, values, documents)
         output, log_norm = found.index_select(0, rows), log_norm.index_select(1, rows)
         log_norm = log_norm.T.contiguous()
-        for part in _joined_rows(keys, own):
+        for part in _split_rows(keys, own):
             heads, texts = (_group_queries(each[part], keys) for each in (query, output))
             norms = _group_queries(log_norm[part].unsqueeze(-1), keys)
-            output[part] = _merge_attention(heads, texts, norms, _own_of(part, own)).flatten(1, 2)
+            output[part] = _merge_attention(heads, texts, norms, _stack_own(part, own)).flatten(
+                1, 2
+            )
         ctx.save_for_backward(query, keys, values, output, log_norm, *own)
         ctx.seen = seen
         return output
@@ -257,7 +273,7 @@ class FlashBranchAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs of `forward`."""
+        """Compute the gradients of the inputs of `forward`."""
         query, keys, values, output, log_norm, *own = ctx.saved_tensors
         rows, size = ctx.seen.anchors, len(keys)
         grad = grad.contiguous()
@@ -268,21 +284,21 @@ class FlashBranchAttention(torch.autograd.Function):
         found, *d_text = flash_attention_backward(grads, text, (outputs, norms), ctx.seen.documents)
         d_query = found.index_select(0, rows)
         d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
-        for part in _joined_rows(keys, own):
+        for part in _split_rows(keys, own):
             heads = [_group_queries(each[part], keys) for each in (query, output, grad)]
             norm = _group_queries(log_norm[part].unsqueeze(-1), keys)
-            more = _own_backward(heads, norm, _own_of(part, own), d_own[:, :, part])
+            more = _backward_own(heads, norm, _stack_own(part, own), d_own[:, :, part])
             d_query[part].add_(more.flatten(1, 2))
         return d_query, *d_text, None, *d_own.flatten(0, 1)
 
 
 def _scatter_rows(states: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
-    """[S, ...] with states [N, ...] at rows [N], and 0 elsewhere."""
+    """Scatter states [N, ...] to rows [N] of [S, ...], with 0 elsewhere."""
     return states.new_zeros(num_tokens, *states.shape[1:]).index_copy_(0, rows, states)
 
 
-def _joined_rows(keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
-    """Rows with draft tokens, in slices whose keys and values fit in `OWN_BYTES`."""
+def _split_rows(keys: Tensor, own: Sequence[Tensor]) -> list[slice]:
+    """Split rows with draft tokens into slices whose keys and values fit in `OWN_BYTES`."""
     if not own:
         return []
     size = max(1, OWN_BYTES // (4 * len(own) * keys[0].numel()))
@@ -299,73 +315,73 @@ class ChunkedBranchAttention(torch.autograd.Function):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        spans: list[BranchRange],
+        ranges: list[BranchRange],
         *own: Tensor,
     ) -> Tensor:
-        """[N, Q, d] of query [N, Q, d], text [S, K, d] and J own keys, then values, [N, K, d]."""
+        """Attend from query [N, Q, d] to text [S, K, d] and J own keys, then values, [N, K, d]."""
         output, kept = torch.empty_like(query), []
-        for span in spans:
-            rows, tokens, _ = span
+        for row_range in ranges:
+            rows, tokens, _ = row_range
             heads = _group_queries(query[rows], keys)
-            text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
-            found, norms = _text_forward(heads, text)
+            text = (keys[tokens], values[tokens], row_range.build_bias(keys.dtype))
+            found, norms = _attend_text(heads, text)
             if own:
-                found = _merge_attention(heads, found, _by_row_and_head(norms), _own_of(rows, own))
+                found = _merge_attention(heads, found, _view_norms(norms), _stack_own(rows, own))
             output[rows] = found.flatten(1, 2)
             kept.append(norms)
         ctx.save_for_backward(query, keys, values, output, *own)
         # Not the branches, which will refer to this result and would form a cycle.
-        ctx.spans, ctx.kept = spans, kept
+        ctx.ranges, ctx.kept = ranges, kept
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs of `forward`."""
+        """Compute the gradients of the inputs of `forward`."""
         query, keys, values, output, *own = ctx.saved_tensors
         grad, d_query = grad.contiguous(), torch.empty_like(query)
         d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
         # A token's gradient is summed over many chunks, so in float32.
         d_text = [torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)]
-        for span, norms in zip(ctx.spans, ctx.kept, strict=True):
-            rows, tokens, _ = span
+        for row_range, norms in zip(ctx.ranges, ctx.kept, strict=True):
+            rows, tokens, _ = row_range
             heads = [_group_queries(each[rows], keys) for each in (query, output, grad)]
-            text = (keys[tokens], values[tokens], span.build_bias(keys.dtype))
-            found, *parts = _text_backward(heads, text, norms)
+            text = (keys[tokens], values[tokens], row_range.build_bias(keys.dtype))
+            found, *parts = _attend_text_backward(heads, text, norms)
             for whole, part in zip(d_text, parts, strict=True):
                 whole[tokens] += part
             if own:
-                norm, own_here = _by_row_and_head(norms), _own_of(rows, own)
-                found = found + _own_backward(heads, norm, own_here, d_own[:, :, rows])
+                norm, own_here = _view_norms(norms), _stack_own(rows, own)
+                found = found + _backward_own(heads, norm, own_here, d_own[:, :, rows])
             d_query[rows] = found.flatten(1, 2)
         d_keys, d_values = (each.to(keys.dtype) for each in d_text)
         return d_query, d_keys, d_values, None, *d_own.flatten(0, 1)
 
 
-def _text_forward(query: Tensor, text: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The kernel's output [n, K, G, d] and its logsumexp [G, K, n] float32.
+def _attend_text(query: Tensor, text: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attend to the text; return output [n, K, G, d] and logsumexp [G, K, n] float32.
 
     Args:
         query: [n, K, G, d].
         text: keys and values [s, K, d], bias [n, s].
     """
-    *heads, bias = _kernel_layout(query, *text)
+    *heads, bias = _arrange_heads(query, *text)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     found, norms = kernel(*heads, attn_mask=bias)
     return found.permute(2, 1, 0, 3), norms
 
 
-def _text_backward(
+def _attend_text_backward(
     rows: Sequence[Tensor], text: Sequence[Tensor], norms: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of query [n, K, G, d], and of keys and values [s, K, d] in float32.
+    """Compute gradients of query [n, K, G, d], and of keys and values [s, K, d] in float32.
 
     Args:
         rows: query, joined output and its gradient, [n, K, G, d].
         text: keys and values [s, K, d], bias [n, s].
         norms: logsumexp of `forward`, overwritten by the joined one.
     """
-    *heads, bias = _kernel_layout(rows[0], *text)
+    *heads, bias = _arrange_heads(rows[0], *text)
     output, grad = (each.permute(2, 1, 0, 3) for each in rows[1:])
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     found = kernel(grad, *heads, output, norms, 0.0, False, attn_mask=bias)
@@ -373,31 +389,31 @@ def _text_backward(
     return found[0].permute(2, 1, 0, 3), *d_text
 
 
-def _kernel_layout(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    """Views of a batch of G and K heads, so that keys are shared in a group without a copy."""
+def _arrange_heads(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """View heads as a batch of G times K, so that a group shares keys without a copy."""
     heads = query.permute(2, 1, 0, 3)
     text = (each.transpose(0, 1).expand(len(heads), -1, -1, -1) for each in (keys, values))
     return heads, *text, bias.expand(*heads.shape[:2], -1, -1)
 
 
-def _by_row_and_head(norms: Tensor) -> Tensor:
-    """[n, K, G, 1] view of the kernel's logsumexp [G, K, n]."""
+def _view_norms(norms: Tensor) -> Tensor:
+    """View the kernel's logsumexp [G, K, n] as [n, K, G, 1]."""
     return norms.permute(2, 1, 0).unsqueeze(-1)
 
 
 def _group_queries(states: Tensor, keys: Tensor) -> Tensor:
-    """[n, K, G, d] of [n, Q, d]."""
+    """Group the heads of queries [n, Q, d] that share keys: [n, K, G, d]."""
     return states.unflatten(1, (keys.shape[1], -1))
 
 
-def _own_of(rows: slice, own: Sequence[Tensor]) -> Tensor:
-    """[2, n, K, J, d] float32 own keys and values of a slice of rows."""
+def _stack_own(rows: slice, own: Sequence[Tensor]) -> Tensor:
+    """Stack own keys and values of a slice of rows: [2, n, K, J, d] float32."""
     found = torch.stack([each[rows] for each in own]).float()
     return found.unflatten(0, (2, -1)).movedim(1, 3)
 
 
 def _merge_attention(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
-    """[n, K, G, d] float32 attention over text and draft tokens.
+    """Merge attention over the text with that over draft tokens: [n, K, G, d] float32.
 
     Args:
         query: [n, K, G, d].
@@ -414,8 +430,8 @@ def _merge_attention(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor
     return found
 
 
-def _own_backward(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor, d_own: Tensor) -> Tensor:
-    """Gradient [n, K, G, d] of the query through the drafts, whose own goes into `d_own`.
+def _backward_own(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor, d_own: Tensor) -> Tensor:
+    """Compute the query's gradient [n, K, G, d] through the drafts; fill `d_own` with theirs.
 
     Args:
         rows: query, joined output and its gradient, [n, K, G, d].

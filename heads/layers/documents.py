@@ -23,8 +23,8 @@ class Documents:
     """Consecutive documents of S tokens.
 
     Attributes:
-        lengths: tokens of each.
-        cu_seqlens: [documents + 1] int32 on the device, the start of each, and S.
+        lengths: tokens of each document.
+        cu_seqlens: [documents + 1] int32 on the device, the start of each document, and S.
     """
 
     lengths: tuple[int, ...]
@@ -32,7 +32,7 @@ class Documents:
 
     @classmethod
     def from_ids(cls, document_ids: Tensor) -> "Documents":
-        """Make documents of ids [B, T] on the CPU, -1 on padding; `bounds` stay there."""
+        """Make documents of ids [B, T] on the CPU, -1 on padding; `cu_seqlens` stays there."""
         new = torch.ones_like(document_ids, dtype=torch.bool)
         new[:, 1:] = document_ids.diff() != 0
         starts = new.flatten().nonzero().squeeze(1)
@@ -45,11 +45,11 @@ class Documents:
         return cls((num_tokens,), to_device([0, num_tokens], device).int())
 
     def to_device(self, device: torch.device) -> "Documents":
-        """Move `bounds` to a device, without waiting for copies from pinned memory."""
+        """Move `cu_seqlens` to a device, without waiting for copies from pinned memory."""
         return Documents(self.lengths, self.cu_seqlens.to(device, non_blocking=True))
 
     def longer_than(self, num_tokens: int) -> Tensor:
-        """[S] bool, True for tokens of documents longer than `num_tokens`."""
+        """Mark tokens of documents longer than `num_tokens`, [S] bool."""
         long = torch.tensor([length > num_tokens for length in self.lengths])
         lengths = self.cu_seqlens.diff()
         total = sum(self.lengths)
@@ -57,13 +57,13 @@ class Documents:
 
     def split_documents(self, size: int) -> "Documents":
         """Cut documents into pieces of `size` tokens; the last piece may be shorter."""
-        pieces = [min(size, n - at) for n in self.lengths for at in range(0, n, size)]
+        pieces = [min(size, n - start) for n in self.lengths for start in range(0, n, size)]
         bounds = torch.tensor([0, *pieces]).cumsum(0).int()
         return Documents(tuple(pieces), to_device(bounds, self.cu_seqlens.device))
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest document."""
+        """Return the tokens of the longest document."""
         return max(self.lengths)
 
 
@@ -82,10 +82,10 @@ def flash_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents, in one kernel call.
+    """Attend causally inside documents, in one kernel call.
 
     Args:
-        query: [S, Q, d], which `fits_flash`.
+        query: [S, Q, d], for which `can_use_flash` is true.
         keys: [S, K, d].
         values: [S, K, d].
         documents: documents of the S tokens.
@@ -107,11 +107,17 @@ def flash_attention_backward(
     grad: Tensor, text: tuple[Tensor, Tensor, Tensor], forward: tuple[Tensor, Tensor],
     documents: Documents, window: int | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, keys and values, for any attention that includes them.
+    """Compute the gradients of query, keys and values, for any attention that includes them.
 
-    From recomputed scores S the kernel takes P = exp(S - L) and dS = P (dO v - sum(dO O)), for any
-    output O [S, Q, d] and logsumexp L [Q, S] float32 given as `forward`. `text` is query, keys and
-    values as given to `flash`.
+    From recomputed scores S the kernel takes P = exp(S - L) and dS = P (dO v - sum(dO O)).
+
+    Args:
+        grad: [S, Q, d], gradient of the output.
+        text: query, keys and values as given to `flash_attention`.
+        forward: any output O [S, Q, d] and logsumexp L [Q, S] float32.
+        documents: documents of the S tokens.
+        window: window as given to `flash_attention`.
+        scale: scale as given to `flash_attention`.
     """
     bounds, longest = documents.cu_seqlens, documents.max_length
     # Random state for dropout, which is not used.

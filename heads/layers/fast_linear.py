@@ -1,10 +1,15 @@
-"""Low-rank output heads for drafting, as logits are most of a draft's cost.
+"""Linear layers that are faster for few rows: low-rank output heads, and packed weights on a CPU.
 
-All logits come from the state's part along the `rank` directions with the largest weight in the
-output head; the logits of the likeliest ids are then computed exactly. Drafts are verified as
-usual, so texts stay the target's own.
+Logits are most of a draft's cost. In a low-rank output head, all logits come from the state's part
+along the `rank` directions with the largest weight in the output head; the logits of the likeliest
+ids are then computed exactly. Drafts are verified as usual, so texts stay the target's own.
 
-Letters: N rows, D hidden, V rows of the output head, r rank, C candidates.
+A verify pass multiplies a few rows by every matrix of the target. Torch reorders each matrix for
+every product, which takes longer than the product: float32 products of 5 rows take 2 to 3 times as
+long as of one row. oneDNN with packed weights reads each number once and takes as long for 5 rows
+as for one. With AVX2 alone, torch's product of one row is faster.
+
+Letters: D numbers of a row, N of its product, V rows of the output head, r rank, C candidates.
 """
 
 import os
@@ -15,7 +20,6 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import linear, pad
 
 from conf.errors import InputError
 from heads.devices import this_processor
@@ -66,14 +70,14 @@ class LowRankOutputHead(nn.Module):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of weights that one row of logits reads."""
+        """Return the bytes of weights that one row of logits reads."""
         exact = self.num_candidates * self.weight[0].nbytes
         return self.directions.nbytes + self.reduced.nbytes + exact
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., V] logits of states [..., D]."""
-        seen = functional.linear(hidden, self.directions)
-        rough = functional.linear(seen, self.reduced, self.bias)
+        """Compute logits [..., V] of states [..., D]."""
+        coordinates = functional.linear(hidden, self.directions)
+        rough = functional.linear(coordinates, self.reduced, self.bias)
         ids = rough.topk(self.num_candidates, dim=-1).indices
         exact = (self.weight[ids] @ hidden.unsqueeze(-1)).squeeze(-1)
         if self.bias is not None:
@@ -117,18 +121,18 @@ def reduce_rank(
         InputError: the rank is too large, or the output head is quantised.
     """
     check_rank("output_rank", rank, target)
-    own = {id(weight) for weight in head.find_output_heads()}
-    if not own:
-        lent = make_low_rank_target(target, rank)
-        head.attach(lent)
-        return [lent.output_head]
-    made = []
+    own_ids = {id(weight) for weight in head.find_output_heads()}
+    if not own_ids:
+        low_rank_target = make_low_rank_target(target, rank)
+        head.attach(low_rank_target)
+        return [low_rank_target.output_head]
+    output_heads = []
     for parent in [*head.modules()]:
         for name, child in [*parent.named_children()]:
-            if isinstance(child, nn.Linear) and id(child.weight) in own:
-                made.append(LowRankOutputHead(child.weight, rank))
-                setattr(parent, name, made[-1])
-    return made
+            if isinstance(child, nn.Linear) and id(child.weight) in own_ids:
+                output_heads.append(LowRankOutputHead(child.weight, rank))
+                setattr(parent, name, output_heads[-1])
+    return output_heads
 
 
 def check_rank(key: str, rank: int, target: EmbeddingsAndOutputHead) -> None:
@@ -144,14 +148,14 @@ def check_rank(key: str, rank: int, target: EmbeddingsAndOutputHead) -> None:
 
 
 def pack_weights(*modules: nn.Module) -> None:
-    """Let the linear layers of modules multiply packed weights.
+    """Let the linear layers of modules multiply packed weights, where this is faster.
 
-    Applies where it is faster: on x86 CPUs in float32, and in bfloat16 with native instructions.
-        The weights stay for other readers and gradients; their numbers must not change afterwards.
-        Does nothing for models above `LARGEST_SHARE`.
+    This is on x86 CPUs in float32, and in bfloat16 with native instructions. The weights stay for
+    other readers and gradients; their numbers must not change afterwards. Models above
+    `LARGEST_SHARE` stay unchanged.
     """
     layers = {layer for module in modules for layer in module.modules() if _can_be_packed(layer)}
-    if sum(layer.weight.nbytes for layer in layers) > LARGEST_SHARE * _memory_bytes():
+    if sum(layer.weight.nbytes for layer in layers) > LARGEST_SHARE * _get_memory_bytes():
         return
     for layer in layers:
         weight, key = layer.weight, next(_keys)
@@ -172,7 +176,7 @@ def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return this_processor().multiplies_packed(layer.weight.dtype)
 
 
-def _memory_bytes() -> int:
+def _get_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -181,19 +185,19 @@ class PackedLinear(nn.Linear):
 
     Attributes:
         key: key of the packed weights.
-        leaves_one: whether torch computes products of one row.
+        leaves_one: whether torch, not oneDNN, computes products of one row.
     """
 
     key: int
     leaves_one: bool
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """[..., N] of rows [..., D]; computed by torch if gradients or a cast are needed."""
+        """Multiply rows [..., D] to [..., N]; torch does so if gradients or a cast are needed."""
         weight = self.weight
         trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         cast = input.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
         if trained or cast or (self.leaves_one and input.numel() == self.in_features):
-            return linear(input, weight, self.bias)
+            return functional.linear(input, weight, self.bias)
         return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
 
 
@@ -203,16 +207,16 @@ _library.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias, int key
 
 
 def _multiply_packed(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:
-    place, packed = _packed.get(key, (None, weight))
-    if place != weight.data_ptr():  # the layer was copied or cast
-        return linear(rows, weight, bias)
-    product, width = torch.ops.mkldnn._linear_pointwise.default, rows.shape[-1]
-    number = rows.numel() // width
-    if number >= FEWEST_ROWS or weight.numel() <= SMALL:
-        return product(rows, packed, bias, "none", [], "")
-    filled = pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - number))
-    output = product(filled, packed, bias, "none", [], "")
-    return output[:number].view(*rows.shape[:-1], len(weight))
+    address, packed = _packed.get(key, (None, weight))
+    if address != weight.data_ptr():  # the layer was copied or cast
+        return functional.linear(rows, weight, bias)
+    multiply, width = torch.ops.mkldnn._linear_pointwise.default, rows.shape[-1]
+    num_rows = rows.numel() // width
+    if num_rows >= FEWEST_ROWS or weight.numel() <= SMALL:
+        return multiply(rows, packed, bias, "none", [], "")
+    padded = functional.pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - num_rows))
+    output = multiply(padded, packed, bias, "none", [], "")
+    return output[:num_rows].view(*rows.shape[:-1], len(weight))
 
 
 def _make_empty_output(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001

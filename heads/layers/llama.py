@@ -11,7 +11,14 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from heads.target_model import architecture as sizes
+from heads.target_model.architecture import (
+    compute_attention_heads,
+    compute_mlp_size,
+    find_embedding_size,
+    find_max_positions,
+    find_norm_epsilon,
+    find_rope,
+)
 
 LLAMA_KEYS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -21,32 +28,37 @@ LLAMA_KEYS = (
 
 
 def make_llama_config(config: Any, vocab_size: int) -> LlamaConfig:
-    """Config of a Llama layer with the target's sizes, whatever the target's own layers are.
+    """Make the config of a Llama layer with the sizes of a target of any architecture.
 
-    Its width is that of the target's embedding, which it reads.
+    The layer reads the target's embedding and has its width.
 
     Raises:
         InputError: the config has no hidden size, or an invalid size.
     """
-    width = sizes.find_embedding_size(config)
-    heads = sizes.compute_attention_heads(config, width)
+    width = find_embedding_size(config)
+    heads = compute_attention_heads(config, width)
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
-        intermediate_size=sizes.compute_mlp_size(config),
+        intermediate_size=compute_mlp_size(config),
         num_attention_heads=heads.num_heads,
         num_key_value_heads=heads.num_key_value_heads,
         head_dim=heads.head_dim,
         hidden_act="silu",  # the only one that engines support in draft layers
-        rms_norm_eps=sizes.find_norm_epsilon(config),
-        rope_parameters=sizes.find_rope(config),
-        max_position_embeddings=sizes.find_max_positions(config),
+        rms_norm_eps=find_norm_epsilon(config),
+        rope_parameters=find_rope(config),
+        max_position_embeddings=find_max_positions(config),
         num_hidden_layers=1,
     )
 
 
 def format_legacy_rope(rope: dict[str, Any], short: bool = False) -> dict[str, Any] | None:
-    """RoPE scaling as before transformers 5; `short` keeps the two keys that first readers knew."""
+    """Format RoPE scaling as before transformers 5; None without scaling.
+
+    Args:
+        rope: `rope_parameters` of a config.
+        short: whether to keep only the two keys that first readers knew.
+    """
     rope_type = rope["rope_type"]
     if rope_type == "default":
         return None
@@ -101,18 +113,18 @@ class LlamaAttention(nn.Module):
         self._rotary = (LlamaRotaryEmbedding(config),)
 
     def compute_rotation(self, inputs: Tensor, position_ids: Tensor) -> Tensor:
-        """[N, 2, d] rotation of queries and keys of inputs [N, I] at positions [N]."""
+        """Compute the rotation [N, 2, d] of inputs [N, I] at positions [N]."""
         cos, sin = self._rotary[0].to(inputs.device)(inputs, position_ids.unsqueeze(0))
         # Llama's `rotate_half` negates the second half.
         behind, ahead = sin[0].chunk(2, dim=-1)
         return torch.stack([cos[0], torch.cat([-behind, ahead], dim=-1)], dim=1)
 
     def compute_query(self, inputs: Tensor, rotation: Tensor) -> Tensor:
-        """[N, Q, d] rotated queries of inputs [N, I]."""
+        """Compute rotated queries [N, Q, d] of inputs [N, I]."""
         return self._rotate_heads(self.q_proj(inputs), self.q_norm, rotation)
 
     def keys_values(self, inputs: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values, [N, K, d] each, of inputs [N, I]."""
+        """Compute rotated keys, and values, [N, K, d] each, of inputs [N, I]."""
         keys = self._rotate_heads(self.k_proj(inputs), self.k_norm, rotation)
         return keys, self._split_heads(self.v_proj(inputs))
 
@@ -128,6 +140,6 @@ class LlamaAttention(nn.Module):
 
 
 def normalise_parts(states: Tensor, norms: nn.ModuleList) -> Tensor:
-    """[..., n * H] with each of its n parts normalised by its own norm."""
+    """Normalise each of the n parts of states [..., n * H] by its own norm."""
     parts = states.chunk(len(norms), dim=-1)
     return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)

@@ -92,7 +92,7 @@ class Adapter(nn.Module):
         self.train()
 
     def pause_adapter(self) -> AbstractContextManager[None]:
-        """Context in which the target runs without the adapter."""
+        """Run the target without the adapter inside this context."""
         return self._disabled()
 
     def save(self, folder: Path, provenance: dict[str, object]) -> None:
@@ -128,17 +128,19 @@ def apply_adapter(model: Any, adapter: str) -> Any:
         _add_token_rows(model, shapes, adapter)
         adapted = PeftModel.from_pretrained(model, adapter).eval()
         config = adapted.active_peft_config
-        same = not config.is_prompt_learning and not _is_activated(config)
-        if same:
+        changes_weights_only = not config.is_prompt_learning and not _is_activated(config)
+        if changes_weights_only:
             _check_keys(adapted, adapter)
             expected = _compute_probe_logits(adapted, model)
             _fold_embedding_and_head(adapted.get_base_model())
-            same = _is_close(expected, _compute_probe_logits(adapted.get_base_model(), model))
+            changes_weights_only = _is_close(
+                expected, _compute_probe_logits(adapted.get_base_model(), model)
+            )
     except InputError:
         raise
     except (OSError, ImportError, *MODEL_ERRORS) as error:
         raise InputError(f"target.adapter={adapter}: cannot apply it: {error}") from error
-    if not same:
+    if not changes_weights_only:
         raise InputError(
             f"target.adapter={adapter}: {_format_method(adapted)} changes more than a model's "
             "weights, so "
@@ -148,7 +150,7 @@ def apply_adapter(model: Any, adapter: str) -> Any:
 
 
 def merge_into_weights(adapted: Any, adapter: str) -> Any:
-    """Merge the adapter of `with_adapter` into the weights of its transformers model.
+    """Merge the adapter of `apply_adapter` into the weights of its transformers model.
 
     Raises:
         InputError: the adapter cannot become weights.
@@ -203,7 +205,7 @@ def _add_token_rows(model: Any, shapes: Mapping[str, list[int]], adapter: str) -
 
 @torch.no_grad()
 def _compute_probe_logits(model: Any, whole: Any) -> Tensor:
-    """Logits of a model after token ids from the whole vocabulary."""
+    """Compute the logits of a model after token ids from the whole vocabulary."""
     weight = whole.get_input_embeddings().weight
     ids = torch.linspace(0, weight.shape[0] - 1, NUM_PROBED).long()[None].to(weight.device)
     return model(input_ids=ids, use_cache=False).logits.float()
@@ -218,10 +220,10 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 def _fold_embedding_and_head(model: Any) -> None:
     """Replace embedding and output head by plain modules with the adapter merged in."""
     names = {id(module): name for name, module in model.named_modules()}
-    both = [model.get_input_embeddings(), model.get_output_embeddings()]
-    tied = _find_weight(both[0]) is _find_weight(both[1])
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied = _find_weight(modules[0]) is _find_weight(modules[1])
     folded = False
-    for module in both:
+    for module in modules:
         if not hasattr(module, "base_layer") and not hasattr(module, "original_module"):
             continue
         if tied:
@@ -264,11 +266,11 @@ def _check_keys(adapted: Any, adapter: str) -> None:
     names = {name for name, module in adapted.named_modules() if module in inside}
     weights = dict(adapted.named_parameters(remove_duplicate=False))
     # A weight shared by layers lies in the file under one of its names.
-    there = {id(weight) for name, weight in weights.items() if name not in loaded.missing_keys}
+    loaded_ids = {id(weight) for name, weight in weights.items() if name not in loaded.missing_keys}
     lacking = sorted(
         key
         for key in loaded.missing_keys
-        if key.rpartition(".")[0] in names and id(weights.get(key)) not in there
+        if key.rpartition(".")[0] in names and id(weights.get(key)) not in loaded_ids
     )
     if lacking:
         raise InputError(
@@ -276,11 +278,11 @@ def _check_keys(adapted: Any, adapter: str) -> None:
             f"{_format_names(lacking)}; "
             "name the model it was trained on"
         )
-    left = sorted(loaded.unexpected_keys)
-    if left:
+    skipped = sorted(loaded.unexpected_keys)
+    if skipped:
         print(  # noqa: T201
             f"target.adapter={adapter}: skipped weights without a place in the language model: "
-            f"{_format_names(left)}",
+            f"{_format_names(skipped)}",
             file=sys.stderr,
         )
 

@@ -1,8 +1,13 @@
-"""Sizes of a target's layers, under any names of its config.
+"""Architecture of a target by its config: sizes, RoPE, and what each layer sees of a text.
 
-transformers maps most names of a family to the usual ones (`attribute_map`); the table has the
-rest. A key that differs between layers counts with its most frequent value. Missing sizes get the
-values that such models have or engines assume.
+transformers maps most names of a family to the usual ones (`attribute_map`); the table `NAMES` has
+the rest. A key that differs between layers counts with its most frequent value. Missing sizes get
+the values that such models have or engines assume.
+
+`AttentionPattern` tells of each layer whether it sees the whole text, a window, a chunk, or a
+state.
+
+Letters: B texts, Q queries, S keys.
 """
 
 from collections import Counter
@@ -48,7 +53,8 @@ NAMES = {
 }
 USUAL_EPSILON = 1e-5
 USUAL_POSITIONS = 131072
-"""Positions of a target without a limit (Mamba, ALiBi); engines take the lower of both limits."""
+"""Positions of a target without a limit (Mamba, ALiBi); engines take the lower of the target's and
+the head's limit."""
 STATE_HEAD = 64
 """Head size for a target without attention."""
 WIDEST = 4
@@ -75,7 +81,7 @@ Masks = Tensor | dict[str, Tensor | None]
 
 
 def find_hidden_size(config: Any) -> int:
-    """Width of hidden states between decoder layers.
+    """Find the width of hidden states between decoder layers.
 
     Raises:
         InputError: the config lacks it.
@@ -84,12 +90,12 @@ def find_hidden_size(config: Any) -> int:
 
 
 def find_embedding_size(config: Any) -> int:
-    """Width of embedded tokens and of last hidden states; OPT-350m projects both."""
+    """Find the width of embedded tokens and of last hidden states; OPT-350m projects both."""
     return _find_size(config, "word_embed_proj_dim", find_hidden_size(config))
 
 
 def count_layers(config: Any) -> int:
-    """Number of decoder layers.
+    """Count the decoder layers.
 
     Raises:
         InputError: the config lacks it.
@@ -98,7 +104,7 @@ def count_layers(config: Any) -> int:
 
 
 def compute_mlp_size(config: Any) -> int:
-    """Inner size of a gated MLP with as much computation per token as the target's.
+    """Compute the inner size of a gated MLP as costly per token as the target's.
 
     If a mixture's width is missing, or below twice the hidden size and thus an expert's, it counts
     with all experts per token. Without any width it is 4 hidden sizes, as in GPT-2.
@@ -112,7 +118,13 @@ def compute_mlp_size(config: Any) -> int:
 
 
 class AttentionHeads(NamedTuple):
-    """Attention heads of a layer."""
+    """Attention heads of a layer.
+
+    Attributes:
+        num_heads: heads of queries.
+        num_key_value_heads: heads of keys and values.
+        head_dim: numbers of one head.
+    """
 
     num_heads: int
     num_key_value_heads: int
@@ -120,7 +132,7 @@ class AttentionHeads(NamedTuple):
 
 
 def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
-    """Attention heads of the target, as far as engines load them for a Llama layer.
+    """Compute the target's attention heads as far as engines load them for a Llama layer.
 
     RoPE there needs an even size, and each head a whole number of a hidden state's values (GLM 4.5
     has 96 heads for 4096), though all heads together may be wider or narrower.
@@ -147,19 +159,19 @@ def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
 
 
 def find_max_positions(config: Any) -> int:
-    """Tokens of the longest text."""
+    """Find the number of tokens of the longest text."""
     return _find_size(config, "max_position_embeddings", USUAL_POSITIONS)
 
 
 def find_norm_epsilon(config: Any) -> float:
-    """Epsilon of the norms."""
-    return _first_value(config, "rms_norm_eps") or USUAL_EPSILON
+    """Find the epsilon of the norms."""
+    return _find_first_value(config, "rms_norm_eps") or USUAL_EPSILON
 
 
 def find_rope(config: Any) -> dict[str, Any]:
-    """The target's RoPE over the whole head; types that depend on length become plain.
+    """Find the target's RoPE over the whole head; types that depend on length become plain.
 
-    Of several types of layers, take full attention's, or else the slowest.
+    If types of layers differ, take the RoPE of full attention, or else the slowest.
     """
     stated = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [rope for rope in stated.values() if isinstance(rope, dict)]
@@ -171,17 +183,17 @@ def find_rope(config: Any) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": theta}
     # For text, M-RoPE's positions equal plain RoPE's.
     other = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-    kept = {name: value for name, value in stated.items() if name not in other}
-    return kept | {"rope_theta": theta}
+    settings = {name: value for name, value in stated.items() if name not in other}
+    return settings | {"rope_theta": theta}
 
 
 def _find_size(config: Any, key: str, default: int | None = None) -> int:
-    """Integer above 0, or the default.
+    """Find a size, an integer above 0, or return the default.
 
     Raises:
         InputError: another value, or none without a default.
     """
-    size = _first_value(config, key)
+    size = _find_first_value(config, key)
     if size is None and default is not None:
         return default
     if not isinstance(size, int) or size < 1:
@@ -192,8 +204,8 @@ def _find_size(config: Any, key: str, default: int | None = None) -> int:
     return size
 
 
-def _first_value(config: Any, key: str) -> Any:
-    """Value of the first of a key's names that is present."""
+def _find_first_value(config: Any, key: str) -> Any:
+    """Return the value of the first of a key's names that is present."""
     for name in NAMES[key]:
         *outer, last = name.split(".")
         place = reduce(lambda inner, part: getattr(inner, part, None), outer, config)
@@ -231,7 +243,7 @@ class AttentionPattern:
 
     @classmethod
     def from_config(cls, config: Any, name: str) -> "AttentionPattern":
-        """Pattern in a text model's config.
+        """Read the attention pattern of a text model's config.
 
         Raises:
             InputError: layers that are not supported, with the reason.
@@ -253,31 +265,33 @@ class AttentionPattern:
 
     @property
     def windows(self) -> list[int | None]:
-        """Window of each attention layer; None for full or chunked layers."""
+        """Return the window of each attention layer; None for full or chunked layers."""
         windows = {FULL: None, SLIDING: self.window, CHUNKED: None}
-        return [windows[own] for own in self._attention_types if own in windows]
+        return [
+            windows[layer_type] for layer_type in self._attention_types if layer_type in windows
+        ]
 
     @property
     def chunks(self) -> dict[int, int]:
-        """Tokens per chunk, by the index of each chunked layer."""
-        numbers = [number for number, own in enumerate(self.layer_types) if own == CHUNKED]
-        return dict.fromkeys(numbers, self.chunk or 0)
+        """Return the tokens per chunk, by the index of each chunked layer."""
+        indices = [index for index, name in enumerate(self.layer_types) if name == CHUNKED]
+        return dict.fromkeys(indices, self.chunk or 0)
 
     @property
     def length_limits(self) -> list[int]:
-        """Lengths above which some layer sees less than everything."""
+        """Return the lengths above which some layer sees less than the whole text."""
         sizes = {SLIDING: self.window, CHUNKED: self.chunk}
-        return [size for own, size in sizes.items() if own in self._attention_types and size]
+        return [size for name, size in sizes.items() if name in self._attention_types and size]
 
     @property
     def _attention_types(self) -> list[str]:
-        """Types of layers, hybrids by their attention."""
-        return [ATTENTION.get(own, own) for own in self.layer_types]
+        """Return the types of layers, hybrids by their attention."""
+        return [ATTENTION.get(name, name) for name in self.layer_types]
 
     def build_masks(
         self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, dtype: torch.dtype
     ) -> Masks | None:
-        """Additive masks [B, 1, Q, S], by type of layer if there are several.
+        """Build additive masks [B, 1, Q, S], by type of layer if there are several types.
 
         Args:
             allowed: [B, Q, S] bool, True for visible tokens; windows and chunks are added.
@@ -286,27 +300,32 @@ class AttentionPattern:
             dtype: dtype of the masks.
         """
 
-        def mask(own: str) -> Tensor:
-            window = self.window if own == SLIDING else None
-            chunk = self.chunk if own == CHUNKED else None
+        def build_mask(layer_type: str) -> Tensor:
+            window = self.window if layer_type == SLIDING else None
+            chunk = self.chunk if layer_type == CHUNKED else None
             seen = restrict_visibility(allowed, query_positions, key_positions, window, chunk)
             return build_additive_mask(seen, dtype)
 
-        types = {own for own in self._attention_types if own in (FULL, SLIDING, CHUNKED)}
-        masks: dict[str, Tensor | None] = {own: mask(own) for own in types}
+        types = {name for name in self._attention_types if name in (FULL, SLIDING, CHUNKED)}
+        masks: dict[str, Tensor | None] = {name: build_mask(name) for name in types}
         if len(masks) < 2:
             return next(iter(masks.values()), None)
         recurrent: dict[str, Tensor | None] = dict.fromkeys(RECURRENT)
         by_layer = zip(self.layer_types, self._attention_types, strict=True)
-        return recurrent | masks | {stated: masks.get(own) for stated, own in by_layer}
+        return recurrent | masks | {stated: masks.get(name) for stated, name in by_layer}
 
 
 def restrict_visibility(
     allowed: Tensor, queries: Tensor, keys: Tensor, window: int | None, chunk: int | None
 ) -> Tensor:
-    """[B, Q, S] bool, visible tokens inside a window or chunk.
+    """Restrict visible tokens [B, Q, S] to a window or chunk.
 
-    `allowed` is [B, Q, S] bool, positions of queries are [B, Q] and of keys [B, S] int64.
+    Args:
+        allowed: [B, Q, S] bool, True for visible tokens.
+        queries: [B, Q] int64 positions of the queries.
+        keys: [B, S] int64 positions of the keys.
+        window: tokens that a query sees, its own included; None for no window.
+        chunk: tokens per chunk; None for no chunks.
     """
     queries, keys = queries.unsqueeze(2), keys.unsqueeze(1)
     if window is not None:
@@ -317,7 +336,10 @@ def restrict_visibility(
 
 
 def build_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, Q, S], 0 for visible tokens; boolean masks are silently wrong in eager attention."""
+    """Build a mask [B, 1, Q, S] with 0 for visible tokens and the least number elsewhere.
+
+    Boolean masks would be silently wrong in eager attention.
+    """
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 

@@ -1,6 +1,6 @@
 """Attention without masks: each attention layer asks the running pass which tokens it sees.
 
-While a pass is `running`, every attention layer of a model calls `attend`, which asks the pass. A
+While a pass is open, every attention layer of a model calls `attend`, which asks the pass. A
 `DocumentPass` reads packed documents: on a GPU with one call of PyTorch's flash kernel; otherwise,
 and for features that the kernel lacks, document by document. A `CachedPass` runs draft trees and
 certain tokens after the tokens in a cache.
@@ -61,7 +61,7 @@ class AttentionPass(Protocol):
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
-        """[B, n, Q, d] attention of a layer, for queries [B, Q, n, d] and all keys and values."""
+        """Attend in a layer from queries [B, Q, n, d] to all keys and values; [B, n, Q, d]."""
         ...
 
 
@@ -70,7 +70,7 @@ _TRACED: list[AttentionPass] = []
 
 
 def current_pass() -> AttentionPass | None:
-    """Pass that is running, if any."""
+    """Return the open pass, if any."""
     if _TRACED:
         return _TRACED[-1]
     return None if torch.compiler.is_compiling() else _RUNNING.get()
@@ -78,7 +78,7 @@ def current_pass() -> AttentionPass | None:
 
 @contextmanager
 def open_attention_pass(attention_pass: AttentionPass) -> Iterator[None]:
-    """Context in which layers use a pass, and models whose attention does build no mask."""
+    """Let layers use a pass inside this context, and let their model build no mask."""
     token = _RUNNING.set(attention_pass)
     try:
         with pause_masks(attention_pass.config):
@@ -89,7 +89,7 @@ def open_attention_pass(attention_pass: AttentionPass) -> Iterator[None]:
 
 @contextmanager
 def pause_masks(config: Any) -> Iterator[None]:
-    """Context in which a model with this config builds no mask; None changes nothing."""
+    """Keep a model with this config from building masks inside this context; None does nothing."""
     if config is None:
         yield
         return
@@ -104,7 +104,7 @@ def pause_masks(config: Any) -> Iterator[None]:
 
 @contextmanager
 def open_traced_pass(attention_pass: AttentionPass) -> Iterator[None]:
-    """`running` inside compiled code, which has no ContextVars. See `without_masks`."""
+    """Open a pass inside compiled code, which has no ContextVars. See `pause_masks`."""
     _TRACED.append(attention_pass)
     try:
         yield
@@ -116,7 +116,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **features: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention [B, T, Q, d] of a layer by the running pass, and no weights.
+    """Attend in a layer by the open pass; return [B, T, Q, d], and no weights.
 
     Queries are [B, Q, T, d], keys and values [B, K, T, d]. Supported features are `scaling`,
     `sliding_window`, `softcap` and `s_aux`.
@@ -160,7 +160,7 @@ class DocumentPass:
 
     Attributes:
         documents: documents of the tokens.
-        calls: window and kernel of each attention layer, in order.
+        calls: window and kernel of each attention layer that has attended, in order.
         runs: runs of documents per device, for recurrent layers (`recurrent.py`).
     """
 
@@ -173,7 +173,7 @@ class DocumentPass:
         self._placed: dict[tuple[torch.device, int | None], Documents] = {}
 
     def place_documents(self, device: torch.device, layer: int | None = None) -> Documents:
-        """Documents for a layer on a device; chunks count as documents."""
+        """Copy the documents of a layer to a device, once; chunks count as documents."""
         chunk = None if layer is None else self.chunks.get(layer)
         if (device, chunk) not in self._placed:
             documents = self.documents if chunk is None else self.documents.split_documents(chunk)
@@ -183,13 +183,13 @@ class DocumentPass:
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
-        """See `AttentionPass`."""
+        """Attend inside documents. See `AttentionPass`."""
         q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
         kernel = _choose_kernel(q, v, scores)
         documents = self.place_documents(query.device, layer)
         self.calls.append((scores.window, kernel))
         if kernel is not FLASH:
-            output = by_document(q, k, v, documents, scores)
+            output = attend_by_document(q, k, v, documents, scores)
         elif scores.sinks is not None:
             output = SinkFlash.apply(documents, scores, q, k, v, scores.sinks)
         else:
@@ -198,22 +198,22 @@ class DocumentPass:
 
 
 def _choose_kernel(query: Tensor, values: Tensor, scores: ScoreRule) -> str:
-    same = query.shape[-1] == values.shape[-1]
-    if scores.cap is None and same and can_use_flash(query):
+    same_size = query.shape[-1] == values.shape[-1]
+    if scores.cap is None and same_size and can_use_flash(query):
         return FLASH
     return FUSED if scores.is_plain else PLAIN
 
 
 class SinkFlash(torch.autograd.Function):
-    """`flash` with a further key in every softmax, with a score per head and no value.
+    """`flash_attention` with a further key in every softmax, with a score per head and no value.
 
-    With its score s, the logsumexp becomes M = log(exp(L) + exp(s)) and the output O exp(L - M).
-    From these the kernel makes all gradients but that of s: -sum(exp(s - M) dO O).
+    With the key's score s, the logsumexp becomes M = log(exp(L) + exp(s)) and the output O exp(L -
+    M). From these the kernel makes all gradients but that of s: -sum(exp(s - M) dO O).
     """
 
     @staticmethod
     def forward(ctx: Any, documents: Documents, scores: ScoreRule, *given: Tensor) -> Tensor:
-        """[S, Q, d] of query [S, Q, d], keys and values [S, K, d], and sinks [Q]."""
+        """Attend from query [S, Q, d] to keys and values [S, K, d] and sinks [Q]; [S, Q, d]."""
         query, keys, values, sinks = given
         output, log_norm = flash_attention(
             query, keys, values, documents, scores.window, scores.scale
@@ -228,19 +228,19 @@ class SinkFlash(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs of `forward`."""
+        """Compute the gradients of the inputs of `forward`."""
         *text, sinks, output, whole = ctx.saved_tensors
         window, scale = ctx.scores.window, ctx.scores.scale
-        of_text = flash_attention_backward(
+        text_grads = flash_attention_backward(
             grad, text, (output, whole), ctx.documents, window, scale
         )
         inner = (grad.float() * output.float()).sum(-1).t()
-        of_sinks = -((sinks.float().unsqueeze(1) - whole).exp() * inner).sum(1)
-        return None, None, *of_text, of_sinks.to(sinks.dtype)
+        sink_grad = -((sinks.float().unsqueeze(1) - whole).exp() * inner).sum(1)
+        return None, None, *text_grads, sink_grad.to(sinks.dtype)
 
 
 def build_dense_mask(documents: Documents, num_sequences: int) -> Tensor:
-    """[B, T, T] bool, tokens that each token sees, for models that only support masks."""
+    """Build a mask [B, T, T] bool of the tokens that each token sees, for models that need masks."""
     bounds = documents.cu_seqlens
     numbers = torch.arange(len(documents.lengths), device=bounds.device)
     total = sum(documents.lengths)
@@ -249,12 +249,17 @@ def build_dense_mask(documents: Documents, num_sequences: int) -> Tensor:
     return same & torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
 
 
-def by_document(
+def attend_by_document(
     query: Tensor, keys: Tensor, values: Tensor, documents: Documents, scores: ScoreRule
 ) -> Tensor:
-    """Causal attention inside documents, one after another.
+    """Attend causally inside documents, one after another.
 
-    For queries [S, Q, d], keys and values [S, K, d]; the result has the size of the values.
+    Args:
+        query: [S, Q, d].
+        keys: [S, K, d].
+        values: [S, K, d], or of another size than d, which the result then has.
+        documents: documents of the S tokens.
+        scores: rule of the layer.
     """
     lengths = list(documents.lengths)
     rows = (heads.transpose(0, 1)[None].split(lengths, 2) for heads in (query, keys, values))
@@ -269,7 +274,7 @@ class CachedPass:
 
     Args:
         config: config of the model.
-        cache: cache whose `begin` was told where the new tokens go.
+        cache: cache whose `start_pass` has set where the new tokens go.
         num_new: number n of new tokens.
         draft: mask [B or 1, n, P] bool and depths [B or 1, P] int64 of draft tokens; None for
             certain tokens, which see the tokens before them.
@@ -299,17 +304,17 @@ class CachedPass:
 
     @property
     def positions(self) -> Tensor:
-        """[B, n] int64 positions of the new tokens."""
+        """Return the positions [B, n] int64 of the new tokens."""
         return self.slots.committed + self.depths[:, -self.num_new :]
 
     @property
     def key_positions(self) -> Tensor:
-        """[B, S] int64 positions of the tokens in the slots."""
+        """Return the positions [B, S] int64 of the tokens in the slots."""
         return self.slots.compute_positions(self.depths, self.cache.read_width)
 
     @property
     def allowed(self) -> Tensor:
-        """[B, n, S] bool, tokens that new tokens see."""
+        """Return which slots new tokens see, [B, n, S] bool."""
         mask = self.mask
         if mask is None:
             mask = (self.depths.mT >= self.depths).unsqueeze(0)
@@ -318,11 +323,14 @@ class CachedPass:
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
-        """See `AttentionPass`. Keys and values are those of all slots."""
+        """Attend from new tokens to the slots of the cache. See `AttentionPass`.
+
+        Keys and values are those of all slots.
+        """
         chunk = None if layer is None else self.chunks.get(layer)
         # Compiled masks cost no launches, and every pass has the same slots.
         if chunk is None and not torch.compiler.is_compiling():
-            output = self._by_slots(query, key, value, scores)
+            output = self._attend_slots(query, key, value, scores)
             if output is not None:
                 return output
             reach = (scores.window or self.cache.read_width) + self.depths.shape[1]
@@ -338,10 +346,10 @@ class CachedPass:
             self._masks[mask_key] = self._build_mask(*mask_key, query.dtype)
         return masked_attention(query, key, value, self._masks[mask_key], scores).transpose(1, 2)
 
-    def _by_slots(
+    def _attend_slots(
         self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor | None:
-        """`attend` without a mask over the text; None if the kernel does not support it."""
+        """Attend without a mask over the text; None if the kernel does not support the layer."""
         width, window = self.cache.read_width, scores.window
         window = None if window is None or window >= width else window
         alone = self.depths.shape[1] == 1
@@ -355,12 +363,12 @@ class CachedPass:
         texts = self._texts[query.device]
         if apart:
             return texts.attend_tree(query, key, value, scores)
-        return texts.in_order(query, key, value, scores, window)
+        return texts.attend_in_order(query, key, value, scores, window)
 
     def _attend_window(
         self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
-        """`attend` of draft tokens in a sliding layer, over the slots in reach."""
+        """Attend from draft tokens of a sliding layer to the slots in reach."""
         near_key = (scores.window, query.shape[1] // key.shape[1], query.device)
         if near_key not in self._near:
             assert scores.window is not None
@@ -374,7 +382,7 @@ class CachedPass:
     def _build_window_slots(
         self, window: int, groups: int, device: Any, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Texts [B, 1], slots [B, window - 1 + P] and their mask for `masked`."""
+        """Build texts [B, 1], slots [B, window - 1 + P] and their mask for `masked_attention`."""
         assert self.mask is not None
         committed, num_pending = self.slots.committed, self.depths.shape[1]
         places = torch.arange(1 - window, num_pending, device=self.slots.device)
@@ -389,7 +397,7 @@ class CachedPass:
     def _build_mask(
         self, window: int | None, chunk: int | None, groups: int, device: Any, dtype: torch.dtype
     ) -> Tensor | None:
-        """Mask for `masked`; None for a single token that sees everything."""
+        """Build the mask for `masked_attention`; None for a single token that sees everything."""
         full = (
             self.cache.has_shared_slots
             and self.slots.count_used_slots(self.depths.shape[1]) == self.cache.read_width

@@ -38,9 +38,9 @@ from heads.target_model.identity import identify_target
 from heads.target_model.model import Target, TargetOutput, prefill
 
 BEYOND = 8  # tokens of the longer text beyond windows and chunks
-SHORTEST, LONGEST = 16, 16384  # tokens before that; wider windows are not tried
+SHORTEST, LONGEST = 16, 16384  # tokens without these; wider windows are not tried
 SHORTER = 5  # tokens that the other text lacks
-NUM_BEHIND = 6  # tokens that are drafted for behind each
+NUM_BEHIND = 6  # tokens after each text, for which drafts are checked
 
 # A tree: root, a wrong child, the right one, and the same again below it.
 PARENTS = [0, 0, 0, 2, 2]
@@ -52,7 +52,7 @@ KEPT = ("needs_masks", "numerical_difference", "attention_calls", "state_bytes")
 
 
 def check_support_once(target: Target, config: TargetConfig) -> None:
-    """Run `check_served`, unless this target passed it here before.
+    """Run `check_target_support`, unless this target passed it here before.
 
     Raises:
         InputError: the target is not supported.
@@ -76,7 +76,7 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
 
 
 def _find_check_file(target: Target, config: TargetConfig) -> Path | None:
-    """File of a check, named after everything it depends on; None for unknown weights."""
+    """Find the file of a check, named after all it depends on; None for unknown weights."""
     identity = identify_target(config, target.tokenizer, target.dtype)
     if identity.weights is None:
         return None
@@ -112,8 +112,8 @@ def check_target_support(target: Target) -> None:
     # Long enough for every window and chunk that can be tried.
     sizes = [SHORTEST, *target.attention_pattern.length_limits, target.long_rope.switch or 0]
     num_tokens = max(size for size in sizes if size <= LONGEST) + BEYOND + NUM_BEHIND
-    drawn = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
-    text = (drawn % target.vocab_size).to(target.device)
+    ids = torch.randint(1 << 30, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    text = (ids % target.vocab_size).to(target.device)
     target.needs_masks = reason = _compare_documents(target, text, by_kernel=True)
     if reason and (with_masks := _compare_documents(target, text, by_kernel=False)):
         raise _make_refusal(target, f"packed documents: {with_masks}")
@@ -124,9 +124,9 @@ def check_target_support(target: Target) -> None:
     if reason:
         raise _make_refusal(target, reason)
     if target.is_recurrent:
-        decoded = _decoded_logits(target, text, NUM_BEHIND)
+        decoded = _compute_decoded_logits(target, text, NUM_BEHIND)
         target.numerical_difference = _describe_difference(
-            target, decoded, _own_logits(target, text, NUM_BEHIND)
+            target, decoded, _compute_own_logits(target, text, NUM_BEHIND)
         )
 
 
@@ -138,29 +138,29 @@ def _make_refusal(target: Target, reason: str) -> InputError:
 
 
 @torch.no_grad()
-def _own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
-    """[num_last, V] float32 logits of the model itself after the last tokens of a text."""
-    known = "logits_to_keep" in signature(target.model.forward).parameters
-    kept = {"logits_to_keep": num_last} if known else {}
-    return target.model(input_ids=ids, use_cache=False, **kept).logits[0, -num_last:].float()
+def _compute_own_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
+    """Compute the model's own logits [num_last, V] float32 after the last tokens of a text."""
+    parameters = signature(target.model.forward).parameters
+    options = {"logits_to_keep": num_last} if "logits_to_keep" in parameters else {}
+    return target.model(input_ids=ids, use_cache=False, **options).logits[0, -num_last:].float()
 
 
 @torch.no_grad()
-def _decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
-    """`_own_logits` with the last tokens read one by one, as in `generate`."""
+def _compute_decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tensor:
+    """Compute `_compute_own_logits` with the last tokens read one by one, as `generate` does."""
     model, num_first = target.model, ids.shape[1] - num_last + 1
-    known: Any = signature(model.forward).parameters
+    parameters: Any = signature(model.forward).parameters
     cache = DynamicCache(config=target.config)
-    name = "past_key_values" if "past_key_values" in known else "cache_params"
+    name = "past_key_values" if "past_key_values" in parameters else "cache_params"
     if name == "cache_params":
-        known = {}  # Mamba takes a mask of all tokens for that of the new ones
+        parameters = {}  # Mamba takes a mask of all tokens for that of the new ones
     logits = []
     for start, end in pairwise([0, *range(num_first, ids.shape[1] + 1)]):
         given = {
             "position_ids": torch.arange(start, end, device=ids.device).unsqueeze(0),
             "attention_mask": torch.ones_like(ids[:, :end]),
         }
-        given = {key: value for key, value in given.items() if key in known}
+        given = {key: value for key, value in given.items() if key in parameters}
         output = model(input_ids=ids[:, start:end], use_cache=True, **{name: cache}, **given)
         logits.append(output.logits[0, -1].float())
     return torch.stack(logits)
@@ -206,12 +206,12 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
     windows = [window for window, _ in target.attention_calls]
     if by_kernel and windows != target.attention_pattern.windows:
         return f"{type(target.model).__name__} does not attend through transformers' interface"
-    own = [_own_logits(target, document, 3) for document in alone]
+    own_logits = [_compute_own_logits(target, document, 3) for document in alone]
     # The last three tokens of each document.
     rows = [(0, long - 3), (0, long), (1, 0), (1, long)]
     last = torch.cat([states[row, start : start + 3] for row, start in rows])
     difference = _describe_difference(
-        target, target.compute_logits(last).float(), torch.cat([*own, *own[::-1]])
+        target, target.compute_logits(last).float(), torch.cat([*own_logits, *own_logits[::-1]])
     )
     return difference and f"a read by documents {difference}"
 
@@ -237,9 +237,10 @@ class _DraftCheck:
         self.lengths = [longest, shorter]
         self.prompts, self.texts = list(self.lengths), [0, 1]
         # A recurrent layer of transformers may treat one token and many differently.
-        own = _decoded_logits if target.is_recurrent else _own_logits
+        compute = _compute_decoded_logits if target.is_recurrent else _compute_own_logits
         self.expected = [
-            own(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1) for length in self.lengths
+            compute(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1)
+            for length in self.lengths
         ]
 
     @torch.no_grad()

@@ -1,13 +1,21 @@
 """Decoder of any architecture: how to call it, and its layers, found by structure.
 
-Letters: B sequences, T tokens, D hidden, n streams of a residual.
+Some layers depend on lengths and positions, and are changed to treat each text as if alone.
+LongRoPE reads texts above a length with other frequencies, and transformers chooses by the longest
+text of a batch. Llama 4's attention temperature rises with a query's position in layers without
+RoPE, but transformers counts positions by cache slots, which is wrong in draft trees, in batches of
+different lengths and in packed documents.
+
+Source: LongRoPE, arXiv 2402.13753; transformers `modeling_rope_utils.py`, `dynamic_rope_update`,
+and `modeling_llama4.py`, `Llama4TextAttention`.
+
+Letters: B sequences, T or n tokens, D hidden, n streams of a residual.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache as cached_result
-from inspect import signature
 from typing import Any
 
 import torch
@@ -23,10 +31,10 @@ MODEL_ERRORS = (
 
 
 def find_decoder(model: Any) -> Any:
-    """Transformers model without its output head.
+    """Find the transformers model without its output head.
 
-    Usually `get_decoder`; but that of Llama 4 and Mllama has an output head, and ModernBERT calls
-    its output head a decoder.
+    Usually `get_decoder` returns it. In Llama 4 and Mllama the result has an output head, and
+    ModernBERT calls its output head a decoder.
     """
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
@@ -41,29 +49,34 @@ def call_decoder(
     masks: Tensor | dict[str, Any] | None = None,
     cache: Any = None,
 ) -> Any:
-    """Run ids and positions [B, n]; arguments that an architecture lacks are left out.
+    """Run a decoder; arguments that the architecture lacks are left out.
 
-    Masks are additive, by type of layer if there are several.
+    Args:
+        decoder: transformers model without its output head.
+        input_ids: [B, n] int64.
+        position_ids: [B, n] int64.
+        masks: additive mask, or masks by type of layer.
+        cache: cache of transformers' kind.
     """
     model_class: Any = type(getattr(decoder, "_orig_mod", decoder))
-    known = _list_forward_arguments(model_class)
+    arguments = _list_forward_arguments(model_class)
     given = {"position_ids": position_ids, "attention_mask": masks}
     # State spaces have no positions or masks, and name their cache differently.
-    name = "past_key_values" if "past_key_values" in known else "cache_params"
-    given = {key: value for key, value in given.items() if key in known}
+    name = "past_key_values" if "past_key_values" in arguments else "cache_params"
+    given = {key: value for key, value in given.items() if key in arguments}
     return decoder(input_ids=input_ids, use_cache=cache is not None, **{name: cache}, **given)
 
 
-@cached_result
+@functools.cache
 def _list_forward_arguments(model_class: Any) -> frozenset[str]:
-    return frozenset(signature(model_class.forward).parameters)
+    return frozenset(inspect.signature(model_class.forward).parameters)
 
 
 def find_decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
     """Find the list of layers that run one after another.
 
-    It has as many modules as the config has layers, each with parts. Deeper lists hold experts, or
-    belong to another model inside.
+    The list has as many modules as the config has layers, each with parts. Deeper lists hold
+    experts, or belong to another model inside.
 
     Raises:
         InputError: no such list, or several (XLM keeps attentions and MLPs apart).
@@ -96,24 +109,24 @@ def record_hidden_state(
         blocks: the decoder layers.
         index: as in `output_hidden_states`: 0 is the input of the first layer, i the output of
             layer i - 1.
-        active: see `state_of`.
+        active: see `extract_hidden_state`.
         kept: dict that gets the state at its index.
     """
 
-    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kept[index] = extract_hidden_state(args or kwargs["hidden_states"], active)
 
-    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+    def keep_output(_module: nn.Module, _args: Any, output: Any) -> None:
         kept[index] = extract_hidden_state(output, active)
 
     if index == 0:
-        blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+        blocks[0].register_forward_pre_hook(keep_input, with_kwargs=True)
     else:
-        blocks[index - 1].register_forward_hook(leave)
+        blocks[index - 1].register_forward_hook(keep_output)
 
 
 def extract_hidden_state(given: Any, active: int | None) -> Tensor:
-    """[B, T, D] hidden state among the inputs or outputs of a layer.
+    """Extract the hidden state [B, T, D] from the inputs or outputs of a layer.
 
     Of several residual streams, take the one that layers read and write ([n, B, T, D], AltUp of
     Gemma 3n), or the mean if they mix all ([B, T, n, D], hyper-connections).
@@ -130,7 +143,9 @@ def extract_hidden_state(given: Any, active: int | None) -> Tensor:
 
 @torch.no_grad()
 def count_layer_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str) -> list[int]:
-    """Number of outputs of each layer while `run` runs all; 0 for a state outside of a tuple.
+    """Count the outputs of each layer during one call of `run`.
+
+    A layer that returns its state alone, not in a tuple, counts 0.
 
     Raises:
         InputError: a layer reads more of another layer than its state, so none can be left out.
@@ -138,7 +153,9 @@ def count_layer_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str
     numbers: list[int] = []
     beside: list[Tensor] = []
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def count_outputs(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         given = {id(value) for value in (*args, *kwargs.values())}
         if given & {id(value) for value in beside}:
             raise InputError(
@@ -150,7 +167,7 @@ def count_layer_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str
         beside.extend(part for part in parts[1:] if isinstance(part, Tensor))
         numbers.append(len(parts))
 
-    handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
+    handles = [block.register_forward_hook(count_outputs, with_kwargs=True) for block in blocks]
     try:
         run()
     finally:
@@ -161,13 +178,18 @@ def count_layer_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str
 
 @contextmanager
 def pause_layer(block: Any, number: int) -> Iterator[None]:
-    """Context in which a decoder layer returns its input; `number` as from `num_outputs`."""
+    """Let a decoder layer return its input inside this context.
 
-    def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    Args:
+        block: the layer.
+        number: number of the layer's outputs, from `count_layer_outputs`.
+    """
+
+    def return_input(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         return (hidden_states, *[None] * (number - 1)) if number else hidden_states
 
     hooked = block.__dict__.get("forward")  # accelerate's, on a target over several devices
-    block.forward = hand_on
+    block.forward = return_input
     try:
         yield
     finally:
@@ -194,36 +216,36 @@ class LongRope:
             if getattr(module, "rope_type", None) == "longrope":
                 rope = module.config.rope_parameters
                 self.switch = int(rope["original_max_position_embeddings"])
-                module.forward = self._by_length(module, module.forward, self.switch)
+                module.forward = self._rotate_by_length(module, module.forward, self.switch)
 
     @contextmanager
     def mark_long_texts(self, long: Tensor) -> Iterator[None]:
-        """Context in which tokens belong to long texts where `long` [B, n or 1] bool is True."""
+        """Mark tokens of long texts inside this context, where `long` [B, n or 1] bool is True."""
         self._long = long
         try:
             yield
         finally:
             self._long = None
 
-    def _by_length(self, module: Any, forward: Callable[..., Any], switch: int) -> Any:
+    def _rotate_by_length(self, module: Any, forward: Callable[..., Any], switch: int) -> Any:
         # The module decides for all by the largest position of a call, for which some versions of
         # transformers wait. The unwrapped function computes with one set of frequencies.
         compute = inspect.unwrap(type(module).forward)
-        made: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        frequencies: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
         def rotate(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
             if self._long is None:
                 return forward(x, position_ids)
-            if x.device not in made:
+            if x.device not in frequencies:
                 far, _ = ROPE_INIT_FUNCTIONS["longrope"](
                     module.config, x.device, seq_len=switch + 1
                 )
-                made[x.device] = far, module.original_inv_freq.to(x.device, copy=True)
+                frequencies[x.device] = far, module.original_inv_freq.to(x.device, copy=True)
             turns: list[tuple[Tensor, Tensor]] = []
-            own = module.inv_freq
-            for module.inv_freq in made[x.device]:
+            usual = module.inv_freq
+            for module.inv_freq in frequencies[x.device]:
                 turns.append(compute(module, x, position_ids))
-            module.inv_freq = own  # some versions overwrite it
+            module.inv_freq = usual  # some versions overwrite it
             long = self._long.unsqueeze(2)
             (far_cos, far_sin), (near_cos, near_sin) = turns
             return torch.where(long, far_cos, near_cos), torch.where(long, far_sin, near_sin)

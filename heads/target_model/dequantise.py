@@ -34,7 +34,7 @@ from conf.files import cache_dir, make_folder, split_gguf_path
 from conf.settings.target import TargetConfig
 from heads.folders import write_folder
 from heads.gguf_target import ROPE_FACTORS, GgufTarget, load_gguf_target
-from heads.target_model import architecture as sizes
+from heads.target_model.architecture import count_layers, find_rope
 from heads.target_model.language_model import find_language_class
 from heads.target_model.weight_files import check_complete, compute_checksum, report_target_errors
 
@@ -65,7 +65,9 @@ STATED = {
 
 
 def resolve_target_folder(config: TargetConfig) -> str:
-    """Folder or Hub id of a target's files; for a GGUF file, a local folder, made if needed.
+    """Resolve the folder or Hub id of a target's files.
+
+    Of a GGUF file, this is a local folder, which is made if needed.
 
     Raises:
         InputError: transformers cannot read the GGUF file, or reads it differently from llama.cpp.
@@ -74,7 +76,7 @@ def resolve_target_folder(config: TargetConfig) -> str:
     if split_gguf_path(config.path) is None:
         return config.path
     gguf = load_gguf_target(config.path, config.revision)
-    made = json.dumps(
+    facts = json.dumps(
         [
             FORMAT,
             transformers.__version__,
@@ -83,7 +85,7 @@ def resolve_target_folder(config: TargetConfig) -> str:
             _compute_checksums(gguf),
         ]
     )
-    key = sha256(made.encode()).hexdigest()[:16]
+    key = sha256(facts.encode()).hexdigest()[:16]
     folder = cache_dir() / "gguf" / f"{gguf.file.stem}-{key}"
     if not folder.is_dir():
         _check_readable(gguf)
@@ -98,13 +100,13 @@ def resolve_target_folder(config: TargetConfig) -> str:
 
 
 def checksum_gguf_weights(gguf: GgufTarget) -> str:
-    """Checksum of samples of every tensor of a file."""
+    """Compute the checksum of samples of every tensor of a GGUF file."""
     return compute_checksum([(gguf.file, gguf.tensor_table)])
 
 
 def collect_gguf_facts(gguf: GgufTarget) -> dict[str, Any]:
-    """Facts that decide the architecture: those of the file, and the config beside it."""
-    return gguf.arch_metadata | {"beside": _config_beside(gguf)}
+    """Collect the facts that decide the architecture: those of the file, and its config beside."""
+    return gguf.arch_metadata | {"beside": _load_config_beside(gguf)}
 
 
 def load_config_file(file: Path) -> dict[str, Any]:
@@ -115,27 +117,27 @@ def load_config_file(file: Path) -> dict[str, Any]:
 
 
 def _compute_checksums(gguf: GgufTarget) -> dict[str, str]:
-    """Checksums of the files beside the GGUF file."""
+    """Compute the checksums of the files beside the GGUF file."""
     return {
         name: sha256(file.read_bytes()).hexdigest() for name, file in gguf.original_files.items()
     }
 
 
-def _config_beside(gguf: GgufTarget) -> dict[str, Any] | None:
-    """Config beside the file; None if missing, or without architectures."""
+def _load_config_beside(gguf: GgufTarget) -> dict[str, Any] | None:
+    """Load the config beside the file; None if missing, or without architectures."""
     file = gguf.original_files.get("config.json")
     stored = None if file is None else load_config_file(file)
     return stored if stored and "architectures" in stored else None
 
 
 def _check_readable(gguf: GgufTarget) -> None:
-    def plain(name: str) -> str:
+    def normalise_name(name: str) -> str:
         return name.replace("-", "").replace("_", "")
 
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     known = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
-    if plain(gguf.architecture) not in {plain(name) for name in known}:
+    if normalise_name(gguf.architecture) not in {normalise_name(name) for name in known}:
         raise InputError(
             f"{gguf.label}: transformers cannot dequantise architecture {gguf.architecture}; "
             f"allowed: {', '.join(sorted(known))}. Name the original model"
@@ -160,7 +162,7 @@ def _check_room(gguf: GgufTarget, place: Path) -> None:
 def _write_dequantised(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
     """Write config, tokenizer and weights in transformers' format."""
     of_file = {"gguf_file": gguf.name}
-    whole = _config_beside(gguf) is not None
+    whole = _load_config_beside(gguf) is not None
     model_config = AutoConfig.from_pretrained(gguf.folder, **({} if whole else of_file))
     _check_stated(gguf, model_config.get_text_config())
     model, info = find_language_class(model_config).from_pretrained(
@@ -174,7 +176,7 @@ def _write_dequantised(config: TargetConfig, gguf: GgufTarget, staging: Path) ->
     _check_all_read(gguf, check_complete(config, model, info), info["unexpected_keys"])
     for parameter in model.parameters():
         parameter.data = _cast_narrowest(parameter.data)
-    model.generation_config = _generation_config(gguf, model)
+    model.generation_config = _make_generation_config(gguf, model)
     model.save_pretrained(staging)
     _save_tokenizer(gguf, staging)
 
@@ -182,23 +184,24 @@ def _write_dequantised(config: TargetConfig, gguf: GgufTarget, staging: Path) ->
 def _check_stated(gguf: GgufTarget, config: Any) -> None:
     """Refuse a config with which transformers would compute differently from llama.cpp."""
     by_layer = getattr(config, "per_layer_attributes", None) or ()
-    found = {
+    stated = {
         name: None if key in by_layer else getattr(config, key, None)
         for name, key in STATED.items()
     }
-    found["block_count"] = sizes.count_layers(config) + (
+    stated["block_count"] = count_layers(config) + (
         gguf.get_arch_metadata("nextn_predict_layers") or 0
     )
-    found["rope.freq_base"] = sizes.find_rope(config)["rope_theta"]
-    for name, other in found.items():
+    stated["rope.freq_base"] = find_rope(config)["rope_theta"]
+    for name, config_value in stated.items():
         value = gguf.get_arch_metadata(name)
-        if value is None or other is None or isinstance(value, list):  # of one layer each
+        if value is None or config_value is None or isinstance(value, list):  # of one layer each
             continue
-        if not math.isclose(value, other, rel_tol=1e-5):
+        if not math.isclose(value, config_value, rel_tol=1e-5):
             raise InputError(
-                f"{gguf.label}: has {name}={value:g}, but its config {other:g}; {_put_config(gguf)}"
+                f"{gguf.label}: has {name}={value:g}, but its config {config_value:g}; "
+                f"{_format_config_advice(gguf)}"
             )
-    kinds = _rope_types(config)
+    kinds = _collect_rope_types(config)
     kind = gguf.get_arch_metadata("rope.scaling.type")
     scales = [name for name in gguf.tensor_table if name.startswith(ROPE_FACTORS)]
     scales += [f"rope.scaling.type={kind}"] if kind not in (None, "none") else []
@@ -206,22 +209,22 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
         raise InputError(
             f"{gguf.label}: scales RoPE ({scales[0]}), which transformers does not read from a "
             "GGUF "
-            f"file; {_put_config(gguf)}"
+            f"file; {_format_config_advice(gguf)}"
         )
     if kinds & SCALED and not scales:
         raise InputError(
             f"{gguf.label}: does not scale RoPE, but its config does "
             f"({sorted(kinds & SCALED)[0]}); "
-            f"{_put_config(gguf)}"
+            f"{_format_config_advice(gguf)}"
         )
 
 
-def _put_config(gguf: GgufTarget) -> str:
+def _format_config_advice(gguf: GgufTarget) -> str:
     return f"put the config.json of the original model into {gguf.folder}"
 
 
-def _rope_types(config: Any) -> set[str]:
-    """Types of RoPE over all layers."""
+def _collect_rope_types(config: Any) -> set[str]:
+    """Collect the types of RoPE over all layers."""
     stated = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [rope for rope in stated.values() if isinstance(rope, dict)]
     return {rope.get("rope_type", "default") for rope in by_layer_type or [stated]}
@@ -229,7 +232,7 @@ def _rope_types(config: Any) -> set[str]:
 
 def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> None:
     """Refuse a file with tensors that transformers would silently drop."""
-    layers = sizes.count_layers(model.config.get_text_config())
+    layers = count_layers(model.config.get_text_config())
     values = {
         name: math.prod(tensor["shape"])
         for name, tensor in gguf.tensor_table.items()
@@ -241,15 +244,15 @@ def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> 
         return
     processor = TENSOR_PROCESSORS.get(gguf.architecture, TensorProcessor)(config={})
     known = get_gguf_hf_weights_map(model, processor)
-    left = sorted(unexpected) or [name for name in values if name not in known]
+    lost = sorted(unexpected) or [name for name in values if name not in known]
     raise InputError(
-        f"{gguf.label}: transformers would drop {', '.join(left[:1])} and {len(left) - 1} more of "
-        "its tensors and compute something else; name the original model"
+        f"{gguf.label}: transformers would drop {', '.join(lost[:1])} and {len(lost) - 1} more "
+        "of its tensors and compute something else; name the original model"
     )
 
 
 def _parse_layer_index(name: str) -> int:
-    """Index of a tensor's layer; -1 outside of layers."""
+    """Parse the index of a tensor's layer from its name; -1 outside of layers."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "blk" else -1
 
@@ -263,8 +266,8 @@ def _cast_narrowest(values: Tensor) -> Tensor:
     return values
 
 
-def _generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
-    """Generation config beside the file, or the model's with llama.cpp's stop tokens."""
+def _make_generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
+    """Load the generation config beside the file, or use the model's with llama.cpp's stops."""
     if "generation_config.json" in gguf.original_files:
         return GenerationConfig.from_pretrained(gguf.folder)
     found = [gguf.get_metadata(f"tokenizer.ggml.{name}") for name in STOPS]

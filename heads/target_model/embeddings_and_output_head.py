@@ -1,5 +1,7 @@
 """Embedding and output head of a target, which suffice for training on stored hidden states.
 
+`Projection` is the output head as plain tensors, for fused losses.
+
 Letters: D hidden, V vocabulary, N tokens, W ids that a head can draft.
 """
 
@@ -16,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
 from heads.folders import load_tensors, write_folder
-from heads.target_model import architecture as sizes
+from heads.target_model.architecture import count_layers, find_embedding_size, find_hidden_size
 from heads.target_model.kernels import choose_kernels
 
 # Scalings between last hidden states and logits, as configs name them.
@@ -48,12 +50,12 @@ class Projection(NamedTuple):
     cap: float | None = None
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, V] logits of hidden states [N, D] in the weight's dtype, in `out` if given."""
+        """Compute logits [N, V] of states [N, D] in the weight's dtype, in `out` if given."""
         logits = torch.matmul(hidden, self.weight.T, out=out)
         return self.scale_logits(logits if self.bias is None else logits.add_(self.bias))
 
     def scale_logits(self, logits: Tensor) -> Tensor:
-        """Logits from h W^T + b."""
+        """Scale and cap h W^T + b to logits."""
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
@@ -121,37 +123,37 @@ class EmbeddingsAndOutputHead:
 
     @property
     def device(self) -> torch.device:
-        """Device of inputs and results."""
+        """Return the device of inputs and results."""
         return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of hidden states."""
+        """Return the dtype of hidden states."""
         return self.embedding.weight.dtype
 
     @property
     def architectures(self) -> list[str]:
-        """Class of the whole model in its `config.json`, by which serving engines find it."""
+        """Return the whole model's class in its `config.json`, by which engines find the model."""
         return self._model_config.architectures or []
 
     @property
     def hidden_size(self) -> int:
-        """Width D of the embedding and of last hidden states."""
-        return sizes.find_embedding_size(self.config)
+        """Return the width D of the embedding and of last hidden states."""
+        return find_embedding_size(self.config)
 
     @property
     def feature_size(self) -> int:
-        """Width of hidden states between layers, which differs from D if projected (OPT-350m)."""
-        return sizes.find_hidden_size(self.config)
+        """Return the width of states between layers; differs from D if projected (OPT-350m)."""
+        return find_hidden_size(self.config)
 
     @property
     def vocab_size(self) -> int:
-        """Rows V of the output head."""
+        """Return the number V of rows of the output head."""
         return self.output_head.weight.shape[0]
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the embedding, which may exceed V."""
+        """Return the number of rows of the embedding, which may exceed V."""
         return self.embedding.weight.shape[0]
 
     @property
@@ -166,17 +168,17 @@ class EmbeddingsAndOutputHead:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return sizes.count_layers(self.config)
+        """Return the number of decoder layers."""
+        return count_layers(self.config)
 
     @property
     def max_positions(self) -> int | None:
-        """Tokens of the longest text that the target reads, if its config names it."""
+        """Return the length of the longest text in tokens; None if the config does not name it."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def stop_ids(self) -> list[int]:
-        """Token ids that end an answer, from generation config and tokenizer."""
+        """Return the token ids that end an answer, from generation config and tokenizer."""
         ids = self.generation_config.eos_token_id
         stops = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -185,7 +187,7 @@ class EmbeddingsAndOutputHead:
 
     @property
     def special_ids(self) -> list[int]:
-        """Special token ids of the tokenizer, and stop tokens."""
+        """Return the special token ids of the tokenizer, and the stop tokens."""
         if self.tokenizer is None:
             return self.stop_ids
         added = self.tokenizer.added_tokens_decoder.items()
@@ -193,7 +195,7 @@ class EmbeddingsAndOutputHead:
         return sorted({*marked, *self.tokenizer.all_special_ids, *self.stop_ids})
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[..., V] logits of last hidden states [..., D] of any dtype.
+        """Compute logits [..., V] of last hidden states [..., D] of any dtype.
 
         Gradients reach the hidden states if enabled.
         """
@@ -204,16 +206,16 @@ class EmbeddingsAndOutputHead:
 
     @property
     def projection(self) -> Projection:
-        """Output head as plain tensors; not for a quantised one."""
+        """Return the output head as plain tensors; not for a quantised one."""
         head = self.output_head
         return Projection(head.weight, getattr(head, "bias", None), *self._scaling)
 
     @cached_property
     def _scaling(self) -> tuple[float, float | None]:
-        return scaling_of(self._model_config)
+        return _find_scaling(self._model_config)
 
     def save(self, folder: Path) -> None:
-        """Write a folder for `load`, atomically.
+        """Write a folder for `from_folder`, atomically.
 
         Raises:
             InputError: the disk is full, or the output head cannot be stored.
@@ -265,8 +267,8 @@ class EmbeddingsAndOutputHead:
         return cls(config, embedding, output_head, generation, tokenizer, name)
 
 
-def scaling_of(model_config: Any) -> tuple[float, float | None]:
-    """`scale` and `cap` of a target's `Projection`, from the config of the whole model."""
+def _find_scaling(model_config: Any) -> tuple[float, float | None]:
+    """Find the scale and cap of a target's `Projection` in the config of the whole model."""
     config, scale = model_config.get_text_config(), 1.0
     if model_config.model_type not in UNSCALED:
         for name in MULTIPLIERS:
@@ -278,11 +280,11 @@ def scaling_of(model_config: Any) -> tuple[float, float | None]:
     return scale, next((cap for cap in caps if cap), None)
 
 
-def on_embedding_device(embedding: Any, output_head: Any) -> Any:
-    """Move an output head to the embedding's device: itself, or a frozen copy.
+def move_to_embedding_device(embedding: Any, output_head: Any) -> Any:
+    """Move an output head to the embedding's device; return the head itself, or a frozen copy.
 
-    A quantised, adapted or offloaded head stays in place, and `EmbeddingsAndHead.logits` copies
-    between devices.
+    A quantised, adapted or offloaded head stays in place, and
+    `EmbeddingsAndOutputHead.compute_logits` copies between devices.
     """
     device, weight = embedding.weight.device, output_head.weight
     plain = isinstance(output_head, nn.Linear) and weight.is_floating_point()
@@ -310,14 +312,14 @@ def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def select_embedding_rows(weight: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, D] embedding rows on the CPU, rounded as a serving engine with `dtype` has them."""
+    """Select embedding rows [N, D] on the CPU, rounded as an engine with `dtype` has them."""
     return weight.detach()[token_ids.to(weight.device)].to("cpu", dtype)
 
 
 def copy_output_rows(target: EmbeddingsAndOutputHead, dtype: torch.dtype) -> Tensor:
-    """[V, D] rows of the target's output head on the CPU.
+    """Copy the rows [V, D] of the target's output head to the CPU.
 
-    Without its scalings, which change no greedy draft and which engines omit from drafts.
+    The logits' scalings are left out: they change no greedy draft, and engines omit them in drafts.
 
     Raises:
         InputError: the output head is quantised or has a bias.
@@ -331,6 +333,6 @@ def copy_output_rows(target: EmbeddingsAndOutputHead, dtype: torch.dtype) -> Ten
 
 
 def project_in_float32(outputs: Tensor, weight: Tensor) -> Tensor:
-    """[..., W] float32 product of outputs [..., D] and a weight [W, D] of any dtype."""
+    """Multiply outputs [..., D] by a weight [W, D] of any dtype, in float32; [..., W]."""
     parts = [outputs @ rows.float().T for rows in weight.split(ROWS_PER_CHUNK)]
     return torch.cat(parts, dim=-1)

@@ -56,16 +56,16 @@ class TargetIdentity:
 
 
 def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) -> TargetIdentity:
-    """Identify a target with its tokenizer, loaded in a dtype.
+    """Compute the identity of a target with its tokenizer, loaded in a dtype.
 
     Raises:
         InputError: `config.path` or `config.adapter` has no config.
     """
     assert config.path is not None
-    own: Mapping[str, Any]
+    own_facts: Mapping[str, Any]
     if split_gguf_path(config.path):
         gguf = load_gguf_target(config.path, config.revision)
-        own = {
+        own_facts = {
             "config": _compute_sha256(collect_gguf_facts(gguf)),
             "weights": checksum_gguf_weights(gguf),
             "quantization": gguf.quantization,
@@ -73,7 +73,7 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
         file = gguf.file
     else:
         file = _resolve_file("target.path", config.path, "config.json", config.revision)
-        own = {
+        own_facts = {
             "config": _compute_sha256(load_config_file(file)),
             "weights": compute_weights_checksum(file.parent, "model"),
             "quantization": config.quantization.value,
@@ -97,22 +97,22 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
         if adapter
         else None,
         dtype=str(dtype).removeprefix("torch."),
-        **own,
+        **own_facts,
     )
 
 
 def format_target_change(
     key: str, path: str, revision: str | None, target: TargetIdentity
 ) -> str | None:
-    """Line about a head trained for another target; None for the same or an unknown one.
+    """Format a line about a head trained for another target; None for the same or an unknown one.
 
     The head is that of setting `key`: a folder, or a Hub id with a revision.
     """
     file = locate_head(path, revision) / PROVENANCE
-    noted = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
-    if noted is None:
+    recorded = json.loads(file.read_text()).get("target_identity") if file.is_file() else None
+    if recorded is None:
         return None
-    before, now = make_fingerprint(target=noted), make_fingerprint(target=target)
+    before, now = make_fingerprint(target=recorded), make_fingerprint(target=target)
     # Another dtype only rounds differently.
     keys = [name for name in find_changed_keys(before, now) if name != "target.dtype"]
     if not keys:
@@ -125,7 +125,7 @@ def format_target_change(
 
 
 def _resolve_file(key: str, path: str, name: str, revision: str | None) -> Path:
-    """Local path of a file in a folder or Hub repository."""
+    """Resolve the local path of a file in a folder or Hub repository."""
     try:
         return Path(str(cached_file(path, name, revision=revision)))
     except OSError as error:
@@ -133,16 +133,14 @@ def _resolve_file(key: str, path: str, name: str, revision: str | None) -> Path:
 
 
 def compute_weights_checksum(folder: Path, name: str) -> str | None:
-    """Checksum of samples of every tensor in a folder; None if files are missing.
+    """Compute the checksum of samples of a folder's tensors; None if files are missing.
 
     The name is `model` or `adapter_model`.
     """
     files = find_weight_files(folder, name)
-    return (
-        None
-        if files is None
-        else compute_checksum((file, load_tensor_table(file)) for file in files)
-    )
+    if files is None:
+        return None
+    return compute_checksum((file, load_tensor_table(file)) for file in files)
 
 
 def _compute_sha256(content: Any) -> str:

@@ -39,14 +39,14 @@ def choose_kernels(device: torch.device) -> None:
 
 
 def kernel_notice(device: torch.device) -> list[str]:
-    """Lines about `choose_kernels` to print at the start of a command."""
+    """Format lines about `choose_kernels` to print at the start of a command."""
     if device.type != "cuda":
         return []
     return ["attention on cuda: PyTorch's flash and memory-efficient kernels, cuDNN's is off"]
 
 
 class ScoreRule(NamedTuple):
-    """Rule of a layer's scores.
+    """Rule by which a layer turns scores into weights.
 
     Attributes:
         window: tokens that a query sees, its own included; None for all before it.
@@ -69,7 +69,7 @@ class ScoreRule(NamedTuple):
 def causal_attention(
     query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule, chunk: int | None = None
 ) -> Tensor:
-    """Causal attention [B, Q, n, d] of the last n of m tokens.
+    """Attend causally from the last n of m tokens to all m; [B, Q, n, d].
 
     Args:
         query: [B, Q, n, d].
@@ -98,16 +98,21 @@ def causal_attention(
         )
         own = query[:, :, start - length + num_queries : end - length + num_queries]
         seen = keys[:, :, first:end], values[:, :, first:end]
-        parts.append(_by_mask(own, *seen, mask, scores))
+        parts.append(_attend_masked(own, *seen, mask, scores))
     return torch.cat(parts, dim=2)
 
 
 def masked_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: ScoreRule
 ) -> Tensor:
-    """Attention of queries that see some or all keys; shapes as in `causal`.
+    """Attend from queries to all keys, or to those that a mask shows; [B, Q, n, d].
 
-    The mask is [B or 1, 1, Q / K * n, m], additive, as from `folded_mask`; None shows all.
+    Args:
+        query: [B, Q, n, d].
+        keys: [B, K, m, d].
+        values: [B, K, m, d], or of another size than d, which the result then has.
+        mask: [B or 1, 1, Q / K * n, m], additive, as from `build_folded_mask`; None shows all keys.
+        scores: rule of the layer.
     """
     rows = _fold_queries(query, keys)
     if scores.is_plain:
@@ -118,7 +123,13 @@ def masked_attention(
 
 
 def build_folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Mask for `masked`, from visible tokens [B or 1, n, m] bool."""
+    """Build the additive mask [B or 1, 1, Q / K * n, m] of `masked_attention`.
+
+    Args:
+        allowed: [B or 1, n, m] bool, keys that each query sees.
+        groups: number Q / K of heads that share keys.
+        dtype: dtype of the mask.
+    """
     num_rows, num_queries, num_keys = allowed.shape
     # Allocated in full size at once: a copy would take most of a pass's memory for a long text.
     # Rows not aligned for CUDA's kernel would be copied in each layer.
@@ -130,12 +141,12 @@ def build_folded_mask(allowed: Tensor, groups: int, dtype: torch.dtype) -> Tenso
 
 
 def _fold_queries(query: Tensor, keys: Tensor) -> Tensor:
-    """[B, K, Q / K * n, d] queries, with the heads that share keys concatenated."""
+    """Concatenate the queries of heads that share keys: [B, K, Q / K * n, d]."""
     return query.reshape(len(query), keys.shape[1], -1, query.shape[3])
 
 
 def _attend_continued(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
-    """Causal attention of the last n of m tokens, to earlier tokens and to themselves."""
+    """Attend causally from the last n of m tokens to earlier tokens and to themselves."""
     start = keys.shape[2] - query.shape[2]
     flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     rows = _fold_queries(query, keys)
@@ -150,17 +161,17 @@ def _attend_continued(query: Tensor, keys: Tensor, values: Tensor, scores: Score
 def _build_mask(
     queries: range, keys: range, window: int, chunk: int, device: torch.device
 ) -> Tensor:
-    """[n, m] bool, tokens that each query sees."""
-    at = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
-    key_at = torch.arange(keys.start, keys.stop, device=device)
-    distance, same = at - key_at, at // chunk == key_at // chunk
+    """Build a mask [n, m] bool of the tokens that each query sees."""
+    query_places = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+    key_places = torch.arange(keys.start, keys.stop, device=device)
+    distance, same = query_places - key_places, query_places // chunk == key_places // chunk
     return (distance >= 0) & (distance < window) & same
 
 
-def _by_mask(
+def _attend_masked(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: ScoreRule
 ) -> Tensor:
-    """`masked` for a part of the queries, with a mask [n, m] bool."""
+    """Attend from some queries with a mask [n, m] bool; trained passes recompute the scores."""
 
     def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         groups = query.shape[1] // keys.shape[1]
@@ -178,7 +189,7 @@ def _by_mask(
 
 
 def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
-    """Causal attention with as many queries as keys, by PyTorch's own kernels."""
+    """Attend causally with as many queries as keys, by PyTorch's own kernels."""
     groups = query.shape[1] // keys.shape[1]
     if query.is_cuda and groups > 1:
         # On CUDA, grouped float32 heads have no kernel that avoids writing scores.
@@ -192,7 +203,7 @@ def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRul
 def _attend_with_scores(
     rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: ScoreRule
 ) -> Tensor:
-    """`masked` for folded queries with soft caps and sinks, computed as in transformers."""
+    """Attend from folded queries with soft caps and sinks, computed as in transformers."""
     logits = rows @ keys.mT
     logits = logits * (rows.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:
@@ -210,8 +221,8 @@ def _attend_with_scores(
 
 def fits_slots(query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> bool:
     """Tell whether the kernel supports queries [B, Q, n, d] and texts [B, K, m, d] in place."""
-    same = query.shape[-1] == values.shape[-1]
-    if scores.cap is not None or not (same and can_use_flash(query)):
+    same_size = query.shape[-1] == values.shape[-1]
+    if scores.cap is not None or not (same_size and can_use_flash(query)):
         return False
     text, _, row, number = keys.stride()
     return number == 1 and text % row == 0 and keys.stride() == values.stride()
@@ -233,13 +244,20 @@ class SlotTexts:
         self._begins: dict[int, Tensor] = {}
         self._biases: dict[int, Tensor] = {}
 
-    def in_order(
+    def attend_in_order(
         self, query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule, window: int | None
     ) -> Tensor:
-        """Attention [B, n, Q, d] of queries [B, Q, n, d] that see all earlier slots.
+        """Attend from queries [B, Q, n, d] to all earlier slots; [B, n, Q, d].
 
-        The kernel sees a single token as one head with several queries, so that it divides keys
-        among blocks. Keys and values are [B, K, m, d]; a window includes the query's own token.
+        The kernel sees a single token as one head with several queries, because it then divides the
+        keys among its blocks.
+
+        Args:
+            query: [B, Q, n, d].
+            keys: [B, K, m, d].
+            values: [B, K, m, d].
+            scores: rule of the layer.
+            window: tokens that a query sees, its own included; None for all before it.
         """
         text, used = (keys, values), self._count_used_slots(self.num_pending)
         left = -1 if window is None else window - 1
@@ -251,10 +269,10 @@ class SlotTexts:
         return _apply_sinks(output, norm.t().unflatten(0, output.shape[:2]), scores.sinks)
 
     def attend_tree(self, query: Tensor, keys: Tensor, values: Tensor, scores: ScoreRule) -> Tensor:
-        """Attention of draft tokens to all committed tokens, and to pending ones by the mask.
+        """Attend from draft tokens to all committed tokens, and to pending ones by the mask.
 
-        Over the text, draft tokens become heads of one token, so that keys are divided among
-        blocks. Arguments and result as in `in_order`.
+        The kernel sees the draft tokens of a text as further heads of one token, because it then
+        divides the keys among its blocks. Arguments and result as in `attend_in_order`.
         """
         rows = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
         heads, text = rows.flatten(1, 2).unsqueeze(1), (keys, values)
@@ -272,9 +290,18 @@ class SlotTexts:
         self, query: Tensor, text: tuple[Tensor, Tensor], used: Tensor, scale: float | None,
         causal: tuple[bool, int] = (False, -1),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Output [B, n, Q, d] and logsumexp [Q, B * n] of queries [B, n, Q, d].
+        """Run the flash kernel from queries [B, n, Q, d] to used slots.
 
-        `causal` tells whether they are causal, and how far they see to the left.
+        Args:
+            query: [B, n, Q, d].
+            text: keys and values [B, K, m, d].
+            used: [B] int32 number of used slots.
+            scale: factor of the scores; None for 1 / sqrt(d).
+            causal: whether the queries are causal, and how many tokens they see to the left; -1 for
+                all.
+
+        Returns:
+            Output [B, n, Q, d] and logsumexp [Q, B * n].
         """
         num_texts, num_queries = query.shape[:2]
         begins = (
@@ -292,7 +319,7 @@ class SlotTexts:
     def _attend_pending(
         self, rows: Tensor, text: tuple[Tensor, Tensor], scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, K, Q / K * n, d] of rows over pending tokens, and their logsumexp."""
+        """Attend from rows to pending tokens; return output [B, K, Q / K * n, d] and logsumexp."""
         num_texts, num_heads, num_rows, _ = rows.shape
         keys, values = (states[self._pending_index].transpose(1, 2) for states in text)
         output, log_norm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -303,14 +330,14 @@ class SlotTexts:
 
     @cached_property
     def _pending_index(self) -> tuple[Tensor, slice, Tensor]:
-        """Index of pending tokens in [B, K, m, d]."""
+        """Return the index of pending tokens in [B, K, m, d]."""
         device = self.committed.device
         pending = torch.arange(self.num_pending, device=device)
         texts = torch.arange(len(self.committed), device=device).unsqueeze(1)
         return texts, slice(None), self.committed.unsqueeze(1) + pending
 
     def _get_bias(self, rows: Tensor) -> Tensor:
-        """[B or 1, 1, Q / K * n, P] bias of the mask."""
+        """Get the bias [B or 1, 1, Q / K * n, P] of the mask, built once."""
         assert self.mask is not None
         groups = rows.shape[2] // self.mask.shape[1]
         if groups not in self._biases:
@@ -318,13 +345,13 @@ class SlotTexts:
         return self._biases[groups]
 
     def _count_used_slots(self, num_pending: int) -> Tensor:
-        """[B] int32 number of used slots, with `num_pending` pending ones."""
+        """Count used slots [B] int32, with `num_pending` pending ones; computed once."""
         if num_pending not in self._used:
             self._used[num_pending] = (self.committed + num_pending).int()
         return self._used[num_pending]
 
     def _get_text_starts(self, step: int) -> Tensor:
-        """[B + 1] int32 starts of texts that are `step` rows apart."""
+        """Get the starts [B + 1] int32 of texts that are `step` rows apart; computed once."""
         if step not in self._begins:
             end, device = step * (len(self.committed) + 1), self.committed.device
             self._begins[step] = torch.arange(0, end, step, dtype=torch.int32, device=device)
@@ -332,17 +359,17 @@ class SlotTexts:
 
 
 def _apply_sinks(output: Tensor, log_norm: Tensor, sinks: Tensor) -> Tensor:
-    """Output [..., d] with a further key in its softmax, without value and with scores `sinks`."""
+    """Add to the softmax of an output [..., d] a key without value, with scores `sinks`."""
     return output * torch.sigmoid(log_norm - sinks).unsqueeze(-1).to(output.dtype)
 
 
 def _compute_row_stride(states: Tensor) -> int:
-    """Rows of `_rows` from one text to the next; arbitrary for a single text."""
+    """Count the rows of `_view_rows` from one text to the next; arbitrary for a single text."""
     return states.stride(0) // states.stride(2) if len(states) > 1 else 1
 
 
 def _view_rows(states: Tensor) -> Tensor:
-    """[., K, d] view of texts [B, K, m, d], with one row per slot from the first to the last."""
+    """View texts [B, K, m, d] as [., K, d], with one row per slot from the first to the last."""
     num_texts, num_heads, num_slots, size = states.shape
     rows = (num_texts - 1) * _compute_row_stride(states) + num_slots
     return states.as_strided((rows, num_heads, size), (states.stride(2), states.stride(1), 1))

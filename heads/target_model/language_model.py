@@ -27,37 +27,37 @@ REFUSED = {"paligemma": "it reads its prompt in both directions, and what follow
 
 
 def find_language_class(model_config: Any, towers: bool = False) -> Any:
-    """Class whose `from_pretrained` loads the language model of a config, optionally with towers.
+    """Find the class that loads the language model of a config, optionally with towers.
 
     Raises:
         ValueError: the config has no language model, with the reason.
     """
-    whole = _class_in(WRITERS, model_config)
+    whole = _find_class(WRITERS, model_config)
     if whole is None and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or ()):
         return AutoModelForCausalLM  # code of the repository
     reason = REFUSED.get(model_config.model_type) or _find_reason(model_config, whole)
     if reason:
         raise ValueError(f"{model_config.model_type} cannot be a target: {reason}")
-    return whole if towers else text_only(whole)
+    return whole if towers else make_text_only_class(whole)
 
 
-def _class_in(tables: tuple[str, ...], model_config: Any) -> Any:
+def _find_class(tables: tuple[str, ...], model_config: Any) -> Any:
     mappings = (getattr(modeling_auto, name) for name in tables)
-    own = type(model_config)
-    return next((mapping[own] for mapping in mappings if own in mapping), None)
+    config_class = type(model_config)
+    return next((mapping[config_class] for mapping in mappings if config_class in mapping), None)
 
 
 def _find_reason(model_config: Any, whole: Any) -> str:
-    """Reason why heads cannot draft for a config's model; empty without one."""
+    """Find the reason why heads cannot draft for a config's model; empty without one."""
     if model_config.is_encoder_decoder:
         return "an encoder-decoder, whose text depends on an input that draft heads do not read"
-    if _class_in((ENCODER,), model_config) and not getattr(model_config, "is_decoder", False):
+    if _find_class((ENCODER,), model_config) and not getattr(model_config, "is_decoder", False):
         return "an encoder, whose tokens see later tokens (its config has no is_decoder=true)"
     if whole is None:
         # Table names tell what transformers does with the classes.
         start, end = "MODEL_FOR_", "_MAPPING"
         names = [n for n in dir(modeling_auto) if n.startswith(start) and n.endswith(end)]
-        tables = [name for name in names if _class_in((name,), model_config)]
+        tables = [name for name in names if _find_class((name,), model_config)]
         uses = [name.removeprefix(start).removesuffix(end).lower() for name in tables]
         listed = ", ".join(use.replace("_", " ") for use in uses)
         known = f"; it supports {listed}" if uses else ", but knows it as a part of other models"
@@ -70,17 +70,17 @@ def _find_reason(model_config: Any, whole: Any) -> str:
 
 
 @cache
-def text_only(whole: Any) -> Any:
-    """Subclass of a whole model's class whose instances have no towers."""
+def make_text_only_class(whole: Any) -> Any:
+    """Make the subclass of a whole model's class whose instances have no towers."""
     # transformers recognises its own classes, with conversions of weights, by the module.
     return type(whole.__name__, (_TextOnly, whole), {"__module__": whole.__module__})
 
 
 class _TextOnly:
-    """Mixin before a model's class. See `text_only`."""
+    """Mixin before a model's class. See `make_text_only_class`."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        with without_libraries(config.get_text_config()):
+        with skip_missing_towers(config.get_text_config()):
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def post_init(self: Any) -> None:
@@ -96,7 +96,7 @@ class _TextOnly:
         super().post_init()  # type: ignore[misc]
 
     def get_decoder(self: Any) -> Any:
-        """Embedding and layers; transformers may stop at a causal model instead."""
+        """Return embedding and layers; transformers may stop at a causal model instead."""
         decoder: Any = super().get_decoder()  # type: ignore[misc]
         if not isinstance(decoder, PreTrainedModel):
             decoder = self  # ModernBERT calls its output head a decoder
@@ -110,7 +110,7 @@ class _TextOnly:
             decoder = inner
 
     def get_output_embeddings(self: Any) -> Any:
-        """Output head, including that of a causal model inside."""
+        """Return the output head, including that of a causal model inside."""
         own = super().get_output_embeddings()  # type: ignore[misc]
         if own is not None:
             return own
@@ -146,7 +146,7 @@ def _drop_inside(decoder: nn.Module) -> list[str]:
 def _serves_text(module: nn.Module) -> bool:
     """Tell whether text needs a module beside the language model: scalings, other embeddings.
 
-    Those of Gemma 3n embed their own ranges of the vocabulary.
+    The further embeddings of Gemma 3n embed their own ranges of the vocabulary.
     """
     if isinstance(module, PreTrainedModel):
         return False
@@ -155,9 +155,9 @@ def _serves_text(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_libraries(text: Any) -> Iterator[None]:
-    """Context in which towers without an installed library become empty modules."""
-    usual, stored = AutoModel.from_config, vars(AutoModel)["from_config"]
+def skip_missing_towers(text: Any) -> Iterator[None]:
+    """Make towers without an installed library empty modules inside this context."""
+    usual, class_attribute = AutoModel.from_config, vars(AutoModel)["from_config"]
 
     def from_config(config: Any, **options: Any) -> Any:
         try:
@@ -171,4 +171,4 @@ def without_libraries(text: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        AutoModel.from_config = stored  # type: ignore[method-assign]
+        AutoModel.from_config = class_attribute  # type: ignore[method-assign]

@@ -99,8 +99,11 @@ def load_config(config: TargetConfig) -> Any:
     """
     assert config.path is not None
     with report_target_errors(config):
-        whole = AutoConfig.from_pretrained(resolve_target_folder(config), **hub_options(config))
-        # Of a speaking model, the thinking part, whose class finds its weights among the others.
+        whole = AutoConfig.from_pretrained(
+            resolve_target_folder(config), **make_hub_options(config)
+        )
+        # A model that speaks (Qwen-Omni) has a config for its thinking part. Load that part: its
+        # class finds its weights among those of the whole model.
         model_config = getattr(whole, "thinker_config", whole)
         model_config.architectures = whole.architectures
         find_language_class(model_config)
@@ -117,30 +120,28 @@ def load_target_tokenizer(config: TargetConfig) -> Any:
     """
     assert config.path is not None
     if config.adapter is not None:
-        return _adapter_tokenizer(config, config.adapter)
+        return _load_adapter_tokenizer(config, config.adapter)
     with report_target_errors(config):
         tokenizer = AutoTokenizer.from_pretrained(
-            resolve_target_folder(config), **hub_options(config)
+            resolve_target_folder(config), **make_hub_options(config)
         )
         if tokenizer.chat_template is None:
             name = LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
-            file = _file_if_there(resolve_target_folder(config), name, config.revision)
+            file = _find_file(resolve_target_folder(config), name, config.revision)
             if file is not None:
                 tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
     return tokenizer
 
 
 def load_generation_config(config: TargetConfig) -> dict[str, Any] | None:
-    """Content of `generation_config.json` beside a target; None without one.
+    """Load `generation_config.json` beside a target; None without one.
 
     Raises:
         InputError: nothing is there.
     """
     assert config.path is not None
     with report_target_errors(config):
-        file = _file_if_there(
-            resolve_target_folder(config), "generation_config.json", config.revision
-        )
+        file = _find_file(resolve_target_folder(config), "generation_config.json", config.revision)
     if file is None:
         return None
     stored: dict[str, Any] = json.loads(Path(file).read_text())
@@ -148,30 +149,30 @@ def load_generation_config(config: TargetConfig) -> dict[str, Any] | None:
     return stored
 
 
-def _file_if_there(path: str, name: str, revision: str | None = None) -> str | None:
+def _find_file(path: str, name: str, revision: str | None = None) -> str | None:
     return cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
-def _adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
-    """Tokenizer of a target with an adapter; parts that the adapter lacks are the target's."""
+def _load_adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
+    """Load the tokenizer of a target with an adapter; parts that it lacks are the target's."""
     assert config.path is not None
     with report_target_errors(config, "adapter"):
-        own = _file_if_there(adapter, "tokenizer_config.json")
-        template = _file_if_there(adapter, "chat_template.jinja")
+        tokenizer_file = _find_file(adapter, "tokenizer_config.json")
+        template_file = _find_file(adapter, "chat_template.jinja")
     base = replace(config, adapter=None)
-    if own is None:
+    if tokenizer_file is None:
         tokenizer = load_target_tokenizer(base)
     else:
         with report_target_errors(config):
             model_config = AutoConfig.from_pretrained(
-                resolve_target_folder(config), **hub_options(config)
+                resolve_target_folder(config), **make_hub_options(config)
             )
         with report_target_errors(config, "adapter"):
             tokenizer = AutoTokenizer.from_pretrained(
                 adapter, config=model_config, trust_remote_code=config.trust_remote_code
             )
-    if own is None and template is not None:
-        tokenizer.chat_template = Path(template).read_text()
+    if tokenizer_file is None and template_file is not None:
+        tokenizer.chat_template = Path(template_file).read_text()
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = load_target_tokenizer(base).chat_template
     return tokenizer
@@ -185,15 +186,15 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def choose_attentions(model_config: Any) -> list[str]:
-    """Attention implementations that accept additive masks and match training, best first."""
+    """Choose attention implementations that accept additive masks and train alike, best first."""
     # SDPA silently skips attention soft-capping (Gemma 2).
     capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     fits = getattr(find_language_class(model_config), "_supports_sdpa", True)
     return ["sdpa", "eager"] if fits and not capped else ["eager"]
 
 
-def hub_options(config: TargetConfig) -> dict[str, Any]:
-    """Options of every `from_pretrained` of a target."""
+def make_hub_options(config: TargetConfig) -> dict[str, Any]:
+    """Make the options of every `from_pretrained` of a target."""
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
@@ -209,7 +210,7 @@ def load_model(
 
     Args:
         config: target settings with a `path`.
-        model_config: config from `load_tokenizer`.
+        model_config: config from `load_config_and_tokenizer`.
         dtype: dtype of the parameters; `auto` takes that of the files.
         device: device of the model, unless `device_map` is set.
         attention: attention implementation; unset leaves it to transformers.
@@ -236,7 +237,7 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
             **options,
-            **hub_options(config),
+            **make_hub_options(config),
         )
     model, info = loaded
     unexpected = info["unexpected_keys"]

@@ -43,7 +43,7 @@ from heads.target_model.decoder import (
 )
 from heads.target_model.embeddings_and_output_head import (
     EmbeddingsAndOutputHead,
-    on_embedding_device,
+    move_to_embedding_device,
 )
 from heads.target_model.recurrent import MIXERS, wrap_mixers
 
@@ -69,17 +69,17 @@ class TargetOutput:
     hidden_states: Tensor
     """[B, Q, D] of the last layer, after the final norm."""
     layers: dict[int, Tensor] = field(default_factory=dict)
-    """[B, Q, D] per index of `Taps.layers`."""
+    """[B, Q, D] per index of `FeatureLayers.layers`."""
     switch_length: int | None = None
-    """Length above which the text was read differently; see `Target.rope`."""
+    """Length above which the text was read differently; see `Target.long_rope`."""
 
     def select_tokens(self, tokens: Tensor) -> "TargetOutput":
-        """Hidden states [B, n, D] at tokens [B, n] int64."""
+        """Select the hidden states [B, n, D] at tokens [B, n] int64."""
         texts = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
         return self._map_states(lambda states: states[texts, tokens])
 
     def select_rows(self, texts: Tensor) -> "TargetOutput":
-        """Hidden states [b, Q, D] of texts [b] int64."""
+        """Select the hidden states [b, Q, D] of texts [b] int64."""
         return self._map_states(lambda states: states[texts])
 
     def insert_row(self, row: int, other: "TargetOutput") -> None:
@@ -116,7 +116,7 @@ class TargetOutput:
 class Target(EmbeddingsAndOutputHead):
     """Frozen causal language model with explicit masks and positions.
 
-    If its layers lie on several devices, results lie on `device`, like embedding and output head.
+    If the layers lie on several devices, results lie on `device`, like embedding and output head.
 
     Attributes:
         model: transformers model in eval mode, with its own parameters frozen.
@@ -124,12 +124,13 @@ class Target(EmbeddingsAndOutputHead):
         attention_pattern: what each layer sees of a text.
         is_recurrent: whether layers carry states along the text.
         state_bytes: bytes of these states per draft token of a text, as measured by the check.
-        long_rope: knows whether longer texts are read differently.
-        attention_calls: window and kernel of each attention layer in the last `read`.
+        long_rope: rotary embeddings, which may read longer texts differently.
+        attention_calls: window and kernel of each attention layer in the last `encode_documents`.
         numerical_difference: description of how decoding differs from reading, if a recurrent layer
             treats one token and many differently; replay then differs too.
         capacity: slots given to `compile`; None before.
-        needs_masks: why `read` builds masks of tokens by tokens; empty if it does not.
+        needs_masks: why `encode_documents` builds masks of tokens by tokens; empty if none are
+            built.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
@@ -139,7 +140,7 @@ class Target(EmbeddingsAndOutputHead):
         super().__init__(
             model_config=model.config,
             embedding=embedding,
-            output_head=on_embedding_device(embedding, model.get_output_embeddings()),
+            output_head=move_to_embedding_device(embedding, model.get_output_embeddings()),
             generation_config=model.generation_config,
             tokenizer=tokenizer,
             name=name,
@@ -159,7 +160,7 @@ class Target(EmbeddingsAndOutputHead):
 
     @cached_property
     def decoder_layers(self) -> nn.ModuleList:
-        """Decoder layers, in order.
+        """Return the decoder layers, in order.
 
         Raises:
             InputError: the model has no such list.
@@ -219,9 +220,9 @@ class Target(EmbeddingsAndOutputHead):
 
         Args:
             cache: cache of B texts.
-            input_ids: [B, n] int64, the last n of P pending tokens; the others were run before.
-            mask: [B or 1, n, P] bool, pending tokens that each new one sees, itself included;
-                committed tokens of its text are always seen. None for all earlier ones.
+            input_ids: [B, n] int64, the last n of P pending tokens; earlier ones have been run.
+            mask: [B or 1, n, P] bool, pending tokens that each new token sees, itself included;
+                committed tokens of its text are always seen. None for all earlier tokens.
             depths: [B or 1, P] int64 positions after the last committed token, from 0; None for
                 tokens announced as certain.
             taps: layers to tap.
@@ -262,7 +263,7 @@ class Target(EmbeddingsAndOutputHead):
     def run_pass(
         self, cached_pass: CachedPass, input_ids: Tensor, taps: FeatureLayers | None
     ) -> TargetOutput:
-        """Run new tokens [B, n]; the pass must be `running` if it needs no masks."""
+        """Run new tokens [B, n] of a pass, which must be open if the target needs no masks."""
         positions, cache = cached_pass.positions, cached_pass.cache
         if self.max_positions is not None and cache.read_width > self.max_positions:
             # Nodes beyond the window are in no draft, but run along in a batch.
@@ -290,7 +291,7 @@ class Target(EmbeddingsAndOutputHead):
             position_ids: [B, Q] int64.
             allowed: [B, Q, S] bool, True for visible tokens; sliding windows are added.
             key_positions: [B, S] int64 positions of the cached and new tokens.
-            cache: cache whose `begin` was told where the new tokens go.
+            cache: cache whose `start_pass` has set where the new tokens go.
             taps: layers to tap.
         """
         masks = self.attention_pattern.build_masks(allowed, position_ids, key_positions, self.dtype)
@@ -325,14 +326,14 @@ class Target(EmbeddingsAndOutputHead):
         documents: Documents,
         taps: FeatureLayers | None = None,
     ) -> TargetOutput:
-        """Read packed sequences into hidden states [B, T, D]; documents do not see each other.
+        """Encode packed sequences as hidden states [B, T, D]; documents do not see each other.
 
         Gradients as in `forward`.
 
         Args:
             input_ids: [B, T] int64.
             position_ids: [B, T] int64, restarting in each document.
-            documents: documents of the B * T tokens, with `bounds` on the target's device.
+            documents: documents of the B * T tokens, with `cu_seqlens` on the target's device.
             taps: layers to tap.
         """
         assert sum(documents.lengths) == input_ids.numel()
@@ -354,7 +355,7 @@ class Target(EmbeddingsAndOutputHead):
 
     @property
     def attention_description(self) -> str:
-        """Describe how `read` attends, or last did."""
+        """Describe how `encode_documents` attends, or last attended."""
         if self.needs_masks:
             return f"masks of tokens by tokens, as {self.needs_masks}"
         kernels = {kernel for _, kernel in self.attention_calls}
@@ -363,7 +364,7 @@ class Target(EmbeddingsAndOutputHead):
         return f"{names}; transformers' decoding of it {difference}" if difference else names
 
     def encode_text(self, token_ids: list[int], taps: FeatureLayers | None = None) -> TargetOutput:
-        """Read one text of S tokens into hidden states [1, S, D]."""
+        """Encode one text of S tokens as hidden states [1, S, D]."""
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
         return self.encode_documents(
@@ -373,7 +374,7 @@ class Target(EmbeddingsAndOutputHead):
     def encode_response(
         self, prompt_ids: list[int], response_ids: list[int], taps: FeatureLayers | None = None
     ) -> TargetOutput:
-        """Read a prompt and a response except its last token, as in decoding; [1, S, D]."""
+        """Encode a prompt and a response except its last token, as in decoding; [1, S, D]."""
         token_ids, switch = prompt_ids + response_ids[:-1], self.long_rope.switch
         whole = self.encode_text(token_ids, taps)
         if switch is None or not len(prompt_ids) <= switch < len(token_ids):
@@ -398,12 +399,14 @@ class Target(EmbeddingsAndOutputHead):
 def _run_with_recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    now = current_pass()
+    attention_pass = current_pass()
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), nullcontext() if now is None else open_attention_pass(now)
+    def make_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), (
+            nullcontext() if attention_pass is None else open_attention_pass(attention_pass)
+        )
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=make_contexts, **kwargs)
 
 
 class CompiledPasses:
@@ -429,13 +432,20 @@ class CompiledPasses:
         self._move: Any = torch.compile(move_slots, dynamic=True, backend=backend)
 
     def new_cache(self, num_texts: int, num_layers: int) -> TreeCache:
-        """See `Target.new_cache`."""
+        """Make an empty cache; see `Target.new_cache`."""
         return TreeCache(num_texts, self.device, num_layers, self.capacity, mover=self._move)
 
     def run_pending(
         self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: FeatureLayers
     ) -> TargetOutput:
-        """`Target.extend` by draft tokens; `draft` has their mask and depths."""
+        """Run draft tokens as `Target.run_pending` does.
+
+        Args:
+            cache: cache of B texts.
+            input_ids: [B, n] int64, the last n of P pending tokens.
+            draft: mask [B or 1, n, P] bool and depths [B or 1, P] int64 of the draft tokens.
+            taps: layers to tap.
+        """
         for index in taps.layers:
             # Before tracing, as later hooks do not become part of the trace.
             self.target.keep_state(index)
@@ -453,7 +463,7 @@ class CompiledPasses:
         taps: FeatureLayers,
         width: int,
     ) -> TargetOutput:
-        """Compiled region; arguments other than tensors are constants of a graph."""
+        """Run the compiled region; arguments other than tensors are constants of a graph."""
         num_new, target = input_ids.shape[1], self.target
         cache.start_traced_pass(num_new, draft[0].shape[2], width)
         cached_pass = CachedPass(
@@ -494,21 +504,24 @@ def prefill_last_states(target: Target, cache: TreeCache, rows: list[list[int]])
 def iter_prefill(
     target: Target, cache: TreeCache, rows: list[list[int]], taps: FeatureLayers | None = None
 ) -> Iterator[tuple[list[list[int]], TargetOutput]]:
-    """Run `prefill` in parts and yield tokens and states of each; one part if recurrent."""
+    """Run `prefill` in parts; yield tokens and states of each. Recurrent targets run one part."""
     longest = max(map(len, rows))
     ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
     # Some recurrent layers of transformers continue a state with one token only.
     size = longest if target.is_recurrent else target.prefill_chunk
     for start in range(0, longest, size):
-        new = [row[start : start + size] for row in rows]
-        counts = list(map(len, new))
+        chunk_rows = [row[start : start + size] for row in rows]
+        counts = list(map(len, chunk_rows))
         width = max(counts)
         # Padding comes after a row's tokens, which cannot see it.
-        filled = [row + [0] * (width - len(row)) for row in new]
-        both = to_device([*chain.from_iterable(filled), *counts], target.device)
-        ids = both[: -len(new)].view(len(new), width)
+        padded = [row + [0] * (width - len(row)) for row in chunk_rows]
+        ids_and_counts = to_device([*chain.from_iterable(padded), *counts], target.device)
+        ids = ids_and_counts[: -len(chunk_rows)].view(len(chunk_rows), width)
         cache.set_certain_tokens(counts, ends)
         output = target.run_pending(cache, ids, taps=taps)
-        every = torch.arange(width, device=target.device).expand_as(ids)
-        cache.commit([list(range(count)) for count in counts], KeptNodes(every, both[-len(new) :]))
-        yield new, output
+        places = torch.arange(width, device=target.device).expand_as(ids)
+        cache.commit(
+            [list(range(count)) for count in counts],
+            KeptNodes(places, ids_and_counts[-len(chunk_rows) :]),
+        )
+        yield chunk_rows, output

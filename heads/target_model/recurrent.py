@@ -30,8 +30,8 @@ WASTE = 1.25  # tokens run per token read, with documents padded to one length
 def wrap_mixers(decoder: Any, name: str) -> None:
     """Replace the `forward` of every recurrent part of a decoder by a `Mixer`.
 
-    They are found by running one token: the innermost modules that get a cache and store more than
-        keys and values there.
+    One token is run to find these parts: the innermost modules that get a cache and store more than
+    keys and values there.
 
     Raises:
         InputError: the decoder does not run with a cache of transformers' own.
@@ -90,7 +90,7 @@ class Mixer:
 
     Args:
         number: index among the model's mixers.
-        layer: layer by which it finds its state in a cache.
+        layer: layer by which the module finds its state in a cache.
         forward: the module's own `forward`.
     """
 
@@ -99,7 +99,9 @@ class Mixer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on tokens [B, n, ...], after those of a cache or as documents."""
-        cache = next((e for e in (*args, *kwargs.values()) if isinstance(e, Cache)), None)
+        cache = next(
+            (value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None
+        )
         now = current_pass()
         if isinstance(cache, TreeCache):
             assert cache.states is not None
@@ -110,7 +112,7 @@ class Mixer:
 
     def _run_pending(self, call: "_Call", states: RecurrentStates) -> Any:
         """Run certain tokens, texts with equally many together; or draft tokens by depth."""
-        if states.sure:
+        if states.num_certain:
             for texts, tokens in states.group_by_length(call.device):
                 committed = torch.zeros_like(texts[:, 0])
                 self._run_rows(call, states, (texts, tokens), before=committed, after=committed)
@@ -168,15 +170,15 @@ def _build_runs(
     run = torch.cat([tokens.flatten() for tokens in groups])
     is_real = (run >= 0).nonzero().squeeze(1)
     places = torch.empty_like(every).index_copy_(0, run[is_real], is_real)
-    both = to_device(torch.cat([run.clamp_min(0), places]), device)
-    run, places = both.split([len(run), len(places)])
+    indices = to_device(torch.cat([run.clamp_min(0), places]), device)
+    run, places = indices.split([len(run), len(places)])
     parts = zip(run.split([tokens.numel() for tokens in groups]), groups, strict=True)
     rows = [part.view(tokens.shape) for part, tokens in parts]
     return [(tokens // num_tokens, tokens % num_tokens) for tokens in rows], places
 
 
 def _group_documents(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Documents to run together, the longest first."""
+    """Group documents to run together, the longest first."""
     groups: list[list[int]] = []
     num_run = num_embeddings = 0
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
@@ -191,11 +193,14 @@ def _group_documents(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 class _Call:
-    """Call of a module on tokens [B, n, ...], answered in parts.
+    """Call of a recurrent module on tokens [B, n, ...].
+
+    The module runs on groups of the tokens, one call each; `collect_output` and `arrange_output`
+    put the results back into the order of the tokens.
 
     Attributes:
-        shape: B, n.
-        device: device of its inputs.
+        shape: B and n.
+        device: device of the inputs.
     """
 
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -205,7 +210,7 @@ class _Call:
         states = next(e for e in (*args, *kwargs.values()) if isinstance(e, Tensor))
         self.shape, self.device = states.shape[:2], states.device
         self._places: list[Tensor] = []
-        self._answers: list[list[Any]] = []
+        self._outputs: list[list[Any]] = []
         self._structure: Any = None
 
     def run_tokens(self, texts: Tensor, tokens: Tensor, cache: Cache | None) -> None:
@@ -229,12 +234,12 @@ class _Call:
         args, kwargs = tree_map(pick, self._given)
         values, self._structure = tree_flatten(self._forward(*args, **kwargs))
         self._places.append((texts * self.shape[1] + tokens).flatten())
-        self._answers.append(
+        self._outputs.append(
             [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
         )
 
     def collect_output(self) -> Any:
-        """The module's answer for all tokens, with zeros for tokens not run."""
+        """Collect the module's output for all tokens, with zeros for tokens not run."""
         places = torch.cat(self._places)
 
         def put(rows: Tensor) -> Tensor:
@@ -243,13 +248,13 @@ class _Call:
         return self.arrange_output(put)
 
     def arrange_output(self, in_order: Callable[[Tensor], Tensor]) -> Any:
-        """The module's answer for all tokens; `in_order` sorts the rows of concatenated runs."""
+        """Arrange the module's output by token; `in_order` sorts the rows of concatenated runs."""
         return tree_unflatten(
             [
                 in_order(torch.cat(parts)).unflatten(0, self.shape)
                 if isinstance(parts[0], Tensor)
                 else parts[0]
-                for parts in zip(*self._answers, strict=True)
+                for parts in zip(*self._outputs, strict=True)
             ],
             self._structure,
         )

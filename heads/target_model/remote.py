@@ -1,4 +1,8 @@
-"""Parts of a target outside its layers, which a serving engine runs."""
+"""Parts of a target outside its layers, which a serving engine runs.
+
+Only the weight files of a Hub repository that hold these parts are downloaded. Format of the index
+of files: https://huggingface.co/docs/transformers/big_models.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +23,12 @@ from heads.target_model.decoder import find_decoder, find_decoder_layers, record
 from heads.target_model.dequantise import resolve_target_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.language_model import find_language_class
-from heads.target_model.load import hub_options, load_config, load_target_tokenizer, resolve_dtype
+from heads.target_model.load import (
+    load_config,
+    load_target_tokenizer,
+    make_hub_options,
+    resolve_dtype,
+)
 from heads.target_model.weight_files import (
     check_complete,
     check_quantized_codes,
@@ -49,7 +58,7 @@ class RemoteTarget(EmbeddingsAndOutputHead):
     """Embedding, final norm and output head of a target, for hidden states of a serving engine.
 
     Attributes:
-        final_norm: turns the last layer's output into last hidden states.
+        final_norm: norm that turns the last layer's output into last hidden states.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
@@ -65,7 +74,7 @@ class RemoteTarget(EmbeddingsAndOutputHead):
 
     @classmethod
     def from_config(cls, config: TargetConfig, device: torch.device) -> "RemoteTarget":
-        """Load the parts of a target. See `load_remote`."""
+        """Load the parts of a target to a device. See `load_remote`."""
         model = load_remote(config, device)
         return cls(model, load_target_tokenizer(config), str(config.path))
 
@@ -103,7 +112,7 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
     with (
         report_target_errors(config),
         _silence_warnings(),
-        open_partial_files(config, _is_read(bare, num_layers)) as place,
+        open_partial_files(config, _make_tensor_filter(bare, num_layers)) as place,
     ):
         loaded: Any = find_language_class(bare).from_pretrained(
             place,
@@ -112,7 +121,7 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # shared parts of layers, which do not run here
-            **hub_options(config),
+            **make_hub_options(config),
         )
         model, info = loaded
         parameters = {_shorten_name(name) for name, _ in model.named_parameters()}
@@ -126,16 +135,16 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
     return model.to(device).eval().requires_grad_(False)
 
 
-def _is_read(bare: Any, num_layers: int) -> Callable[[str], bool]:
-    """Tell by its name whether a stored tensor belongs to a model with this many layers."""
+def _make_tensor_filter(bare: Any, num_layers: int) -> Callable[[str], bool]:
+    """Make a function that tells by its name whether a model with these layers has a tensor."""
 
     @cache
-    def parts() -> set[str]:
+    def list_names() -> set[str]:
         return {_shorten_name(name) for name in _make_skeleton(bare).state_dict()}
 
     def is_read(name: str) -> bool:
         number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
-        return number < num_layers if number is not None else _shorten_name(name) in parts()
+        return number < num_layers if number is not None else _shorten_name(name) in list_names()
 
     return is_read
 
@@ -154,7 +163,7 @@ def _truncate_layers(config: Any, num_layers: int) -> None:
     """
     text = config.get_text_config()
     if getattr(text, "altup_num_inputs", None):
-        raise _needs_more(text.model_type, ["altup_unembed_projections"])
+        raise _make_parts_error(text.model_type, ["altup_unembed_projections"])
     text.num_hidden_layers = num_layers
     kinds = text.attribute_map.get("layer_types", "layer_types")
     if vars(text).get(kinds) is not None:  # otherwise it follows from the number
@@ -180,20 +189,20 @@ def _check_shapes(config: TargetConfig, model: Any, mismatched: Iterable[tuple[A
 
 
 def _shorten_name(name: str) -> str:
-    """Module and parameter, without outer modules, which differ between classes."""
+    """Shorten a name to module and parameter: outer modules differ between classes."""
     return ".".join(name.split(".")[-2:])
 
 
 def find_final_norm(model: Any) -> nn.Module:
-    """Norm after the last layer of a transformers model.
+    """Find the norm after the last layer of a transformers model.
 
     Raises:
         InputError: no known name, or more than a norm.
     """
     decoder = find_decoder(model)
-    more = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
-    if more:
-        raise _needs_more(type(model).__name__, more)
+    joining = [name for name in BEHIND_LAYERS if getattr(decoder, name, None) is not None]
+    if joining:
+        raise _make_parts_error(type(model).__name__, joining)
     for name in FINAL_NORMS:
         if getattr(decoder, name, None) is not None:
             return getattr(decoder, name)
@@ -203,7 +212,7 @@ def find_final_norm(model: Any) -> nn.Module:
     )
 
 
-def _needs_more(who: str, parts: list[str]) -> InputError:
+def _make_parts_error(who: str, parts: list[str]) -> InputError:
     return InputError(
         f"target.path: {who} makes last hidden states with {parts} too; leave target.engine unset "
         "to run the target itself"
@@ -211,7 +220,7 @@ def _needs_more(who: str, parts: list[str]) -> InputError:
 
 
 def load_early_layers(config: TargetConfig, index: int) -> Callable[[list[int]], Tensor] | None:
-    """Compute a target's hidden state after a few layers, to compare with engines.
+    """Load a target's first layers, to compare their hidden state with an engine's.
 
     Args:
         config: target settings.
@@ -230,7 +239,7 @@ def load_early_layers(config: TargetConfig, index: int) -> Callable[[list[int]],
     if quantised or by_depth or config.adapter_name or config.trust_remote_code:
         return None
     try:
-        state = _first_layers(config, index, getattr(text, "altup_active_idx", None))
+        state = _load_first_layers(config, index, getattr(text, "altup_active_idx", None))
         if state is not None:
             state([0])
     except ALONE:
@@ -238,41 +247,43 @@ def load_early_layers(config: TargetConfig, index: int) -> Callable[[list[int]],
     return state
 
 
-def _first_layers(
+def _load_first_layers(
     config: TargetConfig, index: int, active: int | None
 ) -> Callable[[list[int]], Tensor] | None:
-    """Load the first layers if they are not too large. See `early_state`."""
+    """Load the first layers if they are not too large. See `load_early_layers`."""
     bare = load_config(config)
     _truncate_layers(bare, index)
     if sum(each.numel() for each in _make_skeleton(bare).parameters()) > MOST_PARAMETERS:
         return None
     decoder = find_decoder(load_remote(config, torch.device("cpu"), index))
-    kept: dict[int, Tensor] = {}
-    record_hidden_state(find_decoder_layers(decoder, index, str(config.path)), index, active, kept)
+    states: dict[int, Tensor] = {}
+    record_hidden_state(
+        find_decoder_layers(decoder, index, str(config.path)), index, active, states
+    )
 
     @torch.no_grad()
-    def state(token_ids: list[int]) -> Tensor:
+    def compute_state(token_ids: list[int]) -> Tensor:
         decoder(input_ids=torch.tensor([token_ids]), use_cache=False)
-        return kept.pop(index)[0]
+        return states.pop(index)[0]
 
-    return state
+    return compute_state
 
 
 @contextmanager
-def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> Iterator[str]:
+def open_partial_files(config: TargetConfig, is_wanted: Callable[[str], bool]) -> Iterator[str]:
     """Yield the folder or Hub id from which to load some tensors of a target.
 
     Downloads no other weight files of a Hub repository; the largest take a terabyte.
 
     Args:
         config: target settings.
-        wanted: function that tells whether a tensor is needed, by its name.
+        is_wanted: function that tells whether a tensor is needed, by its name.
     """
     place = resolve_target_folder(config)
     weight_map = (
         {} if Path(place).is_dir() or config.trust_remote_code else _load_weight_map(config, place)
     )
-    files = sorted({file for name, file in weight_map.items() if wanted(name)})
+    files = sorted({file for name, file in weight_map.items() if is_wanted(name)})
     if len(files) == len({*weight_map.values()}):
         yield place
         return
@@ -291,7 +302,7 @@ def open_partial_files(config: TargetConfig, wanted: Callable[[str], bool]) -> I
 
 
 def _load_weight_map(config: TargetConfig, place: str) -> dict[str, str]:
-    """Files of a Hub repository by the names of their tensors; empty for a single file."""
+    """Load the files of a Hub repository by their tensors' names; empty for a single file."""
     found = cached_file(
         place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
     )

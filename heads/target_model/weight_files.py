@@ -1,4 +1,4 @@
-"""Weight files of a model: their tensors, and tensors that the model would leave out.
+"""Weight files of a model: their tensors, unused and missing weights, and errors of reading them.
 
 Format: safetensors, https://github.com/huggingface/safetensors.
 """
@@ -37,7 +37,7 @@ LONGEST_REASON = 300
 
 
 def find_weight_files(folder: Path, name: str) -> list[Path] | None:
-    """Weight files that are loaded from a folder; None if some are missing.
+    """Find the weight files that are loaded from a folder; None if some are missing.
 
     As in transformers, a single file of all weights precedes shards. The name is `model` or
     `adapter_model`.
@@ -51,7 +51,9 @@ def find_weight_files(folder: Path, name: str) -> list[Path] | None:
 
 
 def load_tensor_table(file: Path) -> dict[str, dict[str, Any]]:
-    """Tensors of a file by name: `dtype`, `shape`, and `data_offsets` from the file's start.
+    """Load the table of a file's tensors by name, with `dtype`, `shape` and `data_offsets`.
+
+    Offsets count from the start of the file, in bytes.
 
     Raises:
         InputError: the file is no safetensors file.
@@ -71,19 +73,21 @@ def load_tensor_table(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def compute_checksum(files: Iterable[tuple[Path, dict[str, dict[str, Any]]]]) -> str:
-    """Checksum of samples of every tensor: name, dtype, shape, and bytes at three places.
+    """Compute the checksum of samples of every tensor: name, dtype, shape and some bytes.
+
+    The bytes are `SAMPLE_BYTES` at three places.
 
     Args:
-        files: files with their tensors, as from `tensors`. The result does not depend on the
-            division into files.
+        files: files with their tensors, as from `load_tensor_table`. The result does not depend on
+            the division into files.
     """
-    samples = sorted(sample for file, held in files for sample in _iter_samples(file, held))
+    samples = sorted(sample for file, table in files for sample in _iter_samples(file, table))
     return hashlib.sha256(b"".join(samples)).hexdigest()
 
 
-def _iter_samples(file: Path, held: dict[str, dict[str, Any]]) -> Iterator[bytes]:
+def _iter_samples(file: Path, table: dict[str, dict[str, Any]]) -> Iterator[bytes]:
     with file.open("rb") as stream:
-        for name, tensor in held.items():
+        for name, tensor in table.items():
             begin, end = tensor["data_offsets"]
             parts = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
             last = max(begin, end - SAMPLE_BYTES)
@@ -198,14 +202,17 @@ def check_quantized_codes(config: TargetConfig, place: str, is_read: Callable[[s
 
 @contextmanager
 def report_target_errors(config: TargetConfig, setting: str = "path") -> Iterator[None]:
-    """Context that turns errors of files or their content into an `InputError` with the setting."""
+    """Turn errors of files or their content into an `InputError` inside this context.
+
+    The message names the setting.
+    """
     try:
         yield
     except InputError:
         raise
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *MODEL_ERRORS) as error:
         # Some messages list everything that transformers knows.
-        said = shorten(str(error), LONGEST_REASON, placeholder=" ...")
+        reason = shorten(str(error), LONGEST_REASON, placeholder=" ...")
         raise InputError(
-            f"target.{setting}={getattr(config, setting)}: cannot load it: {said}"
+            f"target.{setting}={getattr(config, setting)}: cannot load it: {reason}"
         ) from error

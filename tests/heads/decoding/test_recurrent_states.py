@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from toys import random_model, tree_of
 
-from heads.decoding.cache import CONV, RECURRENT, RecurrentStates, State, nodes_by_depth
+from heads.decoding.cache import CONV, RECURRENT, RecurrentStates, State, group_nodes_by_depth
 from heads.decoding.drafting import Draft
 from heads.decoding.tree import Tree
 
@@ -15,7 +15,7 @@ def rows(*each: str) -> Tensor:
 
 
 def order(mask: Tensor, depths: list[list[int]]) -> list[tuple[list[list[int]], list[list[int]]]]:
-    found = nodes_by_depth(mask.bool(), torch.tensor(depths))
+    found = group_nodes_by_depth(mask.bool(), torch.tensor(depths))
     return [(level.nodes.tolist(), level.parents.tolist()) for level in found]
 
 

@@ -13,7 +13,7 @@ from conf.settings.medusa import AdapterConfig
 from heads.layers.documents import Documents
 from heads.target_model.adapter import Adapter
 from heads.target_model.architecture import AttentionPattern
-from heads.target_model.attention import FLASH, FUSED, PLAIN, ScoreRule, by_document
+from heads.target_model.attention import FLASH, FUSED, PLAIN, ScoreRule, attend_by_document
 from heads.target_model.check import check_target_support
 from heads.target_model.model import FeatureLayers, Target
 from scripts.bench.harness import measure_peak_bytes
@@ -242,7 +242,7 @@ def test_nor_with_a_gradient(scores: ScoreRule) -> None:
     documents = Documents.from_length(T // 2, CPU)
 
     def run() -> None:
-        by_document(*heads, documents, scores).sum().backward()
+        attend_by_document(*heads, documents, scores).sum().backward()
         for each in heads:
             each.grad = None
 
@@ -264,7 +264,7 @@ def test_chunks_give_what_masks_give(scores: ScoreRule) -> None:
     torch.manual_seed(0)
     query, keys, values = (torch.randn(700, number, 8) for number in (4, 2, 2))
     documents = Documents.from_ids(torch.tensor([[0] * 600 + [1] * 100]))
-    found = by_document(query, keys, values, documents, scores)
+    found = attend_by_document(query, keys, values, documents, scores)
     seen = in_order(700, scores.window)
     seen[600:, :600] = False
     heads = (states.transpose(0, 1)[None] for states in (query, keys, values))

@@ -170,10 +170,10 @@ def test_models_that_are_large_for_the_machine_stay_as_they_are(
     model = random_model(num_hidden_layers=2)
     linear = [each for each in model.modules() if isinstance(each, nn.Linear)]
     size = sum(each.weight.nbytes for each in linear)
-    monkeypatch.setattr(heads.layers.fast_linear, "_memory_bytes", lambda: 4 * size - 1)
+    monkeypatch.setattr(heads.layers.fast_linear, "_get_memory_bytes", lambda: 4 * size - 1)
     pack_weights(model)
     assert not any(isinstance(each, PackedLinear) for each in linear)
-    monkeypatch.setattr(heads.layers.fast_linear, "_memory_bytes", lambda: 4 * size)
+    monkeypatch.setattr(heads.layers.fast_linear, "_get_memory_bytes", lambda: 4 * size)
     pack_weights(model)
     assert all(isinstance(each, PackedLinear) for each in linear)
 

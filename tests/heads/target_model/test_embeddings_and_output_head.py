@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from heads.target_model.embeddings_and_output_head import scaling_of
+from heads.target_model.embeddings_and_output_head import _find_scaling
 from heads.target_model.model import Target
 
 # Family, settings, scale and cap.
@@ -33,7 +33,7 @@ STATED: list[tuple[str, dict[str, Any], float, float | None]] = [
 def test_every_scale_and_cap_is_known_by_its_name(family: str, settings, scale, cap) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip("not in this version of transformers")
-    found = scaling_of(AutoConfig.for_model(family, **settings))
+    found = _find_scaling(AutoConfig.for_model(family, **settings))
     assert found == (pytest.approx(scale), cap)
 
 

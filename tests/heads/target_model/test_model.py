@@ -16,7 +16,7 @@ from heads.devices import Processor, warn_if_slow
 from heads.layers.documents import Documents
 from heads.target_model.attention import CachedPass
 from heads.target_model.check import check_target_support
-from heads.target_model.embeddings_and_output_head import on_embedding_device
+from heads.target_model.embeddings_and_output_head import move_to_embedding_device
 from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
 from heads.target_model.model import FeatureLayers, Target
 
@@ -208,13 +208,13 @@ def test_an_output_head_on_another_device_has_a_copy_beside_the_embedding() -> N
     embedding = torch.nn.Embedding(7, 3, device="meta")
     for bias in (False, True):
         head = torch.nn.Linear(3, 7, bias=bias)
-        copy = on_embedding_device(embedding, head)
+        copy = move_to_embedding_device(embedding, head)
         assert {each.device.type for each in copy.parameters()} == {"meta"}
         assert not any(each.requires_grad for each in copy.parameters())
         assert len([*copy.parameters()]) == 1 + bias
         assert {each.device.type for each in head.parameters()} == {"cpu"}
     tied = torch.nn.Linear(3, 7, bias=False, device="meta")
-    assert on_embedding_device(embedding, tied) is tied
+    assert move_to_embedding_device(embedding, tied) is tied
 
 
 def test_an_embedding_that_is_offloaded_is_refused() -> None:
