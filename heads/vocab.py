@@ -76,14 +76,14 @@ class DraftVocab:
         """
         if size is None or size >= len(counts):
             return cls.make_full(len(counts))
-        kept = _select_emitted(always, len(counts))
-        if size < len(kept):
+        always_kept = _select_emitted(always, len(counts))
+        if size < len(always_kept):
             raise InputError(
-                f"head.draft_vocab_size={size}: must be at least {len(kept)}, the number of "
+                f"head.draft_vocab_size={size}: must be at least {len(always_kept)}, the number of "
                 "special and end tokens, which are always included"
             )
         ranked = counts.clone()
-        ranked[kept] = counts.max() + 1
+        ranked[always_kept] = counts.max() + 1
         order = ranked.argsort(descending=True, stable=True)
         return cls(order[:size].sort().values, len(counts))
 
@@ -141,13 +141,13 @@ def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -
         chosen: draft vocabulary on the CPU.
         always: ids that every size includes; sizes too small for them are left out.
     """
-    kept = _select_emitted(always, len(counts))
+    always_kept = _select_emitted(always, len(counts))
     sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
     shares = (
         f"{size:,} "
-        f"{compute_covered_fraction(counts, DraftVocab.from_counts(counts, size, kept)):.1%}"
+        f"{compute_covered_fraction(counts, DraftVocab.from_counts(counts, size, always_kept)):.1%}"
         for size in sizes
-        if size >= max(1, len(kept))
+        if size >= max(1, len(always_kept))
     )
     return [
         f"draft vocabulary: {len(chosen.ids):,} of {chosen.size:,} ids cover "

@@ -218,11 +218,11 @@ class CommittedTokens:
         self.output.insert_row(row, other.last_output)
         tokens, counts = self.tokens, self.counts
         tokens[row, 0], counts[row] = last[0], 1
-        kept = list(self.token_ids)
-        if kept:
-            kept[row] = last
+        token_ids = list(self.token_ids)
+        if token_ids:
+            token_ids[row] = last
         return CommittedTokens(
-            kept, self.output, self.cache, logits=self.logits, on_device=(tokens, counts)
+            token_ids, self.output, self.cache, logits=self.logits, on_device=(tokens, counts)
         )
 
     def copy_from(self, new: "CommittedTokens") -> None:

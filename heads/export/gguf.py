@@ -320,7 +320,7 @@ def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> 
         InputError: `source` is no GGUF file, or has a vocabulary of another size.
     """
     if source is None:
-        found = {
+        vocab = {
             "tokenizer.ggml.model": Value.from_content("gpt2"),
             "tokenizer.ggml.pre": Value.from_content("default"),
             "tokenizer.ggml.tokens": Value.from_content([f"<{index}>" for index in range(size)]),
@@ -329,15 +329,15 @@ def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> 
             "tokenizer.ggml.merges": Value.from_content(["a b"]),
         }
     else:
-        metadata = GgufFile(source, "tokenizer_gguf").metadata
-        found = {key: each for key, each in metadata.items() if key.startswith("tokenizer.")}
-        tokens = found.get("tokenizer.ggml.tokens")
+        source_metadata = GgufFile(source, "tokenizer_gguf").metadata
+        vocab = {key: each for key, each in source_metadata.items() if key.startswith("tokenizer.")}
+        tokens = vocab.get("tokenizer.ggml.tokens")
         if tokens is None or len(tokens.content) != size:
             raise InputError(
                 f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
                 f"but the target has {size}; name the target's own file"
             )
-    return found | {
+    return vocab | {
         f"tokenizer.ggml.{name}": Value.from_content(index) for name, index in more.items()
     }
 

@@ -133,16 +133,16 @@ def plain_block_attention(
     num_texts, num_tokens, num_kv_heads, size = text[0].shape
     blocks = query.unflatten(0, (num_texts, -1)).unflatten(-2, (num_kv_heads, -1)) * size**-0.5
     scores = torch.einsum("tarkgd,tskd->takgrs", blocks, text[0]).flatten(0, 1)
-    within = torch.einsum("arkgd,aukd->akgru", blocks.flatten(0, 1), own[0])
-    seen, seen_within = block_range.build_masks(num_tokens)
+    block_scores = torch.einsum("arkgd,aukd->akgru", blocks.flatten(0, 1), own[0])
+    seen, block_seen = block_range.build_masks(num_tokens)
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    within = within.masked_fill(~seen_within, -torch.inf)
-    joined = torch.cat([scores, within], -1)
+    block_scores = block_scores.masked_fill(~block_seen, -torch.inf)
+    joined = torch.cat([scores, block_scores], -1)
     weights = joined.to(torch.promote_types(joined.dtype, torch.float32)).softmax(-1).to(query)
     of_text, of_block = weights.split([num_tokens, block_range.num_rows], -1)
-    found = torch.einsum("takgrs,tskd->tarkgd", of_text.unflatten(0, (num_texts, -1)), text[1])
-    more = torch.einsum("akgru,aukd->arkgd", of_block, own[1])
-    return (found.flatten(0, 1) + more).flatten(2, 3)
+    from_text = torch.einsum("takgrs,tskd->tarkgd", of_text.unflatten(0, (num_texts, -1)), text[1])
+    from_block = torch.einsum("akgru,aukd->arkgd", of_block, own[1])
+    return (from_text.flatten(0, 1) + from_block).flatten(2, 3)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -159,13 +159,15 @@ class _BlockAttention(torch.autograd.Function):
             attend(rows[:, :, c.rows], keys[:, :, c.tokens], values[:, :, c.tokens], c.bias)
             for c in plan.chunks
         ]
-        found = torch.cat([output.transpose(1, 2) for output, _ in parts], 1).transpose(1, 2)
+        text_output = torch.cat([output.transpose(1, 2) for output, _ in parts], 1).transpose(1, 2)
         norms = torch.cat([log_norm for _, log_norm in parts], 2)
-        mine, own_norms = attend(_gather_blocks(query, group), own[0], own[1], plan.block_bias)
-        of_text, of_own = _view_rows(found, query), _view_blocks(mine, group)
+        block_output, own_norms = attend(
+            _gather_blocks(query, group), own[0], own[1], plan.block_bias
+        )
+        of_text, of_own = _view_rows(text_output, query), _view_blocks(block_output, group)
         norm, own_norm = _view_rows(norms, query), _view_blocks(own_norms, group)
-        share = (own_norm - norm).sigmoid_().unsqueeze(-1).to(query.dtype)
-        output = torch.lerp(of_text, of_own, share, out=query.new_empty(of_text.shape))
+        block_share = (own_norm - norm).sigmoid_().unsqueeze(-1).to(query.dtype)
+        output = torch.lerp(of_text, of_own, block_share, out=query.new_empty(of_text.shape))
         torch.logaddexp(norm, own_norm, out=norm)
         output = output.flatten(2, 3)
         ctx.save_for_backward(query, *both, output, norms)
@@ -178,29 +180,29 @@ class _BlockAttention(torch.autograd.Function):
         """Compute the gradients of the inputs of `forward`."""
         plan, (query, keys, values, *own, output, norms) = ctx.plan, ctx.saved_tensors
         num_kv_heads, group = keys.shape[1], query.shape[2] // keys.shape[1]
-        rows, grads, found = (
+        rows, grads, outputs = (
             plan.arrange_rows(each, num_kv_heads) for each in (query, grad.contiguous(), output)
         )
-        found = found.transpose(1, 2).contiguous().transpose(1, 2)
+        outputs = outputs.transpose(1, 2).contiguous().transpose(1, 2)
         text = [plan.arrange_context(each, group) for each in (keys, values)]
         # A token's gradient is summed over many chunks, so in float32 at least.
         wide = torch.promote_types(query.dtype, torch.float32)
         d_text = [torch.zeros_like(each[0], dtype=wide) for each in text]
         parts = []
         for c in plan.chunks:
-            here = rows[:, :, c.rows], *(each[:, :, c.tokens] for each in text)
-            mine = [each[:, :, c.rows] for each in (found, norms)]
-            part, *both = attend_backward(grads[:, :, c.rows], here, c.bias, *mine)
+            inputs = rows[:, :, c.rows], *(each[:, :, c.tokens] for each in text)
+            saved = [each[:, :, c.rows] for each in (outputs, norms)]
+            part, *both = attend_backward(grads[:, :, c.rows], inputs, c.bias, *saved)
             parts.append(part.transpose(1, 2))
             for whole, each in zip(d_text, both, strict=True):
                 whole[:, c.tokens].add_(each.sum(0, dtype=wide))
         d_rows = _view_rows(torch.cat(parts, 1).transpose(1, 2), query)
-        blocks, grads, found = (_gather_blocks(each, group) for each in (query, grad, output))
+        blocks, grads, outputs = (_gather_blocks(each, group) for each in (query, grad, output))
         norms = _view_rows(norms, query).permute(0, 2, 3, 1).flatten(2, 3)
-        here = blocks, *_put_heads_first(own)
-        part, *d_own = attend_backward(grads, here, plan.block_bias, found, norms)
-        of_own = _view_blocks(part, group)
-        d_query = torch.add(d_rows, of_own, out=query.new_empty(of_own.shape)).flatten(2, 3)
+        inputs = blocks, *_put_heads_first(own)
+        part, *d_own = attend_backward(grads, inputs, plan.block_bias, outputs, norms)
+        d_blocks = _view_blocks(part, group)
+        d_query = torch.add(d_rows, d_blocks, out=query.new_empty(d_blocks.shape)).flatten(2, 3)
         d_text = [each[:, : len(keys)].transpose(0, 1).to(query.dtype) for each in d_text]
         return None, d_query, *d_text, *_put_heads_first(d_own)
 
@@ -211,15 +213,15 @@ def _gather_blocks(states: Tensor, group: int) -> Tensor:
     return heads.reshape(len(states), -1, *heads.shape[3:]).transpose(1, 2)
 
 
-def _view_blocks(found: Tensor, group: int) -> Tensor:
+def _view_blocks(states: Tensor, group: int) -> Tensor:
     """View results of blocks [A, K, G * R, ...] as [A, R, K, G, ...]."""
-    return found.unflatten(2, (group, -1)).movedim(3, 1)
+    return states.unflatten(2, (group, -1)).movedim(3, 1)
 
 
-def _view_rows(found: Tensor, query: Tensor) -> Tensor:
+def _view_rows(states: Tensor, query: Tensor) -> Tensor:
     """View results of rows [G, K, N, ...] as [A, R, K, G, ...], for a query [A, R, Q, d]."""
     num_blocks, size = query.shape[:2]
-    rows = found[:, :, : num_blocks * size].unflatten(2, (num_blocks, size))
+    rows = states[:, :, : num_blocks * size].unflatten(2, (num_blocks, size))
     return rows.movedim((2, 3), (0, 1)).transpose(2, 3)
 
 

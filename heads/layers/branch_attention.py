@@ -228,10 +228,10 @@ def _attend(
     weights = scores.to(at_least_float32).softmax(-1).to(values.dtype)
     text, drafts, _ = weights.tensor_split([num_tokens, num_tokens + num_own], dim=-1)
     text = text.reshape(num_texts, -1, *text.shape[1:]).transpose(1, 2).flatten(2, 3)
-    found = _arrange_by_row(text @ values.transpose(1, 2), num_rows)
+    output = _arrange_by_row(text @ values.transpose(1, 2), num_rows)
     if num_own:
-        found = found + drafts @ own_values
-    return found.reshape(num_rows, num_heads, size)
+        output = output + drafts @ own_values
+    return output.reshape(num_rows, num_heads, size)
 
 
 def _arrange_by_row(products: Tensor, num_rows: int) -> Tensor:
@@ -257,8 +257,8 @@ class FlashBranchAttention(torch.autograd.Function):
         assert rows is not None
         assert documents is not None
         every = _scatter_rows(query, rows, len(keys))
-        found, log_norm = flash_attention(every, keys, values, documents)
-        output, log_norm = found.index_select(0, rows), log_norm.index_select(1, rows)
+        all_outputs, log_norm = flash_attention(every, keys, values, documents)
+        output, log_norm = all_outputs.index_select(0, rows), log_norm.index_select(1, rows)
         log_norm = log_norm.T.contiguous()
         for part in _split_rows(keys, own):
             heads, texts = (_group_queries(each[part], keys) for each in (query, output))
@@ -281,8 +281,10 @@ class FlashBranchAttention(torch.autograd.Function):
         # Without a query, scores, output and gradient are 0, and everything after them.
         norms = _scatter_rows(log_norm, rows, size).T
         text = (every, keys, values)
-        found, *d_text = flash_attention_backward(grads, text, (outputs, norms), ctx.seen.documents)
-        d_query = found.index_select(0, rows)
+        d_every, *d_text = flash_attention_backward(
+            grads, text, (outputs, norms), ctx.seen.documents
+        )
+        d_query = d_every.index_select(0, rows)
         d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
         for part in _split_rows(keys, own):
             heads = [_group_queries(each[part], keys) for each in (query, output, grad)]
@@ -319,19 +321,21 @@ class ChunkedBranchAttention(torch.autograd.Function):
         *own: Tensor,
     ) -> Tensor:
         """Attend from query [N, Q, d] to text [S, K, d] and J own keys, then values, [N, K, d]."""
-        output, kept = torch.empty_like(query), []
+        output, all_norms = torch.empty_like(query), []
         for row_range in ranges:
             rows, tokens, _ = row_range
             heads = _group_queries(query[rows], keys)
             text = (keys[tokens], values[tokens], row_range.build_bias(keys.dtype))
-            found, norms = _attend_text(heads, text)
+            chunk_output, norms = _attend_text(heads, text)
             if own:
-                found = _merge_attention(heads, found, _view_norms(norms), _stack_own(rows, own))
-            output[rows] = found.flatten(1, 2)
-            kept.append(norms)
+                chunk_output = _merge_attention(
+                    heads, chunk_output, _view_norms(norms), _stack_own(rows, own)
+                )
+            output[rows] = chunk_output.flatten(1, 2)
+            all_norms.append(norms)
         ctx.save_for_backward(query, keys, values, output, *own)
         # Not the branches, which will refer to this result and would form a cycle.
-        ctx.ranges, ctx.kept = ranges, kept
+        ctx.ranges, ctx.all_norms = ranges, all_norms
         return output
 
     @staticmethod
@@ -343,17 +347,17 @@ class ChunkedBranchAttention(torch.autograd.Function):
         d_own = keys.new_empty(2, len(own) // 2, len(query), *keys.shape[1:])
         # A token's gradient is summed over many chunks, so in float32.
         d_text = [torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)]
-        for row_range, norms in zip(ctx.ranges, ctx.kept, strict=True):
+        for row_range, norms in zip(ctx.ranges, ctx.all_norms, strict=True):
             rows, tokens, _ = row_range
             heads = [_group_queries(each[rows], keys) for each in (query, output, grad)]
             text = (keys[tokens], values[tokens], row_range.build_bias(keys.dtype))
-            found, *parts = _attend_text_backward(heads, text, norms)
+            d_chunk, *parts = _attend_text_backward(heads, text, norms)
             for whole, part in zip(d_text, parts, strict=True):
                 whole[tokens] += part
             if own:
                 norm, own_here = _view_norms(norms), _stack_own(rows, own)
-                found = found + _backward_own(heads, norm, own_here, d_own[:, :, rows])
-            d_query[rows] = found.flatten(1, 2)
+                d_chunk = d_chunk + _backward_own(heads, norm, own_here, d_own[:, :, rows])
+            d_query[rows] = d_chunk.flatten(1, 2)
         d_keys, d_values = (each.to(keys.dtype) for each in d_text)
         return d_query, d_keys, d_values, None, *d_own.flatten(0, 1)
 
@@ -367,8 +371,8 @@ def _attend_text(query: Tensor, text: Sequence[Tensor]) -> tuple[Tensor, Tensor]
     """
     *heads, bias = _arrange_heads(query, *text)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    found, norms = kernel(*heads, attn_mask=bias)
-    return found.permute(2, 1, 0, 3), norms
+    output, norms = kernel(*heads, attn_mask=bias)
+    return output.permute(2, 1, 0, 3), norms
 
 
 def _attend_text_backward(
@@ -384,9 +388,9 @@ def _attend_text_backward(
     *heads, bias = _arrange_heads(rows[0], *text)
     output, grad = (each.permute(2, 1, 0, 3) for each in rows[1:])
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found = kernel(grad, *heads, output, norms, 0.0, False, attn_mask=bias)
-    d_text = (each.sum(0, dtype=torch.float32).transpose(0, 1) for each in found[1:3])
-    return found[0].permute(2, 1, 0, 3), *d_text
+    grads = kernel(grad, *heads, output, norms, 0.0, False, attn_mask=bias)
+    d_text = (each.sum(0, dtype=torch.float32).transpose(0, 1) for each in grads[1:3])
+    return grads[0].permute(2, 1, 0, 3), *d_text
 
 
 def _arrange_heads(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -408,16 +412,16 @@ def _group_queries(states: Tensor, keys: Tensor) -> Tensor:
 
 def _stack_own(rows: slice, own: Sequence[Tensor]) -> Tensor:
     """Stack own keys and values of a slice of rows: [2, n, K, J, d] float32."""
-    found = torch.stack([each[rows] for each in own]).float()
-    return found.unflatten(0, (2, -1)).movedim(1, 3)
+    stacked = torch.stack([each[rows] for each in own]).float()
+    return stacked.unflatten(0, (2, -1)).movedim(1, 3)
 
 
-def _merge_attention(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
+def _merge_attention(query: Tensor, output: Tensor, log_norm: Tensor, own: Tensor) -> Tensor:
     """Merge attention over the text with that over draft tokens: [n, K, G, d] float32.
 
     Args:
         query: [n, K, G, d].
-        found: [n, K, G, d] over the text alone.
+        output: [n, K, G, d] over the text alone.
         log_norm: [n, K, G, 1] float32 logsumexp of the text's scores; overwritten by that of all.
         own: [2, n, K, J, d].
     """
@@ -425,9 +429,9 @@ def _merge_attention(query: Tensor, found: Tensor, log_norm: Tensor, own: Tensor
     with torch.autocast(query.device.type, enabled=False):
         scores = query.float() @ own_keys.mT * query.shape[-1] ** -0.5
         joined = torch.cat([log_norm, scores], -1).logsumexp(-1, keepdim=True)
-        found = found * (log_norm - joined).exp() + (scores - joined).exp() @ own_values
+        output = output * (log_norm - joined).exp() + (scores - joined).exp() @ own_values
     log_norm.copy_(joined)
-    return found
+    return output
 
 
 def _backward_own(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor, d_own: Tensor) -> Tensor:

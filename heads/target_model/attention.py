@@ -240,7 +240,7 @@ class SinkFlash(torch.autograd.Function):
 
 
 def build_dense_mask(documents: Documents, num_sequences: int) -> Tensor:
-    """Build a mask [B, T, T] bool of the tokens that each token sees, for models that need masks."""
+    """Build a mask [B, T, T] bool of the tokens that each token sees, for models with masks."""
     bounds = documents.cu_seqlens
     numbers = torch.arange(len(documents.lengths), device=bounds.device)
     total = sum(documents.lengths)

@@ -253,18 +253,18 @@ class _DraftCheck:
             torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1
         )
         difference = self._compare_states("a prompt", last, [0], [-1])
-        for name, parents, right, kept in (
+        for name, parents, right, num_kept in (
             ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
             ("a draft after a kept part of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
         ):
-            difference = difference or self._draft(cache, name, parents, right, kept)
+            difference = difference or self._draft(cache, name, parents, right, num_kept)
         cache.select_rows([1])
         self.target.state_bytes = cache.states.bytes_per_token if cache.states else 0
         self.lengths, self.texts = self.lengths[1:], [1]
         return difference or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
 
     def _draft(
-        self, cache: TreeCache, name: str, parents: list[int], right: list[int], kept: list[int]
+        self, cache: TreeCache, name: str, parents: list[int], right: list[int], num_kept: list[int]
     ) -> str:
         """Run a tree whose `right` nodes continue the texts, and keep the first of them."""
         device, num_nodes = self.ids.device, len(parents)
@@ -280,8 +280,8 @@ class _DraftCheck:
             cache, rows, None if is_chain else mask[None], depths[None]
         )
         difference = self._compare_states(name, output, right, depths[right].tolist())
-        cache.commit([right[:num] for num in kept])
-        self.lengths = [length + num for length, num in zip(self.lengths, kept, strict=True)]
+        cache.commit([right[:num] for num in num_kept])
+        self.lengths = [length + num for length, num in zip(self.lengths, num_kept, strict=True)]
         return difference
 
     def _compare_states(

@@ -101,7 +101,7 @@ def find_decoder_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.Mo
 
 
 def record_hidden_state(
-    blocks: nn.ModuleList, index: int, active: int | None, kept: dict[int, Tensor]
+    blocks: nn.ModuleList, index: int, active: int | None, states: dict[int, Tensor]
 ) -> None:
     """Keep a hidden state [B, T, D] of every pass.
 
@@ -110,14 +110,14 @@ def record_hidden_state(
         index: as in `output_hidden_states`: 0 is the input of the first layer, i the output of
             layer i - 1.
         active: see `extract_hidden_state`.
-        kept: dict that gets the state at its index.
+        states: dict that gets the state at its index.
     """
 
     def keep_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kept[index] = extract_hidden_state(args or kwargs["hidden_states"], active)
+        states[index] = extract_hidden_state(args or kwargs["hidden_states"], active)
 
     def keep_output(_module: nn.Module, _args: Any, output: Any) -> None:
-        kept[index] = extract_hidden_state(output, active)
+        states[index] = extract_hidden_state(output, active)
 
     if index == 0:
         blocks[0].register_forward_pre_hook(keep_input, with_kwargs=True)
@@ -199,7 +199,7 @@ def pause_layer(block: Any, number: int) -> Iterator[None]:
 
 
 class LongRope:
-    """Rotary embeddings of a decoder that are told which tokens belong to long texts.
+    """Rotary embeddings of a decoder, which learn from the caller which texts are long.
 
     Args:
         decoder: transformers model, whose rotary embeddings get another `forward`.

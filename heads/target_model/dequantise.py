@@ -161,9 +161,9 @@ def _check_room(gguf: GgufTarget, place: Path) -> None:
 
 def _write_dequantised(config: TargetConfig, gguf: GgufTarget, staging: Path) -> None:
     """Write config, tokenizer and weights in transformers' format."""
-    of_file = {"gguf_file": gguf.name}
-    whole = _load_config_beside(gguf) is not None
-    model_config = AutoConfig.from_pretrained(gguf.folder, **({} if whole else of_file))
+    file_option = {"gguf_file": gguf.name}
+    has_config = _load_config_beside(gguf) is not None
+    model_config = AutoConfig.from_pretrained(gguf.folder, **({} if has_config else file_option))
     _check_stated(gguf, model_config.get_text_config())
     model, info = find_language_class(model_config).from_pretrained(
         gguf.folder,
@@ -171,7 +171,7 @@ def _write_dequantised(config: TargetConfig, gguf: GgufTarget, staging: Path) ->
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
         output_loading_info=True,
-        **of_file,
+        **file_option,
     )
     _check_all_read(gguf, check_complete(config, model, info), info["unexpected_keys"])
     for parameter in model.parameters():
@@ -270,8 +270,8 @@ def _make_generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
     """Load the generation config beside the file, or use the model's with llama.cpp's stops."""
     if "generation_config.json" in gguf.original_files:
         return GenerationConfig.from_pretrained(gguf.folder)
-    found = [gguf.get_metadata(f"tokenizer.ggml.{name}") for name in STOPS]
-    stops = list(dict.fromkeys(stop for stop in found if stop is not None))
+    stated = [gguf.get_metadata(f"tokenizer.ggml.{name}") for name in STOPS]
+    stops = list(dict.fromkeys(stop for stop in stated if stop is not None))
     model.generation_config.eos_token_id = stops or None
     return model.generation_config
 

@@ -52,7 +52,7 @@ def wrap_mixers(decoder: Any, name: str) -> None:
                 f"target.path={name}: {model_type} is not supported: one token with a cache of "
                 f"transformers' own: {type(error).__name__}: {error}"
             ) from error
-    for number, (module, layer) in enumerate(cache.kept.items()):
+    for number, (module, layer) in enumerate(cache.layer_by_module.items()):
         module.forward = Mixer(number, layer, module.forward)
 
 
@@ -61,7 +61,7 @@ class _StateKeepers(DynamicCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.kept: dict[Any, int] = {}
+        self.layer_by_module: dict[Any, int] = {}
         self.inside: list[nn.Module] = []
 
     def record_entry(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -75,13 +75,13 @@ class _StateKeepers(DynamicCache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        self.kept[self.inside[-1]] = layer_idx
+        self.layer_by_module[self.inside[-1]] = layer_idx
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        self.kept[self.inside[-1]] = layer_idx
+        self.layer_by_module[self.inside[-1]] = layer_idx
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
 

@@ -290,23 +290,23 @@ def open_partial_files(config: TargetConfig, is_wanted: Callable[[str], bool]) -
     with TemporaryDirectory(prefix="headsmith-") as temporary:
         folder = Path(temporary)
         for name in (*BESIDE, *files):
-            found = cached_file(
+            cached = cached_file(
                 place, name, revision=config.revision,
                 _raise_exceptions_for_missing_entries=name in files,
             )  # fmt: skip
-            if found is not None:
-                (folder / name).symlink_to(Path(str(found)).absolute())
-        kept = {name: file for name, file in weight_map.items() if file in files}
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+            if cached is not None:
+                (folder / name).symlink_to(Path(str(cached)).absolute())
+        partial_map = {name: file for name, file in weight_map.items() if file in files}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": partial_map}))
         yield temporary
 
 
 def _load_weight_map(config: TargetConfig, place: str) -> dict[str, str]:
     """Load the files of a Hub repository by their tensors' names; empty for a single file."""
-    found = cached_file(
+    file = cached_file(
         place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
     )
-    return {} if found is None else json.loads(Path(str(found)).read_text())["weight_map"]
+    return {} if file is None else json.loads(Path(str(file)).read_text())["weight_map"]
 
 
 @contextmanager
