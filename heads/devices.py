@@ -98,8 +98,8 @@ def make_processor(
     Args:
         capabilities: result of `torch.cpu.get_capabilities`.
         vectors: result of `torch.backends.cpu.get_cpu_capability`.
-        supported: dtypes besides float32 that oneDNN accepts. With AVX-512 it accepts bfloat16 even
-            without native products.
+        supported: dtypes besides float32 that oneDNN accepts; with AVX-512, bfloat16 is accepted
+            even without native products.
         packs: whether oneDNN and MKL are available.
         limit: value of ONEDNN_MAX_CPU_ISA.
     """

@@ -8,7 +8,7 @@ its entry script knows its name. A head must define `from_settings`, `compute_ca
 `from_folder`, `attach` and `build_files` suit small heads. Copy the toy head in `tests/toy_head/`
 to start.
 
-Letters: S rows, D depths, F target hidden, V vocabulary.
+Letters: S rows, D depths, L target layers, F target hidden, V vocabulary.
 """
 
 import json
@@ -118,7 +118,7 @@ class HeadFacts:
     Attributes:
         tag: Hub tag of the kind of head.
         name: name of the head in the first sentence.
-        method: name of its training method.
+        method: name of the head's training method.
         paper: arXiv number of the method; empty without one.
         description: the head's parts, then how the head drafts; without the final full stop.
         num_draft_tokens: number of draft tokens to use in an engine.
@@ -141,7 +141,7 @@ class HeadFacts:
 
 
 class DraftHead(nn.Module, ABC):
-    """Trained network that drafts. `attach` it to its target before use.
+    """Trained network that drafts, after `attach` has joined it with its target.
 
     Attributes:
         config: architecture, from which the head can be rebuilt. `config.target` names its target;
@@ -229,9 +229,9 @@ class DraftHead(nn.Module, ABC):
 
         Args:
             target: the frozen target.
-            settings: settings `head` of its training command.
+            settings: settings `head` of the head's training command.
             vocab: draft vocabulary, if the head can restrict it.
-            seed: seed of its weights.
+            seed: seed of the head's weights.
 
         Raises:
             InputError: the settings do not fit the target.
@@ -275,7 +275,7 @@ class DraftHead(nn.Module, ABC):
             shape: a chain, or a shape like that of `make_default_shape`.
             sampling: the target's sampling.
             seeds: one seed per text.
-            calibration: cuts chains by the head's confidence.
+            calibration: calibration by which chains are cut; None leaves chains whole.
         """
 
     def build_files(self) -> HeadFiles:
@@ -299,7 +299,7 @@ class DraftHead(nn.Module, ABC):
 
         Args:
             target: frozen target, with the head attached in the dtype of the export.
-            states: the target's hidden states [S, F], one more than it has layers.
+            states: hidden states [S, F] of the target, L + 1 of L layers.
             token_ids: [S + D + 1] int64 text.
             places: [S] int64 positions of the text's first S tokens.
         """

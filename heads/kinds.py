@@ -56,8 +56,8 @@ def load_head(
     Args:
         path: folder, GGUF file or Hub id.
         revision: branch, tag, commit or `refs/pr/1` of a Hub id.
-        layers: hidden states that it fuses, as indices of `output_hidden_states`, instead of those
-            in `config.json`. These are read as vLLM, speculators and Headsmith count. Heads of
+        layers: hidden states that the head fuses, as indices of `output_hidden_states`; None for
+            the layers in `config.json`, read as vLLM, speculators and Headsmith count. Heads of
             SGLang, SpecForge and ModelOpt may count the layer whose output is read: name `layers`
             with 1 added to each.
 

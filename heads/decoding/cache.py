@@ -72,7 +72,7 @@ class SlotBuffer:
         )
 
     def insert_row(self, row: int, other: "SlotBuffer", num_slots: int, num_texts: int) -> None:
-        """Replace the first slots of a row by those of a buffer of one row."""
+        """Insert the first slots of a buffer of one row into a row."""
         if num_slots:
             buffers = self._grow_buffers(other._get_keys_values(), num_slots, num_texts)
             for buffer, new in zip(buffers, other._get_keys_values(), strict=True):
@@ -277,7 +277,7 @@ class CacheSlots:
         return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
 
     def insert_row(self, row: int, length: int) -> None:
-        """Start another text in a row, with `length` committed tokens."""
+        """Insert another text with `length` committed tokens into a row."""
         self.lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
         self.committed[row] = length
 
@@ -401,7 +401,7 @@ class RecurrentStates:
                 table[name] = states[rows] if tokens is None else states[rows, last].unsqueeze(1)
 
     def insert_row(self, row: int, other: "RecurrentStates") -> None:
-        """Replace a text by one of another object, with the states of its mixers."""
+        """Insert the single text of another object, with the states of its mixers, into a row."""
         for mixer, table in self._tables.items():
             for name, states in table.items():
                 # Both are committed. A draft model may not have read the other text yet.
@@ -579,7 +579,7 @@ class TreeCache(Cache):
                 own.buffer.insert_row(row, new.buffer, lengths[row], len(lengths))
 
     def insert_row(self, row: int, other: "TreeCache") -> None:
-        """Start the single text of another cache in a row."""
+        """Insert the single text of another cache into a row."""
         self.slots.insert_row(row, other.slots.lengths[0])
         self.overwrite_row(row, other)
         if self.states is not None and other.states is not None:

@@ -275,4 +275,4 @@ class Drafter(Protocol):
         """Select the texts that stay, in place, as others have ended; may precede `observe`."""
 
     def insert_row(self, row: int, other: Self) -> None:
-        """Start the single text of another drafter, which has only seen its prompt, in a row."""
+        """Insert the single text of another drafter, which has seen only a prompt, into a row."""

@@ -37,12 +37,12 @@ EPS = 1e-6
 
 
 class HeadDrafter(ABC):
-    """Drafts with an attached head. Subclasses define `observe` and `propose`.
+    """Drafter with an attached head. Subclasses define `observe` and `propose`.
 
     Args:
         head: head that drafts.
         shape: shape of the drafts.
-        calibration: cuts chains; None leaves them whole.
+        calibration: calibration by which chains are cut; None leaves chains whole.
 
     Attributes:
         row_attributes: names of the attributes with one entry per text: tensors [B, ...],
@@ -82,7 +82,7 @@ class HeadDrafter(ABC):
 
     @final
     def insert_row(self, row: int, other: Self) -> None:
-        """Start the single text of another drafter, which has only seen its prompt, in a row."""
+        """Insert the single text of another drafter, which has seen only a prompt, into a row."""
         self._prepare_insert(other)
         for name in self.row_attributes:
             value, new = getattr(self, name), getattr(other, name)
@@ -99,14 +99,14 @@ class HeadDrafter(ABC):
 
 
 class ChainDrafter(HeadDrafter):
-    """Drafts chains of the best tokens, or of drawn tokens when sampling.
+    """Drafter of chains of the best tokens, or of drawn tokens when sampling.
 
     Args:
         head: head that drafts.
         depth: draft tokens per chain.
         sampling: the target's sampling, also used for draft tokens.
         seeds: seeds of the draws, one per text, other than the target's.
-        calibration: cuts the chains; None leaves them whole.
+        calibration: calibration by which chains are cut; None leaves chains whole.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ChainDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Turns a head's confidence into chances, and cuts chains whose chance falls below a threshold.
+    """Map from a head's confidence to chances, and the chance below which chains are cut.
 
     Attributes:
         temperatures: positive divisors of the confidence logits, by depth.
@@ -188,13 +188,13 @@ def compute_top_logits(logits: Tensor) -> Tensor:
 
 @dataclass
 class ChainSampler:
-    """Chooses the tokens of chains: the best ones, or drawn ones when sampling.
+    """Sampler of the tokens of chains: the best ones, or drawn ones when sampling.
 
     Attributes:
         vocab: draft vocabulary of the logits.
         sampling: the target's sampling, also used for draft tokens.
         generators: one generator per text.
-        calibration: cuts the chains; None leaves them whole.
+        calibration: calibration by which chains are cut; None leaves chains whole.
         probs: [B, V] float32 distribution of each drawn token.
         confidence: [B] float32 per token, see `Draft`.
         chance: [B] joint chance of all tokens.
@@ -286,7 +286,7 @@ class DynamicDrafter(Drafter, Protocol):
 
 
 class DynamicTreeDrafter(HeadDrafter):
-    """Drafts the likeliest of all expanded nodes.
+    """Drafter of trees of the likeliest expanded nodes.
 
     Attributes:
         has_nested_trees: see `heads.decoding.drafting.DynamicDrafter`.
@@ -324,31 +324,32 @@ class Frontier(NamedTuple):
 def expand_tree(
     shape: DynamicShape,
     vocab: DraftVocab,
-    first: Tensor,
-    after: Callable[[Frontier], Tensor],
-    known: Callable[[Tensor, int], Tensor],
+    root_logits: Tensor,
+    compute_logits: Callable[[Frontier], Tensor],
+    pad_tokens: Callable[[Tensor, int], Tensor],
 ) -> ExpandedTree:
     """Expand trees below roots.
 
     Args:
         shape: limits of the trees.
         vocab: draft vocabulary of the logits.
-        first: [B, W] logits of the roots' children.
-        after: function that gives logits [B * w, W] of the children of nodes.
-        known: function that replaces tokens [B, n] of a depth that cannot be drafted by PAD.
+        root_logits: [B, W] logits of the roots' children.
+        compute_logits: function from a frontier to logits [B * w, W] of the children of its nodes.
+        pad_tokens: function from tokens [B, n] and their level (depth - 1) to the tokens, with PAD
+            for tokens that cannot be drafted.
     """
-    num_texts, device = len(first), first.device
-    width = min(shape.top_k, first.shape[1])
+    num_texts, device = len(root_logits), root_logits.device
+    width = min(shape.top_k, root_logits.shape[1])
     texts = torch.arange(num_texts, device=device).unsqueeze(1)
     scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
     nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
     drawn: list[ExpandedTree] = []
-    logits, num_nodes = first, 1
+    logits, num_nodes = root_logits, 1
     for level in range(shape.depth):
         best = logits.float().log_softmax(-1).topk(width)
         tokens = vocab.to_target_ids(best.indices).view(num_texts, -1)
         all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
-        drafted = known(tokens, level)
+        drafted = pad_tokens(tokens, level)
         known_scores = all_scores.masked_fill(drafted == PAD, -torch.inf)
         drawn.append(ExpandedTree(drafted, known_scores, nodes.repeat_interleave(width, 1)))
         if level + 1 == shape.depth:
@@ -356,7 +357,7 @@ def expand_tree(
         num_rows = nodes.shape[1]
         scores, chosen = all_scores.topk(min(shape.top_k, all_scores.shape[1]))
         rows = (texts * num_rows + chosen // width).flatten()
-        logits = after(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
+        logits = compute_logits(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
         nodes = num_nodes + chosen
         num_nodes += all_scores.shape[1]
     return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
@@ -405,7 +406,7 @@ class HeadCache:
         return self
 
     def insert_row(self, row: int, other: "HeadCache") -> None:
-        """Start the single text of another cache in a row."""
+        """Insert the single text of another cache into a row."""
         length = 0 if other.slots is None else other.slots.lengths[0]
         self.prepared_slots.insert_row(row, length)
         for buffer, new in zip(self.buffers, other.buffers, strict=True):

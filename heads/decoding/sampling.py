@@ -116,7 +116,7 @@ class Generators:
         return Generators(self.keys[index], self.counts[index])
 
     def insert_row(self, row: int, other: "Generators") -> None:
-        """Start the single text of another object in a row."""
+        """Insert the generator of the single text of another object into a row."""
         self.keys[row], self.counts[row] = other.keys[0], other.counts[0]
 
     def next_step(self) -> "Generators":
@@ -134,9 +134,9 @@ class Generators:
     def draw_exponential(self, like: Tensor) -> Tensor:
         """Draw exponential float32 numbers above 0, of the shape [B, ...] of `like`."""
         # The weight with the smallest draw in proportion wins, so an unlikely token wins by a tiny
-        # draw alone. A draw from 24 bits, as in `uniform`, is 0 with a chance of 2^-24, and a token
-        # of any weight would win by it. All 63 bits keep float32's relative precision down to
-        # 2^-64. They are scaled to at most 1 - 2^-24, as log1p(-1) is infinite.
+        # draw alone. A draw from 24 bits, as in `draw_uniform`, is 0 with a chance of 2^-24, and a
+        # token of any weight would win by it. All 63 bits keep float32's relative precision down
+        # to 2^-64. They are scaled to at most 1 - 2^-24, as log1p(-1) is infinite.
         bits = self._draw_bits(like.shape[1:].numel())
         draws = _shift_right(bits, 1, bits).float().add_(0.5)
         return draws.mul_((2.0**-24 - 1) * 2.0**-63).log1p_().neg_().view_as(like)

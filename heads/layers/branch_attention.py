@@ -45,13 +45,14 @@ ROWS_PER_CHUNK = 256
 
 
 class CausalRange(NamedTuple):
-    """Stretch of its text that each row sees.
+    """Stretches of the texts: each row sees one stretch of its text.
 
     Attributes:
         first: [N] int64, first token seen.
         end: [N] int64, one after the last token seen; above `first`.
-        anchors: [N] int64, token from which a row drafts, if it sees its document up to that token.
-        documents: documents of the text, with `rows`.
+        anchors: [N] int64, token from which each row drafts; None unless rows see their documents
+            up to that token.
+        documents: documents of the text; None without `anchors`.
     """
 
     first: Tensor
@@ -263,9 +264,8 @@ class FlashBranchAttention(torch.autograd.Function):
         for part in _split_rows(keys, own):
             heads, texts = (_group_queries(each[part], keys) for each in (query, output))
             norms = _group_queries(log_norm[part].unsqueeze(-1), keys)
-            output[part] = _merge_attention(heads, texts, norms, _stack_own(part, own)).flatten(
-                1, 2
-            )
+            joined = _merge_attention(heads, texts, norms, _stack_own(part, own))
+            output[part] = joined.flatten(1, 2)
         ctx.save_for_backward(query, keys, values, output, log_norm, *own)
         ctx.seen = seen
         return output
@@ -381,7 +381,7 @@ def _attend_text_backward(
     """Compute gradients of query [n, K, G, d], and of keys and values [s, K, d] in float32.
 
     Args:
-        rows: query, joined output and its gradient, [n, K, G, d].
+        rows: query, joined output and the gradient of that output, [n, K, G, d].
         text: keys and values [s, K, d], bias [n, s].
         norms: logsumexp of `forward`, overwritten by the joined one.
     """
@@ -438,7 +438,7 @@ def _backward_own(rows: Sequence[Tensor], log_norm: Tensor, own: Tensor, d_own: 
     """Compute the query's gradient [n, K, G, d] through the drafts; fill `d_own` with theirs.
 
     Args:
-        rows: query, joined output and its gradient, [n, K, G, d].
+        rows: query, joined output and the gradient of that output, [n, K, G, d].
         log_norm: [n, K, G, 1] of all scores.
         own: [2, n, K, J, d].
         d_own: [2, J, n, K, d].

@@ -1,4 +1,4 @@
-"""Attention without masks: each attention layer asks the running pass which tokens it sees.
+"""Attention without masks: each attention layer asks the open pass which tokens it sees.
 
 While a pass is open, every attention layer of a model calls `attend`, which asks the pass. A
 `DocumentPass` reads packed documents: on a GPU with one call of PyTorch's flash kernel; otherwise,

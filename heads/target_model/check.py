@@ -99,7 +99,7 @@ def _find_check_file(target: Target, config: TargetConfig) -> Path | None:
 
 
 def check_target_support(target: Target) -> None:
-    """Refuse a target whose passes differ from its own, and choose how it reads documents.
+    """Refuse a target whose passes differ from the model's, and choose how documents are read.
 
     Raises:
         InputError: naming the difference and its size.

@@ -105,7 +105,7 @@ def checksum_gguf_weights(gguf: GgufTarget) -> str:
 
 
 def collect_gguf_facts(gguf: GgufTarget) -> dict[str, Any]:
-    """Collect the facts that decide the architecture: those of the file, and its config beside."""
+    """Collect the facts that decide the architecture: metadata, and the config beside the file."""
     return gguf.arch_metadata | {"beside": _load_config_beside(gguf)}
 
 

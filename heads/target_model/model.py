@@ -83,7 +83,7 @@ class TargetOutput:
         return self._map_states(lambda states: states[texts])
 
     def insert_row(self, row: int, other: "TargetOutput") -> None:
-        """Start a row with the hidden states [1, 1, D] of another text."""
+        """Insert the hidden states [1, 1, D] of another text into a row."""
         self.hidden_states[row, 0] = other.hidden_states[0, 0]
         for index, states in self.layers.items():
             states[row, 0] = other.layers[index][0, 0]
