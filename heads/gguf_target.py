@@ -92,8 +92,7 @@ class GgufTarget:
             except ValueError as error:
                 raise InputError(
                     f"{self.label}: {name} has type {number}, which the package gguf does not "
-                    "know; "
-                    "install a newer gguf, or name the original model"
+                    "know; install a newer gguf, or name the original model"
                 ) from error
             values, size = GGML_QUANT_SIZES[kind]
             begin = self.content.start + start

@@ -142,17 +142,15 @@ def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -
         always: ids that every size includes; sizes too small for them are left out.
     """
     always_kept = _select_emitted(always, len(counts))
-    sizes = (len(counts) >> n for n in (4, 3, 2, 1, 0))
-    shares = (
-        f"{size:,} "
-        f"{compute_covered_fraction(counts, DraftVocab.from_counts(counts, size, always_kept)):.1%}"
-        for size in sizes
-        if size >= max(1, len(always_kept))
-    )
+    fractions = []
+    for size in (len(counts) >> n for n in (4, 3, 2, 1, 0)):
+        if size >= max(1, len(always_kept)):
+            vocab = DraftVocab.from_counts(counts, size, always_kept)
+            fractions.append(f"{size:,} {compute_covered_fraction(counts, vocab):.1%}")
     return [
         f"draft vocabulary: {len(chosen.ids):,} of {chosen.size:,} ids cover "
         f"{compute_covered_fraction(counts, chosen):.2%} of the learnt tokens",
-        f"  by size: {', '.join(shares)}",
+        f"  by size: {', '.join(fractions)}",
     ]
 
 

@@ -143,8 +143,8 @@ def apply_adapter(model: Any, adapter: str) -> Any:
     if not changes_weights_only:
         raise InputError(
             f"target.adapter={adapter}: {_format_method(adapted)} changes more than a model's "
-            "weights, so "
-            "heads and engines would miss it; allowed: adapters of weights, such as LoRA"
+            "weights, so heads and engines would miss it; allowed: adapters of weights, such as "
+            "LoRA"
         )
     return adapted
 
@@ -275,8 +275,7 @@ def _check_keys(adapted: Any, adapter: str) -> None:
     if lacking:
         raise InputError(
             f"target.adapter={adapter}: its file lacks weights for this model: "
-            f"{_format_names(lacking)}; "
-            "name the model it was trained on"
+            f"{_format_names(lacking)}; name the model it was trained on"
         )
     skipped = sorted(loaded.unexpected_keys)
     if skipped:

@@ -153,8 +153,7 @@ def _check_room(gguf: GgufTarget, place: Path) -> None:
         )
     print(  # noqa: T201
         f"{gguf.label}: dequantising {gguf.quantization} to {place}, once; takes "
-        f"{needed / 1e9:.1f} "
-        "GB of disk, and as much memory meanwhile",
+        f"{needed / 1e9:.1f} GB of disk, and as much memory meanwhile",
         file=sys.stderr,
     )
 
@@ -208,14 +207,12 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
     if scales and kinds == {"default"}:
         raise InputError(
             f"{gguf.label}: scales RoPE ({scales[0]}), which transformers does not read from a "
-            "GGUF "
-            f"file; {_format_config_advice(gguf)}"
+            f"GGUF file; {_format_config_advice(gguf)}"
         )
     if kinds & SCALED and not scales:
         raise InputError(
             f"{gguf.label}: does not scale RoPE, but its config does "
-            f"({sorted(kinds & SCALED)[0]}); "
-            f"{_format_config_advice(gguf)}"
+            f"({sorted(kinds & SCALED)[0]}); {_format_config_advice(gguf)}"
         )
 
 
