@@ -1,4 +1,14 @@
-"""Answers of Medusa heads. See `heads/draft_head.py`."""
+"""Medusa heads: K small networks that each predict one later token.
+
+They draft with one forward of all heads, then a static tree of candidates; or a chain that is cut
+where it becomes unlikely, after which later heads do not run.
+
+Source: Medusa, arXiv 2401.10774, section 2.1; file layout of FasterDecoding/Medusa. Files for
+engines are made as their loaders read them: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up to 1.1
+`models/medusa/weight.py`; TGI 3.3 `layers/{medusa,speculative}.py`; FasterDecoding/Medusa
+`model/medusa_model.py`. Letters: B texts, N rows, K heads, D hidden, V vocabulary, W draft
+vocabulary.
+"""
 
 import json
 import re
@@ -28,50 +38,29 @@ from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
 
 MEDUSA_WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
-
-
-@dataclass(frozen=True)
-class MedusaLayout:
-    """Layout in which a loader reads Medusa heads.
-
-    Attributes:
-        weights: name of the weights file.
-        own_names: vLLM's names (`blocks.{k}.layers.{j}`) instead of the authors' (`{k}.{j}`).
-        architecture: value of `architectures`; None omits the key.
-        max_layers: largest number of residual blocks per head.
-    """
-
-    weights: str = MEDUSA_WEIGHTS
-    own_names: bool = False
-    architecture: str | None = None
-    max_layers: int | None = None
-
-
-LAYOUTS = {
-    # vLLM's own names, as older versions do not know the authors'.
-    ExportFormat.vllm: MedusaLayout(VLLM_WEIGHTS, own_names=True, architecture="MedusaModel"),
-    ExportFormat.trtllm: MedusaLayout(),
-    # With `architectures` other than an MLP speculator, TGI loads no heads at all.
-    ExportFormat.tgi: MedusaLayout(),
-    # The authors' loader makes all blocks of a head one module.
-    ExportFormat.original: MedusaLayout(max_layers=1),
-}
-
-
+TOKEN_MAP = "token_map"
+"""vLLM's name of the target ids [W] int64 of a reduced draft vocabulary."""
+VLLM_SIGN = '"MedusaModel"'
+VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
+VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
+ROWS_PER_CHUNK = 256
+"""Number of hidden states whose logits are in memory at once."""
 AUTHORS_HINT = (
     "The authors' loader always builds 5 heads; heads missing in the file draft at random."
 )
-
-
 CONVERT = (
     "import torch; from safetensors.torch import load_file; "
     "torch.save(load_file('{folder}/medusa_lm_head.safetensors'), '{folder}/medusa_lm_head.pt')"
+)
+TOKEN_MAP_PROBLEM = (
+    "version 0.32 has a place for `token_map`, but gives each head as many rows as the target has "
+    "ids and then refuses fewer. The unpruned head loads."
 )
 
 
 @dataclass(frozen=True)
 class MedusaHeadConfig:
-    """Sizes of the heads, and their target."""
+    """Sizes of the heads, and the name of their target."""
 
     hidden_size: int
     vocab_size: int
@@ -81,8 +70,22 @@ class MedusaHeadConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of a chain, one per head."""
+        """Number of draft tokens of a chain, one per head."""
         return self.num_heads
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(A x + b), with A and b zero at the start."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map hidden states [..., D] to [..., D]."""
+        return hidden_states + functional.silu(self.linear(hidden_states))
 
 
 class MedusaNetwork(DraftHead):
@@ -112,12 +115,12 @@ class MedusaNetwork(DraftHead):
 
     @property
     def num_heads(self) -> int:
-        """K."""
+        """Number K of heads."""
         return self.config.num_heads
 
     @classmethod
     def from_target(cls, target: EmbeddingsAndOutputHead, num_heads: int, num_layers: int) -> Self:
-        """New float32 heads, each equal to the target's own next-token head.
+        """Make float32 heads, each equal to the target's own next-token head, and attach them.
 
         Neither heads nor engines have a bias of logits: heads learn without the target's.
 
@@ -141,260 +144,40 @@ class MedusaNetwork(DraftHead):
         return medusa.attach(target)
 
     def head_logits(self, k: int, hidden_states: Tensor) -> Tensor:
-        """[N, W] logits of head k, counted from 0, on final hidden states [N, D].
+        """Compute logits [N, W] of head k, counted from 0, on final hidden states [N, D].
 
         Head 0 reads position t and predicts token t + 2.
         """
         return self.heads[k](hidden_states)
 
     def head_states(self, k: int, hidden_states: Tensor) -> Tensor:
-        """[N, D] what head k, counted from 0, projects."""
+        """Compute the states [N, D] that head k, counted from 0, projects to logits."""
         return self.heads[k][:-1](hidden_states)  # type: ignore[index]
 
     def make_projection(self, k: int) -> Projection:
-        """The projection of head k, counted from 0."""
+        """Make the projection of head k, counted from 0."""
         return Projection(self.heads[k][-1].weight)  # type: ignore[index]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[K, ..., W] logits of every head on final hidden states [..., D]."""
+        """Compute logits [K, ..., W] of every head on final hidden states [..., D]."""
         return torch.stack([head(hidden_states) for head in self.heads])
 
     @torch.no_grad()
     def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each head, see `DraftHead.candidates`."""
+        """Compute best tokens [depth, n, width] per head. See `DraftHead.compute_candidates`."""
         del token_ids
         parts = output.hidden_states[0, first:].split(ROWS_PER_CHUNK)
         return torch.cat([self.rank_token_ids(part, depth, width) for part in parts], dim=1)
 
     def rank_token_ids(self, hidden_states: Tensor, depth: int, width: int) -> Tensor:
-        """[depth, ..., width] int64, the best tokens of each head on states [..., D]."""
+        """Rank the tokens of each head on states [..., D]: the best [depth, ..., width] int64."""
         hidden_states = hidden_states.to(next(self.parameters()).dtype)
         logits = (self.head_logits(k, hidden_states) for k in range(depth))
         return self.vocab.to_target_ids(
             torch.stack([each.topk(width, dim=-1).indices for each in logits])
         )
-
-
-def find_export_problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
-    """Reason why an engine cannot serve heads, as the end of a sentence; None if it can."""
-    layout = LAYOUTS.get(engine)
-    if layout is None:
-        return "loads no Medusa heads"
-    if not head.vocab.is_full:
-        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary and
-        # then refuses fewer rows.
-        return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
-    blocks = head.config.num_layers
-    if layout.max_layers is not None and blocks > layout.max_layers:
-        return f"merges the {blocks} residual blocks of a head into one (head.num_layers)"
-    return None
-
-
-def build_engine_files(head: MedusaNetwork, engine: ExportFormat) -> HeadFiles:
-    """Files with the keys of the authors, of TGI and of vLLM's `MedusaConfig`."""
-    layout, dtype, own = LAYOUTS[engine], format_dtype(head), head.build_files()
-    settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
-    del settings["architectures"]
-    if layout.architecture is not None:
-        settings["architectures"] = [layout.architecture]
-    tensors = _rename_tensors(own.tensors) if layout.own_names else own.tensors
-    return HeadFiles(settings, layout.weights, tensors)
-
-
-def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    named = {}
-    for name, tensor in tensors.items():
-        k, layer, *rest = name.split(".")
-        block = f"blocks.{k}.layers.{layer}.{rest[-1]}"
-        named[block if rest[0] == "linear" else f"lm_heads.{k}.weight"] = tensor
-    return named
-
-
-def serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str:
-    """Command that starts an engine with heads, as lines for a shell; one token per head."""
-    num_heads, target = head.num_heads, head.target_name
-    if engine is ExportFormat.vllm:
-        return format_vllm_command("medusa", num_heads, target, folder)
-    if engine is ExportFormat.tgi:
-        return f"text-generation-launcher --model-id {folder} --speculate {num_heads}"
-    if engine is ExportFormat.trtllm:
-        return (
-            f"python examples/medusa/convert_checkpoint.py --model_dir {target} "
-            f"--medusa_model_dir {folder} --num_medusa_heads {num_heads} "
-            "--dtype bfloat16 --output_dir checkpoint\n"
-            "trtllm-build --checkpoint_dir checkpoint --output_dir engine --gemm_plugin bfloat16 "
-            "--speculative_decoding_mode medusa\n"
-            f"python examples/run.py --engine_dir engine --tokenizer_dir {target} "
-            f"--medusa_choices '{json.dumps([[0] * k for k in range(1, num_heads + 1)])}' "
-            "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
-        )
-    # The authors' loader only opens pickles.
-    convert = CONVERT.format(folder=folder)
-    return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'
-
-
-class MedusaDrafter(HeadDrafter):
-    """Drafts from the hidden state of the last committed token.
-
-    Args:
-        head: trained heads on the target's device.
-        tree: static tree, at most as deep as the number of heads.
-    """
-
-    row_attributes = ("hidden",)
-    hidden: Tensor | None = None
-
-    def __init__(self, head: MedusaNetwork, tree: Tree) -> None:
-        super().__init__(head, tree)
-        self.tree = tree
-        self.num_static_nodes = tree.num_nodes
-        levels = [depth - 1 for depth in tree.depths[1:]]
-        self.slots = torch.tensor(
-            [level * tree.width + rank for level, rank in zip(levels, tree.ranks[1:], strict=True)]
-        )
-
-    def observe(self, seen: CommittedTokens) -> None:
-        """Keep the hidden states [B, D] of the last committed tokens."""
-        hidden = seen.last_output.hidden_states[:, 0]
-        # In place, as captured steps know the address.
-        self.hidden = hidden if self.hidden is None else self.hidden.copy_(hidden)
-
-    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
-        """Draft the tree's candidates: head k fills the nodes of depth k."""
-        assert self.hidden is not None
-        self.slots = self.slots.to(self.hidden.device)
-        candidates = self.head.rank_token_ids(self.hidden, self.tree.depth, self.tree.width)
-        return Draft.from_tree(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
-
-
-class MedusaCut(MedusaDrafter):
-    """Drafts a chain of the best candidates, until the chains of all texts are cut.
-
-    Args:
-        head: trained heads on the target's device.
-        depth: largest number of draft tokens.
-        calibration: cuts the chains.
-    """
-
-    def __init__(self, head: MedusaNetwork, depth: int, calibration: Calibration) -> None:
-        super().__init__(head, Tree.make_chain(depth))
-        self.calibration, self.num_static_nodes = calibration, None
-
-    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
-        """Draft chains of at most `depth` tokens."""
-        assert self.hidden is not None
-        hidden = self.hidden.to(next(self.head.parameters()).dtype)
-        draws = ChainSampler(self.head.vocab, calibration=self.calibration)
-        tokens: list[Tensor] = []
-        while len(tokens) < self.tree.depth and not draws.has_ended:
-            tokens.append(draws.choose_token(self.head.head_logits(len(tokens), hidden)))
-        return draws.make_draft(self.tree, torch.stack(tokens, 1))
-
-
-VLLM_SIGN = '"MedusaModel"'
-
-
-VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
-
-
-VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
-
-
-TOKEN_MAP = "token_map"
-"""[W] int64 target ids of a reduced draft vocabulary, as vLLM names the tensor."""
-
-
-ROWS_PER_CHUNK = 256
-
-
-class ResidualBlock(nn.Module):
-    """x + SiLU(A x + b), with A and b zero at the start."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        return hidden_states + functional.silu(self.linear(hidden_states))
-
-
-def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
-    """The tensors of a folder by their original names.
-
-    Raises:
-        InputError: none there.
-    """
-    for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
-        if (folder / name).is_file():
-            return _original_names(load_tensors(folder / name))
-    found = sorted(file.name for file in folder.iterdir())
-    raise InputError(
-        f"head.path={path}: no {MEDUSA_WEIGHTS} or {VLLM_WEIGHTS} there; found {found}"
-    )
-
-
-def _original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """vLLM's `blocks.{k}.layers.{j}.*` and `lm_heads.{k}.weight`; other names stay."""
-    found = [re.fullmatch(VLLM_BLOCK, name) for name in tensors]
-    num_layers = 1 + max((int(match[2]) for match in found if match), default=-1)
-    named = {}
-    for name, tensor in tensors.items():
-        block = re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", name)
-        named[re.sub(VLLM_PROJECTION, rf"\1.{num_layers}.weight", block)] = tensor
-    return named
-
-
-def parse_token_map(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVocab:
-    """A vocabulary as a file maps it.
-
-    Args:
-        token_map: the file's.
-        num_rows: W.
-        size: V, as its config says.
-        path: what the user calls it.
-
-    Raises:
-        InputError: no such map.
-    """
-    ids = token_map.to(torch.int64)
-    if (
-        token_map.is_floating_point()
-        or ids.shape != (num_rows,)
-        or bool((ids.diff() <= 0).any())
-        or not 0 <= int(ids[0]) <= int(ids[-1]) < size
-    ):
-        raise InputError(
-            f"head.path={path}: {TOKEN_MAP} is {token_map.dtype} {list(token_map.shape)}: must be "
-            f"the target ids of the {num_rows} rows of each projection, rising and below "
-            f"vocab_size={size} of config.json"
-        )
-    return DraftVocab(ids, size)
-
-
-def infer_config(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:
-    """The architecture that tensors show.
-
-    Raises:
-        InputError: no projection among them.
-    """
-    projections = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
-    if not projections:
-        raise InputError(f"head.path={path}: no Medusa projection among {sorted(tensors)[:5]}")
-    vocab_size, hidden_size = tensors[projections[0]].shape
-    num_layers = int(projections[0].split(".")[1])
-    num_heads = 1 + max(int(name.split(".")[0]) for name in projections)
-    return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
-
-
-TOKEN_MAP_PROBLEM = (
-    "version 0.32 has a place for `token_map`, but gives each head as many rows as the target has "
-    "ids and then refuses fewer. The unpruned head loads."
-)
 
 
 class MedusaHead(MedusaNetwork):
@@ -449,7 +232,7 @@ class MedusaHead(MedusaNetwork):
     def from_settings(
         cls, target: EmbeddingsAndOutputHead, settings: MedusaConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Make new heads, each equal to the target's own next-token head, for all ids."""
+        """Make new heads for all ids, each equal to the target's own next-token head."""
         del vocab, seed
         return cls.from_target(target, settings.num_heads, settings.num_layers)
 
@@ -460,7 +243,7 @@ class MedusaHead(MedusaNetwork):
         seeds: Sequence[int],
         calibration: Calibration | None = None,
     ) -> Drafter:
-        """Make a drafter, which ranks candidates and draws nothing."""
+        """Make a drafter of the attached heads; it ranks candidates and draws nothing."""
         del sampling, seeds
         assert isinstance(shape, Tree)
         if calibration is not None:
@@ -468,14 +251,18 @@ class MedusaHead(MedusaNetwork):
         return MedusaDrafter(self, shape)
 
     def build_files(self) -> HeadFiles:
-        """Files with the original names, and keys of the original, TGI and vLLM's `MedusaConfig`.
+        """Build files with the original names, and the keys of all engines.
 
-        The names are `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`.
+        The keys are those of the authors, of TGI and of vLLM's `MedusaConfig`. The names are
+        `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`.
         """
-        named = {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
-        fewer = {}
+        tensors = {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
+        vocab_settings = {}
         if not self.vocab.is_full:
-            named[TOKEN_MAP], fewer = self.vocab.ids, {"truncated_vocab_size": len(self.vocab.ids)}
+            tensors[TOKEN_MAP], vocab_settings = (
+                self.vocab.ids,
+                {"truncated_vocab_size": len(self.vocab.ids)},
+            )
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -486,16 +273,16 @@ class MedusaHead(MedusaNetwork):
             "medusa_num_layers": self.config.num_layers,
             "medusa_fc_bias": True,
             "dtype": "float32",
-            **fewer,
+            **vocab_settings,
         }
-        return HeadFiles(config, MEDUSA_WEIGHTS, named)
+        return HeadFiles(config, MEDUSA_WEIGHTS, tensors)
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
-        """See `heads/medusa.py`."""
+        """Plan the files and the command for an engine. See `DraftHead.plan_export`."""
         problem = find_export_problem(self, engine)
         if problem is not None:
             return ExportPlan(problem)
-        command = serve_command(self, engine, folder)
+        command = format_serve_command(self, engine, folder)
         original = engine is ExportFormat.original
         hint = AUTHORS_HINT if original else ""
         return ExportPlan(None, partial(build_engine_files, self, engine), command, hint)
@@ -503,7 +290,7 @@ class MedusaHead(MedusaNetwork):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """Compute reference logits from the last hidden states. See `DraftHead.golden`."""
+        """Compute reference logits. See `DraftHead.compute_reference_logits`."""
         del target, token_ids, places
         # One head at a time, as all together can be larger than the target.
         each = [deepcopy(part).to("cpu", torch.float32)(states[-1].float()) for part in self.heads]
@@ -513,7 +300,7 @@ class MedusaHead(MedusaNetwork):
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
-        """Card facts; of Medusa-2 if an adapter was trained with the heads."""
+        """Collect the facts of the model card; of Medusa-2 if an adapter was trained too."""
         del acceptance
         config = self.config
         return HeadFacts(
@@ -531,3 +318,223 @@ class MedusaHead(MedusaNetwork):
             vllm_problem=TOKEN_MAP_PROBLEM,
             copied=["output layers that started as copies of its own"],
         )
+
+
+class MedusaDrafter(HeadDrafter):
+    """Drafts a static tree from the hidden state of the last committed token.
+
+    Args:
+        head: trained heads on the target's device.
+        tree: static tree, at most as deep as the number of heads.
+    """
+
+    row_attributes = ("hidden",)
+    hidden: Tensor | None = None
+
+    def __init__(self, head: MedusaNetwork, tree: Tree) -> None:
+        super().__init__(head, tree)
+        self.tree = tree
+        self.num_static_nodes = tree.num_nodes
+        levels = [depth - 1 for depth in tree.depths[1:]]
+        self.slots = torch.tensor(
+            [level * tree.width + rank for level, rank in zip(levels, tree.ranks[1:], strict=True)]
+        )
+
+    def observe(self, seen: CommittedTokens) -> None:
+        """Store the hidden states [B, D] of the last committed tokens."""
+        hidden = seen.last_output.hidden_states[:, 0]
+        # In place, as captured steps know the address.
+        self.hidden = hidden if self.hidden is None else self.hidden.copy_(hidden)
+
+    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
+        """Draft the tree's candidates: head k fills the nodes of depth k."""
+        assert self.hidden is not None
+        self.slots = self.slots.to(self.hidden.device)
+        candidates = self.head.rank_token_ids(self.hidden, self.tree.depth, self.tree.width)
+        return Draft.from_tree(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
+
+
+class MedusaCut(MedusaDrafter):
+    """Drafts a chain of the best candidates, until the chains of all texts are cut.
+
+    Args:
+        head: trained heads on the target's device.
+        depth: largest number of draft tokens.
+        calibration: rule that cuts the chains.
+    """
+
+    def __init__(self, head: MedusaNetwork, depth: int, calibration: Calibration) -> None:
+        super().__init__(head, Tree.make_chain(depth))
+        self.calibration, self.num_static_nodes = calibration, None
+
+    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
+        """Draft chains of at most `depth` tokens."""
+        assert self.hidden is not None
+        hidden = self.hidden.to(next(self.head.parameters()).dtype)
+        draws = ChainSampler(self.head.vocab, calibration=self.calibration)
+        tokens: list[Tensor] = []
+        while len(tokens) < self.tree.depth and not draws.has_ended:
+            tokens.append(draws.choose_token(self.head.head_logits(len(tokens), hidden)))
+        return draws.make_draft(self.tree, torch.stack(tokens, 1))
+
+
+def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
+    """Load the tensors of a folder by their original names.
+
+    Raises:
+        InputError: the folder has no weights file.
+    """
+    for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
+        if (folder / name).is_file():
+            return _restore_original_names(load_tensors(folder / name))
+    file_names = sorted(file.name for file in folder.iterdir())
+    raise InputError(
+        f"head.path={path}: no {MEDUSA_WEIGHTS} or {VLLM_WEIGHTS} there; found {file_names}"
+    )
+
+
+def _restore_original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename vLLM's `blocks.{k}.layers.{j}.*` and `lm_heads.{k}.weight`; other names stay."""
+    matches = [re.fullmatch(VLLM_BLOCK, name) for name in tensors]
+    num_layers = 1 + max((int(match[2]) for match in matches if match), default=-1)
+    restored = {}
+    for name, tensor in tensors.items():
+        block = re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", name)
+        restored[re.sub(VLLM_PROJECTION, rf"\1.{num_layers}.weight", block)] = tensor
+    return restored
+
+
+def infer_config(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:
+    """Infer the architecture of heads from the shapes and names of their tensors.
+
+    Raises:
+        InputError: the tensors hold no projection.
+    """
+    projections = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
+    if not projections:
+        raise InputError(f"head.path={path}: no Medusa projection among {sorted(tensors)[:5]}")
+    vocab_size, hidden_size = tensors[projections[0]].shape
+    num_layers = int(projections[0].split(".")[1])
+    num_heads = 1 + max(int(name.split(".")[0]) for name in projections)
+    return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
+
+
+def parse_token_map(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVocab:
+    """Build the draft vocabulary of heads from the map in their file.
+
+    Args:
+        token_map: [W] target ids of the draft ids.
+        num_rows: number W of rows of each projection.
+        size: number V of target ids in `config.json`.
+        path: name of the folder in messages.
+
+    Raises:
+        InputError: the map does not rise, has another length, or has ids beyond V.
+    """
+    ids = token_map.to(torch.int64)
+    if (
+        token_map.is_floating_point()
+        or ids.shape != (num_rows,)
+        or bool((ids.diff() <= 0).any())
+        or not 0 <= int(ids[0]) <= int(ids[-1]) < size
+    ):
+        raise InputError(
+            f"head.path={path}: {TOKEN_MAP} is {token_map.dtype} {list(token_map.shape)}: must be "
+            f"the target ids of the {num_rows} rows of each projection, rising and below "
+            f"vocab_size={size} of config.json"
+        )
+    return DraftVocab(ids, size)
+
+
+@dataclass(frozen=True)
+class MedusaLayout:
+    """Layout in which an engine reads Medusa heads.
+
+    Attributes:
+        weights: name of the weights file.
+        vllm_names: whether tensors have vLLM's names (`blocks.{k}.layers.{j}`) instead of the
+            authors' (`{k}.{j}`).
+        architecture: value of `architectures`; None omits the key.
+        max_layers: largest number of residual blocks per head; None for any.
+    """
+
+    weights: str = MEDUSA_WEIGHTS
+    vllm_names: bool = False
+    architecture: str | None = None
+    max_layers: int | None = None
+
+
+LAYOUTS = {
+    # vLLM's own names, as older versions do not know the authors'.
+    ExportFormat.vllm: MedusaLayout(VLLM_WEIGHTS, vllm_names=True, architecture="MedusaModel"),
+    ExportFormat.trtllm: MedusaLayout(),
+    # With `architectures` other than an MLP speculator, TGI loads no heads at all.
+    ExportFormat.tgi: MedusaLayout(),
+    # The authors' loader makes all blocks of a head one module.
+    ExportFormat.original: MedusaLayout(max_layers=1),
+}
+
+
+def find_export_problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
+    """Find the reason why an engine cannot serve heads.
+
+    Returns:
+        The end of a sentence whose subject is the engine; None if the engine can serve the heads.
+    """
+    layout = LAYOUTS.get(engine)
+    if layout is None:
+        return "loads no Medusa heads"
+    if not head.vocab.is_full:
+        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary and
+        # then refuses fewer rows.
+        return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
+    blocks = head.config.num_layers
+    if layout.max_layers is not None and blocks > layout.max_layers:
+        return f"merges the {blocks} residual blocks of a head into one (head.num_layers)"
+    return None
+
+
+def build_engine_files(head: MedusaNetwork, engine: ExportFormat) -> HeadFiles:
+    """Build the files of heads in the layout of an engine that can serve them."""
+    layout, dtype, files = LAYOUTS[engine], format_dtype(head), head.build_files()
+    settings = files.config | {"dtype": dtype, "torch_dtype": dtype}
+    del settings["architectures"]
+    if layout.architecture is not None:
+        settings["architectures"] = [layout.architecture]
+    tensors = _rename_tensors(files.tensors) if layout.vllm_names else files.tensors
+    return HeadFiles(settings, layout.weights, tensors)
+
+
+def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    renamed = {}
+    for name, tensor in tensors.items():
+        k, layer, *rest = name.split(".")
+        block = f"blocks.{k}.layers.{layer}.{rest[-1]}"
+        renamed[block if rest[0] == "linear" else f"lm_heads.{k}.weight"] = tensor
+    return renamed
+
+
+def format_serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str:
+    """Format the command that starts an engine with heads, as lines for a shell.
+
+    The engine drafts one token per head.
+    """
+    num_heads, target = head.num_heads, head.target_name
+    if engine is ExportFormat.vllm:
+        return format_vllm_command("medusa", num_heads, target, folder)
+    if engine is ExportFormat.tgi:
+        return f"text-generation-launcher --model-id {folder} --speculate {num_heads}"
+    if engine is ExportFormat.trtllm:
+        return (
+            f"python examples/medusa/convert_checkpoint.py --model_dir {target} "
+            f"--medusa_model_dir {folder} --num_medusa_heads {num_heads} "
+            "--dtype bfloat16 --output_dir checkpoint\n"
+            "trtllm-build --checkpoint_dir checkpoint --output_dir engine --gemm_plugin bfloat16 "
+            "--speculative_decoding_mode medusa\n"
+            f"python examples/run.py --engine_dir engine --tokenizer_dir {target} "
+            f"--medusa_choices '{json.dumps([[0] * k for k in range(1, num_heads + 1)])}' "
+            "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
+        )
+    # The authors' loader only opens pickles.
+    convert = CONVERT.format(folder=folder)
+    return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'
