@@ -158,7 +158,7 @@ def saved(
     ends = [target.embedding.weight, target.output_head.weight]
     own |= {
         name: t.detach().clone()
-        for name, t in zip(family.copy_names(num_layers), ends, strict=False)
+        for name, t in zip(family.list_copies(num_layers), ends, strict=False)
     }
     own = {name: t for name, t in (own | (changed or {})).items() if t is not None}
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

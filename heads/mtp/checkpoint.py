@@ -1,4 +1,4 @@
-"""MTP tensors in a model's own files, which transformers does not load.
+"""Reader of MTP tensors in a model's own files, which transformers does not load.
 
 Format: safetensors with the names of `heads/mtp/families.py`; experts in one tensor each, or all in
 one.
@@ -21,31 +21,33 @@ from heads.target_model.weight_files import find_weight_files, load_tensor_table
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 JOINED_EXPERTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
-"""Expert tensors in transformers' modules, and the projections that each holds."""
+"""Expert tensors of transformers' modules, each with the projections that it holds."""
 
 
 def find_family(config: Mapping[str, Any]) -> str | None:
-    """Family of the model with this `config.json`; None if the table lacks it."""
+    """Find the family of the model with this `config.json`; None if the table lacks it."""
     return next((name for name in config.get("architectures") or () if name in FAMILIES), None)
 
 
 def find_unsupported_reason(config: Mapping[str, Any]) -> str | None:
-    """Reason why the MTP layer of a whole model cannot be read; None without a reason."""
+    """Find the reason why the MTP layer of a whole model cannot be read; None without one."""
     model_type = (config.get("text_config") or config).get("model_type", "")
     whole = any(re.match("(?!Eagle).*For(CausalLM|Cond)", n) for n in config["architectures"] or ())
     return UNSUPPORTED_REASONS.get(model_type) if whole else None
 
 
 def count_declared_layers(config: Mapping[str, Any], family: MtpFamily) -> int:
-    """Number of MTP layers that a `config.json` names."""
+    """Count the MTP layers that a `config.json` names."""
     places = (config.get("text_config") or config, config)
-    return next((at[key] for at in places for key in family.counts if at.get(key)), 0)
+    return next(
+        (section[key] for section in places for key in family.counts if section.get(key)), 0
+    )
 
 
 def find_mtp_tensors(
     folder: Path, family: MtpFamily, num_layers: int, path: str
 ) -> dict[str, Path]:
-    """Names of the MTP tensors in a model's folder, each with its file.
+    """Find the MTP tensors in a model's folder: their names, each with its file.
 
     Raises:
         InputError: a shard is missing, or a file is no safetensors file.
@@ -62,11 +64,11 @@ def find_mtp_tensors(
 
 
 def load_mtp_tensors(folder: Path, config: Mapping[str, Any], path: str) -> dict[str, Tensor]:
-    """Read the MTP tensors of a model under this project's names, in float32; empty without any.
+    """Load the MTP tensors of a model in float32, by their names in `MtpHead`; empty without any.
 
     Args:
         folder: folder of the model.
-        config: its `config.json`, of a family in the table.
+        config: content of the model's `config.json`, whose family is in the table.
         path: name of the model in messages.
 
     Raises:
@@ -75,12 +77,12 @@ def load_mtp_tensors(folder: Path, config: Mapping[str, Any], path: str) -> dict
     """
     family = FAMILIES[str(find_family(config))]
     num_layers = count_decoder_layers(config)
-    places = find_mtp_tensors(folder, family, num_layers, path)
+    files_by_name = find_mtp_tensors(folder, family, num_layers, path)
     promised = count_declared_layers(config, family)
-    if not places and promised:
+    if not files_by_name and promised:
         raise InputError(f"{path}: {format_dropped_layers(promised)}; name the original model")
-    found: dict[str, Tensor] = {}
-    for name, file in places.items():
+    tensors: dict[str, Tensor] = {}
+    for name, file in files_by_name.items():
         with safe_open(file, "pt") as opened:
             tensor = opened.get_tensor(name)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
@@ -88,12 +90,12 @@ def load_mtp_tensors(folder: Path, config: Mapping[str, Any], path: str) -> dict
                 f"{path}: {name} is {tensor.dtype}, but a quantised MTP layer cannot be read; name "
                 "the model before quantisation"
             )
-        found[str(family.to_own_name(name, num_layers))] = tensor.float()
-    return join_experts(found)
+        tensors[str(family.to_own_name(name, num_layers))] = tensor.float()
+    return join_experts(tensors)
 
 
 def format_dropped_layers(promised: int) -> str:
-    """Words for MTP layers that a config names but no file holds."""
+    """Format the message about MTP layers that a config names but no file holds."""
     return (
         f"config.json names {promised} MTP layers, but no file holds them, so fine-tuning, merging "
         "or quantising has dropped them"
@@ -101,7 +103,7 @@ def format_dropped_layers(promised: int) -> str:
 
 
 def count_decoder_layers(config: Mapping[str, Any]) -> int:
-    """Decoder layers of the model, without MTP layers."""
+    """Count the decoder layers of a model, without MTP layers."""
     text = config.get("text_config") or config
     return text.get("num_hidden_layers") or len(text["layers_block_type"])
 
@@ -112,11 +114,14 @@ def has_mtp_layer(path: str, revision: str | None = None) -> bool:
 
 
 def find_mtp_layers(path: str, revision: str | None = None) -> tuple[int, bool]:
-    """MTP layers that a model's config names (0 if unknown), and whether its files hold one.
+    """Count the MTP layers that a model's config names, and tell whether its files hold one.
 
     Args:
         path: folder, or Hub id, of which only the config and the index of shards are downloaded.
         revision: revision of a Hub id.
+
+    Returns:
+        The number of MTP layers, 0 if unknown, and whether the files hold one.
     """
     folder = Path(path)
     try:
@@ -130,35 +135,41 @@ def find_mtp_layers(path: str, revision: str | None = None) -> tuple[int, bool]:
         if folder.is_dir():
             return promised, bool(find_mtp_tensors(folder, family, num_layers, path))
         index = cached_file(path, "model.safetensors.index.json", revision=revision)
-        held = json.loads(Path(str(index)).read_text())["weight_map"]
+        weight_map = json.loads(Path(str(index)).read_text())["weight_map"]
     except (OSError, InputError):
         return 0, False
-    return promised, any(family.to_own_name(stored, num_layers) for stored in held)
+    return promised, any(family.to_own_name(stored, num_layers) for stored in weight_map)
 
 
-def join_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the tensors of single experts, as in transformers' modules."""
+def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join the tensors of single experts into those of transformers' modules."""
     single: dict[str, dict[tuple[int, str], Tensor]] = {}
     joined: dict[str, Tensor] = {}
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
             experts, number, kind = match.groups()
             single.setdefault(experts, {})[int(number), kind] = tensor
         else:
             joined[name] = tensor
-    for experts, held in single.items():
-        numbers, has_gates = sorted({number for number, _ in held}), (0, "gate") in held
+    for experts, tensors_by_projection in single.items():
+        numbers, has_gates = (
+            sorted({number for number, _ in tensors_by_projection}),
+            (0, "gate") in tensors_by_projection,
+        )
         for name in ("gate_up_proj" if has_gates else "up_proj", "down_proj"):
             kinds = JOINED_EXPERTS[name]
-            rows = [torch.cat([held[number, kind] for kind in kinds]) for number in numbers]
+            rows = [
+                torch.cat([tensors_by_projection[number, kind] for kind in kinds])
+                for number in numbers
+            ]
             joined[f"{experts}.{name}"] = torch.stack(rows)
     return joined
 
 
-def split_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Invert `fused`: one tensor per projection and expert."""
+def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split joined experts into one tensor per projection and expert, as `join_experts` reads."""
     single: dict[str, Tensor] = {}
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         experts, _, last = name.rpartition(".")
         if last not in JOINED_EXPERTS or not experts.endswith(".experts"):
             single[name] = tensor
@@ -171,9 +182,9 @@ def split_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_model_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a folder; empty if it is no JSON object."""
+    """Load the `config.json` of a folder; empty if the file is no JSON object."""
     try:
-        found = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

@@ -18,21 +18,21 @@ class MtpFamily:
     In names, `{n}` is the number of the target's layers; MTP layers continue their numbering.
 
     Attributes:
-        names: weights of `enorm`, `hnorm`, `fc` and, if present, `norm` in checkpoints.
+        names: weights in checkpoints of `enorm`, `hnorm`, `fc` and, if present, `norm`.
         block: prefix of the decoder layer's tensors.
         counts: keys of `config.json` that may give the number of MTP layers.
-        copies: names of copies of the target's embedding and output head, which are written but not
-            read.
+        copies: names of copies of the target's embedding and output head. They are written for
+            engines and never read.
         state_first: whether `fc` reads the hidden state before the embedding.
         zeroes_first: whether the embedding at position 0 is zeroed.
         state_before_norm: whether the layer reads the target's last state before the final norm.
         feeds_back_normed: whether a draft continues from the output after the final norm.
         is_dense: whether the layer is dense even if the target's are not.
-        is_sliding: whether it attends in a window; None reads `mtp_layer_types` of `config.json`,
-            or else the first of `layer_types`.
+        is_sliding: whether the layer attends in a window; None reads `mtp_layer_types` of
+            `config.json`, or else the first of `layer_types`.
         has_indexer: whether a module chooses the `index_topk` best keys. Shorter texts use all
             keys, so the head knows no more positions than that and keeps the module unchanged.
-        renamed: name parts that transformers' modules call otherwise.
+        renamed: parts of names in checkpoints, each with its name in transformers' modules.
         model_type: model type of the decoder layer, if not the target's own.
     """
 
@@ -51,20 +51,20 @@ class MtpFamily:
     model_type: str | None = None
 
     def to_own_name(self, stored: str, num_layers: int) -> str | None:
-        """Name in this project of a checkpoint's tensor; None for tensors outside the layer."""
-        for name, theirs in self.names.items():
-            if stored == theirs.format(n=num_layers):
+        """Return the name here of a checkpoint's tensor; None for tensors outside the layer."""
+        for name, pattern in self.names.items():
+            if stored == pattern.format(n=num_layers):
                 return f"{name}.weight"
         block = self.block.format(n=num_layers)
-        if not stored.startswith(block) or stored in self.copy_names(num_layers):
+        if not stored.startswith(block) or stored in self.list_copies(num_layers):
             return None
         name = stored.removeprefix(block)
-        for theirs, ours in self.renamed.items():
-            name = name.replace(theirs, ours)
+        for pattern, ours in self.renamed.items():
+            name = name.replace(pattern, ours)
         return f"layer.{name}"
 
     def to_stored_name(self, name: str, num_layers: int) -> str:
-        """Name in a checkpoint of a tensor of this project."""
+        """Return the name in a checkpoint of a tensor of an MTP head."""
         module = name.removesuffix(".weight")
         if module in self.names:
             return self.names[module].format(n=num_layers)
@@ -73,8 +73,8 @@ class MtpFamily:
             name = name.replace(ours, theirs)
         return self.block.format(n=num_layers) + name
 
-    def copy_names(self, num_layers: int) -> list[str]:
-        """Names of `copies` in a checkpoint."""
+    def list_copies(self, num_layers: int) -> list[str]:
+        """List the names of `copies` in a checkpoint."""
         return [name.format(n=num_layers) for name in self.copies]
 
 
@@ -105,7 +105,7 @@ _QWEN3_5 = replace(_QWEN, counts=("mtp_num_hidden_layers", "num_nextn_predict_la
 # vLLM rotates in a full-attention layer, as in training; SGLang does not.
 _EXAONE = replace(_QWEN, is_dense=True, is_sliding=None)
 OTHER = "other"
-"""Entry of new layers, for targets without a known MTP layer."""
+"""Name of the entry for new layers of targets without a known MTP layer."""
 FAMILIES: dict[str, MtpFamily] = {
     OTHER: _QWEN,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
