@@ -1,10 +1,10 @@
 """Reader of EAGLE heads of all origins.
 
-A checkpoint has many layouts. The layer is `layers.0.` (EAGLE-1, speculators) or `midlayer.`
+Checkpoints have many layouts. The layer is `layers.0.` (EAGLE-1, speculators) or `midlayer.`
 (EAGLE-3, SpecForge, Headsmith). Settings lie in the root of `config.json`, in
 `transformer_layer_config` (speculators), in `eagle_config` (ModelOpt, TensorRT-LLM) or in `model`
-(vLLM's first converter). Tensors take precedence over `config.json`; anything that `EagleHead` or
-the file has no place for is refused.
+(vLLM's first converter). Tensors take precedence over `config.json`. Settings that `EagleHead` does
+not implement are refused, and so are tensors that are missing or unknown.
 
 Sources: the writers SafeAILab/EAGLE, SpecForge, vllm-project/speculators and NeMo Automodel; the
 readers of vLLM 0.30 and SGLang. Letters: H hidden, V vocabulary, W draft vocabulary.
@@ -31,7 +31,7 @@ Head = TypeVar("Head", bound=EagleNetwork)
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
 SCALED_ROPE = ("linear", "yarn", "llama3")
-# Names in SGLang.
+# SGLang's names, each with the name in `EagleHead.state_dict`.
 ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 # Heads with other values compute something else.
 REQUIRED_VALUES = {
@@ -78,12 +78,12 @@ class EagleCheckpoint:
         Raises:
             InputError: files are missing, corrupt or pickled.
         """
-        found = cls(path, {}, {}, {}, {})
-        found._read_settings(folder / "config.json")
-        found._read_export(folder / PROVENANCE)
+        checkpoint = cls(path, {}, {}, {}, {})
+        checkpoint._read_settings(folder / "config.json")
+        checkpoint._read_export(folder / PROVENANCE)
         files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if not files:
-            raise found.make_error(
+            raise checkpoint.make_error(
                 f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "
                 "Pickled weights (pytorch_model.bin, *.pt) can run code and are never opened; on "
                 "the Hub, take the repository's safetensors conversion, usually "
@@ -93,9 +93,9 @@ class EagleCheckpoint:
         for file in files:
             for name, tensor in load_tensors(file).items():
                 # Copied from the target, or zeros, for engines that need them.
-                if name not in found.export.get("added", ()):
-                    found._add_tensor(name, tensor)
-        return found
+                if name not in checkpoint.export.get("added", ()):
+                    checkpoint._add_tensor(name, tensor)
+        return checkpoint
 
     def _read_settings(self, file: Path) -> None:
         root = self._load_json(file)
@@ -117,23 +117,23 @@ class EagleCheckpoint:
     def _merge_settings(self, part: dict[str, Any]) -> None:
         self.settings |= {key: value for key, value in part.items() if value is not None}
 
-    def _add_tensor(self, stored: str, tensor: Tensor) -> None:
-        name = _own_name(stored)
+    def _add_tensor(self, stored_name: str, tensor: Tensor) -> None:
+        name = _to_own_name(stored_name)
         if name in self.tensors:
             raise self.make_error(
-                f"the same tensor appears twice, as {self.names[name]} and {stored}"
+                f"the same tensor appears twice, as {self.names[name]} and {stored_name}"
             )
-        self.tensors[name], self.names[name] = tensor, stored
+        self.tensors[name], self.names[name] = tensor, stored_name
 
-    def stored_name(self, name: str) -> str:
-        """Name that a tensor has, or would have, in the file."""
+    def get_stored_name(self, name: str) -> str:
+        """Return the name that a tensor has, or would have, in the file."""
         if name in self.names or not name.startswith("layer."):
             return self.names.get(name, name)
         return self.layer_prefix + name.removeprefix("layer.")
 
     @property
     def layer_prefix(self) -> str:
-        """Prefix of the layer's tensors in the file."""
+        """Prefix of the layer's tensors in the file; that of EAGLE-3 if the file has none."""
         for name, stored in self.names.items():
             if name.startswith("layer."):
                 return stored.removesuffix(name.removeprefix("layer."))
@@ -144,8 +144,8 @@ class EagleCheckpoint:
         return InputError(f"head.path={self.path}: {problem}")
 
 
-def _own_name(stored: str) -> str:
-    name = stored.removeprefix("model.")
+def _to_own_name(stored_name: str) -> str:
+    name = stored_name.removeprefix("model.")
     for prefix in LAYER_NAMES.values():
         if name.startswith(prefix):
             return "layer." + name.removeprefix(prefix)
@@ -154,22 +154,26 @@ def _own_name(stored: str) -> str:
 
 
 def build_head_config(
-    found: EagleCheckpoint, layers: Sequence[int] | None, only: Mapping[str, Any]
+    checkpoint: EagleCheckpoint, layers: Sequence[int] | None, required_values: Mapping[str, Any]
 ) -> EagleHeadConfig:
-    """Architecture in a file, of the parts that all EAGLE heads have.
+    """Build the architecture of a head from its file, as far as all EAGLE heads share it.
 
     Args:
-        found: content of the folder.
+        checkpoint: content of the folder.
         layers: hidden states to fuse, instead of those of the file.
-        only: settings that may have no other value.
+        required_values: settings that may have no other value.
 
     Raises:
         InputError: settings contradict the tensors, or are not implemented.
     """
-    _check_settings(found, only)
-    tensors, settings, llama = found.tensors, found.settings, _parse_llama_config(found)
-    form = _detect_form(found)
-    shared: dict[str, Any] = {
+    _check_settings(checkpoint, required_values)
+    tensors, settings, llama = (
+        checkpoint.tensors,
+        checkpoint.settings,
+        _parse_llama_config(checkpoint),
+    )
+    form = _detect_form(checkpoint)
+    fields: dict[str, Any] = {
         "form": form,
         "llama": llama,
         "target": _parse_target_name(settings),
@@ -180,16 +184,16 @@ def build_head_config(
     }
     if form is EagleForm.eagle1:
         if layers is not None:
-            raise found.make_error(
+            raise checkpoint.make_error(
                 "an EAGLE-1 head reads the last hidden state: leave head.layers unset"
             )
-        return EagleHeadConfig(**shared)
-    width = _target_width(found)
+        return EagleHeadConfig(**fields)
+    target_width = _parse_target_width(checkpoint)
     # TensorRT-LLM's name for `norm_output`.
     post_norm = settings.get("return_hidden_post_norm", False)
-    more = {
-        "target_hidden_size": width,
-        "layers": _parse_layers(found, layers, width),
+    eagle3_fields = {
+        "target_hidden_size": target_width,
+        "layers": _parse_layers(checkpoint, layers, target_width),
         "own_output_head": "lm_head.weight" in tensors,
         "norm_before_fc": FLAGS["norm_before_fc"] in tensors,
         "fc_norm": FLAGS["fc_norm"] in tensors,
@@ -197,34 +201,34 @@ def build_head_config(
         # speculators and vLLM disagree on the default; this is the one of the paper's code.
         "norm_before_residual": settings.get("norm_before_residual", False),
     }
-    return EagleHeadConfig(**(shared | more))
+    return EagleHeadConfig(**(fields | eagle3_fields))
 
 
-def _detect_form(found: EagleCheckpoint) -> EagleForm:
+def _detect_form(checkpoint: EagleCheckpoint) -> EagleForm:
     signs = (
-        "layer.hidden_norm.weight" in found.tensors,
-        "speculators_model_type" in found.settings,
-        LAYER_NAMES[EagleForm.eagle3] in found.layer_prefix,
+        "layer.hidden_norm.weight" in checkpoint.tensors,
+        "speculators_model_type" in checkpoint.settings,
+        LAYER_NAMES[EagleForm.eagle3] in checkpoint.layer_prefix,
     )
     return EagleForm.eagle3 if any(signs) else EagleForm.eagle1
 
 
-def _check_settings(found: EagleCheckpoint, only: Mapping[str, Any]) -> None:
-    settings = found.settings
-    for key, value in only.items():
+def _check_settings(checkpoint: EagleCheckpoint, required_values: Mapping[str, Any]) -> None:
+    settings = checkpoint.settings
+    for key, value in required_values.items():
         if settings.get(key, value) != value:
-            raise found.make_error(
+            raise checkpoint.make_error(
                 f"config.json says {key}={settings[key]}, which is not implemented; must be {value}"
             )
     if "sliding_attention" in settings.get("layer_types", ()):
-        raise found.make_error(
+        raise checkpoint.make_error(
             "config.json says layer_types=['sliding_attention'], which is not implemented"
         )
     for key, name in FLAGS.items():
-        if settings.get(key, name in found.tensors) != (name in found.tensors):
-            has = "has no" if settings[key] else "has"
-            raise found.make_error(
-                f"config.json says {key}={settings[key]}, but the file {has} {name}"
+        if settings.get(key, name in checkpoint.tensors) != (name in checkpoint.tensors):
+            verb = "has no" if settings[key] else "has"
+            raise checkpoint.make_error(
+                f"config.json says {key}={settings[key]}, but the file {verb} {name}"
             )
 
 
@@ -233,26 +237,26 @@ def _parse_target_name(settings: dict[str, Any]) -> str:
     return settings.get("base_model_name_or_path") or verifier.get("name_or_path") or UNKNOWN
 
 
-def _parse_llama_config(found: EagleCheckpoint) -> LlamaConfig:
-    settings = found.settings
+def _parse_llama_config(checkpoint: EagleCheckpoint) -> LlamaConfig:
+    settings = checkpoint.settings
     missing = [key for key in SIZES if key not in settings]
     if missing:
-        raise found.make_error(f"config.json lacks {missing}")
+        raise checkpoint.make_error(f"config.json lacks {missing}")
     sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
     try:
         return LlamaConfig(
             **sizes,
-            rope_parameters=_parse_rope(found),
-            attention_bias="layer.self_attn.q_proj.bias" in found.tensors,
+            rope_parameters=_parse_rope(checkpoint),
+            attention_bias="layer.self_attn.q_proj.bias" in checkpoint.tensors,
             num_hidden_layers=settings.get("num_hidden_layers", 1),
         )
     except (StrictDataclassError, KeyError) as error:
-        raise found.make_error(f"config.json: {error}") from error
+        raise checkpoint.make_error(f"config.json: {error}") from error
 
 
-def _parse_rope(found: EagleCheckpoint) -> dict[str, Any]:
-    """RoPE settings in the form of transformers 5, from either form."""
-    settings = found.settings
+def _parse_rope(checkpoint: EagleCheckpoint) -> dict[str, Any]:
+    """Return RoPE settings in the form of transformers 5, from either form."""
+    settings = checkpoint.settings
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     rope = dict(rope.get("full_attention", rope))
     old_kind = rope.pop("type", "default")
@@ -264,18 +268,18 @@ def _parse_rope(found: EagleCheckpoint) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": theta}
     if part == 1.0 and kind in SCALED_ROPE:
         return rope | {"rope_type": kind, "rope_theta": theta}
-    raise found.make_error(
+    raise checkpoint.make_error(
         f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; must "
         f"be default, mrope, {', '.join(SCALED_ROPE)} over 1.0"
     )
 
 
-def _target_width(found: EagleCheckpoint) -> int:
-    hidden = found.settings["hidden_size"]
-    width = found.settings.get("target_hidden_size", hidden)
-    missing = {"embed_tokens.weight", "lm_head.weight"} - set(found.tensors)
+def _parse_target_width(checkpoint: EagleCheckpoint) -> int:
+    hidden = checkpoint.settings["hidden_size"]
+    width = checkpoint.settings.get("target_hidden_size", hidden)
+    missing = {"embed_tokens.weight", "lm_head.weight"} - set(checkpoint.tensors)
     if width != hidden and missing:
-        raise found.make_error(
+        raise checkpoint.make_error(
             f"{sorted(missing)} missing, and the target's do not fit: target_hidden_size={width}, "
             f"hidden_size={hidden}"
         )
@@ -283,68 +287,79 @@ def _target_width(found: EagleCheckpoint) -> int:
 
 
 def _parse_layers(
-    found: EagleCheckpoint, layers: Sequence[int] | None, width: int
+    checkpoint: EagleCheckpoint, layers: Sequence[int] | None, width: int
 ) -> tuple[int, ...]:
     # Engines count layers in several ways, and some name none.
-    own = found.export.get("layers")
-    stated = found.settings.get("eagle_aux_hidden_state_layer_ids", ()) if own is None else own
-    chosen = tuple(stated if layers is None else layers)
-    fc = found.tensors.get("fc.weight")
-    if fc is not None and fc.shape[-1] != (len(chosen) or 3) * width:
-        raise found.make_error(
-            f"{found.stored_name('fc.weight')} {list(fc.shape)} reads {fc.shape[-1] / width:g} "
-            "hidden "
-            f"states of {width}, but head.layers or config.json names "
-            f"{list(chosen) or 'none, which is 3'}"
+    exported = checkpoint.export.get("layers")
+    named = (
+        checkpoint.settings.get("eagle_aux_hidden_state_layer_ids", ())
+        if exported is None
+        else exported
+    )
+    selected = tuple(named if layers is None else layers)
+    fc = checkpoint.tensors.get("fc.weight")
+    if fc is not None and fc.shape[-1] != (len(selected) or 3) * width:
+        raise checkpoint.make_error(
+            f"{checkpoint.get_stored_name('fc.weight')} {list(fc.shape)} reads "
+            f"{fc.shape[-1] / width:g} hidden states of {width}, but head.layers or config.json "
+            f"names {list(selected) or 'none, which is 3'}"
         )
-    return chosen
+    return selected
 
 
-def pop_draft_vocab(found: EagleCheckpoint, form: EagleForm) -> DraftVocab:
-    """Take `d2t`, `t2d` and EAGLE-1's copy of the target's output head from the tensors."""
-    size, tensors = found.settings["vocab_size"], found.tensors
+def pop_draft_vocab(checkpoint: EagleCheckpoint, form: EagleForm) -> DraftVocab:
+    """Build the draft vocabulary of a checkpoint.
+
+    Removes `d2t`, `t2d` and EAGLE-1's copy of the target's output head from its tensors.
+
+    Raises:
+        InputError: sizes of the draft vocabulary disagree, or the head cannot have one.
+    """
+    size, tensors = checkpoint.settings["vocab_size"], checkpoint.tensors
     vocab = DraftVocab.make_full(size)
     if "d2t" in tensors:
         vocab = DraftVocab.from_offsets(tensors.pop("d2t"), size, tensors.pop("t2d", None))
-    stated = [found.settings[key] for key in DRAFT_SIZES if key in found.settings]
+    stated = [checkpoint.settings[key] for key in DRAFT_SIZES if key in checkpoint.settings]
     projection = tensors.get("lm_head.weight")
     rows = [] if projection is None else [len(projection)]
-    told = f"{len(vocab.ids)} of {size} ids by d2t, {stated} by config.json, {rows} by lm_head"
+    sizes = f"{len(vocab.ids)} of {size} ids by d2t, {stated} by config.json, {rows} by lm_head"
     if form is EagleForm.eagle1:
         # vLLM's first converter added one: https://github.com/vllm-project/vllm/pull/11866
         tensors.pop("lm_head.weight", None)
         if not vocab.is_full or {*stated, *rows} - {size}:
-            raise found.make_error(
-                f"an EAGLE-1 head with a draft vocabulary, which is not implemented: {told}"
+            raise checkpoint.make_error(
+                f"an EAGLE-1 head with a draft vocabulary, which is not implemented: {sizes}"
             )
         return vocab
     if {*stated, *rows} - {len(vocab.ids)}:
-        raise found.make_error(f"draft vocabularies disagree: {told} (without d2t, all)")
+        raise checkpoint.make_error(f"draft vocabularies disagree: {sizes} (without d2t, all)")
     if not rows and not vocab.is_full:
-        raise found.make_error(f"lm_head.weight is missing, and the target's does not fit {told}")
+        raise checkpoint.make_error(
+            f"lm_head.weight is missing, and the target's does not fit {sizes}"
+        )
     return vocab
 
 
-def load_into(head: Head, found: EagleCheckpoint) -> Head:
-    """Load all tensors of a file into a head.
+def load_into(head: Head, checkpoint: EagleCheckpoint) -> Head:
+    """Load all tensors of a checkpoint into a head, and return the head.
 
     Raises:
         InputError: a tensor is missing, unknown or of another shape.
     """
-    expected, tensors = head.state_dict(), found.tensors
+    expected, tensors = head.state_dict(), checkpoint.tensors
     shapes = {
-        name: f"{found.stored_name(name)} {list(tensors[name].shape)}, "
+        name: f"{checkpoint.get_stored_name(name)} {list(tensors[name].shape)}, "
         f"not {list(expected[name].shape)}"
         for name in set(expected) & set(tensors)
         if expected[name].shape != tensors[name].shape
     }
-    wrong = {
-        "missing": [found.stored_name(name) for name in set(expected) - set(tensors)],
-        "foreign": [found.stored_name(name) for name in set(tensors) - set(expected)],
+    problems_by_kind = {
+        "missing": [checkpoint.get_stored_name(name) for name in set(expected) - set(tensors)],
+        "foreign": [checkpoint.get_stored_name(name) for name in set(tensors) - set(expected)],
         "misshapen": list(shapes.values()),
     }
-    problems = [f"{kind}: {sorted(names)}" for kind, names in wrong.items() if names]
+    problems = [f"{kind}: {sorted(names)}" for kind, names in problems_by_kind.items() if names]
     if problems:
-        raise found.make_error("tensors " + "; ".join(problems))
+        raise checkpoint.make_error("tensors " + "; ".join(problems))
     head.load_state_dict(tensors)
     return head

@@ -1,6 +1,6 @@
 """Drafting with EAGLE heads: chains, and EAGLE-2's dynamic trees.
 
-Both read committed tokens with the target's true hidden states, keep only their keys and values,
+Both encode committed tokens with the target's true hidden states, store only their keys and values,
 and draft on with the head's own outputs. Only chains that may be cut wait for the device.
 
 Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
@@ -40,7 +40,11 @@ class EagleDrafter(HeadDrafter):
         self.pending: CommittedTokens | None = None
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Keep committed tokens until a draft is needed; then the token after them is known."""
+        """Store committed tokens without encoding them.
+
+        The head reads each token's hidden state beside the next token, and the token after the last
+        one is known only when `propose` gets the roots.
+        """
         if self.pending is None:
             self.pending = seen
         elif seen.logits is None:
@@ -52,14 +56,18 @@ class EagleDrafter(HeadDrafter):
             self.pending = self.pending.concat(seen)
 
     def _prepare_insert(self, other: Self) -> None:
-        """Prepare to take another drafter's text: read all but its last token."""
+        """Prepare `insert_row`.
+
+        The other drafter encodes its prompt except the last token, whose next token is not known
+        yet. This drafter opens slots for all of its texts.
+        """
         assert self.pending is not None
         other._encode_prompt()
         states = self.pending.output.hidden_states
         self.cache.prepare_slots(len(states), states.device, self.pending.cache.slots)
 
     def _encode_prompt(self) -> None:
-        """Read a prompt except its last token, which waits for the next token."""
+        """Encode a prompt except its last token, whose next token is not known yet."""
         assert self.pending is not None
         (tokens,) = self.pending.token_ids
         if len(tokens) > 1:
@@ -72,20 +80,28 @@ class EagleDrafter(HeadDrafter):
 
     @abstractmethod
     def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> Any:
-        """Read tokens, each with the next; `following` [B] comes after the last of each text."""
+        """Encode tokens, each with the next one, and store their keys and values.
+
+        Args:
+            seen: committed tokens of B texts.
+            following: [B] int64 token after the last one of each text.
+        """
 
     def _build_inputs(
         self, seen: CommittedTokens, following: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Fused states [B * n, H], the tokens after them [B * n], and their slots [B, n]."""
+        """Build the inputs of n new tokens per text.
+
+        Returns:
+            Fused states [B * n, H], the tokens after them [B * n], and their slots [B, n].
+        """
         features = self.head.collect_features(seen.output)
         num_texts, length, _ = features.shape
         slots = self.cache.prepare_slots(num_texts, features.device, seen.cache.slots)
         last = seen.counts.unsqueeze(1) - 1
         if not all(seen.token_ids):
-            last = last.clamp_min(
-                0
-            )  # for texts without tokens in this part, whose result is dropped
+            # For texts without tokens in this part, whose result is dropped.
+            last = last.clamp_min(0)
         ids = seen.tokens.roll(-1, dims=1).scatter(1, last, following.unsqueeze(1))
         fused = self.head.fuse(features).flatten(0, 1)
         return fused, ids.flatten(), slots.compute_pending_slots(length, length)
@@ -93,16 +109,14 @@ class EagleDrafter(HeadDrafter):
     def _store_keys_values(
         self, layer: int, keys: Tensor, values: Tensor, places: Tensor, seen: CommittedTokens
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B * n, K, d] of a layer; return all of them, two [B, S, K, d]."""
+        """Store new keys and values [B * n, K, d] of a layer; return all, [B, S, K, d] each."""
         new_keys, new_values = (
             each.unflatten(0, places.shape).transpose(1, 2) for each in (keys, values)
         )
-        width, needed = (
-            round_up_slots(self.cache.prepared_slots.count_used_slots(places.shape[1])),
-            seen.cache.num_needed_slots,
-        )
-        every = self.cache.buffers[layer].write(new_keys, new_values, places, width, needed)
-        return every[0].transpose(1, 2), every[1].transpose(1, 2)
+        width = round_up_slots(self.cache.prepared_slots.count_used_slots(places.shape[1]))
+        needed = seen.cache.num_needed_slots
+        stored = self.cache.buffers[layer].write(new_keys, new_values, places, width, needed)
+        return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
 
     def _clamp_positions(self, positions: Tensor) -> Tensor:
         """Clamp positions to the head's window, beyond which no token is drafted."""
@@ -114,10 +128,15 @@ class EagleDrafter(HeadDrafter):
 
 
 class _AutoregressiveDrafter(EagleDrafter):
-    """Drafts from the head's own outputs."""
+    """Drafts token by token from the head's own outputs."""
 
     def _start_draft(self, roots: Roots) -> tuple[Tensor, Tensor, BranchCache]:
-        """Read committed tokens up to `roots`; give the head's output [B, H] and position."""
+        """Encode all committed tokens, whose next tokens are `roots`.
+
+        Returns:
+            The head's outputs [B, H] at the last tokens, their positions [B], and the branches that
+            start after them.
+        """
         assert self.pending is not None
         seen, self.pending = self.pending, None
         text, branches = self._encode_tokens(seen, roots.tokens)
@@ -125,7 +144,11 @@ class _AutoregressiveDrafter(EagleDrafter):
         return outputs, self.cache.prepared_slots.committed[:, 0] - 1, branches
 
     def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> tuple[Any, BranchCache]:
-        """See above."""
+        """Encode committed tokens, each with its next token, and store their keys and values.
+
+        Returns:
+            The context states, and the branches that start after them.
+        """
         fused, ids, places = self._build_inputs(seen, following)
         text = self.head.encode_context(fused, ids, self._clamp_positions(places.flatten()))
         keys, values = self._store_keys_values(0, text.keys, text.values, places, seen)
@@ -135,14 +158,8 @@ class _AutoregressiveDrafter(EagleDrafter):
         )
 
 
-def find_last_rows(seen: CommittedTokens) -> Tensor:
-    """[B] row of each text's last token among all B * n."""
-    places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
-    return places + torch.arange(len(places), device=places.device) * length
-
-
 class EagleChain(ChainDrafter, _AutoregressiveDrafter):
-    """Drafts a chain, each token from the head's output for the one before."""
+    """Drafts chains, each token from the head's output for the token before."""
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of `depth` tokens."""
@@ -161,24 +178,34 @@ class EagleChain(ChainDrafter, _AutoregressiveDrafter):
 
 
 class EagleTree(DynamicTreeDrafter, _AutoregressiveDrafter):
-    """Drafts EAGLE-2's tree."""
+    """Drafts EAGLE-2's dynamic trees."""
 
     def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """See `heads.decoding.drafting.DynamicDrafter`."""
+        """Expand trees level by level from the head's own outputs. See `DynamicTreeDrafter`."""
         outputs, first, branches = self._start_draft(roots)
 
-        def after(grown: Frontier) -> Tensor:
+        def compute_next_logits(frontier: Frontier) -> Tensor:
             nonlocal outputs, branches
-            branches = branches.select_rows(grown.rows)
-            number = len(grown.rows) // len(roots)
-            positions = self._clamp_positions((first + grown.depth).repeat_interleave(number))
-            fed = outputs[grown.rows]
-            outputs = self.head.advance(fed, grown.tokens, positions, branches)
+            branches = branches.select_rows(frontier.rows)
+            number = len(frontier.rows) // len(roots)
+            positions = self._clamp_positions((first + frontier.depth).repeat_interleave(number))
+            fed = outputs[frontier.rows]
+            outputs = self.head.advance(fed, frontier.tokens, positions, branches)
             return self.head.compute_logits(outputs)
 
-        def known(tokens: Tensor, level: int) -> Tensor:
+        def pad_tokens(tokens: Tensor, level: int) -> Tensor:
             return self._pad_beyond_window(tokens, first.unsqueeze(1) + level)
 
         return expand_tree(
-            self.shape, self.head.vocab, self.head.compute_logits(outputs), after, known
+            self.shape,
+            self.head.vocab,
+            self.head.compute_logits(outputs),
+            compute_next_logits,
+            pad_tokens,
         )
+
+
+def find_last_rows(seen: CommittedTokens) -> Tensor:
+    """Find the rows [B] of the last token of each text among all B * n rows."""
+    places, length = seen.counts - 1, seen.output.hidden_states.shape[1]
+    return places + torch.arange(len(places), device=places.device) * length

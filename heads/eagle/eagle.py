@@ -1,4 +1,8 @@
-"""Answers of EAGLE heads. See `heads/draft_head.py`."""
+"""EAGLE heads: what an EAGLE-1/2 or EAGLE-3 head answers. See `heads/draft_head.py`.
+
+Reference logits are computed depth by depth, in float32 on the CPU. Letters: S rows, D depths, H
+hidden, V vocabulary, W draft vocabulary.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,8 +23,6 @@ from heads.draft_head import (
     Variant,
     get_head_settings,
 )
-from heads.eagle import layouts
-from heads.eagle import layouts as export
 from heads.eagle.checkpoint import (
     REQUIRED_VALUES,
     EagleCheckpoint,
@@ -29,7 +31,16 @@ from heads.eagle.checkpoint import (
     pop_draft_vocab,
 )
 from heads.eagle.drafter import EagleChain, EagleTree
-from heads.eagle.layouts import LAYOUTS, EagleLayout, build_config_json
+from heads.eagle.layouts import (
+    LAYOUTS,
+    TITLES,
+    EagleLayout,
+    build_config_json,
+    build_engine_files,
+    find_layout_problem,
+    format_engine_hint,
+    format_serve_command,
+)
 from heads.eagle.network import EagleNetwork, build_eagle_config, default_layers
 from heads.feature_head import (
     ConfigVariants,
@@ -53,66 +64,6 @@ from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 
 Head = TypeVar("Head", bound=EagleNetwork)
-
-
-def compute_reference_logits(
-    head: EagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> ReferenceLogits:
-    """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
-
-    These are an engine's logits while every draft token is accepted. Arguments as in
-    `DraftHead.golden`.
-    """
-    embeddings = select_embedding_rows(target.embedding.weight, token_ids, head.dtype)
-    own = embeddings
-    if head.embed_tokens is not None:
-        own = select_embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
-    outputs = _compute_unrolled_outputs(copy_to_cpu(head, own), states, places)
-    return project_reference_logits(head, target, outputs, {"token_embeddings": embeddings[1:]})
-
-
-def project_reference_logits(
-    head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
-) -> ReferenceLogits:
-    """Logits of normalised outputs [D, S, H], by the head's output head or the target's."""
-    if head.lm_head is None:
-        rows = copy_output_rows(target, head.dtype)
-        return ReferenceLogits(project_in_float32(outputs, rows), beside, rows)
-    found = project_in_float32(outputs, head.lm_head.weight.cpu())
-    logits = torch.full((*found.shape[:2], head.vocab.size), float("-inf"))
-    logits[..., head.vocab.ids.cpu()] = found
-    return ReferenceLogits(logits, beside | {"logsumexp": found.logsumexp(-1)})
-
-
-def copy_to_cpu(head: Head, embeddings: Tensor) -> Head:
-    """Float32 copy whose embedding holds only the text's tokens, in order."""
-    copy = type(head)(head.config, head.vocab.to("cpu"))
-    copy.embed_tokens = None
-    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
-    copy.load_state_dict(tensors)
-    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
-    return copy.eval()
-
-
-def _compute_unrolled_outputs(
-    head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor
-) -> Tensor:
-    """[D, S, H] normalised outputs of a head made by `on_cpu`."""
-    assert head.embed_tokens is not None
-    num_rows = len(position_ids)
-    places = torch.arange(len(head.embed_tokens.weight))
-    rows = places[:num_rows]
-    output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
-    text = head.encode_context(
-        head.fuse(head.collect_features(output)), places[1 : num_rows + 1], position_ids
-    )
-    documents = Documents.from_length(num_rows, rows.device)
-    branches = BranchCache(text.keys[None], text.values[None], build_causal_range(documents, rows))
-    steps = head.unroll(text, places, rows, branches)
-    depth = len(places) - num_rows - 1
-    return torch.stack([head.apply_final_norm(next(steps)) for _ in range(depth)])
-
-
 BIAS_PROBLEM = (
     "its fusion layer has a bias (`fc.bias`), which vLLM cannot load. A head trained with "
     "head.fc_bias=false loads."
@@ -120,7 +71,7 @@ BIAS_PROBLEM = (
 
 
 def iter_feature_variants(head: Any) -> ConfigVariants:
-    """Settings that files of any head with EAGLE's layers may have wrong."""
+    """Yield variants of settings that files of any head with EAGLE's layers may have wrong."""
     if head.config.form is EagleForm.eagle1:
         swapped = {"fc.weight": reorder_parts(head.fc.weight.detach(), (1, 0))}
         yield (
@@ -136,7 +87,7 @@ def iter_feature_variants(head: Any) -> ConfigVariants:
 
 
 def iter_output_variants(head: Any) -> ConfigVariants:
-    """Readings of the output that a head feeds back: before or after its norm."""
+    """Yield the variant that feeds back its outputs on the other side of the norm."""
     if head.config.form is EagleForm.eagle3:
         yield flip_setting(head, "norm_output")
 
@@ -146,7 +97,7 @@ class EagleHead(EagleNetwork):
 
     variants: ClassVar = {
         form.value: Variant(title, partial(EagleConfig, form=form))
-        for form, title in layouts.TITLES.items()
+        for form, title in TITLES.items()
     }
     name_with_article = "an EAGLE head"
     chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
@@ -158,13 +109,13 @@ class EagleHead(EagleNetwork):
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load the head of any folder. The reader reports what another folder lacks.
+        """Load an EAGLE head. Folders of other heads are refused with the tensors that they lack.
 
         Without layer ids in `config.json`, the head takes the default ones when attached.
         """
-        found = EagleCheckpoint.from_folder(folder, path)
-        config = build_head_config(found, layers, REQUIRED_VALUES)
-        return load_into(cls(config, pop_draft_vocab(found, config.form)), found)
+        checkpoint = EagleCheckpoint.from_folder(folder, path)
+        config = build_head_config(checkpoint, layers, REQUIRED_VALUES)
+        return load_into(cls(config, pop_draft_vocab(checkpoint, config.form)), checkpoint)
 
     @classmethod
     def from_settings(
@@ -174,7 +125,7 @@ class EagleHead(EagleNetwork):
         vocab: DraftVocab,
         seed: int,
     ) -> Self:
-        """Make a new head with a layer of the target's sizes. EAGLE-1 drafts all ids."""
+        """Make a new head with a layer of the target's sizes, attached; EAGLE-1 drafts all ids."""
         if settings.form is EagleForm.eagle1:
             vocab = DraftVocab.make_full(vocab.size)
         return cls(build_eagle_config(settings, target), vocab).initialise(
@@ -182,28 +133,30 @@ class EagleHead(EagleNetwork):
         )
 
     def build_files(self) -> HeadFiles:
-        """Files with the names of the original layout and the keys of vLLM and SGLang."""
-        prefix, own = self.layer_prefix, super().build_files()
+        """Build files with the names of the original layout and the keys of vLLM and SGLang."""
+        prefix, files = self.layer_prefix, super().build_files()
         tensors = {
             prefix + name.removeprefix("layer.") if name.startswith("layer.") else name: tensor
-            for name, tensor in own.tensors.items()
+            for name, tensor in files.tensors.items()
         }
-        return HeadFiles(build_config_json(self.config, len(self.vocab.ids)), own.weights, tensors)
+        return HeadFiles(
+            build_config_json(self.config, len(self.vocab.ids)), files.weights, tensors
+        )
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
-        """See `heads/eagle/layouts.py`."""
+        """Plan the files and the command for an engine. See `heads/eagle/layouts.py`."""
         layout = self.layouts.get(engine, {}).get(self.config.form)
         if layout is None:
             return ExportPlan(f"loads no {self.variants[self.variant].title}")
-        problem = layouts.find_layout_problem(self, layout)
+        problem = find_layout_problem(self, layout)
         return ExportPlan(problem) if problem else self._plan_engine_export(engine, layout, folder)
 
     def _plan_engine_export(
         self, engine: ExportFormat, layout: EagleLayout, folder: str
     ) -> ExportPlan:
-        command = export.format_serve_command(self, engine, folder)
-        files = partial(export.build_engine_files, self, engine, layout)
-        return ExportPlan(None, files, command, export.format_engine_hint(self, engine))
+        command = format_serve_command(self, engine, folder)
+        files = partial(build_engine_files, self, engine, layout)
+        return ExportPlan(None, files, command, format_engine_hint(self, engine))
 
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
@@ -237,7 +190,7 @@ class EagleHead(EagleNetwork):
         )
 
     def _identify_method(self, settings: dict[str, Any]) -> tuple[str, str]:
-        """Name and arXiv number."""
+        """Return the name and the arXiv number of the method."""
         config = self.config
         if config.form is EagleForm.eagle1:
             # The same head: training tells HASS from EAGLE-1; EAGLE-2 only differs in use.
@@ -266,3 +219,68 @@ class EagleHead(EagleNetwork):
         if self.embed_tokens is not None:
             copied.append("its token embedding")
         return copied
+
+
+def compute_reference_logits(
+    head: EagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> ReferenceLogits:
+    """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
+
+    These are an engine's logits while every draft token is accepted. Arguments as in
+    `DraftHead.compute_reference_logits`.
+    """
+    embeddings = select_embedding_rows(target.embedding.weight, token_ids, head.dtype)
+    own_embeddings = embeddings
+    if head.embed_tokens is not None:
+        own_embeddings = select_embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
+    outputs = _compute_unrolled_outputs(copy_to_cpu(head, own_embeddings), states, places)
+    return project_reference_logits(head, target, outputs, {"token_embeddings": embeddings[1:]})
+
+
+def _compute_unrolled_outputs(
+    head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor
+) -> Tensor:
+    """Compute normalised outputs [D, S, H] of a head made by `copy_to_cpu`, depth by depth."""
+    assert head.embed_tokens is not None
+    num_rows = len(position_ids)
+    places = torch.arange(len(head.embed_tokens.weight))
+    rows = places[:num_rows]
+    output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
+    text = head.encode_context(
+        head.fuse(head.collect_features(output)), places[1 : num_rows + 1], position_ids
+    )
+    documents = Documents.from_length(num_rows, rows.device)
+    branches = BranchCache(text.keys[None], text.values[None], build_causal_range(documents, rows))
+    steps = head.unroll(text, places, rows, branches)
+    depth = len(places) - num_rows - 1
+    return torch.stack([head.apply_final_norm(next(steps)) for _ in range(depth)])
+
+
+def copy_to_cpu(head: Head, embeddings: Tensor) -> Head:
+    """Copy a head to the CPU in float32, with an embedding of only the text's tokens [n, H]."""
+    copy = type(head)(head.config, head.vocab.to("cpu"))
+    copy.embed_tokens = None
+    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
+    copy.load_state_dict(tensors)
+    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
+    return copy.eval()
+
+
+def project_reference_logits(
+    head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
+) -> ReferenceLogits:
+    """Project normalised outputs [D, S, H] to logits by the head's output head or the target's.
+
+    Args:
+        head: attached head.
+        target: the head's target.
+        outputs: [D, S, H] float32 on the CPU.
+        beside: further tensors of the result.
+    """
+    if head.lm_head is None:
+        rows = copy_output_rows(target, head.dtype)
+        return ReferenceLogits(project_in_float32(outputs, rows), beside, rows)
+    draft_logits = project_in_float32(outputs, head.lm_head.weight.cpu())
+    logits = torch.full((*draft_logits.shape[:2], head.vocab.size), float("-inf"))
+    logits[..., head.vocab.ids.cpu()] = draft_logits
+    return ReferenceLogits(logits, beside | {"logsumexp": draft_logits.logsumexp(-1)})

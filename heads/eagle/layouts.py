@@ -9,6 +9,10 @@ Read from the loaders:
 - llama.cpp b11434 `src/models/eagle3.cpp`.
 
 The loaders do not check for missing tensors: most initialise them randomly and serve nonsense.
+
+GGUF files have llama.cpp's architecture `eagle3`. llama.cpp rotates neighbouring rows of queries
+and keys, names layers as here, and takes `d2t` as ids. Letters: L layers of the target, W draft
+vocabulary.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,6 +27,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportFormat
 from heads.draft_head import WEIGHTS, HeadFiles
 from heads.eagle.network import EagleHeadConfig, EagleNetwork
+from heads.export import gguf
 from heads.export.gguf import (
     LAYER,
     ROPE_FREQS,
@@ -37,80 +42,12 @@ from heads.export.gguf import (
     rope_problem,
     weights_name,
 )
-from heads.export.gguf import serve_command as serve_llamacpp
 from heads.export.writer import ENGINE_NAMES, format_dtype, format_vllm_command
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
-from heads.target_model import architecture as sizes
 from heads.target_model.architecture import find_max_positions
 
-ARCH = "eagle3"
-NAMES = {
-    "fc.weight": "fc.weight",
-    "input_norm.weight": "enc.output_norm.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "embed_tokens.weight": "token_embd.weight",
-} | {f"midlayer.{ours}": f"blk.0.{theirs}" for ours, theirs in LAYER.items()}
-TURNED = {
-    "blk.0.attn_q.weight": "num_attention_heads",
-    "blk.0.attn_k.weight": "num_key_value_heads",
-}
-"""Tensors whose rows llama.cpp orders differently, with the config's key of their heads."""
-FLAGS = ("norm_before_residual", "norm_before_fc")
-
-
-def build_gguf_files(head: EagleNetwork) -> HeadFiles:
-    """File of a head that llama.cpp can serve."""
-    config, llama = head.config, head.config.llama
-    title = head.variants[head.variant].title
-    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
-    # As in every other layout: a head's own files may say less than its target supports.
-    metadata[f"{ARCH}.context_length"] = Value.from_content(find_max_positions(head.target.config))
-    metadata[f"{ARCH}.target_layers"] = Value.from_content(list(config.layers))
-    metadata[f"{ARCH}.target_hidden_size"] = Value.from_content(config.target_hidden_size)
-    metadata |= {f"{ARCH}.{flag}": Value.from_content(getattr(config, flag)) for flag in FLAGS}
-    own = head.collect_tensors()
-    tensors = {NAMES[name]: each for name, each in own.items() if name in NAMES}
-    for name, heads in TURNED.items():
-        tensors[name] = interleave_rows(tensors[name], getattr(llama, heads))
-    name = weights_name("eagle3", head.target_name, head.dtype)
-    whole = make_file_tensors(tensors, head.vocab, llama)
-    return HeadFiles(metadata, name, whole, layers=list(config.layers))
-
-
-def load_gguf_tensors(
-    file: GgufFile, what: str, added: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a file, under the names of EAGLE's authors.
-
-    Args:
-        file: file of this architecture.
-        what: name of the file in messages.
-        added: tensors that are not the head's own.
-
-    Raises:
-        InputError: metadata are missing.
-    """
-    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
-    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), what)
-    facts = ArchMetadata(file.metadata, ARCH, what)
-    for name, heads in TURNED.items():
-        if name in tensors:
-            tensors[name] = deinterleave_rows(tensors[name], config[heads])
-    if "d2t" in tensors:
-        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
-    ours = {theirs: name for name, theirs in NAMES.items()}
-    layers = facts.get_content("target_layers", facts.get_content("extract_layers", []))
-    return config | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "target_hidden_size": facts.get_content("target_hidden_size", config["hidden_size"]),
-        "eagle_aux_hidden_state_layer_ids": layers,
-        **{flag: facts.get_content(flag, False) for flag in FLAGS},
-    }, {ours.get(name, name): tensor for name, tensor in tensors.items()}
-
-
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
-# Parts beyond the paper's, by field of `EagleHeadConfig`.
+# Parts that the paper's head lacks, by field of `EagleHeadConfig`.
 PARTS = {
     "fc_bias": "a bias of the fusion layer (fc.bias)",
     "fc_norm": "a norm per feature (fc_norm)",
@@ -120,8 +57,23 @@ PARTS = {
     "head=eagle3_1 have none)",
     "qk_norm": "norms on queries and keys (q_norm, k_norm)",
 }
-
 NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+NUM_DRAFT_TOKENS = 5
+EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
+ARCH = "eagle3"
+GGUF_NAMES = {
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
+} | {f"midlayer.{ours}": f"blk.0.{theirs}" for ours, theirs in LAYER.items()}
+INTERLEAVED = {
+    "blk.0.attn_q.weight": "num_attention_heads",
+    "blk.0.attn_k.weight": "num_key_value_heads",
+}
+"""Tensors whose rows llama.cpp orders differently, with the config's key for their heads."""
+GGUF_FLAGS = ("norm_before_residual", "norm_before_fc")
 
 
 @dataclass(frozen=True)
@@ -130,26 +82,29 @@ class EagleLayout:
 
     Attributes:
         architecture: value of `architectures`.
-        parts: `PARTS` that its layer implements, and `mlp_bias` if its MLP may have biases.
+        parts: `PARTS` that the engine implements, and `mlp_bias` if its MLP may have biases.
         layer_prefix: prefix of the layer's tensors.
-        layer_offset: its layer ids minus those of `output_hidden_states`; None if it always reads
-            2, L/2 and L-3.
-        min_layers: least number of hidden states that it fuses.
-        num_layers: number of hidden states that it fuses; None for any.
-        any_order: whether it takes hidden states in the head's order.
-        zero_fc_bias: whether it builds `fc` with a bias, which other heads must set to zero.
-        needs_embedding: whether it needs `embed_tokens.weight`, even if that is the target's.
-        prefers_own_embedding: whether it uses a head's own embedding if the target's would fit.
-        needs_output_head: whether it needs `lm_head.weight`, even if that is the target's.
-        d2t_dtype: dtype of `d2t`.
-        t2d: whether it has a place for `t2d`.
-        exclusive_norms: whether it takes `fc_norm` or `norm_before_fc`, but not both.
+        layer_offset: the engine's layer ids minus those of `output_hidden_states`; None if the
+            engine always reads 2, L/2 and L-3.
+        min_layers: least number of hidden states that the engine fuses.
+        num_layers: number of hidden states that the engine fuses; None for any.
+        any_order: whether the engine takes hidden states in the head's order.
+        zero_fc_bias: whether the engine builds `fc` with a bias. A head without one gets a bias of
+            zero.
+        needs_embedding: whether the file must hold `embed_tokens.weight`, even the target's.
+        prefers_own_embedding: whether the engine uses `embed_tokens` of the head's file even if the
+            target's embedding has the same width; if not, the engine drafts with the target's
+            embedding.
+        needs_output_head: whether the file must hold `lm_head.weight`, even the target's.
+        d2t_dtype: dtype of the tensor `d2t` in the file.
+        t2d: whether the engine reads a tensor `t2d`.
+        exclusive_norms: whether the engine takes `fc_norm` or `norm_before_fc`, but not both.
         equal_widths: whether hidden states must be as wide as the head.
         old_rope: whether RoPE may only be scaled linearly, with a theta of 10000, and the head size
             must be hidden / heads.
-        unread_rope: RoPE settings that it does not read.
-        gguf: whether it is a GGUF file, which has its own RoPE keys.
-        speculators_method: kind of head in speculators.
+        unread_rope: RoPE settings that the engine does not read.
+        gguf: whether the layout is a GGUF file, which has its own RoPE keys.
+        speculators_method: name of the kind of head in speculators.
     """
 
     architecture: str
@@ -250,15 +205,19 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
 
 
 def find_layout_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
-    """Reason why an engine with this layout cannot serve a head, as the end of a sentence."""
+    """Find the reason why an engine with this layout cannot serve a head.
+
+    Returns:
+        The end of a sentence whose subject is the engine; None if the engine can serve the head.
+    """
     return (
-        _part_problem(head, layout)
-        or _order_problem(head.config.layers, layout)
-        or _rope_problem(head, layout)
+        _find_part_problem(head, layout)
+        or _find_order_problem(head.config.layers, layout)
+        or _find_rope_problem(head, layout)
     )
 
 
-def _part_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
+def _find_part_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     config = head.config
     for part, words in PARTS.items():
         if getattr(config, part) and part not in layout.parts:
@@ -277,7 +236,7 @@ def _part_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     return None
 
 
-def _order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
+def _find_order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
     if not layout.any_order and list(layers) != sorted(set(layers)):
         return f"fuses hidden states in rising order, and this head reads {list(layers)}"
     if 0 < len(layers) < layout.min_layers:
@@ -289,7 +248,7 @@ def _order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
     return None
 
 
-def _rope_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
+def _find_rope_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
     llama = head.config.llama
     rope: dict = llama.rope_parameters
     for key in layout.unread_rope:
@@ -316,10 +275,11 @@ def _rope_problem(head: EagleNetwork, layout: EagleLayout) -> str | None:
 def check_layers_and_embedding(
     head: EagleNetwork, engine: ExportFormat, layout: EagleLayout
 ) -> None:
-    """Refuse a target from which the engine would read something else than the head does.
+    """Refuse an engine that would read other hidden states or another embedding than the head.
 
     Raises:
-        InputError: naming the head's layers and the allowed ones, or the tensor.
+        InputError: the engine has a fixed list of hidden states, cannot count the head's, or
+            ignores the head's own embedding.
     """
     _check_embedding(head, engine, layout)
     if head.config.layers:
@@ -333,8 +293,7 @@ def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayo
     if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
         raise InputError(
             f"format={engine.value}: {ENGINE_NAMES[engine]} drafts with the target's embedding, "
-            "but "
-            "this head has another embed_tokens.weight; formats that keep it: vllm, original, "
+            "but this head has another embed_tokens.weight; formats that keep it: vllm, original, "
             "llamacpp"
         )
 
@@ -367,67 +326,25 @@ def can_use_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
     )
 
 
-def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
-    """Keys that vLLM and SGLang read, with layer indices as in vLLM.
-
-    Args:
-        config: architecture.
-        num_draft_ids: size W of the draft vocabulary.
-    """
-    llama, eagle3 = config.llama, config.form is EagleForm.eagle3
-    rope: Any = llama.rope_parameters
-    kind = "LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"
-    shared = {
-        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else kind],
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        **{name: getattr(llama, name) for name in LLAMA_KEYS},
-        "rope_theta": rope["rope_theta"],
-        "num_hidden_layers": llama.num_hidden_layers,
-        "tie_word_embeddings": False,
-        "bias": config.fc_bias,
-        "base_model_name_or_path": config.target,
-        "dtype": "float32",
-        "torch_dtype": "float32",
-    }
-    if not eagle3:
-        return shared
-    layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)} if config.layers else {}
-    return shared | {
-        # If unset, SGLang takes the target's output head, as this head does.
-        "draft_vocab_size": num_draft_ids if config.own_output_head else None,
-        "target_hidden_size": config.target_hidden_size,
-        **layers,
-        "eagle_config": {"use_aux_hidden_state": True, **layers},
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "norm_before_residual": config.norm_before_residual,
-    }
-
-
-NUM_DRAFT_TOKENS = 5
-EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
-
-
 def build_engine_files(
     head: EagleNetwork,
     engine: ExportFormat,
     layout: EagleLayout,
     num_draft_tokens: int = NUM_DRAFT_TOKENS,
 ) -> HeadFiles:
-    """Files, in its layout, for an engine that can serve the head.
+    """Build the files of a head in the layout of an engine that can serve it.
 
     Raises:
-        InputError: see `layouts.check_target`.
+        InputError: see `check_layers_and_embedding`.
     """
     check_layers_and_embedding(head, engine, layout)
     if layout.gguf:
         return build_gguf_files(head)
-    own, added = _collect_engine_tensors(head, layout), _make_added_tensors(head, layout)
+    tensors, added = _collect_engine_tensors(head, layout), _make_added_tensors(head, layout)
     settings = _build_config(head, layout, format_dtype(head))
     if engine is ExportFormat.speculators:
-        settings = _speculators_config(head, settings, layout, num_draft_tokens)
-    return HeadFiles(settings, WEIGHTS, own | added, sorted(added), list(head.config.layers))
+        settings = _build_speculators_config(head, settings, layout, num_draft_tokens)
+    return HeadFiles(settings, WEIGHTS, tensors | added, sorted(added), list(head.config.layers))
 
 
 def _collect_engine_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
@@ -446,7 +363,7 @@ def _collect_engine_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str
 
 
 def _make_added_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Tensor]:
-    """Tensors that the engine would otherwise initialise randomly."""
+    """Make the tensors that the head lacks and the engine would initialise randomly."""
     added = {}
     if layout.needs_embedding and head.embed_tokens is None:
         added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
@@ -459,14 +376,14 @@ def _make_added_tensors(head: EagleNetwork, layout: EagleLayout) -> dict[str, Te
 
 
 def _build_config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[str, Any]:
-    """Config of a Llama model with EAGLE's keys, each in every place where it is read."""
+    """Build a Llama model's config with EAGLE's keys, each in every place where it is read."""
     config, eagle3 = head.config, head.config.form is EagleForm.eagle3
     settings = head.build_files().config
     if not config.qk_norm:
         settings["architectures"] = [layout.architecture]
     settings |= {
         "base_model_name_or_path": head.target_name,
-        "max_position_embeddings": sizes.find_max_positions(head.target.config),
+        "max_position_embeddings": find_max_positions(head.target.config),
         "rope_scaling": format_legacy_rope(settings["rope_parameters"], short=layout.old_rope),
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -492,10 +409,10 @@ def _build_config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[s
     return settings
 
 
-def _speculators_config(
+def _build_speculators_config(
     head: EagleNetwork, flat: dict[str, Any], layout: EagleLayout, num_draft_tokens: int
 ) -> dict[str, Any]:
-    """Config of speculators' `Eagle3SpeculatorConfig`, with the layer's keys in a section."""
+    """Build speculators' `Eagle3SpeculatorConfig`, with the layer's keys in a section."""
     config = head.config
     outer = {"architectures", "draft_vocab_size", "eagle_config", "target_hidden_size", "bias"}
     outer |= {"eagle_aux_hidden_state_layer_ids", "base_model_name_or_path", *NORMS}
@@ -530,8 +447,98 @@ def _speculators_config(
     }
 
 
+def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+    """Build the content of `config.json` for vLLM and SGLang, with layer indices as in vLLM.
+
+    Args:
+        config: architecture of the head.
+        num_draft_ids: size W of the draft vocabulary.
+    """
+    llama, eagle3 = config.llama, config.form is EagleForm.eagle3
+    rope: Any = llama.rope_parameters
+    kind = "LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"
+    shared = {
+        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else kind],
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{name: getattr(llama, name) for name in LLAMA_KEYS},
+        "rope_theta": rope["rope_theta"],
+        "num_hidden_layers": llama.num_hidden_layers,
+        "tie_word_embeddings": False,
+        "bias": config.fc_bias,
+        "base_model_name_or_path": config.target,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+    if not eagle3:
+        return shared
+    layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)} if config.layers else {}
+    return shared | {
+        # If unset, SGLang takes the target's output head, as this head does.
+        "draft_vocab_size": num_draft_ids if config.own_output_head else None,
+        "target_hidden_size": config.target_hidden_size,
+        **layers,
+        "eagle_config": {"use_aux_hidden_state": True, **layers},
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
+    }
+
+
+def build_gguf_files(head: EagleNetwork) -> HeadFiles:
+    """Build the GGUF file of a head that llama.cpp can serve."""
+    config, llama = head.config, head.config.llama
+    title = head.variants[head.variant].title
+    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
+    # As in every other layout: a head's own files may say less than its target supports.
+    metadata[f"{ARCH}.context_length"] = Value.from_content(find_max_positions(head.target.config))
+    metadata[f"{ARCH}.target_layers"] = Value.from_content(list(config.layers))
+    metadata[f"{ARCH}.target_hidden_size"] = Value.from_content(config.target_hidden_size)
+    metadata |= {f"{ARCH}.{flag}": Value.from_content(getattr(config, flag)) for flag in GGUF_FLAGS}
+    tensors_by_name = head.collect_tensors()
+    tensors = {
+        GGUF_NAMES[name]: each for name, each in tensors_by_name.items() if name in GGUF_NAMES
+    }
+    for name, heads in INTERLEAVED.items():
+        tensors[name] = interleave_rows(tensors[name], getattr(llama, heads))
+    name = weights_name("eagle3", head.target_name, head.dtype)
+    file_tensors = make_file_tensors(tensors, head.vocab, llama)
+    return HeadFiles(metadata, name, file_tensors, layers=list(config.layers))
+
+
+def load_gguf_tensors(
+    file: GgufFile, path: str, added: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a file, under the names of EAGLE's authors.
+
+    Args:
+        file: file of this architecture.
+        path: name of the file in messages.
+        added: tensors that are not the head's own.
+
+    Raises:
+        InputError: metadata are missing.
+    """
+    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
+    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), path)
+    facts = ArchMetadata(file.metadata, ARCH, path)
+    for name, heads in INTERLEAVED.items():
+        if name in tensors:
+            tensors[name] = deinterleave_rows(tensors[name], config[heads])
+    if "d2t" in tensors:
+        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
+    own_names = {theirs: name for name, theirs in GGUF_NAMES.items()}
+    layers = facts.get_content("target_layers", facts.get_content("extract_layers", []))
+    return config | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "target_hidden_size": facts.get_content("target_hidden_size", config["hidden_size"]),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        **{flag: facts.get_content(flag, False) for flag in GGUF_FLAGS},
+    }, {own_names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
 def format_serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
-    """Command that starts an engine, as lines for a shell (the authors': for Python)."""
+    """Format the command that starts an engine, for a shell; for the authors' code, Python."""
     target = head.target_name
     eagle3 = head.config.form is EagleForm.eagle3
     tokens = NUM_DRAFT_TOKENS
@@ -556,7 +563,7 @@ def format_serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) 
         )
     if engine is ExportFormat.llamacpp:
         file = f"{folder}/{weights_name('eagle3', target, head.dtype)}"
-        return serve_llamacpp(target, file, "draft-eagle3", tokens)
+        return gguf.serve_command(target, file, "draft-eagle3", tokens)
     return (
         "import torch\nfrom eagle.model.ea_model import EaModel\n"
         f'model = EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", '
@@ -565,7 +572,7 @@ def format_serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) 
 
 
 def format_engine_hint(head: EagleNetwork, engine: ExportFormat) -> str:
-    """Further advice for users of an engine; empty, or a sentence."""
+    """Format further advice for users of an engine: a sentence, or empty."""
     if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
         return (
             "The authors' loader searches the target's embedding in its "

@@ -5,7 +5,8 @@ own output instead of f_{t+1} it continues to x_{t+3}, and so on.
 
 Sources: EAGLE (arXiv 2401.15077), HASS (2408.15766) and EAGLE-3 (2503.01840); file layout of
 SafeAILab/EAGLE and SpecForge, which vLLM and SGLang read. Letters: S tokens of a text, N rows, H
-hidden, F width of a hidden state, V vocabulary, W draft vocabulary.
+hidden, F width of the fused hidden states, I input of the layer, Q heads, K key-value heads, d head
+size, V vocabulary, W draft vocabulary.
 """
 
 from abc import abstractmethod
@@ -36,173 +37,16 @@ from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
 ROWS_PER_CHUNK = 256
-
-
-class AutoregressiveHead(FeatureHead):
-    """Head that drafts token by token, to any depth.
-
-    Attributes:
-        norm: norm of outputs before the output head; None without one.
-        num_layers: number of layers with keys and values.
-    """
-
-    norm: nn.Module | None
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers that keep keys and values of a text."""
-        return self.config.llama.num_hidden_layers
-
-    @abstractmethod
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., H] state that the head reads beside a token, from the target's hidden states."""
-
-    @abstractmethod
-    def encode_context(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Any:
-        """Read hidden states, each with the token after it.
-
-        Args:
-            fused: [S, H] result of `fuse`, or an earlier output of the head.
-            token_ids: [S] int64 tokens after the hidden states.
-            position_ids: [S] int64 positions of the hidden states.
-
-        Returns:
-            The text, with `keys` and `values` [S, K, d] and `position_ids` [S].
-        """
-
-    @abstractmethod
-    def draft(self, context: Any, rows: Tensor, branches: BranchCache) -> Tensor:
-        """[N, H] outputs at rows [N] of a text, whose keys `branches` already holds."""
-
-    @abstractmethod
-    def advance(
-        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
-    ) -> Tensor:
-        """[N, H] next outputs of rows that read their own last output.
-
-        Args:
-            outputs: [N, H] last outputs.
-            token_ids: [N] int64 tokens drafted from them.
-            position_ids: [N] int64 positions, one after the last.
-            branches: gets the rows' new keys and values.
-        """
-
-    def unroll(
-        self,
-        text: Any,
-        token_ids: Tensor,
-        rows: Tensor,
-        branches: BranchCache,
-        detach: bool = False,
-        own_tokens: bool = False,
-    ) -> Iterator[Tensor]:
-        """Yield outputs [N, H] of depth 1, 2, ... for drafts along the text's own tokens.
-
-        Row t first gives the output after x_{t+1}, then, from its own output and x_{t+2}, the next
-        one. This is the training-time test. It also gives greedy decoding's outputs, as a draft is
-        only followed while it is accepted.
-
-        Args:
-            text: whole text.
-            token_ids: [S + 1] int64, the text and the next token.
-            rows: [N] int64.
-            branches: branches of the rows, without own keys.
-            detach: stop gradients into outputs that are fed back.
-            own_tokens: follow the likeliest draft tokens instead of the text's.
-        """
-        outputs = self.draft(text, rows, branches)
-        step = 0
-        while True:
-            yield outputs
-            step += 1
-            fed = outputs.detach() if detach else outputs
-            if own_tokens:
-                tokens = self._rank_token_ids(outputs.detach(), 1).squeeze(1)
-            else:
-                # Rows at the end of the text repeat its last token; their outputs are not used.
-                tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
-            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
-
-    def apply_final_norm(self, outputs: Tensor) -> Tensor:
-        """[..., H] outputs after the last norm."""
-        return outputs if self.norm is None else self.norm(outputs)
-
-    def compute_logits(self, outputs: Tensor) -> Tensor:
-        """[..., W] draft logits of outputs [..., H]."""
-        return super().compute_logits(self.apply_final_norm(outputs))
-
-    @torch.no_grad()
-    def compute_candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
-        device = output.hidden_states.device
-        ids = torch.tensor(token_ids, device=device)
-        places = torch.arange(len(ids) - 1, device=device)
-        text = self.encode_context(self.fuse(self.collect_features(output)[0]), ids[1:], places)
-        rows = places[first:]
-        seen = build_causal_range(Documents.from_length(len(places), device), rows)
-        unrolled = self.unroll(
-            text, ids, rows, BranchCache(text.keys[None], text.values[None], seen)
-        )
-        best = torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
-        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
-        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
-
-    def _rank_token_ids(self, outputs: Tensor, width: int) -> Tensor:
-        """[N, width] best target ids after outputs [N, H]."""
-        parts = [
-            self.compute_logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)
-        ]
-        return self.vocab.to_target_ids(torch.cat(parts))
-
-
-class EagleLayer(nn.Module):
-    """Llama decoder layer whose input is not its residual stream.
-
-    Args:
-        config: sizes, norms and RoPE.
-        two_inputs: EAGLE-3's input, a normalised embedding beside a normalised state (I = 2H);
-            otherwise EAGLE-1's input, used as it is (I = H).
-        qk_norm: normalise queries and keys per head, as in Qwen3.
-    """
-
-    def __init__(self, config: LlamaConfig, two_inputs: bool, qk_norm: bool) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RmsNorm(hidden, eps) if two_inputs else None
-        self.hidden_norm = RmsNorm(hidden, eps) if two_inputs else None
-        self.self_attn = LlamaAttention(config, 2 * hidden if two_inputs else hidden, qk_norm)
-        self.post_attention_layernorm = RmsNorm(hidden, eps)
-        self.mlp = LlamaMLP(config)
-
-    def forward(
-        self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: BranchCache
-    ) -> Tensor:
-        """[N, H] output of the layer.
-
-        Args:
-            inputs: [N, I] inputs of the queries.
-            residual: [N, H].
-            rotation: [N, 2, d] of the rows' positions.
-            branches: keys and values, including those of the rows themselves.
-        """
-        attended = branch_attention(self.self_attn.compute_query(inputs, rotation), branches)
-        return self.add_attention_and_mlp(residual, attended)
-
-    def add_attention_and_mlp(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """[N, H] output of the layer, from residual [N, H] and attention output [N, Q, d]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
+"""Number of outputs whose logits are in memory at once."""
 CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
 """Parts of a head that recipes turn on or off."""
+LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
+"""Prefixes of the layer's tensors in the original files."""
 
 
 @dataclass(frozen=True)
 class EagleHeadConfig:
-    """Architecture of a head.
+    """Architecture of an EAGLE head.
 
     Attributes:
         form: EAGLE-1 or EAGLE-3.
@@ -211,7 +55,8 @@ class EagleHeadConfig:
         target_hidden_size: width of one hidden state of the target.
         layers: hidden states that are read, as indices of `output_hidden_states`; empty for the
             default of the attached target.
-        own_output_head, own_embedding: whether the head has its own.
+        own_output_head: whether the head has an output head of its own.
+        own_embedding: whether the head has an embedding of its own.
         qk_norm: whether queries and keys are normalised, as in Qwen3.
         norm_before_fc: whether one norm covers all fused hidden states.
         fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.settings.eagle`.
@@ -237,64 +82,175 @@ class EagleHeadConfig:
         return None
 
 
-def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]:
-    """Low, middle and high hidden states of a target, as in EAGLE-3.
+class AutoregressiveHead(FeatureHead):
+    """Head that drafts token by token, to any depth.
 
-    These are 2, L/2 and L-3 of `output_hidden_states`, the outputs of layers 1, L/2-1 and L-4
-    counted from 0. For 4 to 6 layers, where these coincide: 1, L/2 and L-1.
+    Attributes:
+        norm: norm of outputs before the output head; None without one.
+        num_layers: number of layers with keys and values.
+    """
+
+    norm: nn.Module | None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that keep keys and values of a text."""
+        return self.config.llama.num_hidden_layers
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Fuse the target's hidden states [..., F] into the state [..., H] that the head reads."""
+
+    @abstractmethod
+    def encode_context(self, fused: Tensor, token_ids: Tensor, position_ids: Tensor) -> Any:
+        """Encode hidden states, each with the token after it, as context of drafts.
+
+        Args:
+            fused: [S, H] result of `fuse`, or an earlier output of the head.
+            token_ids: [S] int64 tokens after the hidden states.
+            position_ids: [S] int64 positions of the hidden states.
+
+        Returns:
+            The context states, with `keys` and `values` [S, K, d] and `position_ids` [S].
+        """
+
+    @abstractmethod
+    def draft(self, context: Any, rows: Tensor, branches: BranchCache) -> Tensor:
+        """Compute outputs [N, H] at rows [N] of a context that `branches` already holds."""
+
+    @abstractmethod
+    def advance(
+        self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
+    ) -> Tensor:
+        """Compute the next outputs [N, H] of rows that read their own last output.
+
+        Args:
+            outputs: [N, H] last outputs.
+            token_ids: [N] int64 tokens drafted from them.
+            position_ids: [N] int64 positions, each one after the row's last.
+            branches: cache to which the rows' new keys and values are appended.
+        """
+
+    def unroll(
+        self,
+        text: Any,
+        token_ids: Tensor,
+        rows: Tensor,
+        branches: BranchCache,
+        detach: bool = False,
+        own_tokens: bool = False,
+    ) -> Iterator[Tensor]:
+        """Yield outputs [N, H] of depth 1, 2, ... for drafts along the text's own tokens.
+
+        Row t first gives the output after x_{t+1}, then, from its own output and x_{t+2}, the next
+        one. This is the training-time test. It also gives greedy decoding's outputs, as a draft is
+        only followed while it is accepted.
+
+        Args:
+            text: context states of the whole text.
+            token_ids: [S + 1] int64 tokens of the text, then the next token.
+            rows: [N] int64 tokens of the text from which rows draft.
+            branches: branches of the rows, without keys and values of draft tokens.
+            detach: whether to stop gradients into outputs that are fed back.
+            own_tokens: whether to follow the likeliest draft tokens, not the text's.
+        """
+        outputs = self.draft(text, rows, branches)
+        step = 0
+        while True:
+            yield outputs
+            step += 1
+            fed = outputs.detach() if detach else outputs
+            if own_tokens:
+                tokens = self._rank_token_ids(outputs.detach(), 1).squeeze(1)
+            else:
+                # Rows at the end of the text repeat its last token; their outputs are not used.
+                tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
+            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
+
+    def apply_final_norm(self, outputs: Tensor) -> Tensor:
+        """Normalise outputs [..., H] for the output head; unchanged without a norm."""
+        return outputs if self.norm is None else self.norm(outputs)
+
+    def compute_logits(self, outputs: Tensor) -> Tensor:
+        """Compute the draft logits [..., W] of outputs [..., H]."""
+        return super().compute_logits(self.apply_final_norm(outputs))
+
+    @torch.no_grad()
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        text = self.encode_context(self.fuse(self.collect_features(output)[0]), ids[1:], places)
+        rows = places[first:]
+        seen = build_causal_range(Documents.from_length(len(places), device), rows)
+        unrolled = self.unroll(
+            text, ids, rows, BranchCache(text.keys[None], text.values[None], seen)
+        )
+        best = torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
+        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
+        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
+
+    def _rank_token_ids(self, outputs: Tensor, width: int) -> Tensor:
+        """Rank target ids, and return the best [N, width] after outputs [N, H]."""
+        parts = [
+            self.compute_logits(part).topk(width).indices for part in outputs.split(ROWS_PER_CHUNK)
+        ]
+        return self.vocab.to_target_ids(torch.cat(parts))
+
+
+class EagleLayer(nn.Module):
+    """Llama decoder layer whose input is not its residual stream.
 
     Args:
-        num_layers: L.
-        key: setting that is unset, for the message.
-
-    Raises:
-        InputError: fewer than 4 layers.
+        config: sizes, norms and RoPE.
+        two_inputs: EAGLE-3's input, a normalised embedding beside a normalised state (I = 2H);
+            otherwise EAGLE-1's input, used as it is (I = H).
+        qk_norm: whether queries and keys are normalised per head, as in Qwen3.
     """
-    if num_layers < 4:
-        raise InputError(
-            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
-            f"states of 0..{num_layers}"
-        )
-    if num_layers < 7:
-        return 1, num_layers // 2, num_layers - 1
-    return 2, num_layers // 2, num_layers - 3
 
+    def __init__(self, config: LlamaConfig, two_inputs: bool, qk_norm: bool) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RmsNorm(hidden, eps) if two_inputs else None
+        self.hidden_norm = RmsNorm(hidden, eps) if two_inputs else None
+        self.self_attn = LlamaAttention(config, 2 * hidden if two_inputs else hidden, qk_norm)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
+        self.mlp = LlamaMLP(config)
 
-def build_eagle_config(
-    settings: FeatureHeadConfig, target: EmbeddingsAndOutputHead
-) -> EagleHeadConfig:
-    """Architecture of a new head, with a layer of the target's sizes.
+    def forward(
+        self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: BranchCache
+    ) -> Tensor:
+        """Compute the outputs [N, H] of the layer.
 
-    Raises:
-        InputError: the target has too few layers for the default hidden states.
-    """
-    eagle3 = settings.form is EagleForm.eagle3
-    width = target.feature_size if eagle3 else target.hidden_size
-    return EagleHeadConfig(
-        form=settings.form,
-        llama=make_llama_config(target.config, target.vocab_size),
-        target=target.name,
-        target_hidden_size=width,
-        layers=tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else (),
-        # In the file, one width says that a target's embedding fits.
-        own_embedding=width != target.hidden_size,
-        **{name: getattr(settings, name) for name in CHOSEN_PARTS},
-    )
+        Args:
+            inputs: [N, I] inputs of the queries.
+            residual: [N, H] residual stream before the layer.
+            rotation: [N, 2, d] rotation of the rows' positions.
+            branches: keys and values, including those of the rows themselves.
+        """
+        attended = branch_attention(self.self_attn.compute_query(inputs, rotation), branches)
+        return self.add_attention_and_mlp(residual, attended)
 
-
-LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
+    def add_attention_and_mlp(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add attention [N, Q, d] and then the MLP to a residual [N, H]; return outputs [N, H]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 @dataclass(frozen=True)
 class ContextStates:
-    """Text that the head has read with true hidden states.
+    """Text that the head has encoded with true hidden states.
 
     Attributes:
         inputs: [S, I] inputs of the layer's attention.
-        residual: [S, H].
-        position_ids: [S] int64.
+        residual: [S, H] residual stream before the layer.
+        position_ids: [S] int64 positions.
         rotation: [S, 2, d] rotation of the positions.
-        keys, values: [S, K, d].
+        keys: [S, K, d] rotated keys.
+        values: [S, K, d] values.
     """
 
     inputs: Tensor
@@ -310,7 +266,7 @@ class EagleNetwork(AutoregressiveHead):
 
     Args:
         config: architecture.
-        vocab: draft vocabulary.
+        vocab: draft vocabulary; all ids for EAGLE-1.
     """
 
     def __init__(self, config: EagleHeadConfig, vocab: DraftVocab) -> None:
@@ -333,7 +289,7 @@ class EagleNetwork(AutoregressiveHead):
         """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
 
         Raises:
-            InputError: a head cannot start from the target's output head.
+            InputError: the target's output head is quantised, or has a bias and must stay frozen.
         """
         self._draw_weights(seed)
         self.attach(target)
@@ -355,7 +311,7 @@ class EagleNetwork(AutoregressiveHead):
                     nn.init.zeros_(module.bias)
 
     def complete_config(self, target: EmbeddingsAndOutputHead) -> EagleHeadConfig:
-        """See `FeatureHead.fitted`. Sizes must agree, and the target must have the layers."""
+        """See `FeatureHead.complete_config`. Fills in the default layers."""
         config = self.config
         eagle3 = config.form is EagleForm.eagle3
         which = "feature_size" if eagle3 else "hidden_size"
@@ -371,7 +327,7 @@ class EagleNetwork(AutoregressiveHead):
         return config
 
     def collect_features(self, output: TargetOutput) -> Tensor:
-        """[..., F] hidden states to fuse; EAGLE-1 reads the last one."""
+        """Collect the hidden states [..., F] to fuse; EAGLE-1 reads only the last one."""
         if self.config.form is EagleForm.eagle1:
             return output.hidden_states.to(self.fc.weight)
         return super().collect_features(output)
@@ -389,14 +345,14 @@ class EagleNetwork(AutoregressiveHead):
     def encode_context(
         self, fused: Tensor, token_ids: Tensor, position_ids: Tensor
     ) -> ContextStates:
-        """See `ContinuingHead.read`."""
+        """See `AutoregressiveHead.encode_context`."""
         inputs, residual = self.build_layer_inputs(fused, token_ids)
         rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
         keys, values = self.layer.self_attn.keys_values(inputs, rotation)
         return ContextStates(inputs, residual, position_ids, rotation, keys, values)
 
     def build_layer_inputs(self, fused: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Input [S, I] of the layer, and its residual [S, H]; arguments as in `read`."""
+        """Build the inputs [S, I] and the residual [S, H] of the layer, see `encode_context`."""
         embeds, layer = self.embed(token_ids), self.layer
         if layer.input_layernorm is None or layer.hidden_norm is None:
             both = self.fc(torch.cat([embeds, fused], dim=-1))
@@ -406,13 +362,13 @@ class EagleNetwork(AutoregressiveHead):
         return inputs, states if self.config.norm_before_residual else fused
 
     def draft(self, text: ContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
-        """See `ContinuingHead.draft`."""
+        """See `AutoregressiveHead.draft`."""
         return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
 
     def advance(
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
     ) -> Tensor:
-        """See `ContinuingHead.advance`."""
+        """See `AutoregressiveHead.advance`."""
         fed = self.apply_final_norm(outputs) if self.config.norm_output else outputs
         text = self.encode_context(fed, token_ids, position_ids)
         branches.draft_keys.append(text.keys)
@@ -435,3 +391,49 @@ def _check_rows(target: EmbeddingsAndOutputHead, start: OutputHead) -> None:
             f"head.output_head=frozen: the output head of target.path={target.name} has a bias, "
             "which a head cannot use; set head.output_head=copy or scratch"
         )
+
+
+def build_eagle_config(
+    settings: FeatureHeadConfig, target: EmbeddingsAndOutputHead
+) -> EagleHeadConfig:
+    """Build the architecture of a new head, with a layer of the target's sizes.
+
+    Raises:
+        InputError: the target has too few layers for the default hidden states.
+    """
+    eagle3 = settings.form is EagleForm.eagle3
+    width = target.feature_size if eagle3 else target.hidden_size
+    return EagleHeadConfig(
+        form=settings.form,
+        llama=make_llama_config(target.config, target.vocab_size),
+        target=target.name,
+        target_hidden_size=width,
+        layers=tuple(settings.layers or default_layers(target.num_layers)) if eagle3 else (),
+        # A reader of the file uses the target's embedding only if `target_hidden_size` equals
+        # `hidden_size`. A head with two widths therefore stores its own embedding.
+        own_embedding=width != target.hidden_size,
+        **{name: getattr(settings, name) for name in CHOSEN_PARTS},
+    )
+
+
+def default_layers(num_layers: int, key: str = "head.layers") -> tuple[int, ...]:
+    """Return the low, middle and high hidden states of a target, as EAGLE-3 fuses them.
+
+    These are 2, L/2 and L-3 of `output_hidden_states`, the outputs of layers 1, L/2-1 and L-4
+    counted from 0. For 4 to 6 layers, where these coincide: 1, L/2 and L-1.
+
+    Args:
+        num_layers: number L of the target's layers.
+        key: name of the unset setting in the message.
+
+    Raises:
+        InputError: the target has fewer than 4 layers.
+    """
+    if num_layers < 4:
+        raise InputError(
+            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
+            f"states of 0..{num_layers}"
+        )
+    if num_layers < 7:
+        return 1, num_layers // 2, num_layers - 1
+    return 2, num_layers // 2, num_layers - 3

@@ -1,4 +1,16 @@
-"""Answers of P-EAGLE heads. See `heads/draft_head.py`."""
+"""P-EAGLE: EAGLE-3 of several layers, which drafts all tokens in one pass.
+
+At token t the head reads the target's hidden states up to t, each beside the next token. After them
+come rows for unknown tokens: a mask token beside a learnt hidden state. Row t itself drafts
+x_{t+2}. The d-th row after it sees the text up to t and the rows between, and drafts x_{t+2+d}.
+
+While decoding, tokens committed since the last draft and the rows after them pass the layers
+together. Files have EAGLE-3's names, later layers `layers.1.` and so on, and `mask_hidden`.
+
+Source: P-EAGLE, arXiv 2602.01469; vllm-project/speculators `models/peagle`. Letters: B texts, T
+texts of a store, S tokens of a text, N rows, n new tokens, D draft tokens, H hidden, I input of the
+first layer, F width of a hidden state, W draft vocabulary, K key-value heads, d head size.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +33,6 @@ from heads.decoding.head_drafter import (
     expand_tree,
 )
 from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
-from heads.eagle import layouts as export
 from heads.eagle.checkpoint import (
     REQUIRED_VALUES,
     EagleCheckpoint,
@@ -36,7 +47,7 @@ from heads.eagle.eagle import (
     iter_feature_variants,
     project_reference_logits,
 )
-from heads.eagle.layouts import LAYOUTS, EagleLayout
+from heads.eagle.layouts import LAYOUTS, EagleLayout, build_engine_files, format_engine_hint
 from heads.eagle.network import EagleHeadConfig, EagleLayer, EagleNetwork, build_eagle_config
 from heads.export.writer import format_vllm_command
 from heads.feature_head import choose_mask_token, iter_mask_token_variants
@@ -56,20 +67,38 @@ from heads.target_model.embeddings_and_output_head import (
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 
+MASK_HIDDEN = "mask_hidden"
+"""Name of the learnt hidden state of rows whose token is unknown."""
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the mask token, in the order of vLLM."""
+NUM_DRAFT_TOKENS = 8
+"""Number of draft tokens if the file names none, as in speculators' training."""
+UNCHECKED_KEYS = ("num_hidden_layers", "speculators_model_type")
+TOKENS_PER_CHUNK = 256
+"""Number of tokens that draft at once in `compute_candidates`, with all rows in memory."""
+VLLM_LAYOUT = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layers.0.")
+SPECULATORS_LAYOUT = replace(
+    LAYOUTS[ExportFormat.speculators][EagleForm.eagle3],
+    architecture="PEagleSpeculator",
+    speculators_method="peagle",
+    # vLLM drops `fc_norm` when it converts such a config.
+    parts=("norm_before_fc", "norm_before_residual", "qk_norm", "mlp_bias"),
+)
 KeysValues = tuple[Tensor, Tensor]
-
-
 KeyValueStore = Callable[[int, KeysValues | None], KeysValues]
-"""Function that stores a layer's new keys and values and returns all, [T, S, K, d], by layer."""
+"""Type of a function (layer number, new keys and values of the context or None).
+
+It stores the new ones and returns all keys and values of that layer, [T, S, K, d] each.
+"""
 
 
 @dataclass(frozen=True)
 class PEagleHeadConfig(EagleHeadConfig):
-    """Architecture of a head.
+    """Architecture of a P-EAGLE head.
 
     Attributes:
         mask_token_id: token id of rows whose token is unknown.
-        num_draft_tokens: draft tokens per pass, as trained.
+        num_draft_tokens: number of draft tokens per pass in training.
     """
 
     mask_token_id: int = 0
@@ -78,14 +107,14 @@ class PEagleHeadConfig(EagleHeadConfig):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows of the text, or rows equally far after it.
+    """Rows of a text, or rows equally far after its tokens.
 
     Attributes:
         inputs: [N, I] inputs of the first layer.
-        residual: [N, H].
-        rotation: [N, 2, d].
-        seen: stretch of the text that they see.
-        parent_rows: [N] int64 rows of the previous group that they follow; None for all.
+        residual: [N, H] residual stream before the first layer.
+        rotation: [N, 2, d] rotation of the rows' positions.
+        seen: range of context tokens that each row sees.
+        parent_rows: [N] int64 rows of the previous group that these rows follow; None for all.
     """
 
     inputs: Tensor
@@ -93,6 +122,21 @@ class RowGroup:
     rotation: Tensor
     seen: CausalRange
     parent_rows: Tensor | None = None
+
+
+class LlamaLayer(EagleLayer):
+    """Llama decoder layer, as every layer after the first.
+
+    Args:
+        config: sizes, norms and RoPE.
+        qk_norm: whether queries and keys are normalised per head.
+    """
+
+    input_layernorm: RmsNorm
+
+    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
+        super().__init__(config, two_inputs=False, qk_norm=qk_norm)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class PEagleNetwork(EagleNetwork):
@@ -122,20 +166,23 @@ class PEagleNetwork(EagleNetwork):
     def build_context_rows(
         self, fused: Tensor, token_ids: Tensor, position_ids: Tensor, seen: CausalRange
     ) -> RowGroup:
-        """Rows of a text; arguments as in `read`, and the stretch that each sees."""
+        """Build the rows of a text: arguments of `encode_context`, and the range that each sees."""
         inputs, residual = self.build_layer_inputs(fused, token_ids)
         rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
         return RowGroup(inputs, residual, rotation, seen)
 
     def build_mask_rows(
-        self, position_ids: Tensor, seen: Sequence[CausalRange], kept: Sequence[Tensor | None] = ()
+        self,
+        position_ids: Tensor,
+        seen: Sequence[CausalRange],
+        parent_rows: Sequence[Tensor | None] = (),
     ) -> list[RowGroup]:
-        """Rows after tokens of a text, in groups.
+        """Build mask rows after tokens of a text, in groups of equal distance.
 
         Args:
             position_ids: [N] int64 positions of the rows of all groups.
-            seen: stretch of the text before the rows, per group.
-            kept: rows of the previous group, see `RowGroup`; unset for all.
+            seen: range of context tokens that the rows of each group see.
+            parent_rows: for each group, see `RowGroup`; empty for None everywhere.
         """
         if not seen:
             return []
@@ -144,28 +191,30 @@ class PEagleNetwork(EagleNetwork):
         inputs, residual = self.build_layer_inputs(fused, mask)
         rotation = self.layer.self_attn.compute_rotation(inputs, position_ids)
         sizes = [len(each.end) for each in seen]
-        found = zip(rotation.split(sizes), seen, kept or [None] * len(seen), strict=True)
+        groups = zip(rotation.split(sizes), seen, parent_rows or [None] * len(seen), strict=True)
         return [
-            RowGroup(inputs.expand(len(turn), -1), residual.expand(len(turn), -1), turn, see, keep)
-            for turn, see, keep in found
+            RowGroup(
+                inputs.expand(len(turn), -1), residual.expand(len(turn), -1), turn, visible, parents
+            )
+            for turn, visible, parents in groups
         ]
 
     def run_layers(
         self, text: RowGroup | None, masks: Sequence[RowGroup], store: KeyValueStore
     ) -> list[Tensor]:
-        """[N, H] outputs of the rows of each group.
+        """Run all layers on groups of rows, and return the outputs [N, H] of each group.
 
         Args:
-            text: rows of new text, if any.
-            masks: groups of rows, those directly after the text first.
-            store: stores new keys and values and returns all.
+            text: rows of new text; None without any.
+            masks: groups of mask rows, the one directly after the text first.
+            store: function that stores new keys and values of the text and returns all.
         """
         groups = [*([] if text is None else [text]), *masks]
         sizes = [len(group.rotation) for group in groups]
         rotation = torch.cat([group.rotation for group in groups])
         inputs = torch.cat([group.inputs for group in groups])
         states = torch.cat([group.residual for group in groups])
-        for number, layer in enumerate(self._every_layer()):
+        for number, layer in enumerate(self._list_layers()):
             if number:
                 inputs = layer.input_layernorm(states)
             query = layer.self_attn.compute_query(inputs, rotation).split(sizes)
@@ -184,161 +233,68 @@ class PEagleNetwork(EagleNetwork):
             states = layer.add_attention_and_mlp(states, torch.cat(attended))
         return list(states.split(sizes))
 
-    def _every_layer(self) -> list[Any]:
+    def _list_layers(self) -> list[Any]:
         return [self.layer, *self.layers.values()]
 
     @torch.no_grad()
     def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
+        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
         fused = self.fuse(self.collect_features(output)[0])
-        known: list[KeysValues] = []
+        stored: list[KeysValues] = []
         whole = Documents.from_length(len(places), device)
         text = self.build_context_rows(fused, ids[1:], places, build_causal_range(whole, places))
-        (outputs,) = self.run_layers(text, [], make_list_store(known))
+        (outputs,) = self.run_layers(text, [], make_list_store(stored))
         parts = []
         for rows in places[first:].split(TOKENS_PER_CHUNK):
             positions = torch.cat([rows + step for step in range(1, depth)] or [rows[:0]])
             seen = [build_causal_range(whole, rows)] * (depth - 1)
             masks = self.build_mask_rows(positions.clamp_max(self.max_positions - 1), seen)
-            found = self.run_layers(None, masks, make_list_store(known)) if masks else []
+            mask_outputs = self.run_layers(None, masks, make_list_store(stored)) if masks else []
             parts.append(
-                torch.stack([self._rank_token_ids(each, width) for each in (outputs[rows], *found)])
+                torch.stack(
+                    [self._rank_token_ids(each, width) for each in (outputs[rows], *mask_outputs)]
+                )
             )
         best = torch.cat(parts, 1)
         reached = places[first:] + torch.arange(depth, device=device).unsqueeze(1)
         return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
 
 
-def compute_reference_logits(
-    head: PEagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> ReferenceLogits:
-    """Compute logits whose row t at depth j is the j-th row after token t.
+def make_list_store(stored: list[KeysValues]) -> KeyValueStore:
+    """Make a store that keeps keys and values [S, K, d] of one text in a list, layer by layer."""
 
-    That row sees the text up to t. Arguments as in `DraftHead.golden`.
-    """
-    mask = torch.tensor([head.config.mask_token_id])
-    wanted = torch.cat([token_ids, mask])
-    embeddings = select_embedding_rows(target.embedding.weight, wanted, head.dtype)
-    own = embeddings
-    if head.embed_tokens is not None:
-        own = select_embedding_rows(head.embed_tokens.weight, wanted, head.dtype)
-    copy = copy_to_cpu(head, own)
-    copy.config = replace(copy.config, mask_token_id=len(own) - 1)
-    outputs = _compute_outputs(copy, states, places, len(token_ids) - len(places) - 1)
-    beside = {
-        "token_embeddings": embeddings[1:-1],
-        "mask_token_id": mask,
-        "mask_embedding": embeddings[-1:],
-    }
-    return project_reference_logits(head, target, outputs, beside)
+    def store(number: int, new: KeysValues | None) -> KeysValues:
+        if new is not None:
+            stored.append((new[0].unsqueeze(0), new[1].unsqueeze(0)))
+        return stored[number]
+
+    return store
 
 
-def _compute_outputs(
-    head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int
-) -> Tensor:
-    """[D, S, H] normalised outputs of a head whose embedding holds only the text, then the mask."""
-    rows = torch.arange(len(places))
-    output = TargetOutput(states[-1], dict(enumerate(states)))
-    seen = build_causal_range(Documents.from_length(len(rows), rows.device), rows)
-    text = head.build_context_rows(head.fuse(head.collect_features(output)), rows + 1, places, seen)
-    known: list[KeysValues] = []
-    found = head.run_layers(text, [], make_list_store(known))
-    if depth > 1:
-        positions = torch.cat([places + step for step in range(1, depth)])
-        masks = head.build_mask_rows(positions, [seen] * (depth - 1))
-        found += head.run_layers(None, masks, make_list_store(known))
-    return torch.stack([head.apply_final_norm(each) for each in found])
-
-
-MASK_HIDDEN = "mask_hidden"
-
-
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the mask token, in the order of vLLM."""
-
-
-NUM_DRAFT_TOKENS = 8
-"""Draft tokens of a head whose file names none, as in speculators' training."""
-
-
-FREE = ("num_hidden_layers", "speculators_model_type")
-
-
-def load_peagle_checkpoint(
-    folder: Path, path: str, layers: Sequence[int] | None
-) -> tuple[EagleCheckpoint, PEagleHeadConfig, DraftVocab]:
-    """Read a head's folder: its content, architecture and draft vocabulary.
-
-    Args:
-        folder: local folder.
-        path: name of the folder in messages.
-        layers: hidden states to fuse, as indices of `output_hidden_states`, instead of those in
-            `config.json`.
-
-    Raises:
-        InputError: files are missing, corrupt, pickled or foreign; settings contradict the tensors,
-            or are not implemented.
-    """
-    found = EagleCheckpoint.from_folder(folder, path)
-    only = {name: value for name, value in REQUIRED_VALUES.items() if name not in FREE}
-    plain = build_head_config(found, layers, {**only, "norm_output": False})
-    if not plain.layers:
-        raise found.make_error(
-            "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
-        )
-    mask = next((found.settings[key] for key in MASK_KEYS if key in found.settings), None)
-    if not isinstance(mask, int) or not 0 <= mask < plain.llama.vocab_size:
-        raise found.make_error(
-            f"config.json says mask_token_id={mask}: must be from 0 to {plain.llama.vocab_size - 1}"
-        )
-    feature = found.tensors.get(MASK_HIDDEN)
-    if feature is not None and feature.numel() == len(plain.layers) * plain.target_hidden_size:
-        found.tensors[MASK_HIDDEN] = feature.reshape(1, 1, -1)
-    config = PEagleHeadConfig(
-        **vars(plain), mask_token_id=mask, num_draft_tokens=_num_draft_tokens(found)
-    )
-    return found, config, pop_draft_vocab(found, config.form)
-
-
-def _num_draft_tokens(found: EagleCheckpoint) -> int:
-    methods = found.settings.get("speculators_config", {}).get("proposal_methods") or [{}]
-    trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
-    return int(found.settings.get("num_depths", trained))
-
-
-def is_peagle_folder(folder: Path) -> bool:
-    """Tell whether a folder names P-EAGLE, or has its learnt hidden state."""
-    if has_architecture(folder, (), "peagle"):
-        return True
-    try:
-        return any(_has_feature(file) for file in folder.glob("*.safetensors"))
-    except SafetensorError:
-        return False  # a later reader reports the damage
-
-
-def _has_feature(file: Path) -> bool:
-    with safe_open(file, "pt") as opened:
-        names = {name.removeprefix("model.") for name in opened.keys()}  # noqa: SIM118
-    # EAGLE also has a norm of hidden states, but not inside a layer.
-    return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)
+def _select_kept_rows(groups: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
+    return [each if rows is None else each.index_select(0, rows) for each in groups]
 
 
 class _PEagleDrafter(EagleDrafter):
-    """Drafts all tokens in one pass."""
+    """Drafts all tokens in one pass of the head."""
 
     head: PEagleNetwork
 
     def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> None:
-        """Read tokens without a draft."""
+        """Read committed tokens without drafting."""
         self._run_pass(seen, following, 0)
 
     def _run_pass(self, seen: CommittedTokens, following: Tensor, num_masks: int) -> list[Tensor]:
-        """Outputs [B * n, H] of tokens, each with the next, and [B, H] of each row after them."""
+        """Run the layers on tokens, each with the next one, and on mask rows after the last.
+
+        Returns:
+            Outputs [B * n, H] of the tokens, then [B, H] for each of `num_masks` mask rows.
+        """
         head, (fused, ids, places) = self.head, self._build_inputs(seen, following)
         flat, end = places.flatten(), self.cache.prepared_slots.committed[:, 0] + seen.counts
         text = head.build_context_rows(
@@ -348,23 +304,23 @@ class _PEagleDrafter(EagleDrafter):
         positions = self._clamp_positions((end + steps).flatten())
         masks = head.build_mask_rows(positions, [CausalRange.from_ends(end)] * num_masks)
 
-        def text_of(layer: int, new: KeysValues | None) -> KeysValues:
+        def store(layer: int, new: KeysValues | None) -> KeysValues:
             assert new is not None
             return self._store_keys_values(layer, *new, places, seen)
 
-        found = head.run_layers(text, masks, text_of)
+        outputs = head.run_layers(text, masks, store)
         self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
-        return found
+        return outputs
 
     def _compute_logits(self, roots: Roots) -> Tensor:
-        """[B, D, W] logits of all rows that draft."""
+        """Compute the logits [B, D, W] of all rows that draft."""
         assert self.pending is not None
         seen, self.pending = self.pending, None
         text, *masks = self._run_pass(seen, roots.tokens, self.shape.depth - 1)
         return self.head.compute_logits(torch.stack([text[find_last_rows(seen)], *masks], 1))
 
     def _pad_row_tokens(self, tokens: Tensor, level: int) -> Tensor:
-        """Tokens [B, n] of a row, with PAD beyond the head's window."""
+        """Replace tokens [B, n] that a row drafts beyond the head's window by PAD."""
         return self._pad_beyond_window(tokens, self.cache.prepared_slots.committed - 1 + level)
 
 
@@ -385,72 +341,16 @@ class PEagleTree(DynamicTreeDrafter, _PEagleDrafter):
     """Drafts the likeliest paths through the rows' candidates."""
 
     def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """See `heads.decoding.drafting.DynamicDrafter`."""
+        """Expand trees from the rows' logits. See `DynamicTreeDrafter`."""
         logits = self._compute_logits(roots)
 
-        def after(grown: Frontier) -> Tensor:
-            number = len(grown.rows) // len(roots)
-            return logits[:, grown.depth].repeat_interleave(number, 0)
+        def compute_next_logits(frontier: Frontier) -> Tensor:
+            number = len(frontier.rows) // len(roots)
+            return logits[:, frontier.depth].repeat_interleave(number, 0)
 
-        return expand_tree(self.shape, self.head.vocab, logits[:, 0], after, self._pad_row_tokens)
-
-
-TOKENS_PER_CHUNK = 256
-"""Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
-
-
-class LlamaLayer(EagleLayer):
-    """Layer after the first: Llama's.
-
-    Args:
-        config: sizes, norms and RoPE.
-        qk_norm: normalise queries and keys per head.
-    """
-
-    input_layernorm: RmsNorm
-
-    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
-        super().__init__(config, two_inputs=False, qk_norm=qk_norm)
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-
-
-def build_peagle_config(settings: Any, target: EmbeddingsAndOutputHead) -> PEagleHeadConfig:
-    """Architecture of a new head from a `PEagleConfig`.
-
-    Raises:
-        InputError: the target lacks the hidden states or the mask token.
-    """
-    plain = build_eagle_config(settings, target)
-    plain.llama.num_hidden_layers = settings.num_layers
-    mask = choose_mask_token(target, settings.mask_token_id)
-    return PEagleHeadConfig(**vars(plain), mask_token_id=mask, num_draft_tokens=settings.num_steps)
-
-
-def make_list_store(known: list[KeysValues]) -> KeyValueStore:
-    """Keep keys and values [S, K, d] of one text's layers in a list."""
-
-    def text_of(number: int, new: KeysValues | None) -> KeysValues:
-        if new is not None:
-            known.append((new[0].unsqueeze(0), new[1].unsqueeze(0)))
-        return known[number]
-
-    return text_of
-
-
-def _select_kept_rows(own: Sequence[Tensor], kept: Tensor | None) -> list[Tensor]:
-    return [each if kept is None else each.index_select(0, kept) for each in own]
-
-
-VLLM = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layers.0.")
-
-
-SPECULATORS = replace(
-    LAYOUTS[ExportFormat.speculators][EagleForm.eagle3],
-    architecture="PEagleSpeculator",
-    speculators_method="peagle",
-    # vLLM drops `fc_norm` when it converts such a config.
-    parts=("norm_before_fc", "norm_before_residual", "qk_norm", "mlp_bias"),
-)
+        return expand_tree(
+            self.shape, self.head.vocab, logits[:, 0], compute_next_logits, self._pad_row_tokens
+        )
 
 
 class PEagleHead(PEagleNetwork, EagleHead):
@@ -462,17 +362,17 @@ class PEagleHead(PEagleNetwork, EagleHead):
     tree_drafter = PEagleTree
     ambiguities = (iter_feature_variants, iter_mask_token_variants)
     layouts: ClassVar = {
-        ExportFormat.vllm: {EagleForm.eagle3: VLLM},
-        ExportFormat.speculators: {EagleForm.eagle3: SPECULATORS},
+        ExportFormat.vllm: {EagleForm.eagle3: VLLM_LAYOUT},
+        ExportFormat.speculators: {EagleForm.eagle3: SPECULATORS_LAYOUT},
     }
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load a P-EAGLE head, recognised by its learnt hidden state; None for other folders."""
+        """Load the P-EAGLE head of a folder; None for folders of other heads."""
         if not is_peagle_folder(folder):
             return None
-        found, config, vocab = load_peagle_checkpoint(folder, path, layers)
-        return load_into(cls(config, vocab), found)
+        checkpoint, config, vocab = load_peagle_checkpoint(folder, path, layers)
+        return load_into(cls(config, vocab), checkpoint)
 
     @classmethod
     def from_settings(
@@ -482,43 +382,43 @@ class PEagleHead(PEagleNetwork, EagleHead):
         vocab: DraftVocab,
         seed: int,
     ) -> Self:
-        """Make a new head with layers of the target's sizes."""
+        """Make a new head with layers of the target's sizes, attached to the target."""
         config = build_peagle_config(settings, target)
         return cls(config, vocab).initialise(target, settings.output_head, seed)
 
     def build_files(self) -> HeadFiles:
-        """Files with EAGLE-3's keys, and further keys of speculators and vLLM."""
+        """Build files with EAGLE-3's keys and those of speculators and vLLM for P-EAGLE."""
         files, config = super().build_files(), self.config
-        more = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
-        return replace(files, config=files.config | more)
+        peagle_keys = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
+        return replace(files, config=files.config | peagle_keys)
 
     def _plan_engine_export(
         self, engine: ExportFormat, layout: EagleLayout, folder: str
     ) -> ExportPlan:
-        """Export whose command makes vLLM draft all tokens in one pass."""
+        """Plan an export whose command makes vLLM draft all tokens in one pass."""
         tokens = self.config.num_draft_tokens
         command = f"vllm serve {folder}"
         if engine is ExportFormat.vllm:
             target = self.target_name
             command = format_vllm_command("eagle3", tokens, target, folder, parallel_drafting=True)
 
-        def files() -> HeadFiles:
-            made = export.build_engine_files(self, engine, layout, tokens)
-            made.config["mask_token_id"] = self.config.mask_token_id
-            return made
+        def build_files() -> HeadFiles:
+            files = build_engine_files(self, engine, layout, tokens)
+            files.config["mask_token_id"] = self.config.mask_token_id
+            return files
 
-        return ExportPlan(None, files, command, export.format_engine_hint(self, engine))
+        return ExportPlan(None, build_files, command, format_engine_hint(self, engine))
 
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """See `heads/eagle/peagle.py`."""
+        """Compute reference logits row by row, in float32 on the CPU."""
         return compute_reference_logits(self, target, states, token_ids, places)
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
-        """Layers, hidden states and rows."""
+        """Collect the facts of the head's model card: layers, hidden states and draft tokens."""
         config = self.config
         return replace(
             super().build_card_facts(provenance, acceptance),
@@ -535,3 +435,129 @@ class PEagleHead(PEagleNetwork, EagleHead):
             num_draft_tokens=config.num_draft_tokens,
             vllm_settings={"parallel_drafting": True},
         )
+
+
+def build_peagle_config(settings: Any, target: EmbeddingsAndOutputHead) -> PEagleHeadConfig:
+    """Build the architecture of a new head from a `PEagleConfig`.
+
+    Raises:
+        InputError: the target lacks the hidden states or the mask token.
+    """
+    eagle_config = build_eagle_config(settings, target)
+    eagle_config.llama.num_hidden_layers = settings.num_layers
+    mask_token_id = choose_mask_token(target, settings.mask_token_id)
+    return PEagleHeadConfig(
+        **vars(eagle_config), mask_token_id=mask_token_id, num_draft_tokens=settings.num_steps
+    )
+
+
+def is_peagle_folder(folder: Path) -> bool:
+    """Tell whether a folder's config names P-EAGLE, or its files hold `mask_hidden`."""
+    if has_architecture(folder, (), "peagle"):
+        return True
+    try:
+        return any(_has_mask_hidden(file) for file in folder.glob("*.safetensors"))
+    except SafetensorError:
+        return False  # a later reader reports the damage
+
+
+def _has_mask_hidden(file: Path) -> bool:
+    with safe_open(file, "pt") as opened:
+        names = {name.removeprefix("model.") for name in opened.keys()}  # noqa: SIM118
+    # EAGLE also has a norm of hidden states, but not inside a layer.
+    return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)
+
+
+def load_peagle_checkpoint(
+    folder: Path, path: str, layers: Sequence[int] | None
+) -> tuple[EagleCheckpoint, PEagleHeadConfig, DraftVocab]:
+    """Read a head's folder into its content, architecture and draft vocabulary.
+
+    Args:
+        folder: local folder.
+        path: name of the folder in messages.
+        layers: hidden states to fuse, as indices of `output_hidden_states`, instead of those in
+            `config.json`.
+
+    Raises:
+        InputError: files are missing, corrupt, pickled or foreign; settings contradict the tensors,
+            or are not implemented.
+    """
+    checkpoint = EagleCheckpoint.from_folder(folder, path)
+    required_values = {
+        name: value for name, value in REQUIRED_VALUES.items() if name not in UNCHECKED_KEYS
+    }
+    eagle_config = build_head_config(checkpoint, layers, {**required_values, "norm_output": False})
+    if not eagle_config.layers:
+        raise checkpoint.make_error(
+            "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
+        )
+    mask_token_id = next(
+        (checkpoint.settings[key] for key in MASK_KEYS if key in checkpoint.settings), None
+    )
+    if not isinstance(mask_token_id, int) or not 0 <= mask_token_id < eagle_config.llama.vocab_size:
+        raise checkpoint.make_error(
+            f"config.json says mask_token_id={mask_token_id}: must be from 0 to "
+            f"{eagle_config.llama.vocab_size - 1}"
+        )
+    mask_hidden = checkpoint.tensors.get(MASK_HIDDEN)
+    if (
+        mask_hidden is not None
+        and mask_hidden.numel() == len(eagle_config.layers) * eagle_config.target_hidden_size
+    ):
+        checkpoint.tensors[MASK_HIDDEN] = mask_hidden.reshape(1, 1, -1)
+    config = PEagleHeadConfig(
+        **vars(eagle_config),
+        mask_token_id=mask_token_id,
+        num_draft_tokens=_parse_num_draft_tokens(checkpoint),
+    )
+    return checkpoint, config, pop_draft_vocab(checkpoint, config.form)
+
+
+def _parse_num_draft_tokens(checkpoint: EagleCheckpoint) -> int:
+    methods = checkpoint.settings.get("speculators_config", {}).get("proposal_methods") or [{}]
+    trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
+    return int(checkpoint.settings.get("num_depths", trained))
+
+
+def compute_reference_logits(
+    head: PEagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
+) -> ReferenceLogits:
+    """Compute logits whose row t at depth j is the j-th row after token t.
+
+    That row sees the text up to t. Arguments as in `DraftHead.compute_reference_logits`.
+    """
+    mask = torch.tensor([head.config.mask_token_id])
+    token_ids_and_mask = torch.cat([token_ids, mask])
+    embeddings = select_embedding_rows(target.embedding.weight, token_ids_and_mask, head.dtype)
+    own_embeddings = embeddings
+    if head.embed_tokens is not None:
+        own_embeddings = select_embedding_rows(
+            head.embed_tokens.weight, token_ids_and_mask, head.dtype
+        )
+    copy = copy_to_cpu(head, own_embeddings)
+    copy.config = replace(copy.config, mask_token_id=len(own_embeddings) - 1)
+    outputs = _compute_row_outputs(copy, states, places, len(token_ids) - len(places) - 1)
+    beside = {
+        "token_embeddings": embeddings[1:-1],
+        "mask_token_id": mask,
+        "mask_embedding": embeddings[-1:],
+    }
+    return project_reference_logits(head, target, outputs, beside)
+
+
+def _compute_row_outputs(
+    head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int
+) -> Tensor:
+    """Compute normalised outputs [D, S, H] of a copy that embeds only the text, then the mask."""
+    rows = torch.arange(len(places))
+    output = TargetOutput(states[-1], dict(enumerate(states)))
+    seen = build_causal_range(Documents.from_length(len(rows), rows.device), rows)
+    text = head.build_context_rows(head.fuse(head.collect_features(output)), rows + 1, places, seen)
+    stored: list[KeysValues] = []
+    outputs = head.run_layers(text, [], make_list_store(stored))
+    if depth > 1:
+        positions = torch.cat([places + step for step in range(1, depth)])
+        masks = head.build_mask_rows(positions, [seen] * (depth - 1))
+        outputs += head.run_layers(None, masks, make_list_store(stored))
+    return torch.stack([head.apply_final_norm(each) for each in outputs])
