@@ -1,4 +1,8 @@
-"""Answers shared by all kinds of block drafters. See `heads/draft_head.py`."""
+"""Block drafters: what all of them answer. See `heads/draft_head.py`.
+
+Reference logits are computed slot by slot, in float32 on the CPU. Letters: S rows, D slots, H
+hidden, V vocabulary, W draft vocabulary.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,9 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from conf.settings.export import ExportFormat
-from heads.blocks import layouts as export
 from heads.blocks.drafter import BlockChain, BlockTree
-from heads.blocks.layouts import BlockLayout
+from heads.blocks.layouts import (
+    BlockLayout,
+    build_engine_files,
+    find_export_problem,
+    format_serve_command,
+)
 from heads.blocks.network import BlockNetwork, default_layers
 from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits
 from heads.feature_head import (
@@ -36,7 +44,7 @@ from heads.target_model.model import Target, TargetOutput
 
 
 def iter_block_variants(head: BlockNetwork) -> ConfigVariants:
-    """Readings for any block drafter."""
+    """Yield variants of settings that files of any block drafter may have wrong."""
     yield from iter_layer_variants(head, partial(default_layers, number=len(head.config.layers)))
     yield from iter_order_variants(head)
     yield flip_setting(head, "causal")
@@ -47,91 +55,26 @@ def iter_block_variants(head: BlockNetwork) -> ConfigVariants:
 
 
 def iter_window_variants(head: BlockNetwork) -> ConfigVariants:
-    """No sliding window, or the target's."""
-    stated, theirs = head.config.window, getattr(head.target.config, "sliding_window", None)
-    for window in dict.fromkeys((None, theirs)):
-        if window != stated:
+    """Yield variants without a sliding window, or with the target's."""
+    head_window, target_window = (
+        head.config.window,
+        getattr(head.target.config, "sliding_window", None),
+    )
+    for window in dict.fromkeys((None, target_window)):
+        if window != head_window:
             words = "no sliding window" if window is None else f"a sliding window of {window}"
             yield words, make_config_variant(head, window=window)
 
 
-def compute_reference_logits(
-    head: BlockNetwork,
-    target: Target,
-    states: list[Tensor],
-    token_ids: Tensor,
-    position_ids: Tensor,
-) -> ReferenceLogits:
-    """Compute logits whose row t of slot d drafts in a block after token t, from known token t + 1.
-
-    These are an engine's logits while every draft token is accepted, so tokens before a slot are
-    the text's own. Arguments as in `DraftHead.golden`.
-
-    Raises:
-        InputError: the target's output head is quantised or has a bias.
-    """
-    num_rows, mask = len(position_ids), head.config.mask_token_id
-    wanted = torch.cat([token_ids, torch.tensor([mask])])
-    copy = _on_cpu(head, _select_embeddings(head, target, wanted))
-    output = TargetOutput(states[-1], dict(enumerate(states)))
-    text = copy.encode_context(copy.collect_features(output), position_ids)
-    ends = torch.arange(1, num_rows + 1)
-    nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
-    sight = copy.make_block_range(nothing, ends, depth, (nothing, ends))
-    outputs = copy.draft(ends, position_ids + 1, text, sight)
-    rows = None if head.lm_head is not None else copy_output_rows(target, head.dtype)
-    beside = {"token_embeddings": _select_embeddings(head, target, token_ids[1:], of_target=True)}
-    beside["mask_token_id"] = torch.tensor([mask])
-    beside["mask_embedding"] = _select_embeddings(
-        head, target, torch.tensor([mask]), of_target=True
-    )
-    found, state = [], None
-    for slot in range(depth):
-        mine = outputs[:, slot]
-        base = (
-            copy.compute_logits(mine)
-            if rows is None
-            else copy.scale_logits(project_in_float32(mine, rows))
-        )
-        before = token_ids[1 + slot : 1 + slot + num_rows]
-        logits, state = copy.compute_slot_logits(base, mine, before, state)
-        found.append(logits)
-    drawn = torch.stack(found)
-    logits = torch.full((*drawn.shape[:2], head.vocab.size), float("-inf"))
-    logits[..., head.vocab.ids.cpu()] = drawn
-    if rows is None:
-        beside["logsumexp"] = drawn.logsumexp(-1)
-    return ReferenceLogits(logits, beside, rows)
-
-
-def _select_embeddings(
-    head: BlockNetwork, target: Target, token_ids: Tensor, of_target: bool = False
-) -> Tensor:
-    """[n, H] rows of the head's own embedding, or of the target's."""
-    own = None if of_target else head.embed_tokens
-    weight = target.embedding.weight if own is None else own.weight
-    return select_embedding_rows(weight, token_ids, head.dtype)
-
-
-def _on_cpu(head: BlockNetwork, embeddings: Tensor) -> BlockNetwork:
-    """Float32 copy whose embedding holds the text's tokens in order, then the mask."""
-    config = replace(head.config, mask_token_id=len(embeddings) - 1)
-    copy = type(head)(config, head.vocab.to("cpu"))
-    copy.embed_tokens = None
-    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
-    copy.load_state_dict(tensors)
-    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
-    return copy.eval()
-
-
 class BlockHead(BlockNetwork):
-    """Drafter of blocks.
+    """Head that drafts blocks.
 
     Attributes:
-        architectures: names in its files by which it is recognised.
-        layout: names that engines use.
-        method, paper: name and paper of the method.
-        slot_description: words of a model card about its slots.
+        architectures: values of `architectures` by which files of this kind are recognised.
+        layout: names that engines use for this kind of head.
+        method: name of the method.
+        paper: arXiv number of the method; empty without one.
+        slot_description: words about the slots in a model card.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -146,7 +89,7 @@ class BlockHead(BlockNetwork):
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
-        """Load a head whose config names this architecture; None for other folders."""
+        """Load the head of a folder whose config names this kind; None for other folders."""
         if not has_architecture(folder, cls.architectures, cls.layout.speculators_method):
             return None
         return cls.load_known_folder(folder, path, layers)
@@ -154,39 +97,39 @@ class BlockHead(BlockNetwork):
     @classmethod
     @abstractmethod
     def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """Load a folder known to hold such a head."""
+        """Load the head of a folder that is known to hold one of this kind."""
 
     def build_files(self) -> HeadFiles:
-        """Files with the authors' names and keys."""
+        """Build files with the authors' names and keys."""
         return replace(super().build_files(), config=self.build_config_json())
 
     @abstractmethod
     def build_config_json(self) -> dict[str, Any]:
-        """Content of `config.json` in the authors' layout."""
+        """Build the content of `config.json` in the authors' layout."""
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
-        """See `heads/blocks/layouts.py`."""
+        """Plan the files and the command for an engine. See `heads/blocks/layouts.py`."""
         problem = self.find_export_problem(engine)
         if problem is not None:
             return ExportPlan(problem)
-        files = partial(export.build_engine_files, self, engine, self.layout)
-        command = export.serve_command(self, engine, folder, self.layout)
+        files = partial(build_engine_files, self, engine, self.layout)
+        command = format_serve_command(self, engine, folder, self.layout)
         return ExportPlan(None, files, command)
 
     def find_export_problem(self, engine: ExportFormat) -> str | None:
-        """Reason why an engine cannot serve the head, as the end of a sentence, or None."""
-        return export.find_export_problem(self, engine, self.layout)
+        """Find the reason why an engine cannot serve the head: end of a sentence, or None."""
+        return find_export_problem(self, engine, self.layout)
 
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """See `heads/blocks/block_head.py`."""
+        """Compute reference logits slot by slot, in float32 on the CPU."""
         return compute_reference_logits(self, target, states, token_ids, places)
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
-        """Layers, hidden states and slots."""
+        """Collect the facts of the head's model card: layers, hidden states and slots."""
         del provenance, acceptance
         config, problem = self.config, self.find_export_problem(ExportFormat.vllm)
         copied = []
@@ -211,3 +154,72 @@ class BlockHead(BlockNetwork):
             vllm_problem=f"vLLM {problem}." if problem else "",
             copied=copied,
         )
+
+
+def compute_reference_logits(
+    head: BlockNetwork,
+    target: Target,
+    states: list[Tensor],
+    token_ids: Tensor,
+    position_ids: Tensor,
+) -> ReferenceLogits:
+    """Compute logits whose row t of slot d drafts in a block after token t, from known token t + 1.
+
+    These are an engine's logits while every draft token is accepted, so tokens before a slot are
+    the text's own. Arguments as in `DraftHead.compute_reference_logits`.
+
+    Raises:
+        InputError: the target's output head is quantised or has a bias.
+    """
+    num_rows, mask = len(position_ids), head.config.mask_token_id
+    token_ids_and_mask = torch.cat([token_ids, torch.tensor([mask])])
+    copy = _copy_to_cpu(head, _select_embeddings(head, target, token_ids_and_mask))
+    output = TargetOutput(states[-1], dict(enumerate(states)))
+    text = copy.encode_context(copy.collect_features(output), position_ids)
+    ends = torch.arange(1, num_rows + 1)
+    nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
+    block_range = copy.make_block_range(nothing, ends, depth, (nothing, ends))
+    outputs = copy.draft(ends, position_ids + 1, text, block_range)
+    rows = None if head.lm_head is not None else copy_output_rows(target, head.dtype)
+    beside = {"token_embeddings": _select_embeddings(head, target, token_ids[1:], of_target=True)}
+    beside["mask_token_id"] = torch.tensor([mask])
+    beside["mask_embedding"] = _select_embeddings(
+        head, target, torch.tensor([mask]), of_target=True
+    )
+    slot_logits, state = [], None
+    for slot in range(depth):
+        slot_outputs = outputs[:, slot]
+        base = (
+            copy.compute_logits(slot_outputs)
+            if rows is None
+            else copy.scale_logits(project_in_float32(slot_outputs, rows))
+        )
+        previous_ids = token_ids[1 + slot : 1 + slot + num_rows]
+        logits, state = copy.compute_slot_logits(base, slot_outputs, previous_ids, state)
+        slot_logits.append(logits)
+    draft_logits = torch.stack(slot_logits)
+    logits = torch.full((*draft_logits.shape[:2], head.vocab.size), float("-inf"))
+    logits[..., head.vocab.ids.cpu()] = draft_logits
+    if rows is None:
+        beside["logsumexp"] = draft_logits.logsumexp(-1)
+    return ReferenceLogits(logits, beside, rows)
+
+
+def _select_embeddings(
+    head: BlockNetwork, target: Target, token_ids: Tensor, of_target: bool = False
+) -> Tensor:
+    """Select rows [n, H] of the head's own embedding, or of the target's."""
+    own_embedding = None if of_target else head.embed_tokens
+    weight = target.embedding.weight if own_embedding is None else own_embedding.weight
+    return select_embedding_rows(weight, token_ids, head.dtype)
+
+
+def _copy_to_cpu(head: BlockNetwork, embeddings: Tensor) -> BlockNetwork:
+    """Copy a head to the CPU in float32, with an embedding of the text's tokens, then the mask."""
+    config = replace(head.config, mask_token_id=len(embeddings) - 1)
+    copy = type(head)(config, head.vocab.to("cpu"))
+    copy.embed_tokens = None
+    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
+    copy.load_state_dict(tensors)
+    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
+    return copy.eval()

@@ -37,7 +37,7 @@ MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_e
 SLIDING, FULL = "sliding_attention", "full_attention"
 SCALED_ROPE = ("linear", "yarn", "llama3")
 # Heads with other values compute something else.
-ONLY = {
+REQUIRED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_sink_bias": False,
@@ -53,9 +53,9 @@ ONLY = {
 }
 MASK_EMBEDDING = "mask_embedding.pt"
 """File beside the weights that replaces the mask token's embedding in vLLM."""
-EARLY = "logit_head."
+EARLY_PREFIX = "logit_head."
 """Prefix of Markov and confidence heads in SpecForge's first files."""
-VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
+VERIFIER_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
 """Tensors that speculators keeps for training only."""
 
 
@@ -84,7 +84,7 @@ class BlockCheckpoint:
 
     Attributes:
         path: path as the user typed it.
-        settings: settings of `config.json`.
+        settings: `config.json` with its parts merged, without None.
         tensors: tensors by their names in `BlockNetwork.state_dict`.
         vocab: draft vocabulary.
         export: notes of `heads.export.writer` about the folder; empty for other writers.
@@ -98,45 +98,46 @@ class BlockCheckpoint:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, path: str, computed: Collection[str] = ()
+        cls, folder: Path, path: str, implemented: Collection[str] = ()
     ) -> "BlockCheckpoint":
-        """Read settings and tensors.
+        """Read settings and tensors of a folder.
 
         Args:
             folder: local folder.
             path: path as the user typed it.
-            computed: keys of `ONLY` that this kind of head implements.
+            implemented: keys of `REQUIRED_VALUES` that this kind of head implements.
 
         Raises:
-            InputError: missing, pickled or corrupt files, or settings of another architecture.
+            InputError: files are missing, pickled or corrupt, or settings belong to another
+                architecture.
         """
         settings, export, tensors = _load_settings(folder, path), {}, dict[str, Tensor]()
         if (folder / PROVENANCE).is_file():
             export = json.loads((folder / PROVENANCE).read_text()).get("export", {})
         files = sorted(folder.glob("model*.safetensors"))
-        found = cls(path, settings, tensors, DraftVocab.make_full(1), export)
+        checkpoint = cls(path, settings, tensors, DraftVocab.make_full(1), export)
         if not files:
             names = sorted(each.name for each in folder.iterdir())
-            raise found.make_error(
+            raise checkpoint.make_error(
                 f"no model*.safetensors there; found {names}. Pickled weights can run code and are "
                 "never opened; convert them with https://huggingface.co/spaces/safetensors/convert"
             )
         if (folder / MASK_EMBEDDING).is_file():
-            raise found.make_error(
+            raise checkpoint.make_error(
                 f"{MASK_EMBEDDING}: a separate pickled mask embedding, which is never opened; name "
                 "another head"
             )
         for file in files:
             for name, tensor in load_tensors(file).items():
-                tensors[name.removeprefix("model.").removeprefix(EARLY)] = tensor
-        found._drop_target_tensors()
-        found._check_settings(computed)
-        found.vocab = found._parse_draft_vocab()
-        return found
+                tensors[name.removeprefix("model.").removeprefix(EARLY_PREFIX)] = tensor
+        checkpoint._drop_target_tensors()
+        checkpoint._check_settings(implemented)
+        checkpoint.vocab = checkpoint._parse_draft_vocab()
+        return checkpoint
 
     def _drop_target_tensors(self) -> None:
-        """Drop the target's tensors, if the file marks them."""
-        copies = (*self.export.get("added", ()), *VERIFIER)
+        """Drop copies of the target's tensors that the export notes or speculators' names mark."""
+        copies = (*self.export.get("added", ()), *VERIFIER_TENSORS)
         for name in copies:
             self.tensors.pop(name, None)
 
@@ -144,12 +145,12 @@ class BlockCheckpoint:
         """Make an error that names `head.path`."""
         return InputError(f"head.path={self.path}: {problem}")
 
-    def _check_settings(self, computed: Collection[str]) -> None:
-        for key, only in ONLY.items():
-            if key not in computed and self.settings.get(key, only) != only:
+    def _check_settings(self, implemented: Collection[str]) -> None:
+        for key, required in REQUIRED_VALUES.items():
+            if key not in implemented and self.settings.get(key, required) != required:
                 raise self.make_error(
                     f"config.json says {key}={self.settings[key]}, which is not implemented; must "
-                    f"be {only}"
+                    f"be {required}"
                 )
         if "mask_hidden" in self.tensors:
             raise self.make_error("mask_hidden: belongs to a P-EAGLE head, which is another kind")
@@ -189,33 +190,33 @@ class BlockCheckpoint:
         settings = self.settings
         llama, window = self._parse_llama_config(), self._parse_window()
         width = settings.get("target_hidden_size", llama.hidden_size)
-        chosen, full = self._parse_layers(layers, width), self._full_layers(window)
+        selected, full_layers = self._parse_layers(layers, width), self._find_full_layers(window)
         return BlockHeadConfig(
             llama=llama,
             target=self._parse_target_name(),
             target_hidden_size=width,
             num_target_layers=settings.get("num_target_layers", 0),
-            layers=chosen,
+            layers=selected,
             block_size=self.get_integer("block_size"),
             mask_token_id=self.get_integer("mask_token_id"),
             sample_from_anchor=settings.get("sample_from_anchor", anchored),
-            causal=self._is_causal(window, full),
+            causal=self._is_causal(window, full_layers),
             window=window,
-            full_layers=full,
+            full_layers=full_layers,
             own_output_head="lm_head.weight" in self.tensors,
             own_embedding="embed_tokens.weight" in self.tensors,
         )
 
     def get_integer(self, key: str) -> int:
-        """Integer of `config.json`.
+        """Return an integer setting of `config.json`.
 
         Raises:
-            InputError: the key is missing or no integer.
+            InputError: the key is missing, or its value is no integer.
         """
-        found = self.settings.get(key)
-        if not isinstance(found, int):
-            raise self.make_error(f"config.json has {found!r} for {key}: must be a whole number")
-        return found
+        value = self.settings.get(key)
+        if not isinstance(value, int):
+            raise self.make_error(f"config.json has {value!r} for {key}: must be a whole number")
+        return value
 
     def _parse_target_name(self) -> str:
         verifier = self.settings.get("speculators_config", {}).get("verifier", {})
@@ -224,7 +225,7 @@ class BlockCheckpoint:
         )
 
     def _parse_window(self) -> int | None:
-        """Tokens that layers see; None for all.
+        """Return the number of tokens that layers with a window see; None without a window.
 
         Raises:
             InputError: the window has no size.
@@ -241,11 +242,11 @@ class BlockCheckpoint:
     def _get_layer_types(self) -> list[str]:
         return self.settings.get("layer_types", [])
 
-    def _full_layers(self, window: int | None) -> tuple[int, ...]:
-        """Indices of the layers without a window, if other layers have one.
+    def _find_full_layers(self, window: int | None) -> tuple[int, ...]:
+        """Return the indices of layers without a window, if other layers have one.
 
         Raises:
-            InputError: unknown kinds of layers, or not one kind per layer.
+            InputError: kinds of layers are unknown, or their number is not that of the layers.
         """
         kinds, number = self._get_layer_types(), self.settings["num_hidden_layers"]
         if not set(kinds) <= {SLIDING, FULL} or len(kinds) not in (0, number):
@@ -256,8 +257,8 @@ class BlockCheckpoint:
             return ()
         return tuple(index for index, kind in enumerate(kinds) if kind == FULL)
 
-    def _is_causal(self, window: int | None, full: Sequence[int]) -> bool:
-        """Whether rows are causal, as vLLM decides: by the config's key, or else by sliding layers.
+    def _is_causal(self, window: int | None, full_layers: Sequence[int]) -> bool:
+        """Tell whether rows are causal, as vLLM decides: by a key, or else by sliding layers.
 
         Raises:
             InputError: rows of `full` layers are said to be causal too.
@@ -266,27 +267,27 @@ class BlockCheckpoint:
         if "speculators_model_type" in settings:
             # As the key says: without a window, speculators trains rows that see each other.
             return window is not None and not settings.get("sliding_window_non_causal", True)
-        said = settings.get("is_causal", settings.get("causal"))
-        if said and full:
+        stated = settings.get("is_causal", settings.get("causal"))
+        if stated and full_layers:
             raise self.make_error(
-                f"config.json says that rows are causal in all layers, but layers {list(full)} see "
-                "all of the text; must be false or unset"
+                "config.json says that rows are causal in all layers, but layers "
+                f"{list(full_layers)} see all of the text; must be false or unset"
             )
-        return SLIDING in self._get_layer_types() if said is None else bool(said)
+        return SLIDING in self._get_layer_types() if stated is None else bool(stated)
 
     def _parse_layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         settings = self.settings
-        stated = [index + 1 for index in settings.get("target_layer_ids", ())]
+        named = [index + 1 for index in settings.get("target_layer_ids", ())]
         for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
-            stated = settings.get(key, stated)
-        chosen = tuple(stated if layers is None else layers)
+            named = settings.get(key, named)
+        selected = tuple(named if layers is None else layers)
         fc = self.tensors.get("fc.weight")
-        if not chosen or (fc is not None and fc.shape[-1] != len(chosen) * width):
+        if not selected or (fc is not None and fc.shape[-1] != len(selected) * width):
             read = "nothing" if fc is None else f"{fc.shape[-1] / width:g} hidden states of {width}"
             raise self.make_error(
-                f"fc.weight reads {read}, but head.layers or config.json names {list(chosen)}"
+                f"fc.weight reads {read}, but head.layers or config.json names {list(selected)}"
             )
-        return chosen
+        return selected
 
     def _parse_llama_config(self) -> LlamaConfig:
         settings = self.settings
@@ -297,7 +298,7 @@ class BlockCheckpoint:
             raise self.make_error(f"config.json: {error}") from error
 
     def _parse_rope(self) -> dict[str, Any]:
-        """RoPE settings in the form of transformers 5, from either form."""
+        """Return RoPE settings in the form of transformers 5, from either form."""
         settings = self.settings
         rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
         kind = rope.pop("rope_type", rope.pop("type", "default"))
@@ -315,7 +316,7 @@ class BlockCheckpoint:
         )
 
     def load_into(self, head: Head) -> Head:
-        """Load the tensors into a head of this `architecture`.
+        """Load the tensors into a head with the architecture of `build_head_config`.
 
         Raises:
             InputError: a tensor is missing, unknown or of another shape.

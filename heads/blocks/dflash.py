@@ -20,7 +20,7 @@ from heads.vocab import DraftVocab
 
 
 class DFlashHead(BlockHead):
-    """DFlash head. See the module docstring."""
+    """DFlash head: the logits of a slot are those of the output head."""
 
     variants: ClassVar = {"dflash": Variant("DFlash heads", DFlashConfig)}
     name_with_article = "a DFlash head"
@@ -30,7 +30,7 @@ class DFlashHead(BlockHead):
 
     @classmethod
     def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """See `heads/blocks/checkpoint.py`."""
+        """Load a DFlash head, as `heads/blocks/checkpoint.py` reads the folder."""
         file = BlockCheckpoint.from_folder(folder, path)
         if file.settings.get("sample_from_anchor"):
             raise file.make_error(
@@ -43,19 +43,19 @@ class DFlashHead(BlockHead):
     def from_settings(
         cls, target: EmbeddingsAndOutputHead, settings: DFlashConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Make a new head. It drafts all ids unless it has its own output head."""
+        """Make a new head; it drafts all ids unless it has its own output head."""
         config = build_block_config(settings, target, sample_from_anchor=False)
         return cls(config, config.select_draft_vocab(vocab)).initialise(target, seed)
 
     def compute_slot_logits(
-        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+        self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, W] logits of the slot, independent of the previous tokens."""
-        del outputs, before
+        """Return the logits `base` [N, W], which do not depend on the previous tokens."""
+        del outputs, previous_ids
         return base, state
 
     def build_config_json(self) -> dict[str, Any]:
-        """The authors' keys, which vLLM and SGLang read."""
+        """Build the authors' keys, which vLLM and SGLang read."""
         shared = build_qwen3_keys(self.config, len(self.vocab.ids))
         return {
             "architectures": ["DFlashDraftModel"],

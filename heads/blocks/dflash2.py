@@ -1,7 +1,7 @@
 """DFlash-2: DFlash with convolutions in its layers and a path through the slots' candidates.
 
 Source: inco.ai/dflash2 (2026); vLLM `models/qwen3_dflash.py`. Letters: N rows, H hidden, r rank,
-k candidates, V vocabulary, S tokens.
+k candidates, V vocabulary, A blocks, R rows of a block, G groups of H.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,74 +33,14 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.vocab import DraftVocab
 
 SIDES = 2
-"""Convolutions of a sublayer: one before and one after."""
-
-
-class BlockConvolution(nn.Module):
-    """Mixes neighbouring rows of a block, with kernels that depend on the row's state.
-
-    Starts as the identity.
-
-    Args:
-        hidden_size: H.
-        taps: number of rows to mix.
-        group_size: H / G.
-    """
-
-    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
-        super().__init__()
-        self.groups = hidden_size // group_size
-        kernel = torch.zeros(SIDES, taps, hidden_size)
-        kernel[:, 0] = 1
-        self.base_kernel = nn.Parameter(kernel)
-        size = SIDES * taps * self.groups
-        self.kernel_projection = nn.Linear(hidden_size, size, bias=False)
-
-    def forward(self, states: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """[A, R, H] output of a sublayer between both convolutions, of normed input [A, R, H]."""
-        _, taps, _ = self.base_kernel.shape
-        change = self.kernel_projection(states).unflatten(-1, (SIDES, taps, self.groups))
-        before, after = change.unbind(2)
-        first, second = self.base_kernel.to(states).unbind(0)
-        return _mix_rows(sublayer(_mix_rows(states, first, before)), second, after)
-
-
-def _mix_rows(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
-    """[A, R, H] sums over taps of rows [A, R, H], with kernels [taps, H] and [A, R, taps, G]."""
-    num_rows, (taps, groups) = states.shape[1], change.shape[2:]
-    grouped = states.unflatten(-1, (groups, -1))
-    kernel = base.unflatten(-1, (groups, -1)) + change.unsqueeze(-1)
-    found = kernel[:, :, 0] * grouped
-    for tap in range(1, taps):
-        # A block's first row has no earlier rows.
-        earlier = functional.pad(grouped, (0, 0, 0, 0, tap, 0))[:, :num_rows]
-        found = found + kernel[:, :, tap] * earlier
-    return found.flatten(-2)
-
-
-class DFlash2Layer(BlockLayer):
-    """One decoder layer with convolutions around its attention and its MLP.
-
-    Args:
-        config: sizes, norms and RoPE.
-        taps, group_size: see `BlockConvolution`.
-    """
-
-    def __init__(self, config: LlamaConfig, taps: int, group_size: int) -> None:
-        super().__init__(config)
-        self.attention_conv = BlockConvolution(config.hidden_size, taps, group_size)
-        self.mlp_conv = BlockConvolution(config.hidden_size, taps, group_size)
-
-    def forward(
-        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
-    ) -> Tensor:
-        """[A, R, H] output of the layer. See `BlockLayer`."""
-
-        def attend(inputs: Tensor) -> Tensor:
-            return self.compute_attention(inputs, rotation, text, sight)
-
-        states = states + self.attention_conv(self.input_layernorm(states), attend)
-        return states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)
+"""Number of convolutions of a sublayer: one before and one after."""
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DEFAULT_SCALES = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+"""Values that leave embeddings and logits unscaled, by key of `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +48,12 @@ class DFlash2HeadConfig(BlockHeadConfig):
     """Architecture of a DFlash-2 head.
 
     Attributes:
-        conv_kernel_size, conv_group_size: sizes of the convolutions.
+        conv_kernel_size: number of rows that a convolution mixes.
+        conv_group_size: number of neighbouring dimensions with one kernel.
         selector_rank: rank r of the selector.
         selector_top_k: number k of candidates.
-        input_embedding_scale, output_multiplier: factors of embeddings and logits.
+        input_embedding_scale: factor of embeddings.
+        output_multiplier: factor of logits.
         final_logit_softcapping: bound of the logits, by tanh; 0 for none.
     """
 
@@ -124,31 +66,87 @@ class DFlash2HeadConfig(BlockHeadConfig):
     final_logit_softcapping: float = 0.0
 
 
-SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-DEFAULT_SCALES = {
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
-}
-"""Defaults of keys that heads set if their target scales its logits."""
+class BlockConvolution(nn.Module):
+    """Mixes neighbouring rows of a block, with kernels that depend on the row's state.
+
+    Starts as the identity.
+
+    Args:
+        hidden_size: H.
+        taps: number of rows to mix.
+        group_size: number H / G of neighbouring dimensions with one kernel.
+    """
+
+    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self.groups = hidden_size // group_size
+        kernel = torch.zeros(SIDES, taps, hidden_size)
+        kernel[:, 0] = 1
+        self.base_kernel = nn.Parameter(kernel)
+        size = SIDES * taps * self.groups
+        self.kernel_projection = nn.Linear(hidden_size, size, bias=False)
+
+    def forward(self, states: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run a sublayer between both convolutions, on normalised inputs [A, R, H] to [A, R, H]."""
+        _, taps, _ = self.base_kernel.shape
+        change = self.kernel_projection(states).unflatten(-1, (SIDES, taps, self.groups))
+        previous_ids, after = change.unbind(2)
+        first, second = self.base_kernel.to(states).unbind(0)
+        return _mix_rows(sublayer(_mix_rows(states, first, previous_ids)), second, after)
 
 
-def build_scale_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
-    """Keys of a new head: the target's own scalings, which engines omit from drafts."""
-    projection = target.projection
-    return {
-        "output_multiplier": projection.scale,
-        "final_logit_softcapping": projection.cap or 0.0,
-    }
+def _mix_rows(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
+    """Sum rows [A, R, H] over taps, with kernels [taps, H] + [A, R, taps, G], to [A, R, H]."""
+    num_rows, (taps, groups) = states.shape[1], change.shape[2:]
+    grouped = states.unflatten(-1, (groups, -1))
+    kernel = base.unflatten(-1, (groups, -1)) + change.unsqueeze(-1)
+    mixed = kernel[:, :, 0] * grouped
+    for tap in range(1, taps):
+        # A block's first row has no earlier rows.
+        earlier = functional.pad(grouped, (0, 0, 0, 0, tap, 0))[:, :num_rows]
+        mixed = mixed + kernel[:, :, tap] * earlier
+    return mixed.flatten(-2)
+
+
+class DFlash2Layer(BlockLayer):
+    """Decoder layer with convolutions around its attention and its MLP.
+
+    Args:
+        config: sizes, norms and RoPE.
+        taps: number of rows that a convolution mixes.
+        group_size: number of neighbouring dimensions with one kernel.
+    """
+
+    def __init__(self, config: LlamaConfig, taps: int, group_size: int) -> None:
+        super().__init__(config)
+        self.attention_conv = BlockConvolution(config.hidden_size, taps, group_size)
+        self.mlp_conv = BlockConvolution(config.hidden_size, taps, group_size)
+
+    def forward(
+        self,
+        states: Tensor,
+        rotation: Tensor,
+        context: tuple[Tensor, Tensor],
+        block_range: BlockRange,
+    ) -> Tensor:
+        """Compute the outputs [A, R, H] of the layer. See `BlockLayer.forward`."""
+
+        def attend(inputs: Tensor) -> Tensor:
+            return self.compute_attention(inputs, rotation, context, block_range)
+
+        states = states + self.attention_conv(self.input_layernorm(states), attend)
+        return states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)
 
 
 class CandidateSelector(nn.Module):
-    """Scores a candidate by the previous token: <A[before] * P h, B[candidate]>.
+    """Scores a candidate c by the previous token p: <A[p] * P h, B[c]>.
+
+    A is `predecessor_codebook`, B `successor_codebook`, P `hidden_projection`.
 
     Args:
-        vocab_size: V.
-        hidden_size: H.
-        rank: r.
+        vocab_size: number V of target ids.
+        hidden_size: width H of the outputs h.
+        rank: width r of the codebooks.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, rank: int) -> None:
@@ -157,18 +155,18 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
-    def forward(self, outputs: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
-        """[N, k] scores of candidates [N, k], given outputs [N, H] and previous tokens [N]."""
-        asked = self.predecessor_codebook[before] * self.hidden_projection(outputs)
-        return (self.successor_codebook[candidates] @ asked.unsqueeze(-1)).squeeze(-1)
+    def forward(self, outputs: Tensor, previous_ids: Tensor, candidates: Tensor) -> Tensor:
+        """Score candidates [N, k] by outputs [N, H] and previous tokens [N] with scores [N, k]."""
+        query = self.predecessor_codebook[previous_ids] * self.hidden_projection(outputs)
+        return (self.successor_codebook[candidates] @ query.unsqueeze(-1)).squeeze(-1)
 
 
 class DFlash2Head(BlockHead):
-    """A DFlash-2 head.
+    """DFlash-2 head: a slot's logits choose candidates, the previous token scores them.
 
     Args:
-        config: the architecture.
-        vocab: all ids.
+        config: architecture.
+        vocab: all ids of the target.
     """
 
     config: DFlash2HeadConfig
@@ -189,40 +187,44 @@ class DFlash2Head(BlockHead):
 
     @classmethod
     def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """See `heads/blocks/checkpoint.py`."""
+        """Load a DFlash-2 head, as `heads/blocks/checkpoint.py` reads the folder."""
         file = BlockCheckpoint.from_folder(folder, path, DEFAULT_SCALES)
         if not file.vocab.is_full or "lm_head.weight" in file.tensors:
             raise file.make_error(
                 "an output head of its own, but a DFlash-2 head drafts with the target's; name "
                 "another head"
             )
-        plain = file.build_head_config(layers, anchored=False)
-        if plain.sample_from_anchor:
+        block_config = file.build_head_config(layers, anchored=False)
+        if block_config.sample_from_anchor:
             raise file.make_error(
                 "config.json says sample_from_anchor=True, which no DFlash-2 head does; must be "
                 "false"
             )
-        scales = {name: file.settings.get(name, usual) for name, usual in DEFAULT_SCALES.items()}
+        scales = {
+            name: file.settings.get(name, default) for name, default in DEFAULT_SCALES.items()
+        }
         if not all(isinstance(each, int | float) for each in scales.values()):
             raise file.make_error(f"config.json has {scales}: must be numbers")
         sizes: Any = {name: file.get_integer(name) for name in SIZES}
-        return file.load_into(cls(DFlash2HeadConfig(**vars(plain), **scales, **sizes), file.vocab))
+        return file.load_into(
+            cls(DFlash2HeadConfig(**vars(block_config), **scales, **sizes), file.vocab)
+        )
 
     @classmethod
     def from_settings(
         cls, target: EmbeddingsAndOutputHead, settings: DFlash2Config, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Drafts all ids."""
-        plain = build_block_config(settings, target, sample_from_anchor=False)
-        hidden, group = plain.llama.hidden_size, settings.conv_group_size
+        """Make a new head, which drafts all ids."""
+        block_config = build_block_config(settings, target, sample_from_anchor=False)
+        hidden, group = block_config.llama.hidden_size, settings.conv_group_size
         if hidden % group:
             raise InputError(
                 f"head.conv_group_size={group}: must divide the hidden size {hidden} of "
                 f"target.path={target.name}"
             )
         sizes = {name: getattr(settings, name) for name in SIZES}
-        config = DFlash2HeadConfig(**vars(plain), **sizes, **build_scale_settings(target))
-        return cls(config, plain.select_draft_vocab(vocab)).initialise(target, seed)
+        config = DFlash2HeadConfig(**vars(block_config), **sizes, **build_scale_settings(target))
+        return cls(config, block_config.select_draft_vocab(vocab)).initialise(target, seed)
 
     def make_layer(self) -> BlockLayer:
         """Make one layer with its convolutions."""
@@ -230,54 +232,56 @@ class DFlash2Head(BlockHead):
         return DFlash2Layer(config.llama, config.conv_kernel_size, config.conv_group_size)
 
     def draw_weights(self, seed: int) -> None:
-        """Draw new weights, including the selector's codebooks."""
+        """Draw new weights by a seed, including the selector's codebooks."""
         super().draw_weights(seed)
         generator = torch.Generator().manual_seed(seed + 1)
         for each in self.find_embeddings():
             nn.init.normal_(each, std=0.02, generator=generator)
 
     def compute_slot_logits(
-        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+        self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, V] logits of the k likeliest tokens given the previous ones; -inf elsewhere."""
+        """Compute logits [N, V] of the k likeliest tokens, by the previous ones; -inf elsewhere."""
         best = base.topk(min(self.config.selector_top_k, base.shape[-1]))
-        scores = best.values + self.candidate_selector(outputs, before, best.indices)
+        scores = best.values + self.candidate_selector(outputs, previous_ids, best.indices)
         return torch.full_like(base, -torch.inf).scatter(-1, best.indices, scores), state
 
     @property
     def changed_scales(self) -> list[str]:
-        """Keys of `SCALES` that this head sets."""
+        """Keys of `DEFAULT_SCALES` to which this head gives another value."""
         return [
-            name for name, usual in DEFAULT_SCALES.items() if getattr(self.config, name) != usual
+            name
+            for name, default in DEFAULT_SCALES.items()
+            if getattr(self.config, name) != default
         ]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See `BlockHead.embed`."""
+        """See `FeatureHead.embed`. Multiplies embeddings by `input_embedding_scale`."""
         return super().embed(token_ids) * self.config.input_embedding_scale
 
     def make_projection(self) -> Projection:
-        """See `BlockHead.projection`. Scaled by the head's keys, if set."""
-        found, config = super().make_projection(), self.config
+        """See `FeatureHead.make_projection`. Scales logits by the head's keys, if they are set."""
+        projection, config = super().make_projection(), self.config
         if not self.changed_scales:
-            return found
+            return projection
         cap = config.final_logit_softcapping or None
-        return found._replace(scale=config.output_multiplier, cap=cap)
+        return projection._replace(scale=config.output_multiplier, cap=cap)
 
     def compute_logits(self, outputs: Tensor) -> Tensor:
-        """See `BlockHead.logits`. Scaled by the head's keys, if set."""
+        """See `FeatureHead.compute_logits`. Scales logits by the head's keys, if they are set."""
         if not self.changed_scales:
             return super().compute_logits(outputs)
         output_head = self.target.output_head
-        found = output_head(outputs.to(output_head.weight.dtype)).to(outputs.device)
-        return self.scale_logits(found).to(outputs.dtype)
+        logits = output_head(outputs.to(output_head.weight.dtype)).to(outputs.device)
+        return self.scale_logits(logits).to(outputs.dtype)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
-        """See `BlockHead.scaled`."""
+        """See `BlockNetwork.scale_logits`. Multiplies, then bounds the logits."""
         logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
         return cap * (logits / cap).tanh() if cap > 0 else logits
 
     def build_config_json(self) -> dict[str, Any]:
-        """The authors' keys, which vLLM and SGLang read."""
+        """Build the authors' keys, which vLLM and SGLang read."""
         config, names = self.config, [*SIZES, *self.changed_scales]
         return {
             "architectures": ["DFlash2DraftModel"],
@@ -287,7 +291,7 @@ class DFlash2Head(BlockHead):
         }
 
     def find_export_problem(self, engine: ExportFormat) -> str | None:
-        """Reason why an engine cannot serve the head, as the end of a sentence, or None."""
+        """Find the reason why an engine cannot serve the head: end of a sentence, or None."""
         if self.config.causal:
             return "lets rows of DFlash-2 see later rows, and this head has head.causal=true"
         if self.changed_scales and engine is ExportFormat.speculators:
@@ -299,3 +303,12 @@ class DFlash2Head(BlockHead):
                 f"head has {hidden} for {top_k}"
             )
         return super().find_export_problem(engine)
+
+
+def build_scale_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
+    """Build the keys of a new head: the target's own scalings, which engines omit."""
+    projection = target.projection
+    return {
+        "output_multiplier": projection.scale,
+        "final_logit_softcapping": projection.cap or 0.0,
+    }

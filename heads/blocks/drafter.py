@@ -1,6 +1,6 @@
 """Decoding with block drafters: chains, and trees of the slots' candidates.
 
-Hidden states of committed tokens become keys and values at once, and nothing else is kept: each
+Hidden states of committed tokens become keys and values at once, and nothing else is stored: each
 step computes the rows of a block anew. Only chains that may be cut wait for the device.
 
 Letters: B texts, D slots, H hidden, W draft vocabulary, V vocabulary.
@@ -36,7 +36,7 @@ class _BlockDrafter(HeadDrafter):
         self.cache = HeadCache(len(head.layers))
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Read the hidden states of committed tokens."""
+        """Encode the hidden states of committed tokens, and store their keys and values."""
         features = self.head.collect_features(seen.output)
         num_texts, length, _ = features.shape
         slots = self.cache.prepare_slots(num_texts, features.device, seen.cache.slots)
@@ -50,30 +50,28 @@ class _BlockDrafter(HeadDrafter):
         slots.advance(seen.counts, seen.token_ids)
 
     def _compute_slots(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
-        """Last known tokens [B], outputs [B, D, H] and logits [B, D, W] of the slots."""
-        ends, width = (
-            self.cache.prepared_slots.committed[:, 0],
-            self.cache.prepared_slots.count_used_slots(0),
-        )
+        """Run the head after the last known tokens.
+
+        Returns:
+            The last known tokens [B], then outputs [B, D, H] and logits [B, D, W] of the slots.
+        """
+        ends = self.cache.prepared_slots.committed[:, 0]
+        width = self.cache.prepared_slots.count_used_slots(0)
         host = torch.tensor([0]), torch.tensor([width])
-        sight = self.head.make_block_range(torch.zeros_like(ends), ends, self.shape.depth, host)
+        block_range = self.head.make_block_range(
+            torch.zeros_like(ends), ends, self.shape.depth, host
+        )
         text = [
             (_view_buffer(buffer.keys, width), _view_buffer(buffer.values, width))
             for buffer in self.cache.buffers
         ]
-        outputs = self.head.draft(roots.tokens, ends, text, sight)
+        outputs = self.head.draft(roots.tokens, ends, text, block_range)
         return roots.tokens, outputs, self.head.compute_logits(outputs)
 
     def _pad_beyond_window(self, tokens: Tensor, slot: int) -> Tensor:
-        """Tokens [B, n] of a slot, with PAD for rows beyond the head's window."""
+        """Replace tokens [B, n] that a slot drafts beyond the head's window by PAD."""
         place = self.cache.prepared_slots.committed + self.head.config.first_row + slot
         return tokens.masked_fill(place >= self.head.max_positions, PAD)
-
-
-def _view_buffer(buffer: Tensor | None, width: int) -> Tensor:
-    """[B, S, K, d] of a buffer [B, K, ., d]."""
-    assert buffer is not None
-    return buffer.narrow(2, 0, width).transpose(1, 2)
 
 
 class BlockChain(ChainDrafter, _BlockDrafter):
@@ -81,18 +79,24 @@ class BlockChain(ChainDrafter, _BlockDrafter):
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of `depth` tokens."""
-        before, outputs, base = self._compute_slots(roots)
+        previous_ids, outputs, base = self._compute_slots(roots)
         draws = self.make_sampler()
         tokens: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(self.shape.depth):
             if draws.has_ended:
                 break
-            mine = outputs[:, slot]
-            logits, state = self.head.compute_slot_logits(base[:, slot], mine, before, state)
-            sure = self.head.compute_slot_confidence(mine, before) if self.calibration else None
-            before = draws.choose_token(logits, sure)
-            tokens.append(self._pad_beyond_window(before.unsqueeze(1), slot))
+            slot_outputs = outputs[:, slot]
+            logits, state = self.head.compute_slot_logits(
+                base[:, slot], slot_outputs, previous_ids, state
+            )
+            confidence = (
+                self.head.compute_slot_confidence(slot_outputs, previous_ids)
+                if self.calibration
+                else None
+            )
+            previous_ids = draws.choose_token(logits, confidence)
+            tokens.append(self._pad_beyond_window(previous_ids.unsqueeze(1), slot))
         return draws.make_draft(self.tree, torch.cat(tokens, 1))
 
 
@@ -100,21 +104,31 @@ class BlockTree(DynamicTreeDrafter, _BlockDrafter):
     """Drafts the likeliest paths through the slots, best first, in one pass of the head."""
 
     has_nested_trees = False
-    """False: rows see later rows, so a shorter block drafts other tokens."""
+    """Rows see later rows, so a shorter block drafts other tokens."""
 
     def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """See `heads.decoding.drafting.DynamicDrafter`."""
-        sure, outputs, base = self._compute_slots(roots)
-        first, state = self.head.compute_slot_logits(base[:, 0], outputs[:, 0], sure, None)
+        """Expand trees through the slots' candidates. See `DynamicTreeDrafter`."""
+        root_ids, outputs, base = self._compute_slots(roots)
+        first, state = self.head.compute_slot_logits(base[:, 0], outputs[:, 0], root_ids, None)
 
-        def after(grown: Frontier) -> Tensor:
+        def compute_next_logits(frontier: Frontier) -> Tensor:
             nonlocal state
-            number = len(grown.tokens) // len(roots)
-            mine, slot = (
-                each[:, grown.depth].repeat_interleave(number, 0) for each in (base, outputs)
+            number = len(frontier.tokens) // len(roots)
+            slot_logits, slot_outputs = (
+                each[:, frontier.depth].repeat_interleave(number, 0) for each in (base, outputs)
             )
-            before = None if state is None else state[grown.rows]
-            logits, state = self.head.compute_slot_logits(mine, slot, grown.tokens, before)
+            previous_state = None if state is None else state[frontier.rows]
+            logits, state = self.head.compute_slot_logits(
+                slot_logits, slot_outputs, frontier.tokens, previous_state
+            )
             return logits
 
-        return expand_tree(self.shape, self.head.vocab, first, after, self._pad_beyond_window)
+        return expand_tree(
+            self.shape, self.head.vocab, first, compute_next_logits, self._pad_beyond_window
+        )
+
+
+def _view_buffer(buffer: Tensor | None, width: int) -> Tensor:
+    """View the first S slots of a buffer [B, K, ., d] as [B, S, K, d]."""
+    assert buffer is not None
+    return buffer.narrow(2, 0, width).transpose(1, 2)

@@ -1,7 +1,7 @@
 """DSpark: DFlash's blocks, whose slots read the previous token and give a confidence.
 
-Source: arXiv 2607.05147; deepseek-ai/DeepSpec. Letters: N rows, D slots, H hidden, r rank, W draft
-vocabulary.
+Source: arXiv 2607.05147; deepseek-ai/DeepSpec. Letters: N rows, A blocks, D slots, H hidden, r
+rank, V vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,35 @@ from heads.feature_head import ConfigVariants, flip_setting
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
+CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head.markov_"
+
+
+@dataclass(frozen=True)
+class DSparkHeadConfig(BlockHeadConfig):
+    """Architecture of a DSpark head.
+
+    Attributes:
+        markov_rank: rank r of the Markov head.
+        markov_head_type: how a slot reads the previous tokens.
+        confidence: whether the head has a confidence head.
+        confidence_with_markov: whether the confidence head also reads the previous token.
+    """
+
+    markov_rank: int = 256
+    markov_head_type: Markov = Markov.vanilla
+    confidence: bool = True
+    confidence_with_markov: bool = True
+
 
 class MarkovHead(nn.Module):
     """Low-rank logits: states [N, r] of the previous tokens, times `markov_w2` [W, r].
 
     Args:
-        kind: how the states are made.
-        hidden_size: H.
-        rank: r.
-        vocab_size: V.
-        num_draft_ids: W.
+        kind: kind of the states.
+        hidden_size: width H of the outputs.
+        rank: width r of the states.
+        vocab_size: number V of target ids.
+        num_draft_ids: number W of draft ids.
     """
 
     def __init__(
@@ -54,76 +73,59 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def forward(
-        self, outputs: Tensor, before: Tensor, state: Tensor | None
+        self, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, r] input of `markov_w2`, and the state for the next slot.
+        """Compute the inputs [N, r] of `markov_w2` for a slot.
 
         Args:
             outputs: [N, H] outputs of the slot.
-            before: [N] int64 target ids of the previous tokens.
+            previous_ids: [N] int64 target ids of the previous tokens.
             state: [N, r] state of the previous slot; None for the first.
+
+        Returns:
+            The inputs, and the state for the next slot; None for kinds without a state.
         """
-        told = self.markov_w1(before).to(outputs)
+        embeds = self.markov_w1(previous_ids).to(outputs)
         if self.kind is Markov.vanilla:
-            return told, None
+            return embeds, None
         if self.kind is Markov.gated:
-            return told * self.gate_proj(torch.cat([outputs, told], -1)).sigmoid(), None
-        state = torch.zeros_like(told) if state is None else state
-        joint = self.joint_proj(torch.cat([state, told, outputs], -1))
+            return embeds * self.gate_proj(torch.cat([outputs, embeds], -1)).sigmoid(), None
+        state = torch.zeros_like(embeds) if state is None else state
+        joint = self.joint_proj(torch.cat([state, embeds, outputs], -1))
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = gate.sigmoid()
         return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
 
 
 class ConfidenceHead(nn.Module):
-    """Logit of the chance that a slot's token is accepted if the previous ones are.
+    """Confidence: logit of the chance that a slot's token is accepted if the previous ones are.
 
     Args:
-        size: width of the input.
+        size: width of the inputs.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.proj = nn.Linear(size, 1)
 
-    def forward(self, read: Tensor) -> Tensor:
-        """[...] logits of [..., size], in float32 throughout."""
-        with torch.autocast(read.device.type, enabled=False):
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute logits [...] from inputs [..., size], in float32 throughout."""
+        with torch.autocast(inputs.device.type, enabled=False):
             weight, bias = self.proj.weight.float(), self.proj.bias.float()
-            return nn.functional.linear(read.float(), weight, bias).squeeze(-1)
-
-
-CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head.markov_"
-
-
-@dataclass(frozen=True)
-class DSparkHeadConfig(BlockHeadConfig):
-    """Architecture of a DSpark head.
-
-    Attributes:
-        markov_rank: r.
-        markov_head_type: how a slot reads the previous tokens.
-        confidence: whether the head has a confidence head.
-        confidence_with_markov: whether the confidence head also reads the previous token.
-    """
-
-    markov_rank: int = 256
-    markov_head_type: Markov = Markov.vanilla
-    confidence: bool = True
-    confidence_with_markov: bool = True
+            return nn.functional.linear(inputs.float(), weight, bias).squeeze(-1)
 
 
 def iter_anchor_variants(head: Any) -> ConfigVariants:
-    """Readings of which row drafts which token, on which readers disagree."""
+    """Yield the variant whose rows draft the other token, at their place or after it."""
     yield flip_setting(head, "sample_from_anchor")
 
 
 class DSparkHead(BlockHead):
-    """A DSpark head.
+    """DSpark head: a slot's logits depend on the previous tokens.
 
     Args:
-        config: the architecture.
-        vocab: the ids it can draft.
+        config: architecture.
+        vocab: draft vocabulary.
     """
 
     config: DSparkHeadConfig
@@ -150,7 +152,7 @@ class DSparkHead(BlockHead):
 
     @classmethod
     def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """See `heads/blocks/checkpoint.py`."""
+        """Load a DSpark head, as `heads/blocks/checkpoint.py` reads the folder."""
         file = BlockCheckpoint.from_folder(folder, path)
         settings = file.settings
         markov = settings.get("markov_head_type", "vanilla")
@@ -158,7 +160,9 @@ class DSparkHead(BlockHead):
             allowed = ", ".join(each.value for each in Markov)
             raise file.make_error(f"config.json says markov_head_type={markov}: must be {allowed}")
         # speculators filled in masks before it wrote the key, and vLLM reads such files so.
-        plain = file.build_head_config(layers, anchored="speculators_model_type" not in settings)
+        block_config = file.build_head_config(
+            layers, anchored="speculators_model_type" not in settings
+        )
         rank = file.get_integer("markov_rank")
         if rank == 0:
             # DeepSpec calls this DFlash. Engines need a Markov head, so it gets one that adds
@@ -168,13 +172,13 @@ class DSparkHead(BlockHead):
             file.tensors[f"{MARKOV}w2.weight"] = torch.zeros(len(file.vocab.ids), rank)
         confidence = file.tensors.get(CONFIDENCE)
         config = DSparkHeadConfig(
-            **vars(plain),
+            **vars(block_config),
             markov_rank=rank,
             markov_head_type=Markov(markov),
             confidence=confidence is not None,
             # Engines differ in the key's default; the tensor's width is certain.
             confidence_with_markov=confidence is not None
-            and confidence.shape[-1] == plain.llama.hidden_size + rank,
+            and confidence.shape[-1] == block_config.llama.hidden_size + rank,
         )
         return file.load_into(cls(config, file.vocab))
 
@@ -182,53 +186,55 @@ class DSparkHead(BlockHead):
     def from_settings(
         cls, target: EmbeddingsAndOutputHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
     ) -> Self:
-        """Make a new head. It drafts all ids unless it has its own output head."""
-        plain = build_block_config(settings, target, sample_from_anchor=True)
+        """Make a new head; it drafts all ids unless it has its own output head."""
+        block_config = build_block_config(settings, target, sample_from_anchor=True)
         config = DSparkHeadConfig(
-            **vars(plain),
+            **vars(block_config),
             markov_rank=settings.markov_rank,
             markov_head_type=settings.markov_head_type,
             confidence=settings.confidence_weight > 0,
             confidence_with_markov=settings.confidence_head_with_markov,
         )
-        return cls(config, plain.select_draft_vocab(vocab)).initialise(target, seed)
+        return cls(config, block_config.select_draft_vocab(vocab)).initialise(target, seed)
 
     def compute_slot_logits(
-        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+        self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, W] logits with those of the Markov head added."""
-        told, state = self.markov_head(outputs, before, state)
-        return base + self.markov_head.markov_w2(told), state
+        """Add the logits [N, W] of the Markov head to those of the output head."""
+        markov_states, state = self.markov_head(outputs, previous_ids, state)
+        return base + self.markov_head.markov_w2(markov_states), state
 
-    def compute_markov_states(self, outputs: Tensor, before: Tensor) -> Tensor:
-        """[A, D, r] Markov states of all slots, of outputs [A, D, H] and previous tokens [A, D]."""
-        found: list[Tensor] = []
+    def compute_markov_states(self, outputs: Tensor, previous_ids: Tensor) -> Tensor:
+        """Compute Markov states [A, D, r] of all slots from outputs [A, D, H] and tokens [A, D]."""
+        states: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(outputs.shape[1]):
-            heard, state = self.markov_head(outputs[:, slot], before[:, slot], state)
-            found.append(heard)
-        return torch.stack(found, 1)
+            slot_states, state = self.markov_head(outputs[:, slot], previous_ids[:, slot], state)
+            states.append(slot_states)
+        return torch.stack(states, 1)
 
-    def compute_confidence(self, outputs: Tensor, before: Tensor) -> Tensor:
-        """[...] float32 logits of the slots' chance of acceptance.
+    def compute_confidence(self, outputs: Tensor, previous_ids: Tensor) -> Tensor:
+        """Compute float32 logits [...] of the slots' chance of acceptance.
 
         Args:
             outputs: [..., H] outputs of the slots.
-            before: [...] int64 target ids of the previous tokens.
+            previous_ids: [...] int64 target ids of the previous tokens.
         """
         assert self.confidence_head is not None
         if not self.config.confidence_with_markov:
             return self.confidence_head(outputs)
         return self.confidence_head(
-            torch.cat([outputs, self.markov_head.markov_w1(before).to(outputs)], -1)
+            torch.cat([outputs, self.markov_head.markov_w1(previous_ids).to(outputs)], -1)
         )
 
-    def compute_slot_confidence(self, outputs: Tensor, before: Tensor) -> Tensor | None:
-        """See `BlockHead.sure`. None without a confidence head."""
-        return None if self.confidence_head is None else self.compute_confidence(outputs, before)
+    def compute_slot_confidence(self, outputs: Tensor, previous_ids: Tensor) -> Tensor | None:
+        """See `BlockNetwork.compute_slot_confidence`."""
+        return (
+            None if self.confidence_head is None else self.compute_confidence(outputs, previous_ids)
+        )
 
     def build_config_json(self) -> dict[str, Any]:
-        """The authors' keys, which vLLM and SGLang read."""
+        """Build the authors' keys, which vLLM and SGLang read."""
         config = self.config
         return {
             "architectures": ["Qwen3DSparkModel"],
@@ -244,8 +250,14 @@ class DSparkHead(BlockHead):
         }
 
     def find_export_problem(self, engine: ExportFormat) -> str | None:
-        """See `BlockHead`. vLLM and llama.cpp always build the vanilla Markov head."""
-        markov, alone = self.config.markov_head_type, (ExportFormat.vllm, ExportFormat.llamacpp)
-        if engine in alone and markov is not Markov.vanilla:
+        """See `BlockHead.find_export_problem`.
+
+        vLLM and llama.cpp always build the vanilla Markov head.
+        """
+        markov, vanilla_only = (
+            self.config.markov_head_type,
+            (ExportFormat.vllm, ExportFormat.llamacpp),
+        )
+        if engine in vanilla_only and markov is not Markov.vanilla:
             return f"supports head.markov_head_type=vanilla only, and this head has {markov.value}"
         return super().find_export_problem(engine)

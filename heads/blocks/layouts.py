@@ -4,6 +4,9 @@ Read from the loaders: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and `configs/
 SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9 `models/{dflash,dflash2,dspark}`;
 z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`; llama.cpp b11434
 `src/models/dflash.cpp`. All but speculators read the authors' layout, in which heads are saved.
+
+GGUF files have llama.cpp's architecture `dflash`. Rows of queries and keys keep their order, layers
+count as here, and `d2t` holds ids. Kinds beyond DFlash are recognised by keys and tensors.
 """
 
 from collections.abc import Collection
@@ -17,6 +20,7 @@ from torch.nn import functional
 from conf.settings.export import ExportFormat
 from heads.blocks.network import BlockNetwork, build_dflash_keys
 from heads.draft_head import WEIGHTS, HeadFiles
+from heads.export import gguf
 from heads.export.gguf import (
     LAYER,
     ROPE_FREQS,
@@ -29,13 +33,16 @@ from heads.export.gguf import (
     rope_problem,
     weights_name,
 )
-from heads.export.gguf import serve_command as serve_llamacpp
 from heads.export.writer import format_dtype, format_vllm_command
 from heads.layers.llama import LLAMA_KEYS
 
+EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
 ARCH = "dflash"
 MASK = "tokenizer.ggml.mask_token_id"
-NAMES = {
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
+SLIDING, FULL = "sliding_attention", "full_attention"
+GGUF_NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
@@ -49,13 +56,13 @@ NAMES = {
     "candidate_selector.successor_codebook": "selector_successor.weight",
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
 }
-LAYERS = LAYER | {
+GGUF_LAYER_NAMES = LAYER | {
     "attention_conv.base_kernel": "attn_conv_base",
     "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
     "mlp_conv.base_kernel": "ffn_conv_base",
     "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
 }
-KEYS = {
+GGUF_KEYS = {
     **{key: key for key in ("block_size", "sample_from_anchor", "final_logit_softcapping")},
     **{f"conv_{name}_size": f"conv_{name}_size" for name in ("kernel", "group")},
     **{f"selector_{name}": f"selector_{name}" for name in ("rank", "top_k")},
@@ -63,107 +70,12 @@ KEYS = {
     "input_embedding_scale": "embedding_scale",
     "output_multiplier": "logit_scale",
 }
-"""Keys of `config.json` with llama.cpp's keys for the same values."""
-WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def _map_tensor_names(num_layers: int) -> dict[str, str]:
-    return NAMES | {
-        f"layers.{number}.{ours}": f"blk.{number}.{theirs}"
-        for number in range(num_layers)
-        for ours, theirs in LAYERS.items()
-    }
-
-
-def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
-    """File of a head that llama.cpp can serve.
-
-    Args:
-        head: attached head.
-        prefix: prefix of the file's name.
-    """
-    config, llama, own = head.config, head.config.llama, head.build_files()
-    settings = own.config | own.config.get("dflash_config", {})
-    title = head.variants[head.variant].title
-    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
-    about = {theirs: settings[ours] for ours, theirs in KEYS.items() if ours in settings}
-    about |= {"target_layers": list(config.layers), "attention.causal": config.causal}
-    if config.window is not None:
-        windows = [number not in config.full_layers for number in range(llama.num_hidden_layers)]
-        about |= {WINDOW: config.window, PATTERN: windows}
-    metadata |= {f"{ARCH}.{key}": Value.from_content(value) for key, value in about.items()}
-    metadata[MASK] = Value.from_content(config.mask_token_id)
-    names = _map_tensor_names(llama.num_hidden_layers)
-    tensors = {names[name]: each for name, each in own.tensors.items() if name in names}
-    added = _copy_output_head(head)
-    if MARKOV in tensors and CONFIDENCE in tensors:
-        # A confidence head that does not read the previous token gets a weight of zero for it.
-        width = llama.hidden_size + tensors[MARKOV].shape[1]
-        read = tensors[CONFIDENCE]
-        tensors[CONFIDENCE] = functional.pad(read, (0, width - read.shape[1]))
-    name = weights_name(prefix, head.target_name, head.dtype)
-    whole = make_file_tensors(tensors | added, head.vocab, llama)
-    return HeadFiles(metadata, name, whole, sorted(added), list(config.layers))
-
-
-def _copy_output_head(head: BlockNetwork) -> dict[str, Tensor]:
-    """The target's output head, if the head has its own embedding, which llama.cpp would use."""
-    if head.embed_tokens is None or head.lm_head is not None:
-        return {}
-    return {"output.weight": head.target.output_head.weight.to(head.dtype, copy=True)}
-
-
-def load_gguf_tensors(
-    file: GgufFile, what: str, added: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a file, under the authors' names.
-
-    Args:
-        file: file of this architecture.
-        what: name of the file in messages.
-        added: tensors that are not the head's own.
-
-    Raises:
-        InputError: metadata are missing.
-    """
-    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
-    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), what)
-    facts = ArchMetadata(file.metadata, ARCH, what)
-    found = {ours: facts.get_content(theirs) for ours, theirs in KEYS.items()}
-    kind = "DFlash2DraftModel" if "selector_hidden.weight" in tensors else "DFlashDraftModel"
-    if MARKOV in tensors:
-        kind, hidden = "Qwen3DSparkModel", config["hidden_size"]
-        found["markov_rank"] = tensors[MARKOV].shape[1]
-        read = tensors.get(CONFIDENCE)
-        if read is not None and not read[:, hidden:].any():
-            tensors[CONFIDENCE] = read[:, :hidden].contiguous()
-    if "d2t" in tensors:
-        found["draft_vocab_size"] = len(tensors["d2t"])
-        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
-    number, window = config["num_hidden_layers"], facts.get_content(WINDOW)
-    pattern = facts.get_content(PATTERN, [True] * number) if window else [False] * number
-    mask = file.metadata.get(MASK)
-    ours = {theirs: name for name, theirs in _map_tensor_names(number).items()}
-    given = {key: value for key, value in found.items() if value is not None}
-    return config | given | {
-        "architectures": [kind],
-        "block_size": facts.get_content("block_size", 16),
-        "mask_token_id": None if mask is None else mask.content,
-        "target_layer_ids": [index - 1 for index in facts.require_content("target_layers")],
-        "layer_types": [SLIDING if windowed else FULL for windowed in pattern],
-        "sliding_window": window,
-        "is_causal": facts.get_content("attention.causal", False),
-    }, {ours.get(name, name): tensor for name, tensor in tensors.items()}
-
-
-EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
+"""llama.cpp's keys by the keys of `config.json` with the same values."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Names that loaders use for a kind of block drafter.
+    """Names that engines use for a kind of block drafter.
 
     Attributes:
         speculators_method: name of the method in speculators.
@@ -184,7 +96,11 @@ class BlockLayout:
 def find_export_problem(
     head: BlockNetwork, engine: ExportFormat, layout: BlockLayout
 ) -> str | None:
-    """Reason why an engine cannot serve a head, as the end of a sentence; None if it can."""
+    """Find the reason why an engine cannot serve a head.
+
+    Returns:
+        The end of a sentence whose subject is the engine; None if the engine can serve the head.
+    """
     config = head.config
     if engine is ExportFormat.vllm:
         return None
@@ -193,7 +109,7 @@ def find_export_problem(
         every = "lets rows see later rows wherever they see all of the text (head.causal=true)"
         return every if limited else None
     if engine is ExportFormat.llamacpp:
-        return _llamacpp_problem(head)
+        return _find_llamacpp_problem(head)
     if engine not in (ExportFormat.sglang, ExportFormat.original):
         return f"has no layout for {layout.title} in this version"
     own = head.lm_head is not None or head.embed_tokens is not None
@@ -203,7 +119,7 @@ def find_export_problem(
     return "lets rows see all of the text and of their block" if limited else None
 
 
-def _llamacpp_problem(head: BlockNetwork) -> str | None:
+def _find_llamacpp_problem(head: BlockNetwork) -> str | None:
     config = head.config
     hidden, width = config.llama.hidden_size, config.target_hidden_size
     if config.causal and config.full_layers:
@@ -220,7 +136,7 @@ def _llamacpp_problem(head: BlockNetwork) -> str | None:
 
 
 def build_engine_files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> HeadFiles:
-    """Files of a head for an engine that can serve it."""
+    """Build the files of a head for an engine that can serve it."""
     if engine is ExportFormat.llamacpp:
         return build_gguf_files(head, layout.vllm_method)
     added = (
@@ -228,46 +144,46 @@ def build_engine_files(head: BlockNetwork, engine: ExportFormat, layout: BlockLa
         if engine is ExportFormat.original and layout.with_embeddings_and_head
         else {}
     )
-    own, dtype = head.build_files(), format_dtype(head)
-    settings = own.config | {"dtype": dtype, "torch_dtype": dtype}
+    files, dtype = head.build_files(), format_dtype(head)
+    settings = files.config | {"dtype": dtype, "torch_dtype": dtype}
     if engine is ExportFormat.speculators:
-        settings = _speculators_config(head, settings, layout)
+        settings = _build_speculators_config(head, settings, layout)
     layers = list(head.config.layers)
-    return HeadFiles(settings, WEIGHTS, own.tensors | added, sorted(added), layers)
+    return HeadFiles(settings, WEIGHTS, files.tensors | added, sorted(added), layers)
 
 
 def _copy_target_weights(head: BlockNetwork) -> dict[str, Tensor]:
-    """The target's embedding and output head, unless the head has its own."""
-    ends, target = {}, head.target
+    """Copy the target's embedding and output head, unless the head has its own."""
+    copies, target = {}, head.target
     if head.embed_tokens is None:
-        ends[EMBEDDING] = target.embedding.weight.to(head.dtype)
+        copies[EMBEDDING] = target.embedding.weight.to(head.dtype)
     if head.lm_head is None:
         # A copy, as a file cannot hold two tensors that share memory.
-        ends[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
-    return ends
+        copies[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
+    return copies
 
 
-def _speculators_config(
+def _build_speculators_config(
     head: BlockNetwork, flat: dict[str, Any], layout: BlockLayout
 ) -> dict[str, Any]:
-    """Config of speculators, with the layers' keys in a section."""
+    """Build the config of speculators, with the layers' keys in a section."""
     config = head.config
-    of_layers = (
+    layer_keys = (
         *LLAMA_KEYS, "model_type", "rope_theta", "rope_scaling", "num_hidden_layers", "layer_types",
         "sliding_window", "use_sliding_window", "tie_word_embeddings",
     )  # fmt: skip
-    elsewhere = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
-    kept = {n: value for n, value in flat.items() if n not in {*of_layers, *elsewhere}}
+    renamed_keys = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
+    root = {n: value for n, value in flat.items() if n not in {*layer_keys, *renamed_keys}}
     # Keys beyond DFlash's; the rest is renamed below.
     inner, common = flat.get("dflash_config", {}), build_dflash_keys(config)
-    kept |= {name: value for name, value in inner.items() if name not in common}
+    root |= {name: value for name, value in inner.items() if name not in common}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.num_draft_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    return kept | {
+    return root | {
         "architectures": [layout.speculators_class],
         "speculators_model_type": layout.speculators_method,
         "speculators_version": "0.9.0",
@@ -276,7 +192,7 @@ def _speculators_config(
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not config.causal,
         "tie_word_embeddings": False,
-        "transformer_layer_config": {name: flat[name] for name in of_layers},
+        "transformer_layer_config": {name: flat[name] for name in layer_keys},
         "speculators_config": {
             "algorithm": layout.speculators_method,
             "default_proposal_method": "greedy",
@@ -289,10 +205,102 @@ def _speculators_config(
     }
 
 
-def serve_command(
+def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
+    """Build the GGUF file of a head that llama.cpp can serve.
+
+    Args:
+        head: attached head.
+        prefix: prefix of the file's name.
+    """
+    config, llama, files = head.config, head.config.llama, head.build_files()
+    settings = files.config | files.config.get("dflash_config", {})
+    title = head.variants[head.variant].title
+    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
+    values = {theirs: settings[ours] for ours, theirs in GGUF_KEYS.items() if ours in settings}
+    values |= {"target_layers": list(config.layers), "attention.causal": config.causal}
+    if config.window is not None:
+        windows = [number not in config.full_layers for number in range(llama.num_hidden_layers)]
+        values |= {WINDOW: config.window, PATTERN: windows}
+    metadata |= {f"{ARCH}.{key}": Value.from_content(value) for key, value in values.items()}
+    metadata[MASK] = Value.from_content(config.mask_token_id)
+    names = _map_tensor_names(llama.num_hidden_layers)
+    tensors = {names[name]: each for name, each in files.tensors.items() if name in names}
+    added = _copy_output_head(head)
+    if MARKOV in tensors and CONFIDENCE in tensors:
+        # A confidence head that does not read the previous token gets a weight of zero for it.
+        width = llama.hidden_size + tensors[MARKOV].shape[1]
+        read = tensors[CONFIDENCE]
+        tensors[CONFIDENCE] = functional.pad(read, (0, width - read.shape[1]))
+    name = weights_name(prefix, head.target_name, head.dtype)
+    file_tensors = make_file_tensors(tensors | added, head.vocab, llama)
+    return HeadFiles(metadata, name, file_tensors, sorted(added), list(config.layers))
+
+
+def _copy_output_head(head: BlockNetwork) -> dict[str, Tensor]:
+    """Copy the target's output head, if the file holds an embedding.
+
+    llama.cpp would otherwise draft with that embedding as output head.
+    """
+    if head.embed_tokens is None or head.lm_head is not None:
+        return {}
+    return {"output.weight": head.target.output_head.weight.to(head.dtype, copy=True)}
+
+
+def _map_tensor_names(num_layers: int) -> dict[str, str]:
+    return GGUF_NAMES | {
+        f"layers.{number}.{ours}": f"blk.{number}.{theirs}"
+        for number in range(num_layers)
+        for ours, theirs in GGUF_LAYER_NAMES.items()
+    }
+
+
+def load_gguf_tensors(
+    file: GgufFile, path: str, added: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Load the config and the tensors of a GGUF file, under the authors' names.
+
+    Args:
+        file: file of architecture `ARCH`.
+        path: name of the file in messages.
+        added: names of tensors that are not the head's own.
+
+    Raises:
+        InputError: metadata are missing.
+    """
+    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
+    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), path)
+    facts = ArchMetadata(file.metadata, ARCH, path)
+    values = {own_names: facts.get_content(theirs) for own_names, theirs in GGUF_KEYS.items()}
+    kind = "DFlash2DraftModel" if "selector_hidden.weight" in tensors else "DFlashDraftModel"
+    if MARKOV in tensors:
+        kind, hidden = "Qwen3DSparkModel", config["hidden_size"]
+        values["markov_rank"] = tensors[MARKOV].shape[1]
+        read = tensors.get(CONFIDENCE)
+        if read is not None and not read[:, hidden:].any():
+            tensors[CONFIDENCE] = read[:, :hidden].contiguous()
+    if "d2t" in tensors:
+        values["draft_vocab_size"] = len(tensors["d2t"])
+        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
+    number, window = config["num_hidden_layers"], facts.get_content(WINDOW)
+    pattern = facts.get_content(PATTERN, [True] * number) if window else [False] * number
+    mask = file.metadata.get(MASK)
+    own_names = {theirs: name for name, theirs in _map_tensor_names(number).items()}
+    present = {key: value for key, value in values.items() if value is not None}
+    return config | present | {
+        "architectures": [kind],
+        "block_size": facts.get_content("block_size", 16),
+        "mask_token_id": None if mask is None else mask.content,
+        "target_layer_ids": [index - 1 for index in facts.require_content("target_layers")],
+        "layer_types": [SLIDING if windowed else FULL for windowed in pattern],
+        "sliding_window": window,
+        "is_causal": facts.get_content("attention.causal", False),
+    }, {own_names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def format_serve_command(
     head: BlockNetwork, engine: ExportFormat, folder: str, layout: BlockLayout
 ) -> str:
-    """Command that starts an engine, as lines for a shell (the authors': for Python)."""
+    """Format the command that starts an engine, for a shell; for the authors' code, Python."""
     target, tokens = head.target_name, head.config.num_draft_tokens
     if engine is ExportFormat.vllm:
         return format_vllm_command(layout.vllm_method, tokens, target, folder)
@@ -307,7 +315,7 @@ def serve_command(
         )
     if engine is ExportFormat.llamacpp:
         file = f"{folder}/{weights_name(layout.vllm_method, target, head.dtype)}"
-        return serve_llamacpp(target, file, f"draft-{layout.vllm_method}", tokens)
+        return gguf.serve_command(target, file, f"draft-{layout.vllm_method}", tokens)
     if layout.with_embeddings_and_head:
         return (
             "from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel\n"

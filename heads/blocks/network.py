@@ -1,4 +1,19 @@
-"""TODO."""
+"""Network of block drafters: one pass drafts a whole block after a known token.
+
+At token t of a text, the target's hidden states up to t and the token x_{t+1} are known. A block of
+rows holds that token and then masks, at positions t + 1, t + 2, ... The hidden states give its
+layers the keys and values of the text. Depth d of a draft (from 1) is x_{t+1+d}.
+
+Two conventions are translated here only. Layers: `layers` are indices of `output_hidden_states`;
+the authors' `target_layer_ids` name the layer whose output is read, one less. Rows: a block has
+`block_size` rows, and the first holds the last known token. Either row j drafts the token at its
+own place and the first row drafts nothing (fill-in), or row j drafts the next token
+(`sample_from_anchor`), which gives one more draft token.
+
+Source: DFlash, arXiv 2602.06036; z-lab/dflash `model.py`. Letters: T texts, S tokens of a text, A
+blocks, R rows, D depths, H hidden, F width of the hidden states, W draft vocabulary, V vocabulary,
+L layers of the target, K key-value heads, d head size.
+"""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -13,10 +28,7 @@ from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
 from heads.decoding.drafting import PAD
 from heads.draft_head import check_fits
-from heads.feature_head import (
-    FeatureHead,
-    choose_mask_token,
-)
+from heads.feature_head import FeatureHead, choose_mask_token
 from heads.layers.block_attention import BlockRange, block_attention
 from heads.layers.llama import (
     LLAMA_KEYS,
@@ -25,54 +37,14 @@ from heads.layers.llama import (
     format_legacy_rope,
     make_llama_config,
 )
-from heads.target_model.embeddings_and_output_head import (
-    EmbeddingsAndOutputHead,
-)
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
-
-class BlockLayer(nn.Module):
-    """One decoder layer of a block drafter.
-
-    Args:
-        config: sizes, norms and RoPE.
-    """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RmsNorm(hidden, eps)
-        self.self_attn = LlamaAttention(config, hidden, qk_norm=True)
-        self.post_attention_layernorm = RmsNorm(hidden, eps)
-        self.mlp = LlamaMLP(config)
-
-    def forward(
-        self, states: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
-    ) -> Tensor:
-        """[A, R, H] output of the layer.
-
-        Args:
-            states: [A, R, H].
-            rotation: [A * R, 2, d] of the rows' positions.
-            text: the layer's keys and values [T, S, K, d] of the hidden states.
-            sight: sight of the blocks.
-        """
-        states = states + self.compute_attention(
-            self.input_layernorm(states), rotation, text, sight
-        )
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-    def compute_attention(
-        self, inputs: Tensor, rotation: Tensor, text: tuple[Tensor, Tensor], sight: BlockRange
-    ) -> Tensor:
-        """[A, R, H] attention of normalised inputs [A, R, H]; other arguments as in `forward`."""
-        rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
-        query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
-        keys, values = self.self_attn.keys_values(rows, rotation)
-        own = keys.unflatten(0, shape), values.unflatten(0, shape)
-        found = block_attention(query, text, own, sight)
-        return self.self_attn.o_proj(found.flatten(2))
+TOKENS_PER_CHUNK = 1024
+"""Number of tokens that draft at once in `compute_candidates`, with all rows in memory."""
+ContextKeysValues = list[tuple[Tensor, Tensor]]
+"""For each layer, rotated keys and values of T texts, [T, S, K, d] each."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +55,16 @@ class BlockHeadConfig:
         llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
         target: Hub id or folder of the target.
         target_hidden_size: width of one hidden state of the target.
-        num_target_layers: decoder layers of the target; 0 while unknown.
-        layers: hidden states that are read, as indices of `output_hidden_states`.
-        block_size: rows of a block in training.
+        num_target_layers: number of the target's decoder layers; 0 while unknown.
+        layers: hidden states that the head reads, as indices of `output_hidden_states`.
+        block_size: number of rows of a block in training.
         mask_token_id: token id of rows whose token is unknown.
         sample_from_anchor: whether row j drafts the next token instead of its own.
-        causal: whether rows see no later rows of their block.
-        window: tokens of text and block that a row sees; None for all.
-        full_layers: layers whose rows see everything, regardless of `causal` and `window`.
-        own_output_head, own_embedding: whether the head has its own.
+        causal: whether a row sees no later rows of its block.
+        window: number of tokens of text and block that a row sees; None for all.
+        full_layers: layers whose rows see the whole text and block, despite `causal` and `window`.
+        own_output_head: whether the head has an output head of its own.
+        own_embedding: whether the head has an embedding of its own.
     """
 
     llama: LlamaConfig
@@ -110,25 +83,72 @@ class BlockHeadConfig:
 
     @property
     def first_row(self) -> int:
-        """First row that drafts."""
+        """Number of the first row that drafts, counted from 0."""
         return 0 if self.sample_from_anchor else 1
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of a full block."""
+        """Number of draft tokens of a full block."""
         return self.block_size - self.first_row
 
     def select_draft_vocab(self, vocab: DraftVocab) -> DraftVocab:
-        """Ids that a head drafts: `vocab` with an own output head, otherwise all ids."""
+        """Select the draft vocabulary: `vocab` with an own output head, otherwise all ids."""
         return vocab if self.own_output_head else DraftVocab.make_full(vocab.size)
 
-    def num_rows(self, depth: int) -> int:
-        """Rows of a block that drafts `depth` tokens."""
+    def count_rows(self, depth: int) -> int:
+        """Count the rows of a block that drafts `depth` tokens."""
         return depth + self.first_row
 
 
-ContextKeysValues = list[tuple[Tensor, Tensor]]
-"""Rotated keys, and values, [T, S, K, d] of texts, for each layer."""
+class BlockLayer(nn.Module):
+    """Decoder layer of a block drafter: Qwen3's, with keys and values from the hidden states.
+
+    Args:
+        config: sizes, norms and RoPE.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RmsNorm(hidden, eps)
+        self.self_attn = LlamaAttention(config, hidden, qk_norm=True)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        states: Tensor,
+        rotation: Tensor,
+        context: tuple[Tensor, Tensor],
+        block_range: BlockRange,
+    ) -> Tensor:
+        """Compute the outputs [A, R, H] of the layer.
+
+        Args:
+            states: [A, R, H] states of the rows.
+            rotation: [A * R, 2, d] rotation of the rows' positions.
+            context: keys and values of the texts in this layer, [T, S, K, d] each.
+            block_range: range of context and rows that each block sees.
+        """
+        states = states + self.compute_attention(
+            self.input_layernorm(states), rotation, context, block_range
+        )
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+    def compute_attention(
+        self,
+        inputs: Tensor,
+        rotation: Tensor,
+        context: tuple[Tensor, Tensor],
+        block_range: BlockRange,
+    ) -> Tensor:
+        """Compute the attention [A, R, H] of normalised inputs [A, R, H]. See `forward`."""
+        rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
+        query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
+        keys, values = self.self_attn.keys_values(rows, rotation)
+        own = keys.unflatten(0, shape), values.unflatten(0, shape)
+        attended = block_attention(query, context, own, block_range)
+        return self.self_attn.o_proj(attended.flatten(2))
 
 
 class BlockNetwork(FeatureHead):
@@ -156,7 +176,7 @@ class BlockNetwork(FeatureHead):
         """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
 
         Raises:
-            InputError: rows of a quantised output head are needed.
+            InputError: the head starts from rows of the target's output head, which is quantised.
         """
         self.draw_weights(seed)
         self.attach(target)
@@ -178,7 +198,7 @@ class BlockNetwork(FeatureHead):
         return BlockLayer(self.config.llama)
 
     def draw_weights(self, seed: int) -> None:
-        """Draw new weights by a seed, for all matrices but the target's."""
+        """Draw the weights of all linear layers and embeddings by a seed."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -187,7 +207,7 @@ class BlockNetwork(FeatureHead):
                 nn.init.zeros_(module.bias)
 
     def complete_config(self, target: EmbeddingsAndOutputHead) -> BlockHeadConfig:
-        """See `FeatureHead.fitted`. Without its own embedding, the head has the target's width."""
+        """See `FeatureHead.complete_config`. Fills in the number of the target's layers."""
         config = self.config
         check_fits(self, target, config.target_hidden_size, "feature_size")
         if config.llama.hidden_size != target.hidden_size and not config.own_embedding:
@@ -196,50 +216,50 @@ class BlockNetwork(FeatureHead):
         return replace(config, num_target_layers=target.num_layers)
 
     def encode_context(self, features: Tensor, position_ids: Tensor) -> ContextKeysValues:
-        """Keys and values of texts per layer, joined into one text of S tokens.
+        """Encode hidden states as keys and values of one text of S tokens, for each layer.
 
         Args:
-            features: [S, F].
-            position_ids: [S] int64.
+            features: [S, F] hidden states of the target.
+            position_ids: [S] int64 positions.
         """
         context = self.hidden_norm(self.fc(features))
         rotation = self._get_attention(0).compute_rotation(context, position_ids)
-        found = [
+        keys_values = [
             self._get_attention(n).keys_values(context, rotation) for n in range(len(self.layers))
         ]
-        return [(keys[None], values[None]) for keys, values in found]
+        return [(keys[None], values[None]) for keys, values in keys_values]
 
     def _get_attention(self, number: int) -> Any:
         return self.layers[number].self_attn
 
     def draft(
-        self, roots: Tensor, places: Tensor, context: ContextKeysValues, sight: BlockRange
+        self, roots: Tensor, places: Tensor, context: ContextKeysValues, block_range: BlockRange
     ) -> Tensor:
-        """[A, D, H] normalised outputs of the rows that draft.
+        """Compute normalised outputs [A, D, H] of the rows that draft.
 
         Args:
-            roots: [A] int64, last known tokens.
-            places: [A] int64, positions of these tokens.
-            context: keys and values that blocks may see.
-            sight: the part of the text that they see, except in `full_layers`.
+            roots: [A] int64 last known tokens.
+            places: [A] int64 positions of these tokens.
+            context: keys and values of the texts.
+            block_range: range that each block sees, except in `full_layers`.
         """
-        rows = torch.arange(sight.num_rows, device=roots.device)
+        rows = torch.arange(block_range.num_rows, device=roots.device)
         ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
         positions = (places.unsqueeze(1) + rows).clamp_max(self.max_positions - 1)
         states = self.embed(ids)
         # In the dtype of the text's keys; under autocast, embeddings have another.
         rotation = self._get_attention(0).compute_rotation(context[0][0], positions.flatten())
-        whole, full = replace(sight, causal=False, window=None), self.config.full_layers
+        full_range, full = replace(block_range, causal=False, window=None), self.config.full_layers
         for number, layer in enumerate(self.layers):
-            seen = whole if number in full else sight
-            states = layer(states, rotation, context[number], seen)
+            layer_range = full_range if number in full else block_range
+            states = layer(states, rotation, context[number], layer_range)
         return self.norm(states[:, self.config.first_row :])
 
     def make_block_range(
         self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
     ) -> BlockRange:
-        """Sight of blocks that draft `depth` tokens. Other arguments as in `Sight`."""
-        size = self.config.num_rows(depth)
+        """Make the range of blocks that draft `depth` tokens; arguments as in `BlockRange`."""
+        size = self.config.count_rows(depth)
         return BlockRange(first, end, size, self.config.causal, self.config.window, host)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
@@ -253,30 +273,33 @@ class BlockNetwork(FeatureHead):
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, W] logits of a slot given the previous tokens, and the state for the next slot.
+        """Compute the logits [N, W] of a slot from the previous tokens.
 
         Args:
-            base: [N, W] logits of the output head, not changed.
+            base: [N, W] logits of the output head, not changed in place.
             outputs: [N, H] outputs of the slot.
             previous_ids: [N] int64 target ids of the previous tokens.
             state: [N, .] state of the previous slots; None for the first slot or without a state.
+
+        Returns:
+            The logits, and the state for the next slot.
         """
 
-    def compute_slot_confidence(self, outputs: Tensor, before: Tensor) -> Tensor | None:
-        """[N] float32 logits of a slot's chance of acceptance; None without a confidence head.
+    def compute_slot_confidence(self, outputs: Tensor, previous_ids: Tensor) -> Tensor | None:
+        """Compute logits [N] float32 of a slot's chance of acceptance; None without such a head.
 
         Args:
             outputs: [N, H] outputs of the slot.
-            before: [N] int64 target ids of the previous tokens.
+            previous_ids: [N] int64 target ids of the previous tokens.
         """
-        del outputs, before
+        del outputs, previous_ids
         return None
 
     @torch.no_grad()
     def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64 best tokens per depth, see `DraftHead.candidates`."""
+        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
@@ -290,69 +313,30 @@ class BlockNetwork(FeatureHead):
     def _rank_candidates(
         self, text: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
     ) -> Tensor:
-        """Likeliest candidates of the slots, for blocks after tokens [n] of a text."""
+        """Rank the candidates [depth, n, width] of blocks after tokens [n] of a text."""
         nothing, end = torch.zeros_like(rows), rows + 1
-        sight = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
-        outputs = self.draft(ids[end], end, text, sight)
+        block_range = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
+        outputs = self.draft(ids[end], end, text, block_range)
         best: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(depth):
             # Drafts after the end of a text are not used.
-            before = ids[(end + slot).clamp_max(len(ids) - 1)]
+            previous_ids = ids[(end + slot).clamp_max(len(ids) - 1)]
             base = self.compute_logits(outputs[:, slot])
-            logits, state = self.compute_slot_logits(base, outputs[:, slot], before, state)
-            found = self.vocab.to_target_ids(logits.topk(width).indices)
+            logits, state = self.compute_slot_logits(base, outputs[:, slot], previous_ids, state)
+            token_ids = self.vocab.to_target_ids(logits.topk(width).indices)
             best.append(
-                found.masked_fill(
+                token_ids.masked_fill(
                     (end + self.config.first_row + slot >= self.max_positions).unsqueeze(1), PAD
                 )
             )
         return torch.stack(best)
 
 
-def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tuple[int, ...]:
-    """Layers in even steps from the output of layer 1 to that of layer L - 3, as in DFlash.
-
-    Args:
-        num_layers: L.
-        number: number of layers to read; duplicates are merged.
-        key: setting that is unset, for the message.
-
-    Raises:
-        InputError: fewer than 4 layers.
-
-    Source: z-lab/dflash `model.py`, `build_target_layer_ids`, which counts layers from 0.
-    """
-    if num_layers < 4:
-        raise InputError(
-            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
-            f"states of 0..{num_layers}"
-        )
-    if number == 1:
-        return (num_layers // 2 + 1,)
-    steps = [1 + index * (num_layers - 4) / (number - 1) for index in range(number)]
-    return tuple(sorted({round(step) + 1 for step in steps}))
-
-
-def check_layers(layers: tuple[int, ...], target: EmbeddingsAndOutputHead) -> None:
-    """Refuse layers that the target lacks, repeated ones and ones out of order.
-
-    Raises:
-        InputError: naming the allowed layers.
-    """
-    # The output of the last layer passes the final norm, which engines do not apply here.
-    known = range(target.num_layers)
-    if list(layers) != sorted(set(layers)) or not set(layers) <= set(known):
-        raise InputError(
-            f"head.layers={list(layers)}: must be rising and of 0..{target.num_layers - 1}, the "
-            f"hidden states of target.path={target.name} before its final norm"
-        )
-
-
 def build_block_config(
     settings: BlockConfig, target: EmbeddingsAndOutputHead, sample_from_anchor: bool
 ) -> BlockHeadConfig:
-    """Architecture of a new head with layers of the target's sizes.
+    """Build the architecture of a new head with layers of the target's sizes.
 
     Raises:
         InputError: the target lacks the layers or the mask token.
@@ -373,26 +357,66 @@ def build_block_config(
         causal=settings.causal,
         window=settings.window,
         own_output_head=settings.own_output_head,
-        # In the file, one width says that a target's embedding fits.
+        # A reader of the file uses the target's embedding only if `target_hidden_size` equals
+        # `hidden_size`. A head with two widths therefore stores its own embedding.
         own_embedding=target.feature_size != target.hidden_size,
     )
 
 
+def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tuple[int, ...]:
+    """Return hidden states in even steps from the output of layer 1 to that of layer L - 3.
+
+    Args:
+        num_layers: number L of the target's layers.
+        number: number of hidden states to read; duplicates are merged.
+        key: name of the unset setting in the message.
+
+    Raises:
+        InputError: the target has fewer than 4 layers.
+
+    Source: z-lab/dflash `model.py`, `build_target_layer_ids`, which counts layers from 0.
+    """
+    if num_layers < 4:
+        raise InputError(
+            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
+            f"states of 0..{num_layers}"
+        )
+    if number == 1:
+        return (num_layers // 2 + 1,)
+    steps = [1 + index * (num_layers - 4) / (number - 1) for index in range(number)]
+    return tuple(sorted({round(step) + 1 for step in steps}))
+
+
+def check_layers(layers: tuple[int, ...], target: EmbeddingsAndOutputHead) -> None:
+    """Refuse layers that the target lacks, repeated ones and ones out of order.
+
+    Raises:
+        InputError: `layers` are not rising, or the target lacks one of them.
+    """
+    # The output of the last layer passes the final norm, which engines do not apply here.
+    known = range(target.num_layers)
+    if list(layers) != sorted(set(layers)) or not set(layers) <= set(known):
+        raise InputError(
+            f"head.layers={list(layers)}: must be rising and of 0..{target.num_layers - 1}, the "
+            f"hidden states of target.path={target.name} before its final norm"
+        )
+
+
 def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
-    """Keys of `config.json` in every layout, as in Qwen3."""
+    """Build the keys of `config.json` that every layout has, as in Qwen3."""
     llama = config.llama
     rope: Any = llama.rope_parameters
     sliding = config.window is not None
-    kinds = ["sliding_attention" if sliding else "full_attention"] * llama.num_hidden_layers
+    layer_types = ["sliding_attention" if sliding else "full_attention"] * llama.num_hidden_layers
     for number in config.full_layers:
-        kinds[number] = "full_attention"
+        layer_types[number] = "full_attention"
     return {
         "model_type": "qwen3",
         **{name: getattr(llama, name) for name in LLAMA_KEYS},
         "rope_theta": rope["rope_theta"],
         "rope_scaling": format_legacy_rope(rope),
         "num_hidden_layers": llama.num_hidden_layers,
-        "layer_types": kinds,
+        "layer_types": layer_types,
         "sliding_window": config.window,
         "use_sliding_window": sliding,
         "tie_word_embeddings": False,
@@ -406,13 +430,8 @@ def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, A
     }
 
 
-def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
-    """Key that engines apply in all layers; without it, layers with a window are causal."""
-    return {} if config.causal and config.full_layers else {name: config.causal}
-
-
 def build_dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
-    """Keys of `dflash_config`, with layers as the authors count them."""
+    """Build the keys of `dflash_config`, with layers as the authors count them."""
     window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
     return {
         "mask_token_id": config.mask_token_id,
@@ -422,5 +441,10 @@ def build_dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
     }
 
 
-TOKENS_PER_CHUNK = 1024
-"""Tokens per chunk of a text whose tokens all draft; the rows of a chunk live together."""
+def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
+    """Build the key `name` that makes the rows of all layers causal or not.
+
+    Without the key, engines make rows causal in layers with a window; so it is left out for heads
+    with `full_layers`.
+    """
+    return {} if config.causal and config.full_layers else {name: config.causal}
