@@ -152,10 +152,8 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             joined[name] = tensor
     for experts, tensors_by_projection in single.items():
-        numbers, has_gates = (
-            sorted({number for number, _ in tensors_by_projection}),
-            (0, "gate") in tensors_by_projection,
-        )
+        numbers = sorted({number for number, _ in tensors_by_projection})
+        has_gates = (0, "gate") in tensors_by_projection
         for name in ("gate_up_proj" if has_gates else "up_proj", "down_proj"):
             kinds = JOINED_EXPERTS[name]
             rows = [

@@ -54,6 +54,7 @@ MODEL_KEYS = {
     "_name_or_path", "architectures", "auto_map", "dtype", "mtp_num_hidden_layers",
     "num_nextn_predict_layers", "quantization_config", "torch_dtype", "transformers_version",
 }  # fmt: skip
+"""Keys of a model's config that a decoder layer does not read."""
 
 
 @dataclass(frozen=True)
@@ -111,65 +112,6 @@ class MtpContextStates:
     position_ids: Tensor
     keys: Tensor
     values: Tensor
-
-
-class _KeyValueCapture:
-    """Pass of the layer's attention that only stores the keys and values of a text."""
-
-    config = None
-
-    def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
-    ) -> Tensor:
-        """Store keys and values, and return zeros, which nobody reads."""
-        del layer, scores
-        # Under autocast only values come from a product, and keys have the wider dtype.
-        self.keys = _view_rows(key).to(value.dtype)
-        self.values = _pad_values(_view_rows(value), key.shape[-1])
-        return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
-
-
-class _DraftAttention:
-    """Pass of the layer's attention over rows that draft.
-
-    Args:
-        branches: keys and values that the rows see.
-        remembered: whether the rows are draft tokens, not the text's, so that their own keys and
-            values are appended to `branches`.
-    """
-
-    config = None
-
-    def __init__(self, branches: BranchCache, remembered: bool) -> None:
-        self.branches, self.remembered = branches, remembered
-
-    def attend(
-        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
-    ) -> Tensor:
-        """Attend with queries [1, Q, N, d], keys and values [1, K, N, d]; return [1, N, Q, d]."""
-        del layer
-        if scores.cap:
-            raise NotImplementedError("an MTP layer with a soft cap")
-        width, query, key = query.shape[-1], query.to(value.dtype), key.to(value.dtype)
-        if self.remembered:
-            self.branches.draft_keys.append(_view_rows(key))
-            self.branches.draft_values.append(_pad_values(_view_rows(value), width))
-        if scores.scale is not None and scores.scale != width**-0.5:
-            query = query * (scores.scale * width**0.5)
-        attended = branch_attention(
-            _view_rows(query), self.branches, scores.window or None, scores.sinks
-        )
-        return attended[..., : value.shape[-1]].unsqueeze(0)
-
-
-def _view_rows(heads: Tensor) -> Tensor:
-    """View [1, K, N, d] as [N, K, d]."""
-    return heads.squeeze(0).transpose(0, 1)
-
-
-def _pad_values(values: Tensor, width: int) -> Tensor:
-    """Pad values to the width of keys, which are wider in latent attention."""
-    return pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
 
 
 class MtpNetwork(AutoregressiveHead):
@@ -255,11 +197,11 @@ class MtpNetwork(AutoregressiveHead):
             )
         return MtpContextStates(inputs, position_ids, capture.keys, capture.values)
 
-    def draft(self, text: MtpContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
+    def draft(self, context: MtpContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
         """See `AutoregressiveHead.draft`."""
-        positions = text.position_ids[rows]
+        positions = context.position_ids[rows]
         return self._run_layer(
-            text.inputs[rows], positions, _DraftAttention(branches, remembered=False)
+            context.inputs[rows], positions, _DraftAttention(branches, remembered=False)
         )
 
     def advance(
@@ -270,7 +212,9 @@ class MtpNetwork(AutoregressiveHead):
         inputs = self.build_layer_inputs(fed, token_ids, position_ids)
         return self._run_layer(inputs, position_ids, _DraftAttention(branches, remembered=True))
 
-    def _run_layer(self, inputs: Tensor, position_ids: Tensor, drafting: _DraftAttention) -> Tensor:
+    def _run_layer(
+        self, inputs: Tensor, position_ids: Tensor, drafting: "_DraftAttention"
+    ) -> Tensor:
         """Run the layer on inputs [N, H] at positions [N]; return outputs [N, H]."""
         rows = inputs.unsqueeze(0)
         with open_attention_pass(drafting):
@@ -545,3 +489,62 @@ def _build_indexer(config: Any) -> nn.Module:
         "weights_proj": nn.Linear(hidden, num_heads, bias=False),
     }
     return nn.ModuleDict(parts).requires_grad_(False)
+
+
+class _KeyValueCapture:
+    """Pass of the layer's attention that only stores the keys and values of a text."""
+
+    config = None
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
+    ) -> Tensor:
+        """Store keys and values, and return zeros, which nobody reads."""
+        del layer, scores
+        # Under autocast only values come from a product, and keys have the wider dtype.
+        self.keys = _view_rows(key).to(value.dtype)
+        self.values = _pad_values(_view_rows(value), key.shape[-1])
+        return value.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2)
+
+
+class _DraftAttention:
+    """Pass of the layer's attention over rows that draft.
+
+    Args:
+        branches: keys and values that the rows see.
+        remembered: whether the rows are draft tokens, not the text's, so that their own keys and
+            values are appended to `branches`.
+    """
+
+    config = None
+
+    def __init__(self, branches: BranchCache, remembered: bool) -> None:
+        self.branches, self.remembered = branches, remembered
+
+    def attend(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
+    ) -> Tensor:
+        """Attend with queries [1, Q, N, d], keys and values [1, K, N, d]; return [1, N, Q, d]."""
+        del layer
+        if scores.cap:
+            raise NotImplementedError("an MTP layer with a soft cap")
+        width, query, key = query.shape[-1], query.to(value.dtype), key.to(value.dtype)
+        if self.remembered:
+            self.branches.draft_keys.append(_view_rows(key))
+            self.branches.draft_values.append(_pad_values(_view_rows(value), width))
+        if scores.scale is not None and scores.scale != width**-0.5:
+            query = query * (scores.scale * width**0.5)
+        attended = branch_attention(
+            _view_rows(query), self.branches, scores.window or None, scores.sinks
+        )
+        return attended[..., : value.shape[-1]].unsqueeze(0)
+
+
+def _view_rows(heads: Tensor) -> Tensor:
+    """View [1, K, N, d] as [N, K, d]."""
+    return heads.squeeze(0).transpose(0, 1)
+
+
+def _pad_values(values: Tensor, width: int) -> Tensor:
+    """Pad values to the width of keys, which are wider in latent attention."""
+    return pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values

@@ -277,11 +277,11 @@ def _check_written_layer(folder: Path, head: MtpHead) -> None:
     Raises:
         InputError: a tensor differs by more than rounding to the dtype of the model's files.
     """
-    found = MtpHead.from_folder(folder, str(folder), None)
-    assert found is not None
-    read = found.build_files().tensors
+    written = MtpHead.from_folder(folder, str(folder), None)
+    assert written is not None
+    written_tensors = written.build_files().tensors
     for name, tensor in head.build_files().tensors.items():
-        if not torch.allclose(read[name], tensor.cpu(), rtol=2**-7, atol=1e-6):
+        if not torch.allclose(written_tensors[name], tensor.cpu(), rtol=2**-7, atol=1e-6):
             raise InputError(
                 f"{folder}: {name} was written with other values; check the disk and start again"
             )
