@@ -41,6 +41,7 @@ MEDUSA_WEIGHTS, VLLM_WEIGHTS = "medusa_lm_head.safetensors", "model.safetensors"
 TOKEN_MAP = "token_map"
 """vLLM's name of the target ids [W] int64 of a reduced draft vocabulary."""
 VLLM_SIGN = '"MedusaModel"'
+"""Text in `config.json` by which heads in vLLM's layout are recognised."""
 VLLM_BLOCK = r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"
 VLLM_PROJECTION = r"lm_heads\.(\d+)\.weight"
 ROWS_PER_CHUNK = 256
@@ -48,7 +49,7 @@ ROWS_PER_CHUNK = 256
 AUTHORS_HINT = (
     "The authors' loader always builds 5 heads; heads missing in the file draft at random."
 )
-CONVERT = (
+CONVERT_TO_PICKLE = (
     "import torch; from safetensors.torch import load_file; "
     "torch.save(load_file('{folder}/medusa_lm_head.safetensors'), '{folder}/medusa_lm_head.pt')"
 )
@@ -89,7 +90,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaNetwork(DraftHead):
-    """Networks of K heads.
+    """Networks of K heads: residual blocks, then a projection to logits.
 
     Weights that must come from a target or a file start as NaN, so that a forgotten load shows at
     the first loss.
@@ -536,5 +537,5 @@ def format_serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str)
             "--temperature 1.0 --max_output_len 128 --input_text 'Hello'"
         )
     # The authors' loader only opens pickles.
-    convert = CONVERT.format(folder=folder)
+    convert = CONVERT_TO_PICKLE.format(folder=folder)
     return f'python -c "{convert}"\npython -m medusa.inference.cli --model {folder}'

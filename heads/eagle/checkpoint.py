@@ -159,19 +159,16 @@ def build_head_config(
     """Build the architecture of a head from its file, as far as all EAGLE heads share it.
 
     Args:
-        checkpoint: content of the folder.
-        layers: hidden states to fuse, instead of those of the file.
+        checkpoint: content of the head's folder.
+        layers: indices of the hidden states to fuse, instead of those in the file.
         required_values: settings that may have no other value.
 
     Raises:
         InputError: settings contradict the tensors, or are not implemented.
     """
     _check_settings(checkpoint, required_values)
-    tensors, settings, llama = (
-        checkpoint.tensors,
-        checkpoint.settings,
-        _parse_llama_config(checkpoint),
-    )
+    tensors, settings = checkpoint.tensors, checkpoint.settings
+    llama = _parse_llama_config(checkpoint)
     form = _detect_form(checkpoint)
     fields: dict[str, Any] = {
         "form": form,

@@ -139,8 +139,8 @@ class _AutoregressiveDrafter(EagleDrafter):
         """
         assert self.pending is not None
         seen, self.pending = self.pending, None
-        text, branches = self._encode_tokens(seen, roots.tokens)
-        outputs = self.head.draft(text, find_last_rows(seen), branches)
+        context, branches = self._encode_tokens(seen, roots.tokens)
+        outputs = self.head.draft(context, find_last_rows(seen), branches)
         return outputs, self.cache.prepared_slots.committed[:, 0] - 1, branches
 
     def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> tuple[Any, BranchCache]:
@@ -150,10 +150,10 @@ class _AutoregressiveDrafter(EagleDrafter):
             The context states, and the branches that start after them.
         """
         fused, ids, places = self._build_inputs(seen, following)
-        text = self.head.encode_context(fused, ids, self._clamp_positions(places.flatten()))
-        keys, values = self._store_keys_values(0, text.keys, text.values, places, seen)
+        context = self.head.encode_context(fused, ids, self._clamp_positions(places.flatten()))
+        keys, values = self._store_keys_values(0, context.keys, context.values, places, seen)
         self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
-        return text, BranchCache(
+        return context, BranchCache(
             keys, values, CausalRange.from_ends(self.cache.prepared_slots.committed[:, 0])
         )
 

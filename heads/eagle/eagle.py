@@ -161,13 +161,13 @@ class EagleHead(EagleNetwork):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """See `heads/eagle/eagle.py`."""
+        """Compute reference logits depth by depth, in float32 on the CPU."""
         return compute_reference_logits(self, target, states, token_ids, places)
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
-        """Facts of a head. Its training tells methods with the same architecture apart."""
+        """Collect the facts of the model card; training tells methods of one architecture apart."""
         settings, config = get_head_settings(provenance), self.config
         tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
         method, paper = self._identify_method(settings)
@@ -179,8 +179,7 @@ class EagleHead(EagleNetwork):
             paper=paper,
             description=(
                 f"one decoder layer {self._describe_layer()}. It drafts token by token, to any "
-                "depth, each "
-                "from its own last output"
+                "depth, each from its own last output"
             ),
             num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
             # vLLM builds the fusion layer without a bias and fails on the tensor.
@@ -246,12 +245,14 @@ def _compute_unrolled_outputs(
     places = torch.arange(len(head.embed_tokens.weight))
     rows = places[:num_rows]
     output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
-    text = head.encode_context(
+    context = head.encode_context(
         head.fuse(head.collect_features(output)), places[1 : num_rows + 1], position_ids
     )
     documents = Documents.from_length(num_rows, rows.device)
-    branches = BranchCache(text.keys[None], text.values[None], build_causal_range(documents, rows))
-    steps = head.unroll(text, places, rows, branches)
+    branches = BranchCache(
+        context.keys[None], context.values[None], build_causal_range(documents, rows)
+    )
+    steps = head.unroll(context, places, rows, branches)
     depth = len(places) - num_rows - 1
     return torch.stack([head.apply_final_norm(next(steps)) for _ in range(depth)])
 

@@ -287,10 +287,10 @@ def check_layers_and_embedding(
 
 
 def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> None:
-    own = head.embed_tokens
-    if own is None or can_use_own_embedding(head, layout):
+    embedding = head.embed_tokens
+    if embedding is None or can_use_own_embedding(head, layout):
         return
-    if not torch.equal(own.weight, head.target.embedding.weight.to(own.weight)):
+    if not torch.equal(embedding.weight, head.target.embedding.weight.to(embedding.weight)):
         raise InputError(
             f"format={engine.value}: {ENGINE_NAMES[engine]} drafts with the target's embedding, "
             "but this head has another embed_tokens.weight; formats that keep it: vllm, original, "
@@ -509,12 +509,12 @@ def build_gguf_files(head: EagleNetwork) -> HeadFiles:
 def load_gguf_tensors(
     file: GgufFile, path: str, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a file, under the names of EAGLE's authors.
+    """Load the config and the tensors of a GGUF file, under the names of EAGLE's authors.
 
     Args:
-        file: file of this architecture.
+        file: file of architecture `ARCH`.
         path: name of the file in messages.
-        added: tensors that are not the head's own.
+        added: names of tensors that are not the head's own.
 
     Raises:
         InputError: metadata are missing.

@@ -133,7 +133,7 @@ class AutoregressiveHead(FeatureHead):
 
     def unroll(
         self,
-        text: Any,
+        context: Any,
         token_ids: Tensor,
         rows: Tensor,
         branches: BranchCache,
@@ -147,14 +147,14 @@ class AutoregressiveHead(FeatureHead):
         only followed while it is accepted.
 
         Args:
-            text: context states of the whole text.
+            context: context states of the whole text.
             token_ids: [S + 1] int64 tokens of the text, then the next token.
             rows: [N] int64 tokens of the text from which rows draft.
             branches: branches of the rows, without keys and values of draft tokens.
             detach: whether to stop gradients into outputs that are fed back.
             own_tokens: whether to follow the likeliest draft tokens, not the text's.
         """
-        outputs = self.draft(text, rows, branches)
+        outputs = self.draft(context, rows, branches)
         step = 0
         while True:
             yield outputs
@@ -165,7 +165,7 @@ class AutoregressiveHead(FeatureHead):
             else:
                 # Rows at the end of the text repeat its last token; their outputs are not used.
                 tokens = token_ids[(rows + 1 + step).clamp_max(len(token_ids) - 1)]
-            outputs = self.advance(fed, tokens, text.position_ids[rows] + step, branches)
+            outputs = self.advance(fed, tokens, context.position_ids[rows] + step, branches)
 
     def apply_final_norm(self, outputs: Tensor) -> Tensor:
         """Normalise outputs [..., H] for the output head; unchanged without a norm."""
@@ -183,11 +183,11 @@ class AutoregressiveHead(FeatureHead):
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
-        text = self.encode_context(self.fuse(self.collect_features(output)[0]), ids[1:], places)
+        context = self.encode_context(self.fuse(self.collect_features(output)[0]), ids[1:], places)
         rows = places[first:]
         seen = build_causal_range(Documents.from_length(len(places), device), rows)
         unrolled = self.unroll(
-            text, ids, rows, BranchCache(text.keys[None], text.values[None], seen)
+            context, ids, rows, BranchCache(context.keys[None], context.values[None], seen)
         )
         best = torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
         reached = rows + torch.arange(depth, device=device).unsqueeze(1)
@@ -361,19 +361,21 @@ class EagleNetwork(AutoregressiveHead):
         inputs = torch.cat([layer.input_layernorm(embeds), states], dim=-1)
         return inputs, states if self.config.norm_before_residual else fused
 
-    def draft(self, text: ContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
+    def draft(self, context: ContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
         """See `AutoregressiveHead.draft`."""
-        return self.layer(text.inputs[rows], text.residual[rows], text.rotation[rows], branches)
+        return self.layer(
+            context.inputs[rows], context.residual[rows], context.rotation[rows], branches
+        )
 
     def advance(
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
     ) -> Tensor:
         """See `AutoregressiveHead.advance`."""
         fed = self.apply_final_norm(outputs) if self.config.norm_output else outputs
-        text = self.encode_context(fed, token_ids, position_ids)
-        branches.draft_keys.append(text.keys)
-        branches.draft_values.append(text.values)
-        return self.layer(text.inputs, text.residual, text.rotation, branches)
+        context = self.encode_context(fed, token_ids, position_ids)
+        branches.draft_keys.append(context.keys)
+        branches.draft_values.append(context.values)
+        return self.layer(context.inputs, context.residual, context.rotation, branches)
 
 
 def _check_rows(target: EmbeddingsAndOutputHead, start: OutputHead) -> None:

@@ -74,6 +74,7 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 NUM_DRAFT_TOKENS = 8
 """Number of draft tokens if the file names none, as in speculators' training."""
 UNCHECKED_KEYS = ("num_hidden_layers", "speculators_model_type")
+"""Keys of `REQUIRED_VALUES` that may have other values in P-EAGLE heads."""
 TOKENS_PER_CHUNK = 256
 """Number of tokens that draft at once in `compute_candidates`, with all rows in memory."""
 VLLM_LAYOUT = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layers.0.")
@@ -220,15 +221,15 @@ class PEagleNetwork(EagleNetwork):
             query = layer.self_attn.compute_query(inputs, rotation).split(sizes)
             both = [each.split(sizes) for each in layer.self_attn.keys_values(inputs, rotation)]
             keys, values = store(number, None if text is None else (both[0][0], both[1][0]))
-            own: list[list[Tensor]] = [[], []]
+            row_keys_values: list[list[Tensor]] = [[], []]
             attended = []
             for place, group in enumerate(groups):
                 if group is not text:
-                    own = [
-                        [*_select_kept_rows(each, group.parent_rows), rows[place]]
-                        for each, rows in zip(own, both, strict=True)
+                    row_keys_values = [
+                        [*_select_rows(each, group.parent_rows), rows[place]]
+                        for each, rows in zip(row_keys_values, both, strict=True)
                     ]
-                branches = BranchCache(keys, values, group.seen, *own)
+                branches = BranchCache(keys, values, group.seen, *row_keys_values)
                 attended.append(branch_attention(query[place], branches))
             states = layer.add_attention_and_mlp(states, torch.cat(attended))
         return list(states.split(sizes))
@@ -276,7 +277,7 @@ def make_list_store(stored: list[KeysValues]) -> KeyValueStore:
     return store
 
 
-def _select_kept_rows(groups: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
+def _select_rows(groups: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
     return [each if rows is None else each.index_select(0, rows) for each in groups]
 
 
@@ -286,7 +287,7 @@ class _PEagleDrafter(EagleDrafter):
     head: PEagleNetwork
 
     def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> None:
-        """Read committed tokens without drafting."""
+        """Encode committed tokens without drafting."""
         self._run_pass(seen, following, 0)
 
     def _run_pass(self, seen: CommittedTokens, following: Tensor, num_masks: int) -> list[Tensor]:
