@@ -56,10 +56,8 @@ def iter_block_variants(head: BlockNetwork) -> ConfigVariants:
 
 def iter_window_variants(head: BlockNetwork) -> ConfigVariants:
     """Yield variants without a sliding window, or with the target's."""
-    head_window, target_window = (
-        head.config.window,
-        getattr(head.target.config, "sliding_window", None),
-    )
+    head_window = head.config.window
+    target_window = getattr(head.target.config, "sliding_window", None)
     for window in dict.fromkeys((None, target_window)):
         if window != head_window:
             words = "no sliding window" if window is None else f"a sliding window of {window}"
@@ -173,13 +171,13 @@ def compute_reference_logits(
     """
     num_rows, mask = len(position_ids), head.config.mask_token_id
     token_ids_and_mask = torch.cat([token_ids, torch.tensor([mask])])
-    copy = _copy_to_cpu(head, _select_embeddings(head, target, token_ids_and_mask))
+    cpu_head = _copy_to_cpu(head, _select_embeddings(head, target, token_ids_and_mask))
     output = TargetOutput(states[-1], dict(enumerate(states)))
-    text = copy.encode_context(copy.collect_features(output), position_ids)
+    context = cpu_head.encode_context(cpu_head.collect_features(output), position_ids)
     ends = torch.arange(1, num_rows + 1)
     nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
-    block_range = copy.make_block_range(nothing, ends, depth, (nothing, ends))
-    outputs = copy.draft(ends, position_ids + 1, text, block_range)
+    block_range = cpu_head.make_block_range(nothing, ends, depth, (nothing, ends))
+    outputs = cpu_head.draft(ends, position_ids + 1, context, block_range)
     rows = None if head.lm_head is not None else copy_output_rows(target, head.dtype)
     beside = {"token_embeddings": _select_embeddings(head, target, token_ids[1:], of_target=True)}
     beside["mask_token_id"] = torch.tensor([mask])
@@ -190,12 +188,12 @@ def compute_reference_logits(
     for slot in range(depth):
         slot_outputs = outputs[:, slot]
         base = (
-            copy.compute_logits(slot_outputs)
+            cpu_head.compute_logits(slot_outputs)
             if rows is None
-            else copy.scale_logits(project_in_float32(slot_outputs, rows))
+            else cpu_head.scale_logits(project_in_float32(slot_outputs, rows))
         )
         previous_ids = token_ids[1 + slot : 1 + slot + num_rows]
-        logits, state = copy.compute_slot_logits(base, slot_outputs, previous_ids, state)
+        logits, state = cpu_head.compute_slot_logits(base, slot_outputs, previous_ids, state)
         slot_logits.append(logits)
     draft_logits = torch.stack(slot_logits)
     logits = torch.full((*draft_logits.shape[:2], head.vocab.size), float("-inf"))

@@ -178,11 +178,11 @@ class BlockCheckpoint:
         return vocab
 
     def build_head_config(self, layers: Sequence[int] | None, anchored: bool) -> BlockHeadConfig:
-        """Architecture of the head.
+        """Build the architecture of the head.
 
         Args:
-            layers: layers that replace those of `config.json`.
-            anchored: `sample_from_anchor` if the file lacks the key.
+            layers: indices of the hidden states to read, instead of those in `config.json`.
+            anchored: value of `sample_from_anchor` if the file lacks the key.
 
         Raises:
             InputError: a needed key is missing, or a value is not implemented.
@@ -261,7 +261,7 @@ class BlockCheckpoint:
         """Tell whether rows are causal, as vLLM decides: by a key, or else by sliding layers.
 
         Raises:
-            InputError: rows of `full` layers are said to be causal too.
+            InputError: the config says that rows of `full_layers` are causal too.
         """
         settings = self.settings
         if "speculators_model_type" in settings:

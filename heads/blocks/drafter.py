@@ -42,8 +42,8 @@ class _BlockDrafter(HeadDrafter):
         slots = self.cache.prepare_slots(num_texts, features.device, seen.cache.slots)
         places, width = slots.compute_pending_slots(length, length), slots.count_used_slots(length)
         positions = places.flatten().clamp_max(self.head.max_positions - 1)
-        text = self.head.encode_context(features.flatten(0, 1), positions)
-        for buffer, both in zip(self.cache.buffers, text, strict=True):
+        context = self.head.encode_context(features.flatten(0, 1), positions)
+        for buffer, both in zip(self.cache.buffers, context, strict=True):
             keys, values = (each[0].unflatten(0, (num_texts, length)) for each in both)
             new = keys.transpose(1, 2), values.transpose(1, 2)
             buffer.write(*new, places, width, seen.cache.num_needed_slots)
@@ -61,11 +61,11 @@ class _BlockDrafter(HeadDrafter):
         block_range = self.head.make_block_range(
             torch.zeros_like(ends), ends, self.shape.depth, host
         )
-        text = [
+        context = [
             (_view_buffer(buffer.keys, width), _view_buffer(buffer.values, width))
             for buffer in self.cache.buffers
         ]
-        outputs = self.head.draft(roots.tokens, ends, text, block_range)
+        outputs = self.head.draft(roots.tokens, ends, context, block_range)
         return roots.tokens, outputs, self.head.compute_logits(outputs)
 
     def _pad_beyond_window(self, tokens: Tensor, slot: int) -> Tensor:

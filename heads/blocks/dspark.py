@@ -38,7 +38,7 @@ class DSparkHeadConfig(BlockHeadConfig):
 
     Attributes:
         markov_rank: rank r of the Markov head.
-        markov_head_type: how a slot reads the previous tokens.
+        markov_head_type: kind of the Markov head.
         confidence: whether the head has a confidence head.
         confidence_with_markov: whether the confidence head also reads the previous token.
     """
@@ -254,10 +254,8 @@ class DSparkHead(BlockHead):
 
         vLLM and llama.cpp always build the vanilla Markov head.
         """
-        markov, vanilla_only = (
-            self.config.markov_head_type,
-            (ExportFormat.vllm, ExportFormat.llamacpp),
-        )
+        markov = self.config.markov_head_type
+        vanilla_only = (ExportFormat.vllm, ExportFormat.llamacpp)
         if engine in vanilla_only and markov is not Markov.vanilla:
             return f"supports head.markov_head_type=vanilla only, and this head has {markov.value}"
         return super().find_export_problem(engine)

@@ -106,14 +106,13 @@ def find_export_problem(
         return None
     if engine is ExportFormat.speculators:
         limited = config.causal and (config.window is None or config.full_layers)
-        every = "lets rows see later rows wherever they see all of the text (head.causal=true)"
-        return every if limited else None
+        problem = "lets rows see later rows wherever they see all of the text (head.causal=true)"
+        return problem if limited else None
     if engine is ExportFormat.llamacpp:
         return _find_llamacpp_problem(head)
     if engine not in (ExportFormat.sglang, ExportFormat.original):
         return f"has no layout for {layout.title} in this version"
-    own = head.lm_head is not None or head.embed_tokens is not None
-    if own:
+    if head.lm_head is not None or head.embed_tokens is not None:
         return "drafts with the target's embedding and output head, and this head has its own"
     limited = config.causal or config.window is not None
     return "lets rows see all of the text and of their block" if limited else None

@@ -146,8 +146,8 @@ class BlockLayer(nn.Module):
         rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
         query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
         keys, values = self.self_attn.keys_values(rows, rotation)
-        own = keys.unflatten(0, shape), values.unflatten(0, shape)
-        attended = block_attention(query, context, own, block_range)
+        block = keys.unflatten(0, shape), values.unflatten(0, shape)
+        attended = block_attention(query, context, block, block_range)
         return self.self_attn.o_proj(attended.flatten(2))
 
 
@@ -303,20 +303,20 @@ class BlockNetwork(FeatureHead):
         device = output.hidden_states.device
         ids = torch.tensor(token_ids, device=device)
         places = torch.arange(len(ids) - 1, device=device)
-        text = self.encode_context(self.collect_features(output)[0], places)
+        context = self.encode_context(self.collect_features(output)[0], places)
         parts = [
-            self._rank_candidates(text, ids, rows, depth, width)
+            self._rank_candidates(context, ids, rows, depth, width)
             for rows in places[first:].split(TOKENS_PER_CHUNK)
         ]
         return torch.cat(parts, dim=1)
 
     def _rank_candidates(
-        self, text: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
+        self, context: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
     ) -> Tensor:
         """Rank the candidates [depth, n, width] of blocks after tokens [n] of a text."""
         nothing, end = torch.zeros_like(rows), rows + 1
         block_range = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
-        outputs = self.draft(ids[end], end, text, block_range)
+        outputs = self.draft(ids[end], end, context, block_range)
         best: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(depth):

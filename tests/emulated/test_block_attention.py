@@ -23,7 +23,7 @@ class Drawn:
         size: R.
         num_tokens: S.
         seed: of anchors and numbers.
-        window: see `Sight`.
+        window: see `BlockRange`.
         heads: Q, K and d.
     """
 
