@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from heads.blocks.network import BlockHeadConfig, BlockNetwork
+from heads.blocks.network import FULL, SLIDING, BlockHeadConfig, BlockNetwork
 from heads.draft_head import UNKNOWN
 from heads.folders import PROVENANCE, load_tensors
 from heads.vocab import DraftVocab
@@ -34,7 +34,6 @@ SIZES = (
     "vocab_size",
 )
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
-SLIDING, FULL = "sliding_attention", "full_attention"
 SCALED_ROPE = ("linear", "yarn", "llama3")
 # Heads with other values compute something else.
 REQUIRED_VALUES = {
@@ -56,26 +55,7 @@ MASK_EMBEDDING = "mask_embedding.pt"
 EARLY_PREFIX = "logit_head."
 """Prefix of Markov and confidence heads in SpecForge's first files."""
 VERIFIER_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
-"""Tensors that speculators keeps for training only."""
-
-
-def _load_settings(folder: Path, path: str) -> dict[str, Any]:
-    """Read `config.json`, with its parts merged and without None.
-
-    Raises:
-        InputError: the file is no JSON.
-    """
-    file = folder / "config.json"
-    try:
-        root = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"head.path={path}: config.json is not JSON: {error}") from error
-    # Engines read `dflash_config` first, then the root.
-    merged: dict[str, Any] = {}
-    for part in (root.get("transformer_layer_config"), root, root.get("dflash_config")):
-        if isinstance(part, dict):
-            merged |= {key: value for key, value in part.items() if value is not None}
-    return merged
+"""Tensors that speculators uses in training only."""
 
 
 @dataclass
@@ -337,3 +317,22 @@ class BlockCheckpoint:
             raise self.make_error("tensors " + "; ".join(problems))
         head.load_state_dict(tensors)
         return head
+
+
+def _load_settings(folder: Path, path: str) -> dict[str, Any]:
+    """Read `config.json`, with its parts merged and without None.
+
+    Raises:
+        InputError: the file is no JSON.
+    """
+    file = folder / "config.json"
+    try:
+        root = json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"head.path={path}: config.json is not JSON: {error}") from error
+    # Engines read `dflash_config` first, then the root.
+    merged: dict[str, Any] = {}
+    for part in (root.get("transformer_layer_config"), root, root.get("dflash_config")):
+        if isinstance(part, dict):
+            merged |= {key: value for key, value in part.items() if value is not None}
+    return merged

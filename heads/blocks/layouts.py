@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conf.settings.export import ExportFormat
-from heads.blocks.network import BlockNetwork, build_dflash_keys
+from heads.blocks.network import FULL, SLIDING, BlockNetwork, build_dflash_keys
 from heads.draft_head import WEIGHTS, HeadFiles
 from heads.export import gguf
 from heads.export.gguf import (
@@ -38,10 +38,12 @@ from heads.layers.llama import LLAMA_KEYS
 
 EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
 ARCH = "dflash"
+"""llama.cpp's architecture of these heads."""
 MASK = "tokenizer.ggml.mask_token_id"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+"""GGUF keys of the mask token, of the window, and of the layers that have one."""
 MARKOV, CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-SLIDING, FULL = "sliding_attention", "full_attention"
+"""GGUF tensors of the Markov head and of the confidence head."""
 GGUF_NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
@@ -56,12 +58,14 @@ GGUF_NAMES = {
     "candidate_selector.successor_codebook": "selector_successor.weight",
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
 }
+"""GGUF names of tensors outside the layers, by their names in the head."""
 GGUF_LAYER_NAMES = LAYER | {
     "attention_conv.base_kernel": "attn_conv_base",
     "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
     "mlp_conv.base_kernel": "ffn_conv_base",
     "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
 }
+"""GGUF names of tensors inside a layer, by their names in the layer."""
 GGUF_KEYS = {
     **{key: key for key in ("block_size", "sample_from_anchor", "final_logit_softcapping")},
     **{f"conv_{name}_size": f"conv_{name}_size" for name in ("kernel", "group")},
@@ -215,7 +219,7 @@ def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
     settings = files.config | files.config.get("dflash_config", {})
     title = head.variants[head.variant].title
     metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
-    values = {theirs: settings[ours] for ours, theirs in GGUF_KEYS.items() if ours in settings}
+    values = {name: settings[key] for key, name in GGUF_KEYS.items() if key in settings}
     values |= {"target_layers": list(config.layers), "attention.causal": config.causal}
     if config.window is not None:
         windows = [number not in config.full_layers for number in range(llama.num_hidden_layers)]
@@ -247,9 +251,9 @@ def _copy_output_head(head: BlockNetwork) -> dict[str, Tensor]:
 
 def _map_tensor_names(num_layers: int) -> dict[str, str]:
     return GGUF_NAMES | {
-        f"layers.{number}.{ours}": f"blk.{number}.{theirs}"
+        f"layers.{number}.{name}": f"blk.{number}.{gguf_name}"
         for number in range(num_layers)
-        for ours, theirs in GGUF_LAYER_NAMES.items()
+        for name, gguf_name in GGUF_LAYER_NAMES.items()
     }
 
 
@@ -269,7 +273,7 @@ def load_gguf_tensors(
     tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
     config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), path)
     facts = ArchMetadata(file.metadata, ARCH, path)
-    values = {own_names: facts.get_content(theirs) for own_names, theirs in GGUF_KEYS.items()}
+    values = {key: facts.get_content(name) for key, name in GGUF_KEYS.items()}
     kind = "DFlash2DraftModel" if "selector_hidden.weight" in tensors else "DFlashDraftModel"
     if MARKOV in tensors:
         kind, hidden = "Qwen3DSparkModel", config["hidden_size"]
@@ -283,7 +287,7 @@ def load_gguf_tensors(
     number, window = config["num_hidden_layers"], facts.get_content(WINDOW)
     pattern = facts.get_content(PATTERN, [True] * number) if window else [False] * number
     mask = file.metadata.get(MASK)
-    own_names = {theirs: name for name, theirs in _map_tensor_names(number).items()}
+    own_names = {gguf_name: name for name, gguf_name in _map_tensor_names(number).items()}
     present = {key: value for key, value in values.items() if value is not None}
     return config | present | {
         "architectures": [kind],

@@ -41,6 +41,8 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers in `layer_types`: with a window, and without."""
 TOKENS_PER_CHUNK = 1024
 """Number of tokens that draft at once in `compute_candidates`, with all rows in memory."""
 ContextKeysValues = list[tuple[Tensor, Tensor]]
@@ -407,9 +409,9 @@ def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, A
     llama = config.llama
     rope: Any = llama.rope_parameters
     sliding = config.window is not None
-    layer_types = ["sliding_attention" if sliding else "full_attention"] * llama.num_hidden_layers
+    layer_types = [SLIDING if sliding else FULL] * llama.num_hidden_layers
     for number in config.full_layers:
-        layer_types[number] = "full_attention"
+        layer_types[number] = FULL
     return {
         "model_type": "qwen3",
         **{name: getattr(llama, name) for name in LLAMA_KEYS},

@@ -59,21 +59,25 @@ PARTS = {
 }
 NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 NUM_DRAFT_TOKENS = 5
+"""Number of draft tokens in the commands that start engines."""
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
 ARCH = "eagle3"
+"""llama.cpp's architecture of these heads."""
 GGUF_NAMES = {
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
     "embed_tokens.weight": "token_embd.weight",
-} | {f"midlayer.{ours}": f"blk.0.{theirs}" for ours, theirs in LAYER.items()}
+} | {f"midlayer.{name}": f"blk.0.{gguf_name}" for name, gguf_name in LAYER.items()}
+"""GGUF names of tensors, by their names in EAGLE-3 files."""
 INTERLEAVED = {
     "blk.0.attn_q.weight": "num_attention_heads",
     "blk.0.attn_k.weight": "num_key_value_heads",
 }
 """Tensors whose rows llama.cpp orders differently, with the config's key for their heads."""
 GGUF_FLAGS = ("norm_before_residual", "norm_before_fc")
+"""Fields of `EagleHeadConfig` that are GGUF keys of the same name."""
 
 
 @dataclass(frozen=True)
@@ -527,7 +531,7 @@ def load_gguf_tensors(
             tensors[name] = deinterleave_rows(tensors[name], config[heads])
     if "d2t" in tensors:
         tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
-    own_names = {theirs: name for name, theirs in GGUF_NAMES.items()}
+    own_names = {gguf_name: name for name, gguf_name in GGUF_NAMES.items()}
     layers = facts.get_content("target_layers", facts.get_content("extract_layers", []))
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],

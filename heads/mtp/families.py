@@ -59,8 +59,8 @@ class MtpFamily:
         if not stored.startswith(block) or stored in self.list_copies(num_layers):
             return None
         name = stored.removeprefix(block)
-        for pattern, ours in self.renamed.items():
-            name = name.replace(pattern, ours)
+        for stored_part, own_part in self.renamed.items():
+            name = name.replace(stored_part, own_part)
         return f"layer.{name}"
 
     def to_stored_name(self, name: str, num_layers: int) -> str:
@@ -69,8 +69,8 @@ class MtpFamily:
         if module in self.names:
             return self.names[module].format(n=num_layers)
         name = name.removeprefix("layer.")
-        for theirs, ours in self.renamed.items():
-            name = name.replace(ours, theirs)
+        for stored_part, own_part in self.renamed.items():
+            name = name.replace(own_part, stored_part)
         return self.block.format(n=num_layers) + name
 
     def list_copies(self, num_layers: int) -> list[str]:
