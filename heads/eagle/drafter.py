@@ -131,7 +131,7 @@ class _AutoregressiveDrafter(EagleDrafter):
     """Drafts token by token from the head's own outputs."""
 
     def _start_draft(self, roots: Roots) -> tuple[Tensor, Tensor, BranchCache]:
-        """Encode all committed tokens, whose next tokens are `roots`.
+        """Encode all pending tokens; `roots` come after the last one of each text.
 
         Returns:
             The head's outputs [B, H] at the last tokens, their positions [B], and the branches that

@@ -53,7 +53,7 @@ class EagleHeadConfig:
         llama: sizes, RoPE and norms of the layer; `vocab_size` is the target's.
         target: Hub id or folder of the target.
         target_hidden_size: width of one hidden state of the target.
-        layers: hidden states that are read, as indices of `output_hidden_states`; empty for the
+        layers: hidden states that the head fuses, as indices of `output_hidden_states`; empty for the
             default of the attached target.
         own_output_head: whether the head has an output head of its own.
         own_embedding: whether the head has an embedding of its own.
@@ -78,7 +78,7 @@ class EagleHeadConfig:
 
     @property
     def num_draft_tokens(self) -> int | None:
-        """None: a head drafts from its own outputs to any depth."""
+        """None, as a head drafts from its own outputs to any depth."""
         return None
 
 

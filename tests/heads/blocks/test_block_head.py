@@ -201,7 +201,7 @@ def test_layers_that_read_more_than_a_state_of_each_other_stay() -> None:
 def with_a_layer_of_images() -> Target:
     """As Mllama, whose text goes around layers that look at images."""
     target = made("gpt2")
-    target.__dict__["blocks"] = nn.ModuleList(
+    target.__dict__["decoder_layers"] = nn.ModuleList(
         [*target.decoder_layers[:3], Block(), target.decoder_layers[3]]
     )
     target.config.n_layer = 5

@@ -203,7 +203,7 @@ def test_a_head_that_scales_its_logits_does_so_in_place_of_the_target(tmp_path: 
     scaled.model.config.update(MUSE)
     assert scaled.projection.cap == 20.0
     assert candidates(found, scaled).equal(drafts)
-    assert found.make_projection() == scaled.make_projection
+    assert found.make_projection() == scaled.projection
 
 
 def test_deepspec_calls_a_dspark_head_without_a_markov_head_dflash(
